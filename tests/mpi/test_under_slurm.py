@@ -141,8 +141,8 @@ def test_a_batch_script_makes_the_files_of_its_own_nodes(slurm, tmp_path):  # no
     script = (
         f'tccl export {tmp_path}/plan --hosts "$SLURM_JOB_NODELIST" --gpus 0-1 -o {job}\n'
         f"export SLURM_HOSTFILE={job}/nccl/order/hostfile.slurm\n"
-        "unset SLURM_NNODES SLURM_NTASKS SLURM_NPROCS SLURM_DISTRIBUTION\n"
-        f"srun --overlap --distribution=arbitrary --ntasks=4 sh -c '. {job}/nccl/env.sh; "
+        "unset SLURM_NNODES\n"
+        f"srun --distribution=arbitrary --ntasks=4 sh -c '. {job}/nccl/env.sh; "
         'echo "$SLURM_PROCID $(hostname) $(basename "$NCCL_GRAPH_FILE" .xml)"\'\n'
     )
     batch = tmp_path / "batch.sh"
