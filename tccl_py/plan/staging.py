@@ -213,7 +213,8 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
         try:
             make(output.absolute().parent, made)
             prefix = f".{output.name[:100]}.tccl-"
-            with _staged(files, output.absolute().parent, prefix, output) as staging:
+            parent = output.absolute().parent
+            with _staged(files, parent, prefix, output, linked=True) as staging:
                 staging.rename(output)
         except BaseException:
             unmake(made)
@@ -239,10 +240,13 @@ def unmake(made: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _staged(files: Files, directory: Path, prefix: str, target: Path) -> Iterator[Path]:
+def _staged(
+    files: Files, directory: Path, prefix: str, target: Path, *, linked: bool = False
+) -> Iterator[Path]:
     """Make a new folder in `directory` with these files, removed at the end unless it was moved.
 
     Remains of killed runs with its `prefix` are swept. Errors name `target`: the folder is gone.
+    With `linked`, equal files are hard links, which saves waiting for the disk.
     """
     sweep(directory, prefix)
     staging = directory / (prefix + os.urandom(4).hex())
@@ -256,11 +260,23 @@ def _staged(files: Files, directory: Path, prefix: str, target: Path) -> Iterato
         with refused(target, "cannot be written", SPACE), ThreadPoolExecutor(_WRITERS) as writers:
             for name in sorted({str(parent) for file in files for parent in Path(file).parents}):
                 (staging / name).mkdir(mode=0o755, exist_ok=True)
-            list(writers.map(_write_new, (staging / name for name in files), files.values()))
+            # Of equal files, as graphs of equal hosts, one waits where the others may be links.
+            first = {content: name for name, content in reversed(list(files.items()))}
+            alone = [name for name in files if not linked or first[files[name]] == name]
+            list(writers.map(_write_new, (staging / n for n in alone), (files[n] for n in alone)))
+            for name in files.keys() - set(alone):
+                _link(staging / first[files[name]], staging / name, files[name])
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(descriptor)
+
+
+def _link(first: Path, path: Path, content: str | bytes) -> None:
+    try:
+        path.hardlink_to(first)
+    except OSError:  # The file system has no links, or no more of them.
+        _write_new(path, content)
 
 
 def _write_new(path: Path, content: str | bytes) -> None:
