@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations_with_replacement, islice
+from typing import Any
 
 import msgspec
 
@@ -75,27 +76,18 @@ def make_cluster_plan(
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     counts = ring_counts or _ring_counts(cluster)
-    # A journal remembers, and must hear of it when a set is wanted once more.
-    remembered = [remembering(source) for source in sources]
-
-    def node_of(number: int, subset: tuple[int, ...], budget: Budget) -> HostClass:
-        one = cluster.classes[number]
-        task = HostTask(
-            machine=one.machine,
-            knowledge=one.knowledge,
-            source=remembered[number],
-            gpus=subset,
-            version=version,
-            ring_counts=tuple(counts),
-            strategy=strategy,
-            budget=budget,
-            reporter=reporter,
-            p2p_level=level,
-            nics=used_nics(one.machine),
-        )
-        return HostClass(one, task)
-
-    nodes = [node_of(number, subset, budget) for number, subset in enumerate(gpus)]
+    tasks = _tasks(
+        cluster,
+        sources,
+        gpus,
+        version=version,
+        ring_counts=tuple(counts),
+        strategy=strategy,
+        budget=budget,
+        reporter=reporter,
+        p2p_level=level,
+    )
+    nodes = [HostClass(one, task) for one, task in zip(cluster.classes, tasks, strict=True)]
     subsets = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
     for node in nodes:
         node.explore()
@@ -111,9 +103,10 @@ def make_cluster_plan(
     kept: list[str] = []
     if tables is not None and not cancelled:
         try:
-            for number, of_class in enumerate(subsets):
-                shared = _shared(budget, len(of_class))
-                nodes += _explored((node_of(number, some, shared) for some in of_class), kept)
+            for one, task, of_class in zip(cluster.classes, tasks, subsets, strict=True):
+                part = msgspec.structs.replace(task, budget=_shared(budget, len(of_class)))
+                jobs = (msgspec.structs.replace(part, gpus=some) for some in of_class)
+                nodes += _explored((HostClass(one, job) for job in jobs), kept)
             _ask_for_pairs(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
@@ -122,10 +115,31 @@ def make_cluster_plan(
         plan,
         notices=(*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count), *kept),
         cancelled=cancelled,
-        sets_measured=sum(source.sets_measured for source in remembered),
-        sets_remembered=sum(source.sets_remembered for source in remembered),
+        sets_measured=sum(task.source.sets_measured for task in tasks),
+        sets_remembered=sum(task.source.sets_remembered for task in tasks),
         sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
     )
+
+
+def _tasks(
+    cluster: Cluster,
+    sources: Sequence[BandwidthSource],
+    gpus: Sequence[tuple[int, ...]],
+    **common: Any,
+) -> list[HostTask]:
+    """Return the planning task of each class, over its GPUs."""
+    return [
+        HostTask(
+            machine=one.machine,
+            knowledge=one.knowledge,
+            # A journal remembers, and must hear of it when a set is wanted once more.
+            source=remembering(source),
+            gpus=of_class,
+            nics=used_nics(one.machine),
+            **common,
+        )
+        for one, source, of_class in zip(cluster.classes, sources, gpus, strict=True)
+    ]
 
 
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
