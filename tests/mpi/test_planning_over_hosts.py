@@ -9,6 +9,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import load_plan
 from tests.namespaces import PAYLOAD, RACKS, namespaces_in
+from tests.test_cli_plan import done
 
 pytestmark = pytest.mark.mpi
 
@@ -102,3 +103,34 @@ def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     ran = namespaces.run("check", str(directory), hosts=GIVEN[:2])
     assert ran.code == 2
     assert "other hosts" in ran.stderr
+
+
+# Jobs over some of the hosts, by the tables of the plan.
+
+
+def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(planned, tmp_path):
+    _, directory = planned
+    before = (directory / "measurements.jsonl").read_bytes()
+    for pair in itertools.combinations(GIVEN, 2):
+        place = tmp_path / "-".join(pair)
+        done("export", directory, "--hosts", ",".join(pair), "-o", place)
+        job = load_plan(place)
+        assert job.host_order == pair
+        assert not job.simulated
+        beside = len({RACKS[host] for host in pair}) == 1
+        expected = LINK_GBPS * PAYLOAD if beside else shaped_rate(pair)
+        assert job.rate_gbps == pytest.approx(expected, rel=0.2)
+    assert (directory / "measurements.jsonl").read_bytes() == before
+
+
+def test_a_pair_gets_what_a_fresh_plan_of_the_pair_has(planned, namespaces, tmp_path):
+    _, directory = planned
+    done("export", directory, "--hosts", "h0,h1", "-o", tmp_path / "job")
+    job = load_plan(tmp_path / "job")
+    command = ["plan", "-o", str(tmp_path / "fresh"), "--backend", "host", "--devices", "1"]
+    command += ["--interfaces", "eth0", "--rings", "1", "--target", "0.3", "--max-sets", "4"]
+    ran = namespaces.run(*command, "--json", hosts=("h0", "h1"), timeout_s=240)
+    assert ran.code == 0, ran.stderr
+    fresh = json.loads(ran.stdout)
+    assert job.rate_gbps == pytest.approx(fresh["rate_gbps"], rel=0.2)
+    assert job.hosts == load_plan(tmp_path / "fresh").hosts
