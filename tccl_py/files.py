@@ -129,15 +129,16 @@ def sweep(directory: Path, prefix: str, *, marker: str = "") -> None:
     with suppress(OSError):
         for path in directory.iterdir():
             if path.name.startswith(prefix):
-                with suppress(OSError), _held(path, os.O_NONBLOCK) as unused:
+                with suppress(OSError):
+                    # What is unmarked may be new: its lock is left to the program that made it.
                     if marker and not stat.S_ISREG((path / marker).lstat().st_mode):
                         continue
-                    if not unused or path.lstat().st_uid != os.geteuid():
-                        continue
-                    if path.is_dir():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink()
+                    with _held(path, os.O_NONBLOCK) as unused:
+                        own = path.lstat().st_uid == os.geteuid()
+                        if unused and own and path.is_dir():
+                            shutil.rmtree(path, ignore_errors=True)
+                        elif unused and own:
+                            path.unlink()
 
 
 def lock(descriptor: int, path: Path) -> bool:
