@@ -200,4 +200,4 @@ def _why_not_on(plan: Plan, name: str) -> str:
 def planned_host(plan: Plan, host: str | None) -> str | None:
     """Return a cluster plan's name for a host (None: this); None if the plan lacks it."""
     names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
-    return next((name for name in names if name in plan.cluster.host_classes), None)
+    return plan.host_named(names)

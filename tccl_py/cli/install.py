@@ -99,7 +99,7 @@ def _installed(plan: Plan, directory: Path, *, alike: bool, plugin: dict[str, st
     fingerprint = planned_fingerprint(plan, directory) if measured else None
     uuids: tuple[str, ...] = ()
     if fingerprint is not None and not alike:
-        known = dict(zip(plan.machine.gpu_indices, fingerprint.gpu_uuids, strict=False))
+        known = fingerprint.uuids(plan.machine)
         uuids = tuple(known[gpu] for gpu in plan.gpus if gpu in known)
     return Installed(
         directory=place,

@@ -67,9 +67,7 @@ def check_same_machine(
 def _replaced_gpus(
     machine: Machine, planned: Fingerprint, here: Fingerprint, gpus: tuple[int, ...]
 ) -> Iterator[str]:
-    # A fingerprint has the UUIDs in the machine's order of GPUs.
-    was = dict(zip(machine.gpu_indices, planned.gpu_uuids, strict=False))
-    for place, (index, uuid) in enumerate(was.items()):
+    for place, (index, uuid) in enumerate(planned.uuids(machine).items()):
         now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
         if index not in gpus or now == uuid:
             continue

@@ -348,6 +348,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     numa_count: int
     kernel: str
 
+    def uuids(self, machine: Machine) -> dict[int, str]:
+        """Return UUIDs by GPU index; a fingerprint has them in the machine's order of GPUs."""
+        return dict(zip(machine.gpu_indices, self.gpu_uuids, strict=False))
+
 
 class DiscoveredMachine(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A Machine with Knowledge and Fingerprint: the file format of `tccl discover`."""

@@ -252,6 +252,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the number of a host's class."""
         return self.paths[host.path].node_class
 
+    def host_named(self, names: Iterable[str]) -> str | None:
+        """Return the first of these names that is one of several hosts'; None if none is."""
+        known = self.cluster.host_classes if self.is_cluster else ()
+        return next((name for name in names if name in known), None)
+
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""
         return self.class_gpus[self.class_number(host)]

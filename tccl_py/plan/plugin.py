@@ -64,12 +64,11 @@ def _index(
     known = None if plan.simulated else fingerprint
     if plan.is_cluster or (known is None and not plan.simulated):
         return None
-    uuids = dict(zip(plan.machine.gpu_indices, known.gpu_uuids if known else (), strict=False))
+    uuids = {} if known is None else known.uuids(plan.machine)
+    if known is not None and not set(plan.gpus) <= set(uuids):
+        return None
     gpus = tuple(
-        # A measured GPU without UUID has an invalid one here, and so no index.
-        IndexedGpu(
-            nvml=gpu.index, bus_id=gpu.bus_id, uuid=uuids.get(gpu.index, "?" if known else "")
-        )
+        IndexedGpu(nvml=gpu.index, bus_id=gpu.bus_id, uuid=uuids.get(gpu.index, ""))
         for gpu in sorted(plan.machine.gpus, key=lambda gpu: gpu.index)
         if gpu.index in plan.gpus
     )

@@ -34,7 +34,7 @@ from tccl_py.files import (
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
-_AGAIN = "plan again with --force, which measures nothing twice"
+AGAIN = "plan again with --force, which measures nothing twice"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,14 +76,14 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not path.exists():
         what = f"has no {MANIFEST_FILE}, which says what files are the plan's"
-        raise InputError(str(directory), what, _AGAIN)
+        raise InputError(str(directory), what, AGAIN)
     found = decode_json(read_text(path), Manifest, where=str(path))
     if found.format_version != FORMAT_VERSION:
         what = f"has format version {found.format_version}"
         raise InputError(str(path), what, f"this program reads version {FORMAT_VERSION}")
     for name in found.files:
         if name != PLAN_FILE and (name[:1] == "/" or ".." in name.split("/")):
-            raise InputError(str(path), f"names {name[:60]!a}, which is elsewhere", _AGAIN)
+            raise InputError(str(path), f"names {name[:60]!a}, which is elsewhere", AGAIN)
     return found
 
 
@@ -105,7 +105,7 @@ def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest
         elif digest(read_bytes(path)) != digests[name]:
             what = "was changed since the plan was written"
         if what:
-            raise InputError(str(path), what, f"restore it, or {_AGAIN}")
+            raise InputError(str(path), what, f"restore it, or {AGAIN}")
     return manifest
 
 

@@ -24,12 +24,11 @@ from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.plan import PlanChain, PlanHop
-from tccl_py.plan.staging import TABLES, check_files, read_manifest
+from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 1
 MAX_TABLES = 1_024
 _SUBSET = re.compile(r"(?P<count>[0-9]{1,4})|(?P<gpus>[0-9]{1,4}(?:[-+][0-9]{1,4})+)", re.ASCII)
-_AGAIN = "plan again with --force, which measures nothing twice"
 
 
 class ChainSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -321,7 +320,7 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
         what = f"has format version {kept.format_version}"
         raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
     if kept.node_class not in classes:
-        raise InputError(where, f"is of class {shown(kept.node_class)}", _AGAIN)
+        raise InputError(where, f"is of class {shown(kept.node_class)}", AGAIN)
     machine = classes[kept.node_class].machine
     known = set(machine.gpu_indices), {nic.index for nic in machine.nics}
     fits = kept.gpus and set(kept.gpus) <= known[0] and set(kept.nics) <= known[1]
@@ -333,7 +332,7 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
             fits = fits and lengths == [len(rates) for rates in one.gbps]
             fits = fits and all(0 <= n < len(kept.hops) for hops in one.chains for n in hops)
     if not fits:
-        raise InputError(where, f"does not fit class {shown(kept.node_class)}", _AGAIN)
+        raise InputError(where, f"does not fit class {shown(kept.node_class)}", AGAIN)
     return kept
 
 

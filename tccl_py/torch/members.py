@@ -79,11 +79,6 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         others = any(given.get(name, value) != value for name, value in wanted.items())
         return {} if others or why_no_plugin(nccl) else wanted
 
-    def host_name(self, names: Sequence[str]) -> str:
-        """Return the plan's name for the host with these names; "" on a single-host plan."""
-        known = self.plan.cluster.host_classes if self.plan.is_cluster else ()
-        return next((name for name in names if name in known), "")
-
     def graph(self, members: Sequence[Member], own: Member) -> Path | None:
         """Return the graph file of `own` in a group of these members; None is default NCCL."""
         if self.plan.recommended != "graph" or len({member.plan for member in members}) != 1:
@@ -209,7 +204,7 @@ def member_of(
     if opened is None:
         return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
     # 3. Check the plan's fit.
-    name = opened.host_name(tuple(names_of_this_host()))
+    name = opened.plan.host_named(names_of_this_host()) or ""
     told = {"plan": opened.identity, "settings": opened.variables}
     member = replace(member, name=name, plugin=bool(opened.loading(nccl)), **told)
     try:
