@@ -16,7 +16,7 @@ import pytest
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, LocalRunner, rank_environment
-from tccl_py.verify.spec import JobSpec
+from tccl_py.verify.spec import COLLECTIVES, JobSpec
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -158,7 +158,7 @@ def test_collectives_over_gloo_are_right_and_timed(server):
 def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(server):
     groups = (((0, 1),), ((0, 2), (1,)))
     world, spec = 3, JobSpec(sizes=(1024,), groups=groups, group_sizes=(2048, 70_000),
-        seconds=0.02, collective="broadcast",
+        seconds=0.02, collectives=("broadcast",),
     )  # fmt: skip
     told = [{}, {"NCCL_GRAPH_FILE": "/none"}, {}]
     plain, graph, other = run_jobs(spec, world, told, server=server)
@@ -200,11 +200,16 @@ def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
 
 
 @needs_torch
-@pytest.mark.parametrize("collective", ["reduce_scatter", "all_to_all"])
-def test_other_collectives_are_timed_too(server, collective):
-    world, spec = 2, JobSpec(sizes=(1000,), seconds=0.01, collective=collective)
+def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(server):
+    world, spec = 3, JobSpec(sizes=(2, 1000), seconds=0.005, collectives=COLLECTIVES,
+        dtypes=("float32", "bfloat16"), groups=(((2, 0),),), group_sizes=(1000,),
+    )  # fmt: skip
     found = run_job(spec, world, server=server)
-    assert [len(one) for one in found.results[0].timings] == [9]
+    assert len(set(spec.rows)) == len(spec.rows) == 7 * 2 * 3
+    assert {row.collective for row in spec.rows} == set(COLLECTIVES)
+    for rank, answer in enumerate(found.results):
+        counts = [0 if row.groups and rank == 1 else 9 for row in spec.rows]
+        assert [len(one) for one in answer.timings] == counts
 
 
 @needs_torch

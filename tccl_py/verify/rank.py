@@ -26,7 +26,7 @@ from tccl_py.rank_processes.rank import (
     write_result,
 )
 from tccl_py.verify.checks import run_checks
-from tccl_py.verify.spec import ELEMENT_BYTES, MIB, Collective, Groups, JobResult, JobSpec
+from tccl_py.verify.spec import ELEMENT_BYTES, MIB, Groups, JobResult, JobSpec, TimedRow
 
 BATCHES = 9
 MAX_CALLS = 200
@@ -45,6 +45,13 @@ _WARM_STEPS = 12
 """DistributedDataParallel rebuilds its buckets early, and a CUDA graph needs 11 steps before it."""
 _WIDTH_CUDA, _WIDTH_HOST = 4096, 128
 _LAYERS = 8
+
+_WHOLE = {
+    "all_reduce": ("all_reduce", ""),
+    "broadcast": ("broadcast", "src"),
+    "reduce": ("reduce", "dst"),
+}
+"""Collectives over a single buffer: the names of the function and of the root's argument."""
 
 Call = Callable[[], Any]
 
@@ -98,7 +105,7 @@ def _timings(
         group, found = made[row.groups], []
         with ExitStack() as stack:
             with slot():
-                call = _call(group, spec.collective, row.bytes)
+                call = _call(group, row)
                 batch = _batch_of(group, call, row.bytes, spec.seconds / BATCHES, stack)
             for _ in range(BATCHES):
                 with slot():
@@ -145,29 +152,49 @@ def _batch_of(
     return lambda: _time(communicator, replay, again) / (calls * replays)
 
 
-def _call(communicator: Communicator, collective: Collective, size: int) -> Call:
+def _call(communicator: Communicator, row: TimedRow) -> Call:
+    """Return a call of the row's collective on buffers of its own."""
     world, dist, group = communicator.world, communicator.dist, communicator.group
-    part = -(-size // (ELEMENT_BYTES * world))
+    count, part = (max(1, -(-row.bytes // (ELEMENT_BYTES[row.dtype] * n))) for n in (1, world))
 
     def zeros(count: int) -> Any:
         # Repeated sums of other values overflow.
         torch = communicator.torch
-        return torch.zeros(count, dtype=torch.float32, device=communicator.device)
+        return torch.zeros(count, dtype=getattr(torch, row.dtype), device=communicator.device)
 
     if world == 1:
         return zeros(1).zero_  # type: ignore[no-any-return]
-    if collective in ("all_reduce", "broadcast"):
-        whole = zeros(max(1, size // ELEMENT_BYTES))
-        if collective == "broadcast":
-            return lambda: dist.broadcast(whole, src=communicator.root, group=group)
-        return lambda: dist.all_reduce(whole, group=group)
-    if collective == "all_to_all":
-        sent, received = zeros(part * world), zeros(part * world)
-        return lambda: dist.all_to_all_single(received, sent, group=group)
+    if row.collective in _WHOLE:
+        named, root = _WHOLE[row.collective]
+        more = {root: communicator.root} if root else {}
+        return partial(getattr(dist, named), zeros(count), group=group, **more)
+    if row.collective == "send_recv":
+        return _send_to_next(communicator, zeros(count), zeros(count))
     share, all_shares = zeros(part), zeros(part * world)
-    if collective == "all_gather":
+    if row.collective == "all_gather":
         return lambda: dist.all_gather_into_tensor(all_shares, share, group=group)
-    return lambda: dist.reduce_scatter_tensor(share, all_shares, group=group)
+    if row.collective == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(share, all_shares, group=group)
+    received = zeros(part * world)
+    return lambda: dist.all_to_all_single(received, all_shares, group=group)
+
+
+def _send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
+    """Return a call that sends to the next rank of the communicator and receives from the last."""
+    dist, group = communicator.dist, communicator.group
+    ranks = dist.get_process_group_ranks(group)
+    at = ranks.index(communicator.rank)
+    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+
+    def call() -> None:
+        both = [
+            dist.P2POp(dist.isend, sent, after, group),
+            dist.P2POp(dist.irecv, received, before, group),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return call
 
 
 def _times(call: Call, count: int) -> Callable[[], None]:

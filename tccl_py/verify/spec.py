@@ -15,17 +15,20 @@ from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
 Backend = Literal["cuda", "host"]
 """NCCL on GPUs, or gloo in host memory as a dry run."""
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-"""Collectives that can be timed; all are checked."""
-COLLECTIVES: tuple[str, ...] = get_args(Collective)
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv"
+]
+"""Collectives that can be timed; `send_recv` sends from each rank to the next, all at once."""
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+Dtype = Literal["float32", "bfloat16"]
+"""Elements of timed collectives."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
 """1 KiB to 1 GiB in factors of four."""
 _LARGE_BYTES = 64 * MIB
 """Predictions are compared with bus bandwidths from this size on, else with the largest size."""
-ELEMENT_BYTES = 4
-"""Timed collectives move float32."""
+ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
@@ -37,6 +40,8 @@ Groups = tuple[tuple[int, ...], ...]
 class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A timed row: a collective of `bytes` over all ranks or in `groups`, or a training step."""
 
+    collective: Collective = "all_reduce"
+    dtype: Dtype = "float32"
     bytes: int = 0
     groups: Groups = ()
     mode: str = ""
@@ -45,8 +50,9 @@ class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Work of a job's ranks, in this order: checks, timings, training steps.
 
-    `sizes` are bytes of the whole buffer; each is timed for about `seconds`. `group_sizes` are
-    timed in each of `groups`, except under a graph file, which fails communicators over fewer GPUs.
+    `sizes` are bytes of the whole buffer; each is timed for about `seconds`, in each of
+    `collectives` and `dtypes`. `group_sizes` are timed in each of `groups`, except under a graph
+    file, which fails communicators over fewer GPUs.
     Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
     have a `slot` each.
     """
@@ -61,15 +67,23 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds: float = 0.08
     groups: tuple[Groups, ...] = ()
     group_sizes: tuple[int, ...] = ()
-    collective: Collective = "all_reduce"
+    collectives: tuple[Collective, ...] = ("all_reduce",)
+    dtypes: tuple[Dtype, ...] = ("float32",)
     training: bool = False
 
     @property
     def rows(self) -> tuple[TimedRow, ...]:
         """Return the rows of collectives in the order of their timing."""
-        whole = [TimedRow(bytes=size) for size in self.sizes]
-        pairs = itertools.product(self.groups, self.group_sizes)
-        return (*whole, *(TimedRow(bytes=size, groups=groups) for groups, size in pairs))
+        places = [
+            *(((), size) for size in self.sizes),
+            *itertools.product(self.groups, self.group_sizes),
+        ]
+        return tuple(
+            TimedRow(collective=collective, dtype=dtype, bytes=size, groups=groups)
+            for collective in self.collectives
+            for dtype in self.dtypes
+            for groups, size in places
+        )
 
 
 class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +119,8 @@ def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
     >>> bus_gbps("all_reduce", 4, 10**9, 1.0)  # bytes over a ring's slowest hop
     1.5
     """
-    share = 1.0 if collective == "broadcast" else (world - 1) / world
+    rooted = collective in ("broadcast", "reduce", "send_recv")
+    share = 1.0 if rooted else (world - 1) / world
     return size / seconds * share * (2 if collective == "all_reduce" else 1) / 1e9
 
 
@@ -159,7 +174,7 @@ def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
     for part in map(str.strip, text.split(",")):
         match = _SIZE.fullmatch(part.lower())
         size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
-        if not ELEMENT_BYTES <= size <= _MAX_BYTES:
+        if not ELEMENT_BYTES["float32"] <= size <= _MAX_BYTES:
             right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
             raise InputError(f"{where}: {part[:20]!r}", "is no size", right)
         found.add(size)

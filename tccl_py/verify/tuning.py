@@ -214,7 +214,7 @@ class Sweep:
     ) -> None:
         self._target, self._watch = target, watch
         self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        self._spec = JobSpec(sizes=budget.few_sizes, collective=budget.collective)
+        self._spec = JobSpec(sizes=budget.few_sizes, collectives=(budget.collective,))
         self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
         self._default: tuple[float, ...] = ()
         self._default_gbps: list[float] = []
@@ -268,7 +268,7 @@ class Sweep:
     def _gbps(self, seconds: Sequence[float]) -> float:
         """Return the bus bandwidth at the large sizes."""
         rates = [
-            (size, bus_gbps(self._spec.collective, self._target.world, size, taken))
+            (size, bus_gbps(self._spec.collectives[0], self._target.world, size, taken))
             for size, taken in zip(self._spec.sizes, seconds, strict=True)
         ]
         return large_gbps(rates) or 0.0

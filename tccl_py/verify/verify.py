@@ -103,7 +103,7 @@ def verify_target(
         sizes=budget.sizes,
         groups=groups_of(target.world) if with_groups else (),
         group_sizes=budget.few_sizes[:4],
-        collective=budget.collective,
+        collectives=(budget.collective,),
         training=budget.training,
     )
     rounds = run_rounds(launcher, running, budget, spec, begun=begun, watch=watch)
@@ -183,7 +183,7 @@ def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row,
             groups=tuple(tuple(target.gpus[rank] for rank in group) for group in timed.groups),
             mode=timed.mode,
             seconds=seconds,
-            gbps=bus_gbps(spec.collective, ranks, timed.bytes, statistics.median(seconds)),
+            gbps=bus_gbps(timed.collective, ranks, timed.bytes, statistics.median(seconds)),
             compared=compared,
             verdict=compared.verdict,
         )
