@@ -452,8 +452,9 @@ def test_nothing_outlives_the_controller(how):
 
 
 def shared_files():
-    """Files in shared memory, but for Open MPI's, whose jobs other tests start and end."""
-    return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith("sm_segment.")}
+    """Files in shared memory, but for Open MPI's and NCCL's, whose jobs other tests start."""
+    foreign = ("sm_segment.", "nccl-")
+    return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith(foreign)}
 
 
 def _orphans(root):
