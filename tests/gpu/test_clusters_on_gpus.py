@@ -19,9 +19,9 @@ from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.record import load_verification
+from tests.gpu.ranks import REPOSITORY, run_ranks
 
 pytestmark = pytest.mark.timeout(900)
-REPOSITORY = Path(__file__).resolve().parents[2]
 INTERFACE = "lo"
 SIZES, REPEATS, PAIRS = (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28), 5, 4
 WRAPPER = """#!/bin/sh
@@ -89,7 +89,7 @@ def all_reduce(nodes, plan, folder, *, directory, choice="default"):
     names = plan.host_order if choice == "graph" else plan.cluster.names
     order = [int(name.removeprefix("node")) for name in names]
     gpus = [gpu for node in order for gpu in nodes[node]]
-    ranks = []
+    environments = []
     for rank, gpu in enumerate(gpus):
         name = next(f"node{number}" for number, node in enumerate(nodes) if gpu in node)
         variables = {"NCCL_SOCKET_IFNAME": f"={INTERFACE}"}
@@ -104,22 +104,11 @@ def all_reduce(nodes, plan, folder, *, directory, choice="default"):
             "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,NET",
             "NCCL_DEBUG_FILE": str(folder / f"log{rank}"),
         }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _RANK, str(rank), str(len(gpus)), str(folder / "meet")],
-                cwd=REPOSITORY,
-                env={**os.environ, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), outputs
+        environments.append({**os.environ, **variables})
+    words = [sys.executable, "-c", _RANK]
+    commands = [[*words, rank, len(gpus), folder / "meet"] for rank in range(len(gpus))]
+    codes, outputs = run_ranks(commands, environments, timeout=120)
+    assert codes == [0] * len(gpus), outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
     assert all(answer["right"] for answer in answers)
     slowest = {size: min(one["gbps"][str(size)] for one in answers) for size in SIZES}

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,9 +22,9 @@ from tccl_py.plan.files import graph_text
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tests.gpu.ranks import REPOSITORY, run_ranks
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
-REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 64 * 1024 * 1024
 
 
@@ -34,7 +33,7 @@ def tccl(*words):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def run_ranks(gpus, variables, log, *, size=SIZE, repeats=20):
+def all_reduce(gpus, variables, log, *, size=SIZE, repeats=20):
     """All-reduce over these GPUs; gives the ranks' answers and NCCL's parsed log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,20 +46,10 @@ def run_ranks(gpus, variables, log, *, size=SIZE, repeats=20):
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
         "NCCL_DEBUG_FILE": f"{log}.%p",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.collective"]
-            + [str(word) for word in (rank, len(gpus), port, size, repeats)],
-            cwd=REPOSITORY,
-            env=surroundings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(len(gpus))
-    ]
-    outputs = [rank.communicate(timeout=240) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs
+    words = [sys.executable, "-m", "tests.gpu.collective"]
+    commands = [[*words, rank, len(gpus), port, size, repeats] for rank in range(len(gpus))]
+    codes, outputs = run_ranks(commands, [surroundings] * len(gpus), timeout=240)
+    assert codes == [0] * len(gpus), outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
     text = "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.*")))
     return answers, parse_log(text, where=str(log))
@@ -93,7 +82,7 @@ def here(tmp_path_factory):
 def test_the_discovered_machine_is_the_one_that_nccl_sees(here, tmp_path):
     machine, knowledge, fingerprint = discover_machine()
     dump = tmp_path / "nccl-topology.xml"
-    run_ranks(machine.gpu_indices, {"NCCL_TOPO_DUMP_FILE": str(dump)}, tmp_path / "log")
+    all_reduce(machine.gpu_indices, {"NCCL_TOPO_DUMP_FILE": str(dump)}, tmp_path / "log")
     theirs = read_nccl_topology(dump)
     assert [(g.index, g.bus_id, g.sm) for g in machine.gpus] == [
         (g.index, g.bus_id, g.sm) for g in theirs.gpus
@@ -113,10 +102,10 @@ def test_the_discovered_machine_is_the_one_that_nccl_sees(here, tmp_path):
 def test_nccl_runs_the_rings_of_the_plan(here, tmp_path):
     plan = load_plan(here / "plan")
     variables = json.loads(tccl("env", here / "plan", "--json").stdout)["environment"]
-    answers, log = run_ranks(plan.gpus, variables, tmp_path / "log")
+    answers, log = all_reduce(plan.gpus, variables, tmp_path / "log")
     assert all(answer["right"] for answer in answers)
     assert_loaded(log, plan.channel_rings, plan.gpus)
-    stock, _ = run_ranks(plan.gpus, {}, tmp_path / "stock")
+    stock, _ = all_reduce(plan.gpus, {}, tmp_path / "stock")
     print("plan", answers[0]["busbw_gbps"], "stock", stock[0]["busbw_gbps"], "GB/s at 64 MiB")
 
 
@@ -127,7 +116,7 @@ def test_nccl_runs_the_rings_of_a_subset(here, tmp_path):
         text = ",".join(map(str, subset.gpus))
         answer = tccl("env", here / "plan", "--gpus", text, "--json")
         variables = json.loads(answer.stdout)["environment"]
-        answers, log = run_ranks(subset.gpus, variables, tmp_path / f"log-{text}")
+        answers, log = all_reduce(subset.gpus, variables, tmp_path / f"log-{text}")
         assert all(one["right"] for one in answers)
         rings = [subset.rings[i % len(subset.rings)] for i in range(plan.settings.channels)]
         assert_loaded(log, rings, subset.gpus)
@@ -148,7 +137,7 @@ def test_nccl_runs_two_rings_that_are_not_its_own(level, tmp_path):
     )
     path.write_text(text)
     variables = {**environment(settings), "NCCL_GRAPH_FILE": str(path)}
-    answers, log = run_ranks(gpus, variables, tmp_path / "log")
+    answers, log = all_reduce(gpus, variables, tmp_path / "log")
     assert all(answer["right"] for answer in answers)
     assert_loaded(log, rings, gpus)
     transports = {transport_of(connection.via) for connection in log.connections}
@@ -186,4 +175,4 @@ def test_a_graph_for_other_gpus_fails_in_nccl_as_the_validator_says(here, tmp_pa
     )
     assert verdict.verdict == "rejected"
     with pytest.raises(AssertionError, match=r"not found|NCCL"):
-        run_ranks(plan.gpus[:2], {"NCCL_GRAPH_FILE": str(graph)}, tmp_path / "log")
+        all_reduce(plan.gpus[:2], {"NCCL_GRAPH_FILE": str(graph)}, tmp_path / "log")

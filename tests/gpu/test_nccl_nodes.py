@@ -10,9 +10,7 @@ import os
 import re
 import socket
 import struct
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +23,9 @@ from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
 from tccl_py.plan.files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tests.gpu.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
-REPOSITORY = Path(__file__).resolve().parents[2]
 NODES = 2
 SIOCGIFADDR = 0x8915
 _NET = re.compile(
@@ -60,7 +58,7 @@ def run_nodes(folder, variables, graphs=("", "")):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = []
+    environments = []
     for rank, graph in enumerate(graphs):
         own = {
             "NCCL_HOSTID": f"node{rank}",
@@ -75,19 +73,11 @@ def run_nodes(folder, variables, graphs=("", "")):
         if graph:
             (folder / f"file{rank}.xml").write_text(graph)
             own["NCCL_GRAPH_FILE"] = str(folder / f"file{rank}.xml")
-        words = [str(word) for word in (rank, NODES, port, 1 << 24, 5)]
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.collective", *words],
-                cwd=REPOSITORY,
-                env={**os.environ, **variables, **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs
+        environments.append({**os.environ, **variables, **own})
+    words = [sys.executable, "-m", "tests.gpu.collective"]
+    commands = [[*words, rank, NODES, port, 1 << 24, 5] for rank in range(NODES)]
+    codes, outputs = run_ranks(commands, environments, timeout=120)
+    assert codes == [0] * NODES, outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
     assert all(answer["right"] for answer in answers)
     return [(folder / f"log{rank}").read_text() for rank in range(NODES)]

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,10 +19,10 @@ from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
+from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.planned import needing_a_graph, rebind
 
 pytestmark = pytest.mark.timeout(300)
-REPOSITORY = Path(__file__).resolve().parents[2]
 GROUPS = {
     2: {"new": [[0, 1], [0], [1]], "split": [[[0, 1]], [[0], [1]]]},
     4: {
@@ -75,23 +74,11 @@ def run_job(size, plan_dir, way, folder, *, visible=None, **variables):
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
     }
     words = [str(folder / "meet"), str(plan_dir), way, json.dumps(GROUPS[size])]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.groups", str(rank), str(size), *words],
-            cwd=REPOSITORY,
-            env={**surroundings, "NCCL_DEBUG_FILE": str(folder / f"log{rank}")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=180) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, outputs
+    program = [sys.executable, "-m", "tests.gpu.groups"]
+    commands = [[*program, rank, size, *words] for rank in range(size)]
+    logged = [{**surroundings, "NCCL_DEBUG_FILE": str(folder / f"log{n}")} for n in range(size)]
+    codes, outputs = run_ranks(commands, logged, timeout=180)
+    assert codes == [0] * size, outputs
     logs = [(folder / f"log{rank}").read_text() for rank in range(size)]
     if os.environ.get("TCCL_KEEP"):
         for rank, text in enumerate(logs):

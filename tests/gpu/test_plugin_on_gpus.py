@@ -21,11 +21,11 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plugin import plugin_variables
 from tccl_py.readers.live import discover_machine
+from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.planned import needing_a_graph
 from tests.plugin.logs import assert_own_rings
 
 pytestmark = pytest.mark.timeout(150)
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(
@@ -79,22 +79,10 @@ def run_job(way, size, conf, folder, **variables):
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.plugin_rank", way, str(rank), str(size), str(folder)],
-            cwd=REPOSITORY,
-            env={**environment, "NCCL_DEBUG_FILE": str(folder / f"log{rank}")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    program = [sys.executable, "-m", "tests.gpu.plugin_rank", way]
+    commands = [[*program, rank, size, folder] for rank in range(size)]
+    logged = [{**environment, "NCCL_DEBUG_FILE": str(folder / name)} for name in _logs(size)]
+    codes, outputs = run_ranks(commands, logged, timeout=90)
     logs = [path.read_text() if path.exists() else "" for path in map(folder.joinpath, _logs(size))]
     if keep := os.environ.get("TCCL_KEEP"):
         for rank, name in enumerate(_logs(size)):
@@ -102,7 +90,7 @@ def run_job(way, size, conf, folder, **variables):
     ends = [f"rank {n}: {err[-3000:]}" for n, (_, err) in enumerate(outputs)]
     said = [line for line in "\n".join(logs).splitlines() if "tccl" in line or "WARN" in line]
     told = "\n".join([*ends, *said[:60]])
-    assert [rank.returncode for rank in ranks] == [0] * size, told
+    assert codes == [0] * size, told
     assert all(out.strip().endswith("all sums are right") for out, _ in outputs), told
     return logs
 
