@@ -4,11 +4,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-PLUGIN = Path(__file__).resolve().parent / "tccl_py" / "nccl" / "plugin"
+ROOT = Path(__file__).resolve().parent
+PLUGIN = ROOT / "tccl_py" / "nccl" / "plugin"
 
 
 class BuildWithPlugin(build_py):
@@ -25,17 +26,27 @@ class BuildWithPlugin(build_py):
             print(f"tccl: the NCCL plugin is not built: {error}", file=sys.stderr)
 
 
-class PlatformWheel(bdist_wheel):
-    """Tag the wheel by its platform: the library in it is compiled, for any Python."""
+class Compiled(Distribution):
+    """Install into the platform's folder: the plugin is compiled."""
 
-    def finalize_options(self):
-        """Keep the platform in the tag."""
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self):
+        """Return True, also where there is no compiler."""
+        return True
+
+
+class AnyPython(bdist_wheel):
+    """Tag the wheel by its platform, for any Python: the library in it is NCCL's."""
 
     def get_tag(self):
         """Return the tag for any Python 3 on this platform."""
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithPlugin, "bdist_wheel": PlatformWheel})
+# scripts/release makes the manual's pages; they are no part of a checkout.
+MANUAL = [str(page.relative_to(ROOT)) for page in ROOT.glob("man/*.1")]
+
+setup(
+    cmdclass={"build_py": BuildWithPlugin, "bdist_wheel": AnyPython},
+    data_files=[("share/man/man1", MANUAL)],
+    distclass=Compiled,
+)

@@ -7,14 +7,15 @@ a page too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from typing import TYPE_CHECKING, Any
 
 from tccl_py.cli.main import COMMANDS, load_command
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 FOLDER = PurePosixPath("commands")
 LIST = "<!-- commands -->"
@@ -28,20 +29,30 @@ def commands() -> Mapping[str, Any]:
 
 def summary(command: Any) -> str:
     """Return the first sentence of a command's help."""
-    return " ".join(_help(command).split("\n\n")[0].split())
+    return " ".join(help_text(command).split("\n\n")[0].split())
 
 
 def reference(name: str, command: Any) -> str:
     """Return the text of `tccl NAME --help` as Markdown."""
-    arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option"]
-    shown = " ".join(_argument(param) for param in arguments)
-    lines = [f"# tccl {name}", "", "```text", f"tccl {name} [OPTIONS] {shown}".rstrip(), "```", ""]
-    lines += [_help(command), ""]
+    arguments, options = arguments_and_options(command)
+    lines = [f"# tccl {name}", "", "```text", synopsis(name, command), "```", ""]
+    lines += [help_text(command), ""]
     if arguments:
         lines += ["## Arguments", "", *(line for one in arguments for line in _entry(one))]
     lines += ["## Options", "", *(line for one in options for line in _entry(one))]
     return "\n".join([*lines, *_HELP_OPTION])
+
+
+def synopsis(name: str, command: Any) -> str:
+    """Return how a command is typed."""
+    arguments, _ = arguments_and_options(command)
+    return " ".join([f"tccl {name} [OPTIONS]", *map(_argument, arguments)])
+
+
+def arguments_and_options(command: Any) -> tuple[list[Any], list[Any]]:
+    """Return a command's parameters of both kinds."""
+    kinds = ("argument", "option")
+    return tuple([one for one in command.params if one.param_type_name == kind] for kind in kinds)
 
 
 def page(name: str, command: Any, examples: str = "") -> str:
@@ -52,8 +63,9 @@ def page(name: str, command: Any, examples: str = "") -> str:
 _HELP_OPTION = ("`--help`, `-h`", ":   Show the help and exit.", "")
 
 
-def _help(command: Any) -> str:
-    return inspect.cleandoc(command.help or "")
+def help_text(command: Any) -> str:
+    """Return a command's help as Markdown."""
+    return inspect.cleandoc(getattr(command, "help", None) or command.__doc__ or "")
 
 
 def _argument(param: Any) -> str:
@@ -62,20 +74,23 @@ def _argument(param: Any) -> str:
     return f"{text}{more}" if param.required else f"[{text}{more}]"
 
 
-def _entry(param: Any) -> Iterator[str]:
-    """Yield a definition list's term and text."""
+def _entry(param: Any) -> tuple[str, ...]:
+    """Return a definition list's term and text."""
+    return term(param), f":   {said(param)}", ""
+
+
+def term(param: Any) -> str:
+    """Return an argument's or an option's names and metavar."""
+    if param.param_type_name == "argument":
+        return f"`{_argument(param)}`"
     what = (param.metavar or "").strip()
     flag = bool(getattr(param, "is_flag", False))
-    if param.param_type_name == "argument":
-        yield f"`{_argument(param)}`"
-    else:
-        names = ", ".join(f"`{one}`" for one in sorted(param.opts, key=len, reverse=True))
-        yield f"{names} `{what}`" if what and not flag else names
-    yield f":   {_said(param)}"
-    yield ""
+    names = ", ".join(f"`{one}`" for one in sorted(param.opts, key=len, reverse=True))
+    return f"{names} `{what}`" if what and not flag else names
 
 
-def _said(param: Any) -> str:
+def said(param: Any) -> str:
+    """Return the text of an argument or option, with its default."""
     text = " ".join((getattr(param, "help", None) or "").split())
     if param.required and param.param_type_name == "option":
         text += " Required."
@@ -95,6 +110,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Make the pages of commands."""
+    from mkdocs.structure.files import File  # noqa: PLC0415 (man_page.py needs no mkdocs)
+
     for name, command in commands().items():
         uri = f"{FOLDER / name}.md"
         written = files.get_file_from_path(uri)
