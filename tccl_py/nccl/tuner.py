@@ -1,0 +1,100 @@
+"""Tables for NCCL's tuner: algorithm, protocol and channels by collective and message size.
+
+NCCL asks a tuner plugin before each collective, with a number of bytes (getAlgoInfo in enqueue.cc,
+2.28.7 to 2.30.7): the element size times `count` for all-reduce, broadcast and reduce, and times
+`count` times the number of ranks for all-gather (the whole received buffer) and reduce-scatter (the
+whole sent buffer). For all five collectives these are the bytes of a row of `tccl verify`. NCCL
+adds up collectives of one group whose sizes differ by less than a factor of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+import msgspec
+
+from tccl_py.errors import InputError
+
+TunedCollective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
+Algorithm = Literal["tree", "ring"]
+Protocol = Literal["ll", "ll128", "simple"]
+COLLECTIVES: tuple[str, ...] = get_args(TunedCollective)
+"""In the order of NCCL's ncclFunc_t."""
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+"""In the order of NCCL's cost tables."""
+MAX_CHANNELS, MAX_TUNED_BYTES, MAX_ENTRIES = 64, 1 << 50, 256
+_AGAIN = "tune again"
+
+
+class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The choice for messages of `from_bytes` to `to_bytes`, both included.
+
+    `channels` 0 leaves the number of channels to NCCL.
+    """
+
+    collective: TunedCollective
+    from_bytes: int
+    to_bytes: int
+    algorithm: Algorithm
+    protocol: Protocol
+    channels: int = 0
+
+
+class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Entries for communicators over exactly `gpus` of each of `hosts` hosts.
+
+    `gpus` are the plan's indices, ascending. `measured_on` is the measured set of GPUs: `gpus`, or
+    a set that a symmetry of the machine exchanges with `gpus`. Entries are in the order of
+    COLLECTIVES, then of sizes. A size without an entry is NCCL's own choice.
+    """
+
+    gpus: tuple[int, ...]
+    measured_on: tuple[int, ...]
+    entries: tuple[TunerEntry, ...] = ()
+    hosts: int = 1
+
+
+def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:
+    """Check tables for a plan over some GPUs.
+
+    Raises:
+        InputError: sets or ranges out of order, overlapping or out of bounds, or a choice that
+            NCCL does not have.
+    """
+    sets = [(table.gpus, table.hosts) for table in tables]
+    _need(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", _AGAIN)
+    for table in tables:
+        place = f"{where}: GPUs {','.join(map(str, table.gpus))}"
+        for found in (table.gpus, table.measured_on):
+            fits = len(found) > 1 and list(found) == sorted(set(found)) and set(found) <= set(gpus)
+            _need(fits, place, f"names GPUs {found}", "two or more of the plan, ascending")
+        same = len(table.measured_on) == len(table.gpus)
+        _need(same, place, f"was measured on GPUs {table.measured_on}", "as many GPUs")
+        _need(table.hosts == 1, place, f"is for {table.hosts} hosts", "tables are for one host")
+        count = len(table.entries)
+        _need(count <= MAX_ENTRIES, place, f"has {count} entries", f"at most {MAX_ENTRIES}")
+        for entry in table.entries:
+            _check_entry(entry, place)
+        for one, after in pairwise(table.entries):
+            order = COLLECTIVES.index(after.collective) - COLLECTIVES.index(one.collective)
+            apart = order > 0 or (order == 0 and one.to_bytes < after.from_bytes)
+            what = f"has {after.collective} from {after.from_bytes} bytes out of order"
+            _need(apart, place, what, "ascending ranges that do not overlap")
+
+
+def _check_entry(entry: TunerEntry, where: str) -> None:
+    span = f"{entry.from_bytes} to {entry.to_bytes} bytes"
+    fits = 0 <= entry.from_bytes <= entry.to_bytes <= MAX_TUNED_BYTES
+    _need(fits, where, f"has an entry for {span}", f"ascending, 0 to {MAX_TUNED_BYTES}")
+    fits = 0 <= entry.channels <= MAX_CHANNELS
+    _need(fits, where, f"has {entry.channels} channels", f"0 to {MAX_CHANNELS}")
+    has = entry.algorithm == "ring" or entry.collective == "all_reduce"
+    _need(has, where, f"has {entry.algorithm} for {entry.collective}", "NCCL has ring alone")
+
+
+def _need(fits: bool, where: str, what: str, right: str) -> None:
+    if not fits:
+        raise InputError(where, what, right)
