@@ -64,7 +64,7 @@ def _own_environment(monkeypatch, tmp_path_factory):
     monkeypatch.setattr("tccl_py.plan.plugin.SOURCES", tmp_path_factory.getbasetemp())
     # Nor what it does on this machine's GPUs.
     monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: None)
-    monkeypatch.setattr("tccl_py.cli.doctor.asked_here", lambda *_: "")
+    monkeypatch.setattr("tccl_py.health.doctor.asked_here", lambda *_: "")
 
 
 def _gpus():

@@ -182,7 +182,7 @@ def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     for now, code in ((gpus, 0), (gpus[:1], 1)):
         facts = SimpleNamespace(gpus=now)
-        monkeypatch.setattr("tccl_py.cli.env.driver_facts", lambda facts=facts: facts)
+        monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda facts=facts: facts)
         result = CliRunner().invoke(app, ["env", str(tmp_path)])
         assert result.exit_code == code, result.stderr
     assert result.stdout == "unset NCCL_GRAPH_FILE\n"
@@ -197,8 +197,8 @@ def run_env(monkeypatch, directory, now, *words, facts=None):
             raise InputError("this machine", "no NVIDIA driver answers", "use another")
         return facts
 
-    monkeypatch.setattr("tccl_py.cli.env.driver_facts", answer)
-    monkeypatch.setattr("tccl_py.cli.env.fingerprint_of", lambda facts: now)
+    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", answer)
+    monkeypatch.setattr("tccl_py.health.fitness.fingerprint_of", lambda facts: now)
     return CliRunner().invoke(app, ["env", str(directory), *words])
 
 

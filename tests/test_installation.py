@@ -604,14 +604,14 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
 
 def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):
     verified(measured)
-    monkeypatch.setattr("tccl_py.cli.env.driver_facts", lambda: None)
-    monkeypatch.setattr("tccl_py.cli.env.fingerprint_of", lambda facts: PRINT)
+    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.health.fitness.fingerprint_of", lambda facts: PRINT)
     result = tccl("install", measured)
     assert result.exit_code == 2
     assert "GPU 0 was GPU-0" in result.stderr
     machine = plan_of(SMALL).machine
     facts = SimpleNamespace(gpus=machine.gpus)
-    monkeypatch.setattr("tccl_py.cli.env.driver_facts", lambda: facts)
+    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda: facts)
     result = tccl("install", measured, "--alike", "--slurm-prolog", "-")
     assert result.exit_code == 0, result.stderr
     assert "export TCCL_ALIKE=1" in result.stdout

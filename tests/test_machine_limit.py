@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Profiler
 from tccl_py.cli.main import app
-from tccl_py.cli.show import plan_json, print_plan
+from tccl_py.cli.show import print_plan
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.transfer import Fifo, bounce, parse_set
 from tccl_py.plan.planner import bare_copies, limit_gbps, make_plan
+from tccl_py.plan.words import plan_json
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify.target import Target

@@ -14,16 +14,16 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import bounce, parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.report.contents import read_contents
-from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
-from tccl_py.report.page import drawn_hops, report_html
-from tccl_py.report.rates import (
+from tccl_py.report.contents import (
     fastest_alone,
     fastest_bounces,
+    read_contents,
     slowest_together,
     viridis,
     worst_pairs,
 )
+from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
+from tccl_py.report.page import drawn_hops, report_html
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +13,10 @@ from tccl_py.cli import options
 from tccl_py.cli.options import opt
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.process import ANSWER_IS_NO, print_json
-from tccl_py.errors import InputError, MeasurementError
-from tccl_py.health.doctor import Diagnosis, examine
-from tccl_py.health.host import DriverState, GpuState, Host
-from tccl_py.nccl_library import installed_nccls
-from tccl_py.plan.nccl_here import asked_here
-from tccl_py.readers.nvml import DriverFacts, driver_facts
-from tccl_py.sources.profiled import conditions_of
+from tccl_py.errors import InputError
+from tccl_py.health.doctor import Diagnosis, examine, this_host
+from tccl_py.health.host import DriverState, Host
 
-_SHM = "/dev/shm"
 _ROOT = "name one with sys, proc, etc and dev in it"
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
 _INDENT = (0, 0, 0, 6)
@@ -66,55 +58,6 @@ def doctor(
         _print(found)
     if not found.healthy:
         raise typer.Exit(ANSWER_IS_NO)
-
-
-def this_host() -> Host:
-    """Return this host, with the answers of its driver and of the installed NCCL."""
-    free = None
-    with suppress(OSError):
-        shm = os.statvfs(_SHM)
-        free = shm.f_bavail * shm.f_frsize
-    # NCCL finds the home directory so, whatever HOME says.
-    home = "/"
-    with suppress(KeyError):
-        home = pwd.getpwuid(os.getuid()).pw_dir
-    try:
-        facts = driver_facts()
-        driver = DriverState(gpus=_states(facts), peer_access=facts.peer_access)
-    except (InputError, MeasurementError) as error:
-        driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
-    gpus = [gpu.index for gpu in driver.gpus]
-    return Host(
-        home=home,
-        environment=dict(os.environ),
-        driver=driver,
-        shm_free=free,
-        nccl=tuple(installed_nccls()),
-        own_rings=asked_here(gpus) if len(gpus) > 1 else "",
-    )
-
-
-def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
-    seen = conditions_of([gpu.index for gpu in facts.gpus])
-    return tuple(
-        GpuState(
-            index=gpu.index,
-            bus_id=gpu.bus_id,
-            name=gpu.name,
-            persistence=now.persistence,
-            clock_mhz=_limited(now.sm_set_mhz, now.sm_max_mhz),
-            clock_max_mhz=now.sm_max_mhz,
-            complaints=complaints,
-        )
-        for gpu, (now, complaints) in zip(facts.gpus, seen, strict=True)
-    )
-
-
-def _limited(clock_mhz: int | None, most_mhz: int | None) -> int | None:
-    """Return the clock that a setting limits a GPU to; None without a limit."""
-    if clock_mhz is None or most_mhz is None:
-        return None
-    return clock_mhz if 0 < clock_mhz < most_mhz else None
 
 
 def _print(found: Diagnosis) -> None:

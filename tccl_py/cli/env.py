@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +14,14 @@ import typer
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, gpus_argument, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
-from tccl_py.errors import InputError
-from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
+from tccl_py.health.fitness import (
+    ALIKE_VARIABLE,
+    planned_or_installed,
+    why_disabled,
+    why_other_host,
+)
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.variables import export_lines, job_environment
-from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
@@ -26,8 +29,6 @@ from tccl_py.plan.plan import CHOICES, Plan
 from tccl_py.plan.plugin import plugin_variables, why_no_plugin
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
-from tccl_py.readers.live import fingerprint_of
-from tccl_py.readers.nvml import driver_facts
 
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
@@ -83,14 +84,16 @@ def env(
     if plan.is_cluster:
         name = planned_host(plan, host)
         subject: dict[str, Any] = {"host": name}
-        disabled = _why_not_on(plan, name) if name is not None and host is None else ""
+        disabled = ""
+        if name is not None and host is None:
+            disabled = why_other_host(plan, name, say=notice)
         file = "" if name is None else host_graph_file(name)
     else:
         chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
         subject = {"gpus": chosen}
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
-            disabled = _why_disabled(plan, directory, nccl, alike=alike)
+            disabled = why_disabled(plan, directory, nccl, alike=alike, say=notice)
         if plugin and not disabled:
             disabled = why_no_plugin(nccl or planned_or_installed(plan))
         file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
@@ -150,51 +153,6 @@ def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:
     node = os.environ.get(NODE_NAME, "") if host is None else ""
     also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
     return f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings"
-
-
-def _why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool) -> str:
-    """Return why a plan is not for this host or NCCL, as clauses; "" if nothing speaks against."""
-    if plan.simulated:
-        return "" if nccl is None else why_not_with(plan.settings, nccl)
-    installed = installed_nccl() if nccl is None else None
-    version = nccl if installed is None else installed.version
-    other = "" if version is None else why_not_with(plan.settings, version)
-    if other and installed is not None:
-        found = f"NCCL {installed.version} is here, {installed.source}"
-        notice(f"{found}; if the job has another, add --nccl")
-    elsewhere = why_elsewhere(plan, directory, alike=alike)
-    return "; ".join(why for why in (elsewhere, other) if why)
-
-
-def why_elsewhere(plan: Plan, directory: Path, *, alike: bool) -> str:
-    """Return why this is not the machine of a measured plan, as clauses; "" also without a driver.
-
-    With `alike` equal GPUs with other UUIDs will do.
-    """
-    try:
-        facts = driver_facts()
-    except InputError as error:
-        notice(f"whether this is the plan's machine was not checked: {error.what}")
-        return ""
-    gpus = facts.gpus if alike else None
-    return why_not_here(plan, directory, fingerprint_of(facts), alike=gpus)
-
-
-def planned_or_installed(plan: Plan) -> str:
-    """Return the version of the installed NCCL; the plan's where none is found."""
-    installed = installed_nccl()
-    return plan.settings.version if installed is None else installed.version
-
-
-def _why_not_on(plan: Plan, name: str) -> str:
-    """Return which GPUs of this host are not as in a cluster's plan, as clauses; "" if all are."""
-    if plan.simulated:
-        return ""
-    try:
-        return why_not_of_class(plan, name, driver_facts().gpus)
-    except InputError as error:
-        notice(f"whether this host has the plan's GPUs was not checked: {error.what}")
-        return ""
 
 
 def planned_host(plan: Plan, host: str | None) -> str | None:

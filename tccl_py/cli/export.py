@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, in_range, one_of, opt, parse_gpus, refuse
-from tccl_py.cli.process import notice, notice_each
+from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
+from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.cluster import shown
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import machine_file, write_job, write_nccl_files
@@ -98,14 +101,37 @@ def export(
 def _export_fork(
     directory: Path, output: Path | None, subsets: str | None, nic: int | None, sets: int | None
 ) -> None:
-    """Write the file of the TCCL fork."""
-    from tccl_py.cli.export_fork import export_fork  # noqa: PLC0415 (slow)
-    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export  # noqa: PLC0415 (slow)
+    """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
+    # These take long to load.
+    from tccl_py.plan.again import source_or_journal  # noqa: PLC0415
+    from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
+    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415
 
-    if sets is not None:
-        in_range("--max-sets", sets, 1_000_000)
     most = DEFAULT_MAX_SETS if sets is None else sets
-    export_fork(directory, output, Export(subsets=_gpu_sets(subsets), nic=nic, max_sets=most))
+    in_range("--max-sets", most, 1_000_000)
+    wanted = Export(subsets=_gpu_sets(subsets), nic=nic, max_sets=most)
+    if output is not None and (output.is_file() or output.is_dir()):
+        raise InputError(str(output), "already exists", "name a new file")
+    place = directory if directory.is_dir() else directory.parent
+    with interrupts_put_off(), ExitStack() as stack:
+        plan = load_plan(directory)
+        check_plan_for_fork(plan, where=str(directory))
+        line = stack.enter_context(ProgressLine())
+        right = "export it there"
+        source, notices = source_or_journal(plan, place, otherwise=right, watch=line.measured)
+        notice_each(notices)
+        with source:
+            # A source that measures reports by itself.
+            reporter = line if plan.simulated else None
+            made = make_database(plan, source, export=wanted, reporter=reporter)
+        notice_each(source.notices)
+    write_result(tccl_xml(made.database, notes=made.notes), output)
+    notice_each(made.notes)
+    if output is not None:
+        rings = len(made.database.intra)
+        chains = sum(len(part.chains) for part in made.database.inter)
+        said = f"{rings} ring{'s' * (rings != 1)} and {chains} chain{'s' * (chains != 1)}"
+        notice(f"wrote {said} to {output}")
 
 
 def _export_job(

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.env import planned_or_installed, why_elsewhere
 from tccl_py.cli.options import flag, opt
 from tccl_py.cli.process import notice
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
+from tccl_py.health.fitness import planned_or_installed, why_elsewhere
 from tccl_py.installation.install import Installed, Kind, form_of, removal
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
@@ -128,7 +128,7 @@ def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:
     """Refuse what was not seen to do good, unless it is forced; then say so."""
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     if not why and not plan.is_cluster:
-        elsewhere = why_elsewhere(plan, directory, alike=alike)
+        elsewhere = why_elsewhere(plan, directory, alike=alike, say=notice)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if not why:
         return

@@ -18,7 +18,7 @@ from tccl_py.cli.measure import controlled_job, measurement_options
 from tccl_py.cli.options import flag, gpus_argument, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each, print_json
-from tccl_py.cli.show import plan_json, print_plan
+from tccl_py.cli.show import print_plan
 from tccl_py.cli.verify import tuned_plan
 from tccl_py.errors import InputError
 from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
@@ -38,6 +38,7 @@ from tccl_py.plan.nccl_here import (
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.plan.words import plan_json
 from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES

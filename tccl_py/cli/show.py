@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -16,18 +13,14 @@ from tccl_py.cli import options
 from tccl_py.cli.options import flag
 from tccl_py.cli.output import grid, results
 from tccl_py.cli.process import notice, print_json, write_result
-from tccl_py.errors import InputError
-from tccl_py.files import picked, refused
-from tccl_py.nccl.settings import Settings, environment, environment_text
+from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.plugin import graph_files
-from tccl_py.plan.words import CHOICE_WORDS
+from tccl_py.plan.words import CHOICE_WORDS, plan_json, subset_files
 from tccl_py.readers.hosts import compress
 
-REPORT_FILE = "report.html"
-_HEAD_BYTES = 2000
 _MOST_PATHS = 16
 """Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""
 _MOST_ORDER = 1000
@@ -61,43 +54,6 @@ def show(
         console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
     if sets and graph_files(plan):
         console.print(_sets_table(plan))
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
-    if plan.is_cluster:
-        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
-        limit = {"whole_ring_gbps": plan.whole_ring_gbps}
-    else:
-        subject = {"machine": plan.machine.name, "gpus": plan.gpus}
-        subject["communicators"] = [
-            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(found, "rings", "rate_gbps")
-            for gpus, name, found in _sets(plan)
-        ]
-        limit = {"limit_gbps": plan.limit_gbps}
-    return {
-        **subject,
-        "rings": plan.channel_rings,
-        **picked(plan, "rate_gbps", "bound_gbps"),
-        **limit,
-        **picked(plan, "proven", "sets_measured", "simulated", "assumed"),
-        **_settings_json(plan.settings),
-        "kept": plan.pinned_env,
-        "recommended": plan.recommended,
-        "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
-        "stock": choice_json(plan.stock),
-        **picked(plan, "cancelled", "notices"),
-    }
-
-
-def choice_json(choice: PlanChoice) -> dict[str, Any]:
-    """Return the JSON of one way to run NCCL."""
-    more = picked(choice, "rings", "achieved_gbps", "note")
-    return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
-
-
-def _settings_json(settings: Settings) -> dict[str, Any]:
-    return {"settings": msgspec.to_builtins(settings), "environment": environment(settings)}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -160,17 +116,9 @@ def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "cost", f"{plan.sets_measured} sets {done}, {known}"
 
 
-def _sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings]]:
-    """Yield sets of GPUs whose communicators get a graph file by the plugin, and their rings."""
-    for gpus, name in graph_files(plan).items():
-        rings = plan.subset(gpus)
-        if rings is not None:
-            yield gpus, name, rings
-
-
 def _sets_table(plan: Plan) -> Table:
     table = _folded("GPUs", "GB/s", "rings", "graph file")
-    for gpus, name, found in _sets(plan):
+    for gpus, name, found in subset_files(plan):
         rings = ", ".join(map(_numbers, found.rings))
         table.add_row(_numbers(gpus, ","), f"{found.rate_gbps:.2f}", rings, f"nccl/{name}")
     return table
@@ -185,7 +133,7 @@ def _plugin_text(plan: Plan) -> str:
     count = len(graph_files(plan))
     if not count:
         return f"{rest} for every communicator"
-    rates = [found.rate_gbps for _, _, found in _sets(plan)]
+    rates = [found.rate_gbps for _, _, found in subset_files(plan)]
     return (
         f"a graph file for communicators over {count} set{'s' * (count != 1)} of GPUs, "
         f"{min(rates):.2f} to {max(rates):.2f} GB/s (`tccl show --sets`); {rest} for others"
@@ -299,25 +247,10 @@ def report(
     """
     # Templates take long to load; no other command needs them.
     from tccl_py.report.contents import read_contents  # noqa: PLC0415
-    from tccl_py.report.page import GENERATOR, report_html  # noqa: PLC0415
+    from tccl_py.report.page import REPORT_FILE, check_replaceable, report_html  # noqa: PLC0415
 
     contents = read_contents(directory)
     target = directory / REPORT_FILE if output is None else output
-    # Unlike Path.resolve, it bears links that lead in circles.
-    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory))
-    if inside or not force:
-        _check_replaceable(target, GENERATOR, inside=inside)
+    check_replaceable(target, directory, force=force)
     write_result(report_html(contents), target)
     notice(f"wrote {target}")
-
-
-def _check_replaceable(target: Path, mark: str, *, inside: bool) -> None:
-    """Check that a file may be replaced: it is empty, or a report."""
-    with refused(target, "cannot be read", "name another file"):
-        if not target.is_file():
-            return
-        with target.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    if head and mark.encode() not in head:
-        right = "name another file" if inside else "name another file, or add --force to replace it"
-        raise InputError(str(target), "is no report of tccl", right)

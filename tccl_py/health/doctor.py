@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 import msgspec
 
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.checks import (
     check_acs,
     check_container,
@@ -20,20 +24,83 @@ from tccl_py.health.checks import (
     check_shared_memory,
     check_virtual,
 )
-from tccl_py.health.host import SEVERITIES, Finding, Found, Host, Unseen, defect, rules
+from tccl_py.health.host import (
+    SEVERITIES,
+    DriverState,
+    Finding,
+    Found,
+    GpuState,
+    Host,
+    Unseen,
+    defect,
+    rules,
+)
 from tccl_py.health.plugin import ENVIRONMENT, check_plugin, in_force, lines_of
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.conf import ConfLine
 from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl_library import installed_nccls
+from tccl_py.plan.nccl_here import asked_here
+from tccl_py.readers.nvml import DriverFacts, driver_facts
+from tccl_py.sources.profiled import conditions_of
 
-# Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
-
+_SHM = "/dev/shm"
 _SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-
-
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
 _HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
+
+
+def this_host() -> Host:
+    """Return this host, with the answers of its driver and of the installed NCCL."""
+    free = None
+    with suppress(OSError):
+        shm = os.statvfs(_SHM)
+        free = shm.f_bavail * shm.f_frsize
+    # NCCL finds the home directory so, whatever HOME says.
+    home = "/"
+    with suppress(KeyError):
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    try:
+        facts = driver_facts()
+        driver = DriverState(gpus=_states(facts), peer_access=facts.peer_access)
+    except (InputError, MeasurementError) as error:
+        driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
+    gpus = [gpu.index for gpu in driver.gpus]
+    return Host(
+        home=home,
+        environment=dict(os.environ),
+        driver=driver,
+        shm_free=free,
+        nccl=tuple(installed_nccls()),
+        own_rings=asked_here(gpus) if len(gpus) > 1 else "",
+    )
+
+
+def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
+    seen = conditions_of([gpu.index for gpu in facts.gpus])
+    return tuple(
+        GpuState(
+            index=gpu.index,
+            bus_id=gpu.bus_id,
+            name=gpu.name,
+            persistence=now.persistence,
+            clock_mhz=_limited(now.sm_set_mhz, now.sm_max_mhz),
+            clock_max_mhz=now.sm_max_mhz,
+            complaints=complaints,
+        )
+        for gpu, (now, complaints) in zip(facts.gpus, seen, strict=True)
+    )
+
+
+def _limited(clock_mhz: int | None, most_mhz: int | None) -> int | None:
+    """Return the clock that a setting limits a GPU to; None without a limit."""
+    if clock_mhz is None or most_mhz is None:
+        return None
+    return clock_mhz if 0 < clock_mhz < most_mhz else None
+
+
+# Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
 
 
 def check_settings(host: Host) -> Found:

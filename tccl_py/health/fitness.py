@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,10 +11,14 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
-from tccl_py.readers.nvml import GpuFacts
+from tccl_py.readers.live import fingerprint_of
+from tccl_py.readers.nvml import GpuFacts, driver_facts
+
+Say = Callable[[str], None]
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,3 +147,51 @@ def why_not_with(settings: Settings, nccl: str) -> str:
         return ""
     again = ".".join(used.groups())
     return f"it is for NCCL {settings.version} and this is {nccl} (plan again with --nccl {again})"
+
+
+def why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool, say: Say) -> str:
+    """Return why a plan is not for this host or NCCL, in clauses; "" if nothing speaks against.
+
+    Without a version `nccl` of the job, the installed NCCL counts. `say` gets notices.
+    """
+    if plan.simulated:
+        return "" if nccl is None else why_not_with(plan.settings, nccl)
+    installed = installed_nccl() if nccl is None else None
+    version = nccl if installed is None else installed.version
+    wrong = "" if version is None else why_not_with(plan.settings, version)
+    if wrong and installed is not None:
+        found = f"NCCL {installed.version} is here, {installed.source}"
+        say(f"{found}; if the job has another, add --nccl")
+    elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
+    return "; ".join(why for why in (elsewhere, wrong) if why)
+
+
+def why_elsewhere(plan: Plan, directory: Path, *, alike: bool, say: Say) -> str:
+    """Return why this is not the machine of a measured plan, in clauses; "" also without a driver.
+
+    With `alike` equal GPUs with other UUIDs will do.
+    """
+    try:
+        facts = driver_facts()
+    except InputError as error:
+        say(f"whether this is the plan's machine was not checked: {error.what}")
+        return ""
+    gpus = facts.gpus if alike else None
+    return why_not_here(plan, directory, fingerprint_of(facts), alike=gpus)
+
+
+def why_other_host(plan: Plan, name: str, *, say: Say) -> str:
+    """Return which GPUs of this host are not as in a cluster's plan, in clauses; "" if all are."""
+    if plan.simulated:
+        return ""
+    try:
+        return why_not_of_class(plan, name, driver_facts().gpus)
+    except InputError as error:
+        say(f"whether this host has the plan's GPUs was not checked: {error.what}")
+        return ""
+
+
+def planned_or_installed(plan: Plan) -> str:
+    """Return the version of the installed NCCL; the plan's where none is found."""
+    installed = installed_nccl()
+    return plan.settings.version if installed is None else installed.version

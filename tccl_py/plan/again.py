@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
@@ -133,6 +133,25 @@ def measured_again(
         f"here: {here}",
         otherwise,
     )
+
+
+def source_or_journal(
+    plan: Plan, directory: Path, *, otherwise: str, watch: Callable[[int], None]
+) -> tuple[RememberingSource, tuple[str, ...]]:
+    """Return a source by the model of a simulated plan, or over its machine, and notices.
+
+    On another machine the journal alone answers; `otherwise` is the remedy for sets it lacks.
+    `watch` is told how many sets were measured.
+    """
+    if plan.simulated:
+        return open_source(known_model(plan, directory)), ()
+    try:
+        source, notices = measured_again(plan, directory, otherwise=otherwise)
+    except ElsewhereError as why:
+        contents = journal_of(plan, directory)
+        return journal_source(contents, elsewhere=why), contents.notices
+    source.watch(watch)
+    return source, notices
 
 
 # The models in the directory of a simulated plan: planning one machine needs no simulator.

@@ -1,11 +1,16 @@
-"""GPU lists, ring orders, settings and provenance in words."""
+"""GPU lists, ring orders, settings and provenance in words, and a plan as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import msgspec
+
+from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
+from tccl_py.plan.plugin import graph_files
 from tccl_py.readers.hosts import compress
 
 CHOICE_WORDS: dict[ChoiceName, str] = {
@@ -69,3 +74,48 @@ def choice_words(name: ChoiceName, settings: Settings) -> str:
         "graph": (settings_words(settings),),
     }
     return ", ".join([CHOICE_WORDS[name], *words[name]])
+
+
+def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings]]:
+    """Yield sets of GPUs whose communicators get a graph file by the plugin, and their rings."""
+    for gpus, name in graph_files(plan).items():
+        rings = plan.subset(gpus)
+        if rings is not None:
+            yield gpus, name, rings
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
+    if plan.is_cluster:
+        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
+        limit = {"whole_ring_gbps": plan.whole_ring_gbps}
+    else:
+        subject = {"machine": plan.machine.name, "gpus": plan.gpus}
+        subject["communicators"] = [
+            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(found, "rings", "rate_gbps")
+            for gpus, name, found in subset_files(plan)
+        ]
+        limit = {"limit_gbps": plan.limit_gbps}
+    return {
+        **subject,
+        "rings": plan.channel_rings,
+        **picked(plan, "rate_gbps", "bound_gbps"),
+        **limit,
+        **picked(plan, "proven", "sets_measured", "simulated", "assumed"),
+        **_settings_json(plan.settings),
+        "kept": plan.pinned_env,
+        "recommended": plan.recommended,
+        "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
+        "stock": choice_json(plan.stock),
+        **picked(plan, "cancelled", "notices"),
+    }
+
+
+def choice_json(choice: PlanChoice) -> dict[str, Any]:
+    """Return the JSON of one way to run NCCL."""
+    more = picked(choice, "rings", "achieved_gbps", "note")
+    return {"rate_gbps": choice.rate_gbps, **_settings_json(choice.settings), **more}
+
+
+def _settings_json(settings: Settings) -> dict[str, Any]:
+    return {"settings": msgspec.to_builtins(settings), "environment": environment(settings)}

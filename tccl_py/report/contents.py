@@ -1,22 +1,39 @@
-"""The files of a plan's directory, read and checked, and the sources of all rates in a report."""
+"""A report's contents: a plan's files, read and checked, and bars and maps of the rates in them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.plan.words import mark
+from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.verify.record import VERIFICATION_FILE, load_verification
+
+_SLOWED = 0.99
+"""Flows that keep more of their rate are not slowed: noise makes as much."""
+_WORST_PAIRS = 12
+_VIRIDIS = (
+    *((68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140)),
+    *((34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37)),
+)
+"""matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
+
+Journal = Mapping[TransferSet, Sequence[Measurement]]
+Hosts = Collection[str]
+"""Hosts whose sets count, by the names in flows; the single host's name there is ""."""
+ONE_HOST: Hosts = ("",)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,3 +145,234 @@ def _journal_source(journal: JournalContents) -> tuple[str, str]:
     note = f"{len(measured)} measurements of {journal.header.machine} ({journal.header.identity})"
     unsettled = sum(not one.settled for one in measured)
     return source, note + (f"; {unsettled} are less precise than asked" if unsettled else "")
+
+
+# Rates of a plan and of a journal: bars, and maps of single hops and of pairs of hops.
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """A rate to compare: `kind` is a class of the page, `note` follows the label."""
+
+    label: str
+    gbps: float
+    kind: str
+    note: str = ""
+
+
+def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
+    """Return the known rates of a plan: predicted, possible, and `achieved` by jobs."""
+    how = "when tuned" if plan.tuned else "predicted"
+    rates = {
+        (f"{CHOICE_WORDS['graph']}, {how}", "plan"): plan.rate_gbps,
+        ("upper bound", "bound"): plan.bound_gbps,
+        ("bare copies over the same hops", "bound"): plan.limit_gbps,
+        (f"{CHOICE_WORDS['variables']}, {how}", "stock"): plan.variables.rate_gbps,
+        (f"{CHOICE_WORDS['default']}, {how}", "stock"): plan.stock.rate_gbps,
+        **{(f"{CHOICE_WORDS[name]}, achieved", "achieved"): achieved[name] for name in achieved},
+    }
+    return [
+        Bar(label=label, gbps=gbps, kind=kind)
+        for (label, kind), gbps in rates.items()
+        if gbps is not None
+    ]
+
+
+def settings_bars(plan: Plan) -> list[Bar]:
+    """Return the best ring set under each of the settings searched; empty if not kept."""
+    return [
+        Bar(
+            label=settings_words(found.settings),
+            gbps=found.rate_gbps,
+            kind="plan" if found.settings == plan.settings else "stock",
+            note=f"{found.rings_in_set} ring{'' if found.rings_in_set == 1 else 's'}",
+        )
+        for found in plan.alternatives
+    ]
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow between two GPUs and its rate, GB/s, alone or beside another flow."""
+
+    flow: Flow
+    gbps: float
+    beside: Flow | None = None
+    alone_gbps: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The rate over the rate alone; 1 if unknown."""
+        return self.gbps / self.alone_gbps if self.alone_gbps else 1.0
+
+
+Readings = dict[tuple[int, int], Reading]
+"""By GPU and GPU, or by NUMA node and GPU."""
+
+
+class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Readings by rows and columns; colours reach up to `largest`, GB/s."""
+
+    name: str
+    title: str
+    caption: str
+    readings: Readings
+    largest: float
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    row_word: str
+    column_word: str
+    row_letter: str = "G"
+
+
+def heat_maps(
+    journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
+) -> list[HeatMap]:
+    """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
+    alone = _within(fastest_alone(journal, hosts), gpus, gpus)
+    together = _within(slowest_together(journal, hosts), gpus, gpus)
+    bounces = _within(fastest_bounces(journal, hosts), numa_nodes, gpus)
+    # One scale for both: equal colours are equal rates.
+    largest = max(_largest(alone), _largest(together))
+    first = HeatMap(
+        name="alone",
+        title="Each pair of GPUs alone",
+        caption="The fastest mechanism from one GPU to another with nothing else running.",
+        readings=alone,
+        largest=largest,
+        rows=gpus,
+        columns=gpus,
+        row_word="from GPU",
+        column_word="to GPU",
+    )
+    second = msgspec.structs.replace(
+        first,
+        name="together",
+        title="Each pair of GPUs beside its worst neighbour",
+        caption="The lowest rate of a hop beside one other; the table names both.",
+        readings=together,
+    )
+    third = HeatMap(
+        name="bounces",
+        title="Bounces by sending GPU and NUMA node",
+        caption="The fastest bounce from a GPU to any other through a NUMA node's memory, alone.",
+        readings=bounces,
+        largest=_largest(bounces),
+        rows=numa_nodes,
+        columns=gpus,
+        row_word="through",
+        column_word="from GPU",
+        row_letter="C",
+    )
+    return [first, second, third]
+
+
+def _within(readings: Readings, rows: Sequence[int], columns: Sequence[int]) -> Readings:
+    inside = (key for key in readings if key[0] in rows and key[1] in columns)
+    return {key: readings[key] for key in sorted(inside)}
+
+
+def _largest(readings: Readings) -> float:
+    return max((reading.gbps for reading in readings.values()), default=0.0)
+
+
+def viridis(share: float) -> tuple[int, int, int]:
+    """Return the colour at `share` of the scale, 0 to 1.
+
+    >>> viridis(0.05)
+    (70, 18, 100)
+    """
+    place = max(0.0, min(1.0, share)) * (len(_VIRIDIS) - 1)
+    low = min(int(place), len(_VIRIDIS) - 2)
+    red, green, blue = (
+        round(first + (second - first) * (place - low))
+        for first, second in zip(_VIRIDIS[low], _VIRIDIS[low + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def cell_style(gbps: float, largest: float) -> str:
+    """Return the colours of a cell as CSS: background by rate, and legible ink."""
+    red, green, blue = viridis(gbps / largest)
+    ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#fff"
+    return f"background:#{red:02x}{green:02x}{blue:02x};color:{ink}"
+
+
+def cell_text(gbps: float) -> str:
+    """Return a rate in few characters.
+
+    >>> cell_text(3.478), cell_text(50.65), cell_text(360.6)
+    ('3.5', '50.6', '361')
+    """
+    return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.1f}"
+
+
+def fastest_alone(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
+    """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
+    return {_ends(one.flow): one for one in _singles(journal, hosts)}
+
+
+def fastest_bounces(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
+    """Return the fastest bounce alone through each NUMA node from each GPU."""
+    return {
+        (one.flow.transfers[0].destination.index, one.flow.source.index): one
+        for one in _singles(journal, hosts)
+        if one.flow.is_bounce
+    }
+
+
+def slowest_together(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
+    """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
+    found = sorted(_beside(journal, hosts), key=lambda reading: reading.gbps)
+    return {_ends(one.flow): one for one in reversed(found)}
+
+
+def _ends(flow: Flow) -> tuple[int, int]:
+    return flow.source.index, flow.destination.index
+
+
+def worst_pairs(
+    journal: Journal, count: int = _WORST_PAIRS, hosts: Hosts = ONE_HOST
+) -> list[Reading]:
+    """Return the flows that one other flow slows most, worst first.
+
+    Two flows are listed once, with the blocks and FIFOs of the largest slowdown.
+    """
+    worst: dict[frozenset[object], Reading] = {}
+    readings = [reading for reading in _beside(journal, hosts) if reading.share < _SLOWED]
+    readings.sort(key=lambda one: (one.share, str(one.flow), str(one.beside)))
+    for reading in readings:
+        flows = (reading.flow, reading.beside)
+        worst.setdefault(frozenset(flow.transfers for flow in flows if flow), reading)
+    return list(worst.values())[:count]
+
+
+def _singles(journal: Journal, hosts: Hosts) -> list[Reading]:
+    """Return the flows measured alone, the fastest last."""
+    found = [
+        Reading(flow=transfers.flows[0], gbps=_rates(measured)[0])
+        for transfers, measured in journal.items()
+        if len(transfers) == 1 and _joins_gpus(transfers, hosts)
+    ]
+    return sorted(found, key=lambda one: -one.gbps)[::-1]
+
+
+def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
+    for transfers, measured in journal.items():
+        if len(transfers) != 2 or not _joins_gpus(transfers, hosts):
+            continue
+        first, second = zip(transfers.flows, _rates(measured), strict=True)
+        for (flow, gbps), (other, _) in ((first, second), (second, first)):
+            alone = journal.get(transfer_set([flow]))
+            alone_gbps = _rates(alone)[0] if alone else None
+            yield Reading(flow=flow, gbps=gbps, beside=other, alone_gbps=alone_gbps)
+
+
+def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
+    used = {host for flow in transfers.flows for host in flow.hosts}
+    ends = [(flow.source, flow.destination) for flow in transfers.flows]
+    gpus = all(source.kind == target.kind == "G" for source, target in ends)
+    return gpus and len(used) == 1 and used.issubset(hosts)
+
+
+def _rates(measured: Sequence[Measurement]) -> list[float]:
+    rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
+    return [float(np.median([rate for row in pooled for rate in row])) for pooled in rows]

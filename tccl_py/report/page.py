@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
 from markupsafe import Markup
 
-from tccl_py.errors import visible
+from tccl_py.errors import InputError, visible
 from tccl_py.explain.findings import kind_of
+from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
@@ -22,7 +25,19 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
 from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
-from tccl_py.report.contents import Contents, rate_sources
+from tccl_py.report.contents import (
+    Contents,
+    HeatMap,
+    Reading,
+    cell_style,
+    cell_text,
+    heat_maps,
+    rate_bars,
+    rate_sources,
+    settings_bars,
+    viridis,
+    worst_pairs,
+)
 from tccl_py.report.machine import (
     LANE,
     Layout,
@@ -34,17 +49,6 @@ from tccl_py.report.machine import (
     machine_sentence,
     nvlinks,
     wires,
-)
-from tccl_py.report.rates import (
-    HeatMap,
-    Reading,
-    cell_style,
-    cell_text,
-    heat_maps,
-    rate_bars,
-    settings_bars,
-    viridis,
-    worst_pairs,
 )
 
 # Rings as drawings below a machine: every hop a line with a rate, the slowest marked.
@@ -203,7 +207,9 @@ def drawn_kinds(rings: Sequence[RingView]) -> set[str]:
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
-GENERATOR = '<meta name="generator" content="tccl report">'
+REPORT_FILE = "report.html"
+_HEAD_BYTES = 2000
+_GENERATOR = '<meta name="generator" content="tccl report">'
 """Near the top of every report, to distinguish it from other files."""
 
 
@@ -231,7 +237,7 @@ def report_html(contents: Contents) -> str:
         _templates()
         .get_template("report.html")
         .render(
-            generator=Markup(GENERATOR),
+            generator=Markup(_GENERATOR),
             plan=plan,
             name=plan_name(plan),
             contents=contents,
@@ -333,3 +339,19 @@ def _notices(contents: Contents) -> tuple[str, ...]:
     stopped = ("the search was interrupted: this is the best until then",)
     cancelled = stopped if contents.plan.cancelled else ()
     return (*cancelled, *contents.plan.notices, *contents.notices)
+
+
+def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
+    """Refuse to replace a file that is no report; outside of `directory`, `force` allows it."""
+    # Unlike Path.resolve, it bears links that lead in circles.
+    inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(directory))
+    if force and not inside:
+        return
+    with refused(target, "cannot be read", "name another file"):
+        if not target.is_file():
+            return
+        with target.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    if head and _GENERATOR.encode() not in head:
+        right = "name another file" if inside else "name another file, or add --force to replace it"
+        raise InputError(str(target), "is no report of tccl", right)
