@@ -21,7 +21,7 @@ from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.host_class import paired_chain_set
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.table_jobs import plan_of_job
+from tccl_py.plan.table_jobs import as_achieved, plan_of_job
 from tccl_py.plan.tables import ChainSet, HostTable, KeptChains, KeptSettings, KeptTable, OwnChains
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tests.effort import soon
@@ -273,3 +273,36 @@ def test_a_job_of_a_thousand_hosts_is_planned_soon(tmp_path):
     assert len(job.hosts) == 1024
     with pytest.raises(InputError, match="elsewhere"):
         plan_of_job(plan, tmp_path / "all", [*hosts, HostSlots("elsewhere")])
+
+
+def test_a_job_gets_what_jobs_of_the_plan_achieved_of_their_predictions(four):
+    plan = load_plan(four)
+    made, _ = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
+    default, graph = plan.choices["default"].rate_gbps, plan.rate_gbps
+    achieved = {"default": default / 2, "graph": graph / 4}
+    seen = as_achieved(made, plan, achieved, "default")
+    assert seen.stock.rate_gbps == pytest.approx(made.stock.rate_gbps / 2)
+    assert seen.variables.rate_gbps == pytest.approx(made.variables.rate_gbps / 2)
+    assert seen.rate_gbps == pytest.approx(made.rate_gbps / 4)
+    # Jobs of the whole plan found its graph files no better.
+    assert (made.recommended, seen.recommended) == ("graph", "default")
+    check_plan(seen, where="job")
+
+
+def test_a_job_takes_the_settings_that_tuning_found_if_its_rings_can_run_under_them(four):
+    plan = load_plan(four)
+    made, _ = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
+    better = msgspec.structs.replace(plan.settings, channels=4, buffsize=1 << 20)
+    tuned = msgspec.structs.replace(plan, settings=better, winner="graph")
+    seen = as_achieved(made, tuned, {"default": 1.0, "graph": 5.0}, "graph")
+    assert seen.recommended == "graph"
+    assert (seen.settings.channels, seen.settings.buffsize) == (4, 1 << 20)
+    check_plan(seen, where="job")
+    other = msgspec.structs.replace(tuned, settings=msgspec.structs.replace(better, channels=3))
+    twice = msgspec.structs.replace(
+        made,
+        paths=tuple(
+            msgspec.structs.replace(path, chains=path.chains * 2) for path in made.paths
+        ),
+    )
+    assert as_achieved(twice, other, {"default": 1.0, "graph": 5.0}, "graph").winner == "variables"

@@ -138,7 +138,8 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
-    from tccl_py.plan.table_jobs import plan_of_job  # noqa: PLC0415 (slow)
+    from tccl_py.plan.table_jobs import as_achieved, plan_of_job  # noqa: PLC0415 (slow)
+    from tccl_py.verify.record import load_verification  # noqa: PLC0415 (slow)
 
     if output is None:
         right = "name a new directory that all hosts of the job can read"
@@ -148,6 +149,10 @@ def _export_job(
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = _gpus_of_hosts(gpus, [host.name for host in listed])
     made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
+    seen = load_verification(directory)
+    if seen is not None and seen.backend == "cuda" and not seen.simulated:
+        achieved = {arm.name: arm.gbps for arm in seen.arms if arm.gbps is not None}
+        made = as_achieved(made, plan, achieved, seen.winner)
     names = [one.name for one in plan.cluster.classes]
     files = {one: machine_file(plan, directory, names.index(of)) for one, of in classes.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])

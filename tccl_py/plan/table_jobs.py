@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
 from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, read_tables
+from tccl_py.plan.variants import retuned
 from tccl_py.readers.hosts import HostSlots
 
 _Key = tuple[int, tuple[int, ...]]
 """The number of a class, and the GPUs of a job on its hosts."""
+_OF_THE_JOB = ("cross_nic", "ib_hca", "socket_ifname")
+"""Settings that follow from a job's rings and hosts."""
 
 
 def plan_of_job(
@@ -79,6 +83,55 @@ def plan_of_job(
     )
     names = {one.name: known[key[0]].name for one, key in zip(classes, keys, strict=True)}
     return made, names
+
+
+def as_achieved(
+    made: Plan, plan: Plan, achieved: Mapping[ChoiceName, float], winner: ChoiceName
+) -> Plan:
+    """Return a job's plan with what jobs over the whole plan have shown.
+
+    Each choice has the settings of the plan's tuned choice, and gets the share of its prediction that the plan's
+    choice achieved. The job takes the winner, or the smaller choice where its rings cannot be run
+    under the winner's settings.
+    """
+    shares = {
+        name: achieved[name] / choice.rate_gbps
+        for name, choice in plan.choices.items()
+        if name in achieved and choice.rate_gbps
+    }
+    # Equal variables share an arm with default NCCL.
+    shares.setdefault("variables", shares.get("default", 1.0))
+    replace = msgspec.structs.replace
+
+    def shared(name: ChoiceName, choice: PlanChoice, **fields: Any) -> PlanChoice:
+        rate = choice.rate_gbps and choice.rate_gbps * shares.get(name, 1.0)
+        return replace(choice, rate_gbps=rate, **fields)
+
+    tuned = made
+    if plan.winner is not None:
+        nics = {name: getattr(made.settings, name) for name in _OF_THE_JOB}
+        try:
+            if plan.settings.channels % made.ring_count:
+                raise SearchError("rings have unequal channels")
+            tuned = retuned(made, replace(plan.settings, **nics))
+        except (InputError, SearchError):
+            winner = "variables" if winner == "graph" else winner
+    told = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
+    return replace(
+        tuned,
+        rate_gbps=made.rate_gbps * shares.get("graph", 1.0),
+        bound_gbps=None,
+        proven=False,
+        stock=shared("default", made.stock),
+        variables=shared(
+            "variables",
+            made.variables,
+            settings=plan.variables.settings,
+            note=plan.variables.note or made.variables.note,
+        ),
+        winner=winner,
+        notices=(*made.notices, f"rates are predictions times what jobs of the plan got: {told}"),
+    )
 
 
 def _used(
