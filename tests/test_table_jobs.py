@@ -301,8 +301,6 @@ def test_a_job_takes_the_settings_that_tuning_found_if_its_rings_can_run_under_t
     other = msgspec.structs.replace(tuned, settings=msgspec.structs.replace(better, channels=3))
     twice = msgspec.structs.replace(
         made,
-        paths=tuple(
-            msgspec.structs.replace(path, chains=path.chains * 2) for path in made.paths
-        ),
+        paths=tuple(msgspec.structs.replace(path, chains=path.chains * 2) for path in made.paths),
     )
     assert as_achieved(twice, other, {"default": 1.0, "graph": 5.0}, "graph").winner == "variables"

@@ -90,8 +90,8 @@ def as_achieved(
 ) -> Plan:
     """Return a job's plan with what jobs over the whole plan have shown.
 
-    Each choice has the settings of the plan's tuned choice, and gets the share of its prediction that the plan's
-    choice achieved. The job takes the winner, or the smaller choice where its rings cannot be run
+    Each choice gets the share of its prediction that the plan's choice achieved, under the settings
+    of a tuned plan's choice. The job takes the winner, or variables where its rings cannot be run
     under the winner's settings.
     """
     shares = {
