@@ -376,8 +376,6 @@ class CudaMemory(Memory):
 
 
 # Stream memory operations, which cupy does not offer: through libcuda.
-
-
 def stream_waits(stream: int, address: int, value: int) -> None:
     """Hold the stream's next work until the 64-bit word is `value` or more."""
     _call("cuStreamWaitValue64", stream, address, value, _WAIT_UNTIL_AT_LEAST)

@@ -184,8 +184,6 @@ def yield_core() -> None:
 
 # Where others compute on the same cores, a process that wakes up waits for milliseconds until it is
 # scheduled; a set whose hosts start so far apart is not measured together.
-
-
 def threads_of(pids: Iterable[int]) -> list[int]:
     """Return all threads of live child processes; the pid of an ended child may be reused."""
     found, own = [], str(os.getpid())

@@ -101,8 +101,6 @@ def _limited(clock_mhz: int | None, most_mhz: int | None) -> int | None:
 
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
-
-
 def check_settings(host: Host) -> Found:
     """Report variables in force and misread lines of NCCL's files."""
     for line in lines_of(host):

@@ -85,8 +85,7 @@ def measuring_again(
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return the source of a plan's machine, or its model with noise of its own, and notices.
 
-    Raises:
-        InputError: this machine has other GPUs, another driver or other NUMA nodes.
+    Raises InputError: this machine has other GPUs, another driver or other NUMA nodes.
     """
     if plan.simulated:
         model, (noise, used) = known_model(plan, directory), simulation_noise(journal)

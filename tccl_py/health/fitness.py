@@ -57,8 +57,8 @@ def check_same_machine(
 ) -> tuple[str, ...]:
     """Check that a plan was measured on this machine; return notes on smaller differences.
 
-    Raises:
-        InputError: it is another machine, with the remedy `right`, or the plan has no fingerprint.
+    Raises InputError: it is another machine, with the remedy `right`, or the plan has no
+    fingerprint.
     """
     planned = known_fingerprint(plan, directory)
     found = differences(plan.machine, planned, here, gpus=plan.gpus)

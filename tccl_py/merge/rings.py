@@ -70,8 +70,6 @@ class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # A given order.
-
-
 def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> MergedRing:
     """Find the fastest ring through hosts of classes `order`, in this order.
 
@@ -82,8 +80,7 @@ def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> Merged
     >>> ring.rate_gbps, ring.crossings
     (4.0, (1, 0))
 
-    Raises:
-        SearchError: there is no ring.
+    Raises SearchError: there is no ring.
     """
     rates = np.stack([table.rates for table in tables])
     order = tuple(order)
@@ -121,8 +118,6 @@ def _in_order_closed(relations: Relation, order: tuple[int, ...]) -> Decision:
 
 
 # Any order, under switches.
-
-
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts by number, and groups below switches, behind an uplink (GB/s)."""
 
@@ -167,8 +162,7 @@ def merge_with_switches(
     >>> ring.hosts, ring.rate_gbps, ring.proven
     (('a0', 'b0', 'a1', 'b1'), 5.0, True)
 
-    Raises:
-        SearchError: there is no ring.
+    Raises SearchError: there is no ring.
     """
     names = tuple(tree.all_hosts)
     rates = np.stack([table.rates for table in tables])

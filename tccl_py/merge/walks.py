@@ -88,8 +88,6 @@ def path(relations: Sequence[Relation], start: int, end: int) -> tuple[int, ...]
 
 
 # The search for the highest rate.
-
-
 def worthwhile(rates: Rates) -> Rates:
     """Return candidate rates of a ring, ascending: none above the best chain of any class."""
     entries = np.unique(rates)
@@ -177,8 +175,6 @@ def _balanced_in_fractions(relations: Relation, counts: npt.NDArray[np.int64]) -
 
 
 # Pieces: hosts that stay together.
-
-
 @dataclass(frozen=True)
 class Piece:
     """Hosts between one entry and one exit of the ring.

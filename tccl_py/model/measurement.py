@@ -147,6 +147,5 @@ class BandwidthSource(Protocol):
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given.
 
-        Raises:
-            MeasurementError: a set cannot be measured.
+        Raises MeasurementError: a set cannot be measured.
         """

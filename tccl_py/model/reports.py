@@ -61,8 +61,7 @@ def cluster_of(
 ) -> Cluster:
     """Return the cluster of hosts that reported in rank order.
 
-    Raises:
-        InputError: as `check_cluster`.
+    Raises InputError: as `check_cluster`.
     """
     classes, numbers = classes_of(reports)
     hosts = tuple(

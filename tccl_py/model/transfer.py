@@ -233,8 +233,7 @@ def parse_flow(text: str) -> Flow:
     >>> str(parse_flow("G0->G0->C1->G4->G4{fifo=512K,blocks=8}"))
     'G0->G0->C1->G4->G4{blocks=8,fifo=512K}'
 
-    Raises:
-        InputError: not a flow; the message has the text and the right form.
+    Raises InputError: not a flow; the message has the text and the right form.
     """
     where = f"flow {text[:60]!r}"
     body, brace, options = text.partition("{")
@@ -257,8 +256,7 @@ def parse_flow(text: str) -> Flow:
 def parse_set(text: str) -> TransferSet:
     """Parse flows that spaces keep apart.
 
-    Raises:
-        InputError: empty, too long, or a part is not a flow.
+    Raises InputError: empty, too long, or a part is not a flow.
     """
     if len(text) > _MAX_TEXT:
         raise InputError("transfer set", f"has {len(text)} characters", "name at most a few flows")

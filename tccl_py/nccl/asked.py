@@ -104,11 +104,8 @@ def ask_each(
 
     Each process takes some 0.5 GiB of its GPU. `variables` replace the caller's; `connect` shows
     transports and takes longer; `timeout` is seconds for the first communicator, each further one
-    adds 10.
-
-    Raises:
-        RefusedError: a graph file keeps NCCL from starting.
-        MeasurementError: NCCL cannot be asked: no library, no GPU, or it fails or hangs.
+    adds 10. Raises RefusedError: a graph file keeps NCCL from starting. MeasurementError: NCCL
+    cannot be asked: no library, no GPU, or it fails or hangs.
     """
     library = library or find_library()
     rank_variables = rank_environment(variables, connect=connect)
@@ -180,8 +177,7 @@ def _run(
 def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: str) -> NcclAnswer:
     """Return a communicator's answer from the logs of its ranks, rank 0's first.
 
-    Raises:
-        MeasurementError: the logs, or the dump, are incomplete.
+    Raises MeasurementError: the logs, or the dump, are incomplete.
     """
     gpus, text = question.gpus, "\n".join(rank.log for rank in logs)
     try:
@@ -226,8 +222,6 @@ def minor_version(version: str) -> str:
 
 
 # Verdicts on graph files.
-
-
 def judged(
     variables: Mapping[str, str],
     gpus: Sequence[int],
@@ -239,8 +233,7 @@ def judged(
 ) -> Verdict:
     """Return the installed NCCL's verdict on a graph file; `where` names the file.
 
-    Raises:
-        MeasurementError: NCCL cannot be asked.
+    Raises MeasurementError: NCCL cannot be asked.
     """
     try:
         found = ask_nccl(variables, gpus, graph=text, library=library, timeout=timeout)
@@ -285,8 +278,6 @@ def _same_graph(dumped: Graph, file: Graph) -> bool:
 
 
 # Default NCCL's rings, by the installed NCCL or by its rules.
-
-
 class InstalledRings:
     """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 

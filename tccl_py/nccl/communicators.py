@@ -131,8 +131,6 @@ def _wait_for(path: Path) -> None:
 
 
 # Logs of NCCL_DEBUG=INFO: final rings, and the transport of every connection.
-
-
 def transport_of(via: str) -> str:
     """Return the transport of a connection by NCCL's name of it.
 

@@ -89,10 +89,8 @@ class GraphFile(msgspec.Struct, frozen=True, kw_only=True):
 def parse_graph_file(text: str, *, where: str, version: str = LATEST) -> GraphFile:
     """Read a graph file or dump; an empty file has no graphs.
 
-    Raises:
-        GraphRejectedError: NCCL fails at init, or its versions differ in reading; by line.
-        GraphCrashError: NCCL would crash or corrupt memory.
-        InputError: too large.
+    Raises GraphRejectedError: NCCL fails at init, or its versions differ in reading; by line.
+    GraphCrashError: NCCL would crash or corrupt memory. InputError: too large.
     """
     facts = version_facts(version)
     roots = [root for root in read_elements(text, facts, where=where) if root.name == "graphs"]
@@ -143,8 +141,6 @@ def _channel(element: XmlElement, facts: VersionFacts) -> Channel:
 
 
 # XML
-
-
 @dataclass(slots=True)
 class XmlElement:
     """An element with its attributes, file and line, and the elements inside."""
@@ -192,10 +188,9 @@ class XmlElement:
 def read_elements(text: str, facts: VersionFacts, *, where: str) -> list[XmlElement]:
     """Return the top elements of `text`, within the limits of an NCCL version.
 
-    Raises:
-        GraphRejectedError: a form that not every NCCL reads, or too many elements; by line.
-        GraphCrashError: more children than this version has room for.
-        InputError: larger than any file NCCL could read.
+    Raises GraphRejectedError: a form that not every NCCL reads, or too many elements; by line.
+    GraphCrashError: more children than this version has room for. InputError: larger than any file
+    NCCL could read.
     """
     if len(text) > MAX_TEXT:
         raise InputError(where, f"has {len(text)} characters", f"at most {MAX_TEXT} make sense")

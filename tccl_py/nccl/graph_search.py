@@ -285,8 +285,6 @@ def search_tree(seen: NcclView, *, nodes: int = 1, channels: int) -> Graph:
 
 
 # Default NCCL's choice.
-
-
 class DefaultChain(NamedTuple):
     """One channel on one node: in by NIC `entry`, along the GPUs, out by NIC `exit`."""
 
@@ -320,10 +318,8 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
 def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
     """Return default NCCL's choice for a communicator over these GPUs of each of `nodes` nodes.
 
-    Settings count only for paths and transports; channels and buffer size do not.
-
-    Raises:
-        InputError: several nodes without a NIC that the settings allow.
+    Settings count only for paths and transports; channels and buffer size do not. Raises
+    InputError: several nodes without a NIC that the settings allow.
     """
     if nodes > 1 and not seen.system.nets:
         where = f"default NCCL on {nodes} nodes of {seen.machine.name}"

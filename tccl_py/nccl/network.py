@@ -83,8 +83,6 @@ def nic_pair(hops: Sequence[Hop]) -> NicPair:
 
 
 # Rules for the NICs of a set of chains.
-
-
 class EvenUse(msgspec.Struct, frozen=True):
     """No NIC is used twice in one direction while another is idle; `same` ties exit to entry.
 
@@ -208,19 +206,14 @@ def entry_flow(seen: NcclView, nic: int, gpu: int, *, blocks: int) -> Flow:
 
 
 # Hops of chains: inside a node, its entries and its exits.
-
-
 def chain_hop_space(
     seen: NcclView, *, nics: Sequence[int] | None = None, chains_in_set: int = 1
 ) -> HopSpace:
     """Return one hop per pair of GPUs, and one between each GPU and the world by every NIC.
 
     Nearest NICs come first; `nics` None is all that the settings allow. The final channels' blocks
-    are shared evenly by the `chains_in_set` chains of a set.
-
-    Raises:
-        InputError: settings the version does not have.
-        SearchError: there is no NIC.
+    are shared evenly by the `chains_in_set` chains of a set. Raises InputError: settings the
+    version does not have. SearchError: there is no NIC.
     """
     inner, settings = hop_space(seen, rings_in_set=chains_in_set), seen.settings
     channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
@@ -247,8 +240,7 @@ def chains_as_rings(
 ) -> tuple[Ring, ...]:
     """Return chains, as (entry NIC, GPUs in order, exit NIC), as rings through the world.
 
-    Raises:
-        SearchError: the space lacks a hop of a chain.
+    Raises SearchError: the space lacks a hop of a chain.
     """
     rings = []
     for entered, gpus, left in chains:

@@ -60,9 +60,8 @@ class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:
     """Check tables for a plan over some GPUs.
 
-    Raises:
-        InputError: sets or ranges out of order, overlapping or out of bounds, or a choice that
-            NCCL does not have.
+    Raises InputError: sets or ranges out of order, overlapping or out of bounds, or a choice that
+    NCCL does not have.
     """
     sets = [(table.gpus, table.hosts) for table in tables]
     _need(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", _AGAIN)

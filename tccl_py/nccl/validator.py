@@ -113,8 +113,6 @@ def _check_count(nodes: int) -> None:
 
 
 # One node's ring and tree graphs, as NCCL has them after loading a file or searching.
-
-
 class _Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """One graph after loading (`graph`) or searching; GPUs by index, NICs by device number."""
 
@@ -128,9 +126,8 @@ class _Loaded(msgspec.Struct, frozen=True, kw_only=True):
 class _NodeGraphs:
     """The ring and tree of one node with GPUs in rank order, in a communicator over `nodes` nodes.
 
-    Raises:
-        GraphRejectedError: init fails on this node.
-        GraphCrashError: NCCL corrupts memory, or starts and then hangs or gives wrong sums.
+    Raises GraphRejectedError: init fails on this node. GraphCrashError: NCCL corrupts memory, or
+    starts and then hangs or gives wrong sums.
     """
 
     def __init__(
@@ -236,8 +233,7 @@ class _NodeGraphs:
     def check_ranks(self, start: int) -> None:
         """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them.
 
-        Raises:
-            GraphRejectedError: a rank is another GPU's.
+        Raises GraphRejectedError: a rank is another GPU's.
         """
         if not self._facts.rank_overrides_dev:
             return
@@ -309,8 +305,6 @@ class _NodeGraphs:
 
 
 # The communicator.
-
-
 class _FaultError(Exception):
     def __init__(self, verdict: VerdictKind, reason: str) -> None:
         super().__init__(reason)

@@ -78,10 +78,8 @@ def source_again(
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source of a simulated plan, or of one host's, with its journal, and notices on it.
 
-    On another machine the remedy is to `verb` it there; `also` is another remedy.
-
-    Raises:
-        InputError: as `measured_again`, the plan has no model, or its journal is of another model.
+    On another machine the remedy is to `verb` it there; `also` is another remedy. Raises
+    InputError: as `measured_again`, the plan has no model, or its journal is of another model.
     """
     if not plan.simulated:
         return measured_again(plan, directory, otherwise=f"{verb} it there{also}")
@@ -98,8 +96,7 @@ def source_again(
 def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
     """Return this host: its GPUs, or host memory if the plan's journal is of a dry run.
 
-    Raises:
-        InputError: there is no GPU.
+    Raises InputError: there is no GPU.
     """
     devices = ("host", len(machine.gpus)) if is_dry_run(header) else ()
     return measured_machine(*devices)
@@ -110,11 +107,8 @@ def measured_again(
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
-    `otherwise` is the remedy on another machine.
-
-    Raises:
-        ElsewhereError: this is another machine.
-        InputError: the journal is missing, damaged, or another machine's.
+    `otherwise` is the remedy on another machine. Raises ElsewhereError: this is another machine.
+    InputError: the journal is missing, damaged, or another machine's.
     """
     machine, header = plan.machine, journal_of(plan, directory).header
     try:
@@ -155,13 +149,10 @@ def source_or_journal(
 
 
 # The models in the directory of a simulated plan: planning one machine needs no simulator.
-
-
 def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel | None:
     """Return the model behind the rates of a class in a simulated plan; None without a model.
 
-    Raises:
-        InputError: the file was changed, is damaged, or describes another machine.
+    Raises InputError: the file was changed, is damaged, or describes another machine.
     """
     path = machine_file(plan, directory, number)
     if not plan.simulated:
@@ -179,8 +170,7 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
 def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
     """Return the model of a plan whose hosts are all equal.
 
-    Raises:
-        InputError: as `planned_model`, or there is none; `otherwise` is another remedy.
+    Raises InputError: as `planned_model`, or there is none; `otherwise` is another remedy.
     """
     found = planned_model(plan, directory)
     if found is None:

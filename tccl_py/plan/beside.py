@@ -19,8 +19,7 @@ from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, check_if_listed, read
 def check_plan_directory(directory: Path) -> None:
     """Refuse anything but a directory; `load_plan` checks for the plan in it.
 
-    Raises:
-        InputError: a file, or nothing there.
+    Raises InputError: a file, or nothing there.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
@@ -29,8 +28,7 @@ def check_plan_directory(directory: Path) -> None:
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
     """Return the fingerprint of the host of a measured plan; None if its directory has none.
 
-    Raises:
-        InputError: the machine's file is gone or damaged.
+    Raises InputError: the machine's file is gone or damaged.
     """
     path = machine_file(plan, directory)
     check_if_listed(directory, str(machine_file(plan, Path())))
@@ -44,8 +42,7 @@ def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
 def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
     """Return the fingerprint of the host of a measured plan.
 
-    Raises:
-        InputError: as `planned_fingerprint`, or there is none.
+    Raises InputError: as `planned_fingerprint`, or there is none.
     """
     found = planned_fingerprint(plan, directory)
     if found is None:
@@ -68,8 +65,7 @@ class _Head(msgspec.Struct):
 def plan_digest(directory: Path) -> str:
     """Return the digest of all files of a plan; of plan.json alone where it has no manifest.
 
-    Raises:
-        InputError: the manifest, or plan.json, cannot be read.
+    Raises InputError: the manifest, or plan.json, cannot be read.
     """
     if (directory / MANIFEST_FILE).exists():
         return read_manifest(directory).identity
@@ -79,8 +75,7 @@ def plan_digest(directory: Path) -> str:
 def keep_beside_plan(found: S, path: Path) -> S:
     """Write a file into a plan's directory, whole or not at all; return the written value.
 
-    Raises:
-        InputError: it cannot be written.
+    Raises InputError: it cannot be written.
     """
     whole = msgspec.structs.replace(found, plan_digest=plan_digest(path.parent))
     write_atomically(path, encode_json(whole))
@@ -90,8 +85,7 @@ def keep_beside_plan(found: S, path: Path) -> S:
 def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
     """Read a finding of the plan that is now in the directory; None if of another plan.
 
-    Raises:
-        InputError: it is unreadable, of another version, or damaged.
+    Raises InputError: it is unreadable, of another version, or damaged.
     """
     text = read_text(path)
     head = decode_json(text, _Head, where=str(path), name=kind.__name__)

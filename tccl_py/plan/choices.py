@@ -226,11 +226,9 @@ class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
 def own_choices(task: Task) -> OwnChoices:
     """Rate default NCCL, and the best of NCCL under environment variables alone.
 
-    KeyboardInterrupt ends the search with the best so far, if anything is rated.
-
-    Raises:
-        SearchError: no setting gives every hop a mechanism that can be rated.
-        MeasurementError: the source cannot measure a needed set.
+    KeyboardInterrupt ends the search with the best so far, if anything is rated. Raises
+    SearchError: no setting gives every hop a mechanism that can be rated. MeasurementError: the
+    source cannot measure a needed set.
     """
     settings = task.default_settings
     found = own_rings(task, settings)

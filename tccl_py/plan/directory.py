@@ -36,11 +36,9 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
 
     A directory with a journal and no plan is resumed. If an error ends the block, the directories
     made by this call are removed, unless the journal has measurements of hardware. Until the block
-    ends no other run gets the directory: two would mix their lines in the journal.
-
-    Raises:
-        InputError: a plan or other files are in it and `force` is not given, another run has it, or
-            it cannot be made.
+    ends no other run gets the directory: two would mix their lines in the journal. Raises
+    InputError: a plan or other files are in it and `force` is not given, another run has it, or it
+    cannot be made.
     """
     made: list[Path] = []
     unusable = "cannot be made", "name a writable place"
@@ -117,8 +115,7 @@ def write_plan(
         fingerprint: the measured host, written beside the machine.
         tables: files of chain tables, as `tables.table_files` gives them.
 
-    Raises:
-        InputError: a file cannot be written; the earlier files are still there.
+    Raises InputError: a file cannot be written; the earlier files are still there.
     """
     texts = nccl_files(plan, directory)
     nccl = {**texts, **plugin_files(plan, texts, fingerprint)}
@@ -137,10 +134,8 @@ def write_plan(
 def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
     """Write a job's plan with all its files to the new directory `output`; return their number.
 
-    `machines` are the texts of machines' files by the names of the plan's classes.
-
-    Raises:
-        InputError: parts of the plan do not fit together; or as `write_nccl_files`.
+    `machines` are the texts of machines' files by the names of the plan's classes. Raises
+    InputError: parts of the plan do not fit together; or as `write_nccl_files`.
     """
     check_plan(plan, where=str(output))
 
@@ -157,8 +152,7 @@ def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
 def write_nccl_files(plan: Plan, output: Path) -> int:
     """Write NCCL's and launchers' files to the new directory `output`; return their number.
 
-    Raises:
-        InputError: it exists, or cannot be written; nothing is left then.
+    Raises InputError: it exists, or cannot be written; nothing is left then.
     """
     return write_new_directory(
         output,

@@ -45,9 +45,8 @@ def subset_file(gpus: Sequence[int]) -> str:
 def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
 
-    Raises:
-        InputError: chains that NCCL would not take as meant, or a directory whose path cannot stand
-            in an environment variable.
+    Raises InputError: chains that NCCL would not take as meant, or a directory whose path cannot
+    stand in an environment variable.
     """
     place = PurePosixPath(directory.resolve() / "nccl")
     files: dict[str, str] = {}
@@ -93,10 +92,8 @@ def _graph(
 def host_graphs(plan: Plan) -> dict[str, str]:
     """Return the graph file of each of several hosts, by the name of the host.
 
-    Hosts with equal paths share a text.
-
-    Raises:
-        InputError: chains that NCCL would not take as meant.
+    Hosts with equal paths share a text. Raises InputError: chains that NCCL would not take as
+    meant.
     """
     used = {host.path for host in plan.hosts}
     texts = {number: _path_text(plan, plan.paths[number]) for number in sorted(used)}
@@ -132,10 +129,8 @@ def graph_text(
 ) -> str:
     """Return a graph file for one communicator; `orders` has a GPU order for each channel.
 
-    Channels share `rate_gbps` evenly: NCCL's tuner reads a channel's speed.
-
-    Raises:
-        InputError: orders or channels that NCCL would not take.
+    Channels share `rate_gbps` evenly: NCCL's tuner reads a channel's speed. Raises InputError:
+    orders or channels that NCCL would not take.
     """
     rings = GraphRings(
         orders=tuple(orders), speed_gbps=rate_gbps / len(orders), type_intra=type_intra
@@ -162,8 +157,7 @@ def node_graph_text(
         rate_gbps: of all channels together; they share it evenly.
         provenance: of that rate.
 
-    Raises:
-        InputError: orders or NICs that NCCL would not take, or not as they are meant.
+    Raises InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
     speed = rate_gbps / len(orders)
     rings = node_rings(seen, orders, ends, speed_gbps=speed)
@@ -185,8 +179,7 @@ def conf_text(settings: Settings, *, provenance: str) -> str:
 def env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str) -> str:
     """Return a script to source in a job over all GPUs of the plan, or in any job without a graph.
 
-    Raises:
-        InputError: a file's path is not absolute.
+    Raises InputError: a file's path is not absolute.
     """
     whose = "For jobs whose communicators use exactly these GPUs."
     if graph is None:
@@ -234,11 +227,8 @@ def cluster_env_text(settings: Settings, graph: PurePosixPath | None, *, provena
 
     Files are found by SLURM's name of the host, then by its own name as it is, without its domain,
     and with it. Without a file no graph is named, and stderr says so. `graph` is the absolute
-    folder of the graph files; None names no graph.
-
-    Raises:
-        InputError: the folder is not absolute or cannot be named in an environment, or settings
-            that the version does not have.
+    folder of the graph files; None names no graph. Raises InputError: the folder is not absolute or
+    cannot be named in an environment, or settings that the version does not have.
     """
     if graph is None:
         return env_text(settings, None, provenance=provenance)

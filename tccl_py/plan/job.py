@@ -50,8 +50,7 @@ def simulated_cluster(
 ) -> Cluster:
     """Return a cluster of equal nodes: the hosts of a file, or as many as `nodes` says.
 
-    Raises:
-        InputError: neither, too few or too many, both and they differ, or uneven ranks.
+    Raises InputError: neither, too few or too many, both and they differ, or uneven ranks.
     """
     listed = _listed(nodes, hosts)
     _check_even(listed, len(model.machine.gpus), where=str(hosts))
@@ -119,10 +118,8 @@ def plan_job(
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    `say` is told at once what is odd about hosts; `task` is as `make_cluster_plan` takes it.
-
-    Raises:
-        SourceLostError: a host is gone.
+    `say` is told at once what is odd about hosts; `task` is as `make_cluster_plan` takes it. Raises
+    SourceLostError: a host is gone.
     """
     cluster, odd = _sampled(source, cluster)
     say(odd)
@@ -155,8 +152,7 @@ def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
 def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsSource]:
     """Open a source over the hosts of a job, on which a plan was measured with this journal.
 
-    Raises:
-        InputError: the plan was measured on other hosts.
+    Raises InputError: the plan was measured on other hosts.
     """
     machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
     if is_dry_run(journal):

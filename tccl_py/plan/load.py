@@ -38,9 +38,8 @@ class _Head(msgspec.Struct):
 def load_plan(path: Path | str) -> Plan:
     """Read a plan file, or `plan.json` in a directory.
 
-    Raises:
-        InputError: unreadable, of another format version, damaged, or parts that do not fit
-            together.
+    Raises InputError: unreadable, of another format version, damaged, or parts that do not fit
+    together.
     """
     path = plan_file(Path(path))
     text = read_text(path)
@@ -59,8 +58,7 @@ def load_plan(path: Path | str) -> Plan:
 def plan_file(path: Path) -> Path:
     """Return the file of a plan: `path` itself, or plan.json in a directory.
 
-    Raises:
-        InputError: the directory holds none, or its digest differs from the manifest.
+    Raises InputError: the directory holds none, or its digest differs from the manifest.
     """
     if not path.is_dir():
         return path
@@ -74,10 +72,9 @@ def plan_file(path: Path) -> Path:
 def check_plan(plan: Plan, *, where: str) -> Plan:
     """Return `plan` if its parts fit together.
 
-    Raises:
-        InputError: an invalid cluster or settings, hosts missing, doubled or with wrong ranks,
-            paths of no class, chains that do not visit the GPUs of their class once, flows that do
-            not lead along their chain, NICs that NCCL would not use so, or rates out of range.
+    Raises InputError: an invalid cluster or settings, hosts missing, doubled or with wrong ranks,
+    paths of no class, chains that do not visit the GPUs of their class once, flows that do not lead
+    along their chain, NICs that NCCL would not use so, or rates out of range.
     """
     check_cluster(plan.cluster, where=where)
     searched = (plan.settings, plan.variables.settings, *(a.settings for a in plan.alternatives))

@@ -72,8 +72,7 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
 def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
     """Load a plan's graph files in the NCCL here, if it was asked; return notices on rings.
 
-    Raises:
-        MeasurementError: NCCL does not start with a graph file.
+    Raises MeasurementError: NCCL does not start with a graph file.
     """
     if not rings.able:
         return ()
@@ -114,8 +113,7 @@ def verdict_here(
 ) -> Verdict:
     """Return the verdict of the installed NCCL on a graph file over some GPUs (None: all).
 
-    Raises:
-        InputError: no GPU, unknown ones, GPUs that others use, or no NCCL that starts.
+    Raises InputError: no GPU, unknown ones, GPUs that others use, or no NCCL that starts.
     """
     try:
         count = gpu_count()

@@ -200,8 +200,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def check_single(self, where: Path | str, right: str) -> None:
         """Refuse a plan of several hosts; `right` is the remedy.
 
-        Raises:
-            InputError: a plan of several hosts.
+        Raises InputError: a plan of several hosts.
         """
         if self.is_cluster:
             raise InputError(str(where), "is the plan of a cluster", right)
@@ -416,8 +415,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all.
 
-        Raises:
-            InputError: the place cannot be written.
+        Raises InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
 

@@ -96,11 +96,9 @@ def make_plan(
             plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under settings; None computes them by its rules.
 
-    Raises:
-        InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
-            that say nothing of P2P.
-        SearchError: no ring exists.
-        MeasurementError: the source cannot measure what is needed.
+    Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
+    that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
+    measure what is needed.
     """
     chosen = _chosen(machine, gpus)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
@@ -143,8 +141,7 @@ def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
 def check_strategy(strategy: str) -> str:
     """Return the name of a known strategy.
 
-    Raises:
-        InputError: an unknown name.
+    Raises InputError: an unknown name.
     """
     if strategy not in STRATEGIES:
         right = f"there are {', '.join(STRATEGIES)}"
@@ -263,8 +260,6 @@ def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanC
 
 
 # Rings for communicators over some of the GPUs, planned once for each class of equal subsets.
-
-
 def subset_rings(
     task: Task, settings: Settings, orders: Sequence[Order]
 ) -> tuple[SubsetRings, ...]:
@@ -338,8 +333,6 @@ def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings
 
 
 # The machine's limit for given rings: bare copies over the same hops, all at the same time.
-
-
 def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
     """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
 

@@ -86,8 +86,7 @@ class PlacedSource:
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given; a repeated set gets a fresh answer.
 
-        Raises:
-            MeasurementError: a set cannot be measured.
+        Raises MeasurementError: a set cannot be measured.
         """
         return [self._answer(one) for one in sets]
 
@@ -197,10 +196,8 @@ def placements(
     A host under the same switch is preferred as a partner, then a host of the same class: switches
     are judged apart. With `over_sockets` bytes go from host memory to host memory only, so NICs at
     GPU memory are not measured. `addressed` are the NICs of each host with an address for TCP; None
-    is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU.
-
-    Raises:
-        InputError: a class without NIC.
+    is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU. Raises
+    InputError: a class without NIC.
     """
     found = []
     for number, own in enumerate(cluster.classes):
@@ -246,8 +243,7 @@ def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> P
 def whole_ring(plan: Plan) -> TransferSet:
     """Return every flow of every ring of a plan on its own host, all at the same time.
 
-    Raises:
-        InputError: the plan's flows do not fit together.
+    Raises InputError: the plan's flows do not fit together.
     """
     flows = []
     for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):

@@ -70,8 +70,7 @@ def _bytes(content: str | bytes) -> bytes:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a plan's directory.
 
-    Raises:
-        InputError: there is none, or it is unreadable, of another version, or damaged.
+    Raises InputError: there is none, or it is unreadable, of another version, or damaged.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
@@ -90,9 +89,8 @@ def read_manifest(directory: Path) -> Manifest:
 def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest:
     """Check files (None: all) of a plan's directory against its manifest, which is returned.
 
-    Raises:
-        InputError: a file is missing, was changed, or is not in the manifest; or as
-            `read_manifest`.
+    Raises InputError: a file is missing, was changed, or is not in the manifest; or as
+    `read_manifest`.
     """
     manifest = read_manifest(directory)
     digests = manifest.files
@@ -112,8 +110,7 @@ def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest
 def check_if_listed(directory: Path, name: str) -> None:
     """Check one file of a plan's directory, unless a version without manifests wrote it.
 
-    Raises:
-        InputError: as `check_files`.
+    Raises InputError: as `check_files`.
     """
     if (directory / MANIFEST_FILE).exists():
         check_files(directory, [name])
@@ -145,8 +142,7 @@ def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], ob
         directory: an existing directory, where no other run is at work.
         check: reads the plan from the staging directory, before anything is replaced.
 
-    Raises:
-        InputError: a file cannot be written; the earlier files are still there.
+    Raises InputError: a file cannot be written; the earlier files are still there.
     """
     with refused(directory, "cannot be written", SPACE):
         _tidy(directory)
@@ -178,10 +174,8 @@ def settle(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold `directory` against other runs; the system releases it however this run ends.
 
-    The remains of a killed run are undone or swept first.
-
-    Raises:
-        InputError: another run has it, or it cannot be opened.
+    The remains of a killed run are undone or swept first. Raises InputError: another run has it, or
+    it cannot be opened.
     """
     with refused(directory, "cannot be opened", "name a readable place"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -201,8 +195,7 @@ def locked(directory: Path) -> Iterator[None]:
 def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
     """Write the files that `files_of(output)` names to a new directory; return their number.
 
-    Raises:
-        InputError: it exists, or cannot be written; nothing is left then.
+    Raises InputError: it exists, or cannot be written; nothing is left then.
     """
     with refused(output, "cannot be written", SPACE):
         check_path(output.absolute())

@@ -166,10 +166,8 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
     """Measure a ring set; where samples spread, several times, all samples in one measurement.
 
     A choice among many noisy rates prefers lucky ones: the rate in a plan must rest on more than
-    the measurement by which its rings were chosen.
-
-    Raises:
-        MeasurementError: the source cannot measure the set.
+    the measurement by which its rings were chosen. Raises MeasurementError: the source cannot
+    measure the set.
     """
     (first,) = source.measure([rings.flows])
     if first.relative_error < PRECISE:
@@ -189,8 +187,7 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
 def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     """Return the ring set over the same GPUs and NICs with the mechanisms of these settings.
 
-    Raises:
-        SearchError: a pair of neighbours has no hop.
+    Raises SearchError: a pair of neighbours has no hop.
     """
     space = task.space(settings, len(rings))
     return ring_set([ring_like(space, one) for one in rings])
@@ -199,8 +196,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
 def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
     """Return the ring set of these orders with the first mechanism of each hop.
 
-    Raises:
-        SearchError: a pair of neighbours has no hop.
+    Raises SearchError: a pair of neighbours has no hop.
     """
     space = task.space(settings, len(orders))
     return ring_set([ring_from_order(space, order) for order in orders])

@@ -32,8 +32,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
     """Return the tuning of the plan in a directory; None if none, or of an earlier plan.
 
-    Raises:
-        InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
+    Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
     """
     path = directory / TUNING_FILE
     if not path.exists():
@@ -47,8 +46,7 @@ def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
 def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
     """Write tuning.json into a plan's directory, whole or not at all; return its content.
 
-    Raises:
-        InputError: a table does not fit the plan, or the file cannot be written.
+    Raises InputError: a table does not fit the plan, or the file cannot be written.
     """
     path = directory / TUNING_FILE
     check_tables(tuning.tables, plan.gpus, where=str(path))

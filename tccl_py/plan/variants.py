@@ -50,8 +50,7 @@ def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
     """Return a path with the flows of its chains under these settings.
 
-    Raises:
-        SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
+    Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
     seen, count = class_view(plan, path.node_class, settings), len(path.chains)
     space = (
@@ -112,11 +111,8 @@ def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
 def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = None) -> Plan:
     """Return the same rings under other settings, with the bandwidth that jobs achieved.
 
-    Where NCCL would double the channels once more at this rate, the files ask for as many.
-
-    Raises:
-        InputError: settings that the version does not have.
-        SearchError: a ring has no hop under them.
+    Where NCCL would double the channels once more at this rate, the files ask for as many. Raises
+    InputError: settings that the version does not have. SearchError: a ring has no hop under them.
     """
     check_settings(settings)
     while not _as_measured(plan, settings, achieved_gbps or plan.best_known_gbps):
@@ -144,8 +140,7 @@ def _as_measured(plan: Plan, settings: Settings, rate_gbps: float) -> bool:
 def for_version(plan: Plan, version: str) -> Plan:
     """Return the plan for another version of NCCL, if that moves the rings' hops in the same way.
 
-    Raises:
-        InputError: it cannot be given these settings, or would move a hop otherwise.
+    Raises InputError: it cannot be given these settings, or would move a hop otherwise.
     """
     settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
     for number in sorted({host.path for host in plan.hosts}):

@@ -190,8 +190,6 @@ def _end_with_parent() -> None:
 # several jobs takes no longer than starting one. The ranks of a host map a file with the number of
 # slots that each has had. Over several hosts that suffices: a slot begins with a collective of its
 # job, which every host's ranks reach only after the job before has left its slot there.
-
-
 def write_slots(file: Path, ranks: int) -> None:
     """Write the file for this many ranks without a slot so far."""
     file.write_bytes(bytes(_WORD * ranks))

@@ -48,9 +48,7 @@ def discover_machine(
 
     GPUs and NICs without a NUMA node (virtual machines) hang from NUMA node -1, as in NCCL.
     `Gpu.gdr` follows the product line and `Nic.gdr` the loaded kernel modules; neither is tried.
-
-    Raises:
-        InputError: no NVIDIA driver answers, or the answers fit no machine.
+    Raises InputError: no NVIDIA driver answers, or the answers fit no machine.
     """
     facts = driver_facts(nvml)
     machine = check(_machine(facts, sysfs, proc), where=_HERE)

@@ -86,8 +86,7 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
         path: the file.
         hosts: the job's hosts; the tree is cut down to them, and each must be in it.
 
-    Raises:
-        InputError: the file cannot be read, or as the two parsers.
+    Raises InputError: the file cannot be read, or as the two parsers.
     """
     text, where = read_text(path, limit=MAX_BYTES), str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")

@@ -148,8 +148,6 @@ def _journal_source(journal: JournalContents) -> tuple[str, str]:
 
 
 # Rates of a plan and of a journal: bars, and maps of single hops and of pairs of hops.
-
-
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
     """A rate to compare: `kind` is a class of the page, `note` follows the label."""
 

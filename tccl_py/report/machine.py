@@ -238,8 +238,6 @@ class _Tree:
 # Lanes: lines below a row of devices that never lie on each other, nor on a label. A line leaves a
 # device at a port near its middle, runs along a lane, and comes up at another port. Its label is
 # between two devices, where no line comes down.
-
-
 def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wire]:
     """Return lines between these ports, short lines in upper lanes; labels are at one of `gaps`.
 

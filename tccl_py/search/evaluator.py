@@ -128,8 +128,6 @@ class Evaluator:
 
 
 # The symmetry check: symmetries are spot-checked by measurements before they are used.
-
-
 def checked_index(
     space: HopSpace, symmetry: Symmetry, evaluator: Evaluator, *, checks: int | None
 ) -> HopIndex:
@@ -186,8 +184,6 @@ def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.i
 
 
 # QuickXplain (Junker 2004): the smallest slow part of a slow set, with few measurements.
-
-
 def smallest_slow_part(hops: Sequence[int], is_slow: IsSlow) -> tuple[int, ...]:
     """Return a slow subset without a slow proper subset; `hops` themselves must be slow.
 
@@ -230,8 +226,6 @@ def _without_repetition(is_slow: IsSlow) -> IsSlow:
 
 
 # The best ring set so far, and runners-up that noise may have misjudged.
-
-
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A measured ring set: one sequence of hop numbers a ring, and its score in GB/s."""
 

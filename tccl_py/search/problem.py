@@ -109,8 +109,7 @@ Reporter = Callable[[Progress], None]
 def check_problem(problem: SearchProblem) -> None:
     """Check that rings may exist.
 
-    Raises:
-        SearchError: fewer than two GPUs, no ring count, or a GPU without a hop in or out.
+    Raises SearchError: fewer than two GPUs, no ring count, or a GPU without a hop in or out.
     """
     if not problem.spaces:
         raise SearchError("no number of rings to search for")
@@ -281,8 +280,6 @@ def _shape(flow: Flow) -> tuple[object, ...]:
 
 
 # All ring sets of small machines.
-
-
 def count_ring_sets(space: HopSpace, rings: int) -> int:
     """Return an upper limit on the sets of `rings` rings: all orders, all mechanisms."""
     widest = max((len(choices) for choices in space.hops.values()), default=0)

@@ -137,12 +137,9 @@ def find_rings(
     looks at `incumbent`. An upper bound for each ring count may go into `bounds`; without bounds
     nothing is proven.
 
-    Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far; Ctrl-C
-    before the first ring goes on to the caller.
-
-    Raises:
-        SearchError: unknown strategy (the names are listed), no ring possible, or none found yet
-            when the budget was spent.
+    Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far; Ctrl-C before
+    the first ring goes on to the caller. Raises SearchError: unknown strategy (the names are
+    listed), no ring possible, or none found yet when the budget was spent.
     """
     name, search = _named(strategy)
     check_problem(problem)

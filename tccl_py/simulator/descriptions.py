@@ -229,9 +229,8 @@ def load_machine(name: str) -> MachineModel:
     >>> model.machine.gpu_indices
     (0, 1, 2, 3)
 
-    Raises:
-        InputError: an unknown name (the message names all models), no such file, or a file of
-            another form.
+    Raises InputError: an unknown name (the message names all models), no such file, or a file of
+    another form.
     """
     if name in bundled_names():
         return load_bundled(name)

@@ -197,8 +197,6 @@ def _keys(
 
 
 # Limits of executors, max-min fair sharing, and congestion rules.
-
-
 def applies(limit: ExecutorLimit, network: Network, flow: Flow, legs: tuple[Leg, ...]) -> bool:
     """Return whether a limit is about this flow; a NIC's FIFO in host memory is as a bounce."""
     piped = flow.is_bounce or (flow.is_network and any("memory" in leg.keys for leg in legs))

@@ -122,8 +122,7 @@ class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
 def read_journal(path: Path) -> JournalContents:
     """Read a journal; notices tell of a torn last line, and of ignored lines.
 
-    Raises:
-        InputError: no header, another format version, or a damaged line before the last.
+    Raises InputError: no header, another format version, or a damaged line before the last.
     """
     header: JournalHeader | None = None
     hashes, places = array("q"), array("q")

@@ -68,10 +68,8 @@ class RememberingSource:
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
 
-        A set that is listed twice in one call gets two measurements.
-
-        Raises:
-            MeasurementError: the source fails, or the flows of a set did not run together.
+        A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
+        source fails, or the flows of a set did not run together.
         """
         missing = []
         wanted = Counter[TransferSet]()

@@ -76,8 +76,7 @@ def open_source(
         noise, seed: relative standard deviation of simulated samples, 0 to 1, and its seed.
         journal: a file of measurements; sets in it are not measured again, new ones are added.
 
-    Raises:
-        InputError: no such machine, no GPU, options out of range, or another machine's journal.
+    Raises InputError: no such machine, no GPU, options out of range, or another machine's journal.
     """
     source: Simulator | ProfiledSource
     if isinstance(machine, (str, MachineModel)):
@@ -132,9 +131,7 @@ class OpenedSource(RememberingSource):
         """Answer from a journal file, and append new measurements; return notices on the file.
 
         A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`.
-
-        Raises:
-            InputError: the file belongs to another machine, is damaged, or cannot be written.
+        Raises InputError: the file belongs to another machine, is damaged, or cannot be written.
         """
         self._journal = JournalFile(path, self.header, replace=replace)
         self._before = self._journal.measurements
@@ -221,8 +218,7 @@ def open_hosts(
         expected: names of the hosts in the job.
         gid_index: NCCL_IB_GID_INDEX.
 
-    Raises:
-        InputError: an unknown backend or network, or a number of devices beside GPUs.
+    Raises InputError: an unknown backend or network, or a number of devices beside GPUs.
     """
     from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
 

@@ -105,8 +105,7 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         backend: `cuda` (the default), or `host` for a dry run in host memory.
         devices: number of devices of the host backend.
 
-    Raises:
-        InputError: an unknown backend, no GPU, or an impossible number of devices.
+    Raises InputError: an unknown backend, no GPU, or an impossible number of devices.
     """
     if check_backend(backend, devices) == "host":
         from tccl_profiler.linux import host_fingerprint, host_machine  # noqa: PLC0415
@@ -143,9 +142,8 @@ def is_dry_run(header: JournalHeader) -> bool:
 def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     """Return the GPUs of sets, after checking the sets against the machine.
 
-    Raises:
-        InputError: a set names a GPU or NUMA node outside of the machine.
-        MeasurementError: a set cannot be measured: a NIC, another host, too many blocks.
+    Raises InputError: a set names a GPU or NUMA node outside of the machine. MeasurementError: a
+    set cannot be measured: a NIC, another host, too many blocks.
     """
     from tccl_profiler.compiler import check_places  # noqa: PLC0415
     from tccl_profiler.shared_memory import MAX_LANES  # noqa: PLC0415
@@ -239,9 +237,8 @@ class ProfiledSource:
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Measure each set; the answers are in the order given.
 
-        Raises:
-            MeasurementError: a set cannot be measured, or no set ever could.
-            SourceLostError: a host is gone, or sets that were measured cannot be any more.
+        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
+        host is gone, or sets that were measured cannot be any more.
         """
         return [self._measured(transfers) for transfers in sets]
 

@@ -195,8 +195,6 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
 
 
 # Network interfaces of this network namespace
-
-
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """An interface, its address or "", and whether it is up and has a carrier."""
 
