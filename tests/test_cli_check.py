@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 
 import msgspec
 import pytest
@@ -165,6 +166,7 @@ class Session:
     def __init__(self, model):
         self.simulator = Simulator(model, noise=0.01, seed=9)
         self.profiler, self.notices, self.conditions = self, [], ""
+        self.measured = Counter()
         self.header = JournalHeader(
             machine=model.name, identity="GPUs a to d; cuda backend, windows", simulated=False
         )
@@ -176,16 +178,21 @@ class Session:
         self.notices.append("GPU 0 is warmer than before")
 
     def measure(self, sets):
+        self.measured.update(sets)
         (found,) = self.simulator.measure(sets)
         return [msgspec.structs.replace(found, simulated=False)]
 
 
 @pytest.fixture
-def measured(plan, monkeypatch):
+def session():
+    return Session(load_bundled(NAME))
+
+
+@pytest.fixture
+def measured(plan, session, monkeypatch):
     """The plan as if GPUs had been measured, and a stand-in for them."""
     made, journal = load_plan(plan), read_journal(plan / "measurements.jsonl")
     write_plan(msgspec.structs.replace(made, simulated=False), plan, fingerprint=PRINT)
-    session = Session(load_bundled(NAME))
     rows = [one for found in journal.measurements.values() for one in found]
     lines = [session.header, *(msgspec.structs.replace(one, simulated=False) for one in rows)]
     text = b"".join(encode_line(line) for line in lines)
@@ -208,6 +215,12 @@ def test_a_measured_plan_is_checked_by_measuring(measured):
     found = json.loads(result.stdout)
     assert (result.exit_code, found["simulated"], found["drifted"]) == (0, False, False)
     assert "0 is warmer than before" in result.stderr
+
+
+def test_every_set_is_really_measured_three_times_on_hardware(measured, session):
+    assert tccl("check", measured).exit_code == 0
+    assert len(session.measured) == 24
+    assert set(session.measured.values()) == {3}
 
 
 @pytest.mark.parametrize(

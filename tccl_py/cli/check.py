@@ -43,6 +43,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.sources.journal import JournalContents
+from tccl_py.sources.memory import AnewSource
 from tccl_py.sources.opening import OpenedSource
 
 _MAX_SECONDS = 86_400
@@ -134,7 +135,8 @@ def _sources(
     source, notices = measuring_again(plan, directory, journal.header, seed)
     notice_each(notices)
     source.watch(line.measured)
-    return stack.enter_context(source), [journal.measurements], [source]
+    anew = AnewSource(stack.enter_context(source))
+    return source, [journal.measurements], [anew]
 
 
 def _print(plan: Plan, drift: Drift) -> None:

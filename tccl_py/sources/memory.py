@@ -81,7 +81,7 @@ class RememberingSource:
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
-            self._remember(key)
+            self.measure_anew(key)
         given = Counter[TransferSet]()
         answers = []
         for key in sets:
@@ -92,8 +92,8 @@ class RememberingSource:
             given[key] += 1
         return answers
 
-    def _remember(self, transfers: TransferSet) -> None:
-        """Measure a set once more, and keep the result."""
+    def measure_anew(self, transfers: TransferSet) -> Measurement:
+        """Measure a set once more, whatever is known of it, and keep the result."""
         (measurement,) = self._source.measure([transfers])
         if not measurement.is_together:
             share = f"{measurement.overlap:.0%}"
@@ -104,6 +104,7 @@ class RememberingSource:
         self._answers[transfers, times] = measurement
         self._times[transfers] = times + 1
         self.sets_measured += 1
+        return measurement
 
     def times_of(self, key: TransferSet) -> int:
         """Return how often a set was measured."""
@@ -121,3 +122,19 @@ class RememberingSource:
         """Close the journal, if there is one; it already has every measurement."""
         if self._journal is not None:
             self._journal.close()
+
+
+class AnewSource:
+    """Measures every set anew by a source that remembers, for comparisons over time."""
+
+    def __init__(self, source: RememberingSource) -> None:
+        self._source = source
+
+    @property
+    def simulated(self) -> bool:
+        """Return whether the source simulates."""
+        return self._source.simulated
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Measure each set once more; see `RememberingSource.measure`."""
+        return [self._source.measure_anew(transfers) for transfers in sets]
