@@ -229,9 +229,9 @@ def test_sets_are_written_with_the_gpus_of_the_job():
     ("text", "what"),
     [
         ("", "has 0 pairs"),
-        ("G0-G1", "has 'G0-G1'"),
+        ("0<1", "has '0<1'"),
         ("G0->G9", "names GPU 9"),
-        ("G1->G1", "has G1->G1"),
+        ("G1->G1", "G1 sends to itself"),
         (" ".join(["G0->G1"] * 9), "has 9 pairs"),
     ],
 )

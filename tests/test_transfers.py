@@ -280,3 +280,31 @@ def test_a_missing_hop_is_named():
     space = space_of(range(3), missing=[(1, 2)])
     with pytest.raises(SearchError, match=r"test has no hop"):
         ring_from_order(space, (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "short, long",
+    [
+        ("0:4", "G0->G0->G4"),
+        ("0:4,blocks=8,fifo=512K", "G0->G0->G4{blocks=8,fifo=512K}"),
+        ("10:4{blocks=8}", "G10->G10->G4{blocks=8}"),
+        ("0<4", "G4->G0->G0"),
+        ("0:C1:4,side=sender", "G0->G0->C1->G4->G4{side=sender}"),
+        ("(G0->G0->G4)", "G0->G0->G4"),
+        ("(G0->D0->C1){buffer=1M}", "G0->D0->C1{buffer=1M}"),
+    ],
+)
+def test_a_short_form_is_the_flow_of_the_long_form(short, long):
+    assert parse_flow(short) == parse_flow(long)
+
+
+def test_plus_and_spaces_join_the_flows_of_a_set():
+    assert parse_set("0:1+1:0 2:3") == parse_set("G0->G0->G1 G1->G1->G0 G2->G2->G3")
+
+
+@pytest.mark.parametrize(
+    "text", ["0:0", "0:", ":4", "0:x", "0:C1", "0:N1:4", "0:4,", "0:4,blocks", "(0:4)", "(", "-1:2"]
+)
+def test_what_is_no_short_form_is_refused(text):
+    with pytest.raises(InputError):
+        parse_flow(text)

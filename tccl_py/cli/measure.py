@@ -17,7 +17,7 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import TransferSet, parse_set
+from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
 from tccl_py.plan.job import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
@@ -51,7 +51,7 @@ def measure(
         list[str],
         typer.Argument(
             metavar="SET",
-            help="Flows that run at the same time, apart by spaces, in one pair of quotes.",
+            help="Flows that run at the same time, as 0:4+4:0, or apart by spaces in quotes.",
             show_default=False,
         ),
     ],
@@ -75,7 +75,8 @@ def measure(
 
     `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, and
     `G0->G0->C1->G4->G4` a bounce through NUMA node 1's host memory. Options follow in braces:
-    `{blocks=8,fifo=512K}`. Sets are measured in random order, each until its rates are certain.
+    `{blocks=8,fifo=512K}`. Short forms need no quotes: `0:4` is `G0->G0->G4`, `0:C1:4,blocks=8` is
+    `G0->G0->C1->G4->G4{blocks=8}`. `"0<4"` is GPU 0 reading from GPU 4. Sets are measured in random order, each until its rates are certain.
     Rates from a model are marked as simulated. Where flows meet at a GPU, data is passed on as in a
     ring; with --meeting independent each flow goes at its own pace.
 
@@ -84,6 +85,7 @@ def measure(
 
     Examples:
 
+        tccl measure 0:1 0:1,blocks=16+1:0,blocks=16
         tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
@@ -114,7 +116,7 @@ def measure(
         with source:
             found = _measured(source, wanted, journal)
             conditions = source.conditions
-        texts = [" ".join(text.split()) for text in sets]
+        texts = [" ".join(flow_texts(text)) for text in sets]
         rows = list(zip(texts, found, strict=True))
         if json:
             print_json([_entry(*row) for row in rows])

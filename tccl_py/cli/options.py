@@ -152,5 +152,5 @@ def check_quoted(sets: Iterable[str], example: str) -> None:
             raise InputError(
                 f"set {text[:40]!r}",
                 "ends with -, as where the shell takes > for a file to write to",
-                f"put each set in quotes, as '{example}'",
+                f"put each set in quotes, as '{example}', or write 0:1, which needs none",
             )

@@ -14,6 +14,11 @@ the memory of another GPU nearer to the NIC: `G3->G3->G0->N0->N0`.
     place   = [ host "." ] ( "G" | "C" | "D" | "N" ) index
     option  = "blocks=" size | "fifo=" size | "slots=" size | "buffer=" size | "side=" side
     size    = digits [ "K" | "M" ]          side = "sender" | "receiver"
+
+Short forms are read too: `0:4` is G0->G0->G4 (as NCCL moves bytes between peers), `0<4` is GPU 0
+reading from GPU 4, `0:C1:4` the bounce through C1, `0:4,blocks=8` has options, `+` joins the flows
+of a set, and TransferBench's triplets stand in parentheses. All but `0<4` and parentheses need no
+quotes in a shell.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ MAX_FIFO_BYTES = 1 << 30
 MAX_BLOCKS = 64  # NCCL's MAXCHANNELS: one block a channel
 
 _PLACE = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)\.)?(?P<kind>[GCDN])(?P<index>0|[1-9][0-9]{0,4})")
+_SHORT = re.compile(r"([0-9]{1,5})([:<]|:C[0-9]{1,5}:)([0-9]{1,5})(?:,(.+))?", re.ASCII)
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
 _UNIT = {"": 1, "K": 1024, "M": 1024 * 1024}
 _MAX_TEXT = 65536
@@ -236,7 +242,7 @@ def parse_flow(text: str) -> Flow:
     Raises InputError: not a flow; the message has the text and the right form.
     """
     where = f"flow {text[:60]!r}"
-    body, brace, options = text.partition("{")
+    body, brace, options = _long_form(text).partition("{")
     if brace and not options.endswith("}"):
         raise InputError(where, "the options do not end", "close them with }")
     places = [_parse_place(part, where) for part in body.split("->")]
@@ -244,7 +250,7 @@ def parse_flow(text: str) -> Flow:
     if network:
         _check_network(places, where)
     elif len(places) not in (3, 5):
-        right = "a transfer is SRC->EXE->DST, a bounce SRC->EXE->HOST->EXE->DST"
+        right = "a transfer is SRC->EXE->DST or 0:4, a bounce SRC->EXE->HOST->EXE->DST or 0:C1:4"
         raise InputError(where, f"has {len(places)} place{'s' * (len(places) != 1)}", right)
     starts = range(0, len(places) - 2, 2)
     transfers = tuple(_parse_transfer(*places[at : at + 3], where=where) for at in starts)
@@ -254,16 +260,40 @@ def parse_flow(text: str) -> Flow:
 
 
 def parse_set(text: str) -> TransferSet:
-    """Parse flows that spaces keep apart.
+    """Parse flows with spaces or `+` between.
+
+    >>> parse_set("0:C1:4,blocks=8,fifo=512K+(G4->G4->G0)+1<2")
+    TransferSet('G0->G0->C1->G4->G4{blocks=8,fifo=512K} G2->G1->G1 G4->G4->G0')
 
     Raises InputError: empty, too long, or a part is not a flow.
     """
     if len(text) > _MAX_TEXT:
         raise InputError("transfer set", f"has {len(text)} characters", "name at most a few flows")
-    parts = text.split()
+    parts = flow_texts(text)
     if not parts:
         raise InputError("transfer set", "is empty", "name at least one flow, as G0->G0->G1")
-    return transfer_set(parse_flow(part) for part in parts)
+    return transfer_set(map(parse_flow, parts))
+
+
+def flow_texts(text: str) -> list[str]:
+    """Return the texts of a set's flows, in the order given."""
+    return text.replace("+", " ").split()
+
+
+def _long_form(text: str) -> str:
+    """Return a flow of a short form by its places; any other text without parentheses."""
+    body, brace, options = text.partition("{")
+    if body.startswith("(") and body.endswith(")"):
+        return f"{body[1:-1]}{brace}{options}"
+    match = _SHORT.fullmatch(body)
+    if match is None:
+        return text
+    first, between, second, more = match.groups()
+    middle = f"G{first}->{between[1:-1]}->G{second}" if len(between) > 1 else f"G{first}"
+    path = f"G{first}->{middle}->G{second}"
+    if between == "<":
+        path = f"G{second}->G{first}->G{first}"
+    return f"{path}{{{more}}}" if more else f"{path}{brace}{options}"
 
 
 def _parse_place(text: str, where: str) -> Place:

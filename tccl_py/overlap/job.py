@@ -12,6 +12,7 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
+from tccl_py.model.transfer import direct_write, flow_texts, parse_flow
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import (
     TORCH,
@@ -34,7 +35,7 @@ Timings = dict[Mode, Works]
 _TOTAL: dict[Mode, Callable[[tuple[float, ...]], float]] = {"sequential": sum, "concurrent": max}
 ALL_REDUCE = "all-reduce"
 RANK_PROGRAM = "tccl_py.overlap.rank"
-_PAIR = re.compile(r"G([0-9]{1,4})->G([0-9]{1,4})", re.ASCII)
+_PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
 
 
@@ -141,22 +142,20 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
 
 
 def _parse_set(text: str, gpus: Sequence[int]) -> Pairs:
-    where, words = f"set {text[:60]!r}", text.split()
+    where, words = f"set {text[:60]!r}", flow_texts(text)
     if not 1 <= len(words) <= _MOST_PAIRS:
         right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
         raise InputError(where, f"has {len(words)} pairs", right)
     pairs = []
     for word in words:
-        match = _PAIR.fullmatch(word)
-        if match is None:
-            raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1")
-        ends = [int(end) for end in match.groups()]
+        flow = parse_flow(_PAIR.sub(r"\1:\2", word))
+        if str(flow) != str(direct_write(flow.source.index, flow.destination.index)):
+            raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
+        ends = flow.source.index, flow.destination.index
         unknown = [gpu for gpu in ends if gpu not in gpus]
         if unknown:
             known = f"the job has {', '.join(map(str, gpus))}"
             raise InputError(where, f"names GPU {unknown[0]}", known)
-        if ends[0] == ends[1]:
-            raise InputError(where, f"has {word}", "a transfer joins two GPUs")
         pairs.append(Pair(*map(gpus.index, ends)))
     return tuple(pairs)
 

@@ -13,7 +13,7 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.transfer import Place, TransferSet, parse_flow
+from tccl_py.model.transfer import Place, TransferSet, flow_texts, parse_flow
 from tccl_py.readers.live import discover_machine
 from tccl_py.sources.journal import JournalHeader
 
@@ -296,7 +296,7 @@ def in_given_order(
     """Return rates, or `values`, in the order of `text`; measurements have their own order."""
     found = measurement.gbps if values is None else values
     waiting = dealt(measurement.transfers.flows, found)
-    return tuple(waiting[parse_flow(part)].pop(0) for part in text.split())
+    return tuple(waiting[parse_flow(part)].pop(0) for part in flow_texts(text))
 
 
 def doubts(text: str, measurement: Measurement) -> Iterator[str]:
