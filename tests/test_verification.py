@@ -401,11 +401,26 @@ def test_a_slower_training_step_makes_the_answer_no(plan, place):
     jobs = FakeJobs(by_plan(lambda _: 1.0), noise=0.0005)
     effort = RunBudget(sizes=(4096,), training=True)
     found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
-    assert [one.mode for one in found.judged.training] == ["eager"]
+    assert [one.mode for one in found.judged.training] == ["ddp-eager"]
     assert found.accepted
     slow = changed(found.judged.training[0], verdict="worse")
     arm = changed(found.judged, rows=(*found.judged.sizes, slow))
     assert "training step" in arm.objections[0]
+
+
+def test_another_loss_of_a_training_step_than_default_nccls_makes_the_answer_no(plan, place):
+    for loss, accepted in ((4.001, True), (4.1, False), (float("nan"), False)):
+        jobs = FakeJobs(
+            by_plan(lambda _: 1.5),
+            trained=lambda environment, loss=loss: (
+                loss if "NCCL_GRAPH_FILE" in environment else 4.0
+            ),
+        )
+        effort = RunBudget(sizes=(4096,), training=True)
+        found = run_verification(plan, place, dry_run(plan, jobs), effort, choice="graph")
+        assert found.accepted == accepted
+        last = len(plan.gpus) - 1
+        assert {one.rank for one in found.judged.wrong} == (set() if accepted else {last})
 
 
 def test_a_missing_graph_file_is_refused(plan, place):

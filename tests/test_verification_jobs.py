@@ -151,7 +151,7 @@ def test_collectives_over_gloo_are_right_and_timed(server):
         assert answer.checked > 500
         assert [len(one) for one in answer.timings] == [9, 9]
         assert all(seconds > 0 for one in answer.timings for seconds in one)
-        assert list(answer.training) == ["eager"]
+        assert list(answer.training) == ["ddp-eager"]
 
 
 @needs_torch
@@ -182,7 +182,30 @@ def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(ser
     for outcome in found:
         assert [one.rank for one in outcome.results] == [0, 1]
         assert [len(one) for one in outcome.results[1].timings] == [9, 9]
-        assert len(outcome.results[0].training["eager"]) == 20
+        assert {mode: len(one) for mode, one in outcome.results[0].training.items()} == {
+            "ddp-eager": 20, "tp2-eager": 20,
+        }  # fmt: skip
+        for rank, answer in enumerate(outcome.results):
+            assert answer.trained == found[0].results[rank].trained
+
+
+@needs_torch
+def test_a_gpt_split_over_ranks_learns_what_the_whole_one_does_with_the_same_data(server):
+    (whole,) = run_job(JobSpec(training=True), 1, server=server).results
+    told = [{}, {"NCCL_GRAPH_FILE": "/none"}]
+    split, under_graph_file = run_jobs(JobSpec(training=True), 4, told, server=server)
+    loss, embeddings, blocks = whole.trained["ddp-eager"]
+    for mode, parts in (("tp2-eager", 2), ("tp4-eager", 4)):
+        ranks = [answer.trained[mode] for answer in split.results[:parts]]
+        assert {one[:2] for one in ranks} == {ranks[0][:2]}
+        assert ranks[0][:2] == pytest.approx((loss, embeddings), rel=1e-5)
+        assert sum(one[2] ** 2 for one in ranks) ** 0.5 == pytest.approx(blocks, rel=1e-5)
+    # Ranks of another replica have data of their own, and so have all data-parallel ranks.
+    assert split.results[2].trained["tp2-eager"] != split.results[0].trained["tp2-eager"]
+    assert len({answer.trained["ddp-eager"][0] for answer in split.results}) == 4
+    assert len({answer.trained["ddp-eager"][1] for answer in split.results}) == 1
+    # Communicators over fewer ranks would fail.
+    assert list(under_graph_file.results[0].trained) == ["ddp-eager", "tp4-eager"]
 
 
 def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):

@@ -31,9 +31,10 @@ class FakeJobs:
         fails=lambda environment: "",
         wrong=(),
         grouped=lambda groups, environment: 1.0,
+        trained=lambda environment: 4.001,
     ):
         self.seconds, self._noise, self._fails, self._wrong = seconds, noise, fails, wrong
-        self._grouped = grouped
+        self._grouped, self._trained = grouped, trained
         self._random = np.random.default_rng(seed)
         self.jobs = []
 
@@ -70,7 +71,8 @@ class FakeJobs:
             # A graph file fails smaller communicators.
             left_out = row.groups and "NCCL_GRAPH_FILE" in environment
             timings.append(() if left_out else (seconds,))
-        training = {"eager": (0.01 * job,)} if spec.training else {}
+        training = {"ddp-eager": (0.01 * job,)} if spec.training else {}
+        trained = (4.0, 1.0, 0.0), (self._trained(environment), 1.001, 0.0)
         answers = [
             JobResult(
                 rank=rank,
@@ -79,6 +81,8 @@ class FakeJobs:
                 wrong=self._wrong if self._is_wrong(spec, environment, rank) else (),
                 timings=tuple(timings),
                 training=training,
+                # Only the last rank may compute something else.
+                trained=dict.fromkeys(training, trained[rank == spec.world - 1]),
             )
             for rank in range(spec.world)
         ]

@@ -49,7 +49,7 @@ def verify(
     sizes: Annotated[str | None, opt("LIST", "As 4K,1M,256M; 1K to 1G if not given.")] = None,
     seconds: Annotated[float, opt("S", "After this no round begins.")] = DEFAULT_SECONDS,
     collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
-    training: Annotated[bool, flag("--training", "Also time steps of a small model.")] = False,
+    training: Annotated[bool, flag("--training", "Also time steps of a small GPT.")] = False,
     tune: Annotated[bool, flag("--tune", "Try other settings, and keep better ones.")] = False,
     no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,

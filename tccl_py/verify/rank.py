@@ -8,7 +8,6 @@ Batches of collectives and training steps are timed by the device's or host's cl
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -25,12 +24,10 @@ from tccl_py.rank_processes.rank import (
 )
 from tccl_py.verify.checks import run_checks
 from tccl_py.verify.spec import Groups, JobResult, JobSpec
-from tccl_py.verify.timing import Call, graphed, row_call, timed_batch, warm_up
+from tccl_py.verify.timing import row_call, timed_batch, warm_up
+from tccl_py.verify.training import time_training
 
 BATCHES = 9
-TRAINING_SLOTS, TRAINING_STEPS = 4, 5
-_WARM_STEPS = 12
-"""DistributedDataParallel rebuilds its buckets early, and a CUDA graph needs 11 steps before it."""
 _WIDTH_CUDA, _WIDTH_HOST = 4096, 128
 _LAYERS = 8
 
@@ -61,7 +58,12 @@ def main() -> None:
         timings = tuple(_timings(spec, communicator, slot))
         result = msgspec.structs.replace(result, timings=timings)
     if spec.training:
-        result = msgspec.structs.replace(result, training=time_training(communicator, slot))
+        steps = list(time_training(communicator, slot))
+        result = msgspec.structs.replace(
+            result,
+            training={mode: seconds for mode, seconds, _ in steps},
+            trained={mode: values for mode, _, values in steps},
+        )
     communicator.dist.destroy_process_group()
     write_result(folder, rank, result)
 
@@ -90,73 +92,6 @@ def _timings(
                 with slot():
                     found.append(batch())
         yield tuple(found) if group.world > 1 else ()
-
-
-def time_training(communicator: Communicator, slot: TimeSlot) -> dict[str, tuple[float, ...]]:
-    """Return seconds per training step of a small DistributedDataParallel model, by mode.
-
-    Modes are `eager` and, on GPUs, `graph`: a CUDA graph of one step.
-    """
-    # Work that a graph replays must be made on another stream than the default one.
-    stream = communicator.torch.cuda.Stream() if communicator.cuda else None
-    with communicator.torch.cuda.stream(stream):
-        # All jobs make their models at the same time, which takes longer than the steps: an empty
-        # slot before and after it keeps that away from timed work.
-        with slot():
-            pass
-        step = _training_step(communicator)
-        with slot():
-            pass
-        found = {"eager": _time_steps(communicator, step, slot)}
-    if stream is not None:
-        with ExitStack() as stack:
-            with slot():
-                communicator.wait()
-                replay = stack.enter_context(graphed(communicator, step, stream=stream))
-            found["graph"] = _time_steps(communicator, replay, slot)
-    return found
-
-
-def _training_step(communicator: Communicator) -> Call:
-    torch, device = communicator.torch, communicator.device
-    nn = torch.nn
-    torch.manual_seed(0)
-    width = _WIDTH_CUDA if communicator.cuda else _WIDTH_HOST
-    # On the device: a host needs seconds for this many random numbers.
-    layers = [
-        layer
-        for _ in range(_LAYERS)
-        for layer in (nn.Linear(width, width, device=device), nn.ReLU())
-    ]
-    devices = [device.index] if communicator.cuda else None
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), device_ids=devices)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    batch = torch.ones(32, width, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(_WARM_STEPS):
-        step()
-    communicator.wait()
-    return step
-
-
-def _time_steps(communicator: Communicator, step: Call, slot: TimeSlot) -> tuple[float, ...]:
-    found = []
-    for _ in range(TRAINING_SLOTS):
-        with slot():
-            # An uncounted step aligns the ranks and refills this job's caches.
-            step()
-            communicator.wait()
-            for _ in range(TRAINING_STEPS):
-                begun = time.perf_counter()
-                step()
-                communicator.wait()
-                found.append(time.perf_counter() - begun)
-    return tuple(found)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `timings` are seconds per call for each timed row, one value a batch (none for a rank outside
     all groups); `checked` counts compared cases; `left_out` names collectives that the backend
-    lacks; `training` has seconds per step by mode.
+    lacks; `training` has seconds per step by mode, and `trained` the last step's loss and norms of
+    gradients, None where they are no numbers.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     left_out: tuple[str, ...] = ()
     timings: tuple[tuple[float, ...], ...] = ()
     training: dict[str, tuple[float, ...]] = {}
+    trained: dict[str, tuple[float | None, ...]] = {}
 
 
 def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:

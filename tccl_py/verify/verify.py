@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -27,6 +29,7 @@ from tccl_py.verify.spec import (
     Collective,
     JobSpec,
     TimedRow,
+    WrongValue,
     bus_gbps,
     groups_of,
     large_gbps,
@@ -40,6 +43,8 @@ FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
+_alike = partial(math.isclose, rel_tol=5e-3)
+"""Losses and gradients of some forty training steps: sums in another order differ by rounding."""
 _EXTRA = 4
 """Factor on the number of rounds where a verdict is open and time is left."""
 
@@ -125,7 +130,10 @@ def verify_target(
                 result,
                 rows=_rows(target, spec, rounds, arm),
                 checked=sum(rank.checked for rank in outcome.results),
-                wrong=tuple(wrong for rank in outcome.results for wrong in rank.wrong),
+                wrong=(
+                    *(wrong for rank in outcome.results for wrong in rank.wrong),
+                    *_wrong_training(_jobs_of("default", rounds.jobs), logs[1:]),
+                ),
                 rings=_rings(target, launcher, arm, logs, checks=budget.checks),
             )
             result = msgspec.structs.replace(
@@ -189,6 +197,17 @@ def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row,
         )
         rows.append(row)
     return tuple(rows)
+
+
+def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
+    """Yield losses and gradients that are not those of default NCCL's first job."""
+    for job in jobs:
+        for expected, rank in zip(baseline[0].results, job.results, strict=True):
+            for mode, found in rank.trained.items():
+                pairs = zip(found, expected.trained[mode], strict=True)
+                if not all(a is not None and b is not None and _alike(a, b) for a, b in pairs):
+                    what = f"loss and gradients {found} instead of {expected.trained[mode]}"
+                    yield WrongValue(case=f"training step, {mode}", rank=rank.rank, what=what)
 
 
 def _jobs_of(name: ChoiceName, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> list[Outcome]:

@@ -53,7 +53,10 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     for answer in found.results:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
-        assert set(answer.training) == {"eager", "graph"}
+        # A graph file fails communicators over fewer GPUs.
+        modes = {"ddp", *(f"tp{parts}" for parts in (2, 4) if parts == len(plan.gpus))}
+        assert set(answer.training) == {f"{m}-{how}" for m in modes for how in ("eager", "graph")}
+        print(answer.training, answer.trained)
     rings = rings_found(plan, {}, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
