@@ -22,7 +22,7 @@ _OF_RANKS = ("check", "explain", "measure", "plan", "verify")
 def main() -> None:
     """Run the console entry point; an interrupt ends it with 130 and without a word."""
     try:
-        from tccl_py.interrupts import left_at_once  # noqa: PLC0415
+        from tccl_py.errors import left_at_once  # noqa: PLC0415
 
         with left_at_once():
             from tccl_py.errors import InputError, check_limits  # noqa: PLC0415 (only now)

@@ -15,8 +15,7 @@ from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""

@@ -11,8 +11,7 @@ from tccl_py.plan.directory import JOURNAL_FILE, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
 from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"

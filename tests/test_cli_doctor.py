@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.health import doctor as command
-from tccl_py.readers.nvml import DriverFacts, GpuFacts
+from tccl_py.readers.live import DriverFacts, GpuFacts
 from tests.recorded_hosts import recorded, write
 
 

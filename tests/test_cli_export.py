@@ -14,8 +14,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
-from tccl_py.sources.journal import JournalFile, JournalHeader
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.sessions import Fake, measures_by
 from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.errors import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 
 
 def interrupt(number=signal.SIGINT):

@@ -18,8 +18,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -296,7 +295,7 @@ READING = """
 import resource, sys, time
 from pathlib import Path
 from tccl_py.sources.journal import JournalHeader, JournalFile
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import RememberingSource
 from tccl_py.model.transfer import parse_set
 
 class Nothing:

@@ -16,8 +16,7 @@ from tccl_py.plan.directory import machine_file, output_directory, write_nccl_fi
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "20", "--rings", "1")

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli import verify
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError, SourceLostError
-from tccl_py.interrupts import Terminated
+from tccl_py.errors import InputError, SourceLostError, Terminated
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import locked, write_plan

@@ -4,7 +4,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import check, check_knowledge
-from tccl_py.readers.nvml import only_gpus, visible_indices
+from tccl_py.readers.live import only_gpus, visible_indices
 from tccl_py.simulator.descriptions import load_bundled
 from tests.toy import toy_machine
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.readers.nvml import NOT_ANSWERED
+from tccl_py.readers.live import NOT_ANSWERED
 
 CLOCK_DROP = 0.10  # a clock that fell by more than this share makes rates incomparable
 _AGAIN = "measure again what was measured before"

@@ -18,7 +18,7 @@ from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice_each, write_result
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import encode_json
 from tccl_py.health.drift import (
     Drift,
@@ -33,17 +33,15 @@ from tccl_py.health.drift import (
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import Finding, Host
 from tccl_py.health.plugin import check_plugin
-from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.conf import home
+from tccl_py.nccl_library import home
 from tccl_py.plan.again import journal_of
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.job import class_sources, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.journal import JournalContents
-from tccl_py.sources.memory import AnewSource
+from tccl_py.sources.journal import AnewSource, JournalContents
 from tccl_py.sources.opening import OpenedSource
 
 _MAX_SECONDS = 86_400

@@ -14,11 +14,10 @@ from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explain.explain import explain as explanation_of
 from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
-from tccl_py.interrupts import interrupts_put_off
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import journal_of, journal_source, source_again
 from tccl_py.plan.beside import check_plan_directory
@@ -28,8 +27,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import read_journal
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import RememberingSource, read_journal
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 

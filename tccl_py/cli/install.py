@@ -16,7 +16,7 @@ from tccl_py.health.fitness import planned_or_installed, why_elsewhere
 from tccl_py.installation.install import Installed, Kind, form_of, removal
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
-from tccl_py.nccl.conf import user_file
+from tccl_py.nccl_library import user_file
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

@@ -24,8 +24,7 @@ from tccl_py.cli.process import (
     flush_output,
     silence_output,
 )
-from tccl_py.errors import InputError, TcclError, limit_reached
-from tccl_py.interrupts import Terminated, left_at_once
+from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
 
 COMMANDS = {
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),

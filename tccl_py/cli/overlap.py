@@ -15,8 +15,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt
 from tccl_py.cli.output import results
 from tccl_py.cli.process import print_json
-from tccl_py.errors import InputError
-from tccl_py.interrupts import CTRL_C_AND_SIGTERM, interrupts_put_off
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
 from tccl_py.overlap.job import (
     Backend,
     PairRow,
@@ -26,8 +25,7 @@ from tccl_py.overlap.job import (
     parse_sets,
     time_overlap,
 )
-from tccl_py.readers.live import discover_machine
-from tccl_py.readers.nvml import VARIABLE, visible_indices
+from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096

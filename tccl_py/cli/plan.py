@@ -20,8 +20,13 @@ from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each, print_json
 from tccl_py.cli.show import print_plan
 from tccl_py.cli.verify import tuned_plan
-from tccl_py.errors import InputError
-from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
+from tccl_py.errors import (
+    CTRL_C_AND_SIGTERM,
+    InputError,
+    Terminated,
+    interrupts_put_off,
+    undisturbed,
+)
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions

@@ -29,7 +29,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
-from tccl_py.sources.memory import remembering
+from tccl_py.sources.journal import remembering
 
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4

@@ -16,7 +16,7 @@ from tccl_py.model.symmetry import Symmetry
 from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import RememberingSource
 
 Flows = Sequence[Flow]
 Key = tuple[int, ...]

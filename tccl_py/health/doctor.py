@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -37,11 +36,10 @@ from tccl_py.health.host import (
 )
 from tccl_py.health.plugin import ENVIRONMENT, check_plugin, in_force, lines_of
 from tccl_py.nccl.asked import ring_words
-from tccl_py.nccl.conf import ConfLine
 from tccl_py.nccl.versions import version_facts
-from tccl_py.nccl_library import installed_nccls
+from tccl_py.nccl_library import ConfLine, home, installed_nccls
 from tccl_py.plan.nccl_here import asked_here
-from tccl_py.readers.nvml import DriverFacts, driver_facts
+from tccl_py.readers.live import DriverFacts, driver_facts
 from tccl_py.sources.profiled import conditions_of
 
 _SHM = "/dev/shm"
@@ -57,10 +55,6 @@ def this_host() -> Host:
     with suppress(OSError):
         shm = os.statvfs(_SHM)
         free = shm.f_bavail * shm.f_frsize
-    # NCCL finds the home directory so, whatever HOME says.
-    home = "/"
-    with suppress(KeyError):
-        home = pwd.getpwuid(os.getuid()).pw_dir
     try:
         facts = driver_facts()
         driver = DriverState(gpus=_states(facts), peer_access=facts.peer_access)
@@ -68,7 +62,7 @@ def this_host() -> Host:
         driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
     return Host(
-        home=home,
+        home=str(home()),
         environment=dict(os.environ),
         driver=driver,
         shm_free=free,

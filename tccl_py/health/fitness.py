@@ -15,8 +15,7 @@ from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
-from tccl_py.readers.live import fingerprint_of
-from tccl_py.readers.nvml import GpuFacts, driver_facts
+from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
 
 Say = Callable[[str], None]
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from tccl_py.health.host import Found, Host, defect
-from tccl_py.nccl.conf import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
 from tccl_py.nccl.plugin.build import LIBRARY
 from tccl_py.nccl.plugin.index import (
     INDEX_VARIABLE,
@@ -19,6 +18,7 @@ from tccl_py.nccl.plugin.index import (
     MAX_INDEX_BYTES,
     digest,
 )
+from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
 from tccl_py.plan.plugin import PLUGIN_VARIABLE, why_no_plugin, why_not_trusted
 from tccl_py.plan.staging import MANIFEST_FILE
 

@@ -38,9 +38,9 @@ from tccl_py.installation.blocks import (
     without_block,
 )
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.conf import conf_lines
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl_library import conf_lines
 from tccl_py.plan.files import conf_text
 
 Kind = Literal["conf", "slurm-prolog", "module"]

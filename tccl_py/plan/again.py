@@ -14,8 +14,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalHeader, read_journal
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource, read_journal
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.model.cluster import Cluster, Host
+from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
@@ -21,7 +21,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.plan.tables import KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
-from tccl_py.sources.memory import remembering
+from tccl_py.sources.journal import remembering
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -51,37 +51,31 @@ def make_cluster_plan(
         cluster: hosts in rank order, their classes, and the switches between them.
         sources: a source for each class, which answers sets of a host; flows over the network have
             only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
-        version: NCCL's version.
+        version, strategy, reporter, pinned_env: as `make_plan`.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
         budget: for each class, shared out between settings. The rest, but half of it at least, is
             for chains shared by all classes. Tuning settings and measuring the result come on top.
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
-        reporter: watches; KeyboardInterrupt ends the search with the best so far.
-        pinned_env: as `make_plan`.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
         tables: a list that takes the tables of every class; None makes none. Their sets come on
             top: the other sets of GPUs share another budget.
 
-    Raises:
-        InputError: one host, a class without NIC, unknown version or strategy, or pinned
-            variables that say nothing of P2P.
-        SearchError: no ring exists.
-        MeasurementError: a source cannot measure a needed set.
+    Raises InputError: one host, a class without NIC, unknown version or strategy, or pinned
+    variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
+    cannot measure a needed set.
     """
     gpus = _gpus(cluster)
     check_strategy(strategy)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
-    counts = ring_counts or _ring_counts(cluster)
     tasks = _tasks(
         cluster,
         sources,
         gpus,
         version=version,
-        ring_counts=tuple(counts),
+        ring_counts=tuple(ring_counts or _ring_counts(cluster)),
         strategy=strategy,
         budget=budget,
         reporter=reporter,
@@ -103,10 +97,8 @@ def make_cluster_plan(
     kept: list[str] = []
     if tables is not None and not cancelled:
         try:
-            for one, task, of_class in zip(cluster.classes, tasks, subsets, strict=True):
-                part = msgspec.structs.replace(task, budget=_shared(budget, len(of_class)))
-                jobs = (msgspec.structs.replace(part, gpus=some) for some in of_class)
-                nodes += _explored((HostClass(one, job) for job in jobs), kept)
+            for number, task in enumerate(tasks):
+                nodes += _explored(cluster.classes[number], task, subsets[number], kept)
             _ask_for_pairs(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
@@ -177,21 +169,23 @@ def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
 
 
 # Tables for other jobs.
+def _explored(
+    of_class: NodeClass, task: HostTask, subsets: Sequence[tuple[int, ...]], notices: list[str]
+) -> Iterator[HostClass]:
+    """Yield a class over each other set of GPUs after its search, all within another budget.
 
-
-def _shared(budget: Budget, parts: int) -> Budget:
-    """Return the budget of one of so many other sets of GPUs."""
-    sets = None if budget.sets is None else max(1, budget.sets // max(1, parts))
-    return msgspec.structs.replace(budget, sets=sets)
-
-
-def _explored(nodes: Iterator[HostClass], notices: list[str]) -> Iterator[HostClass]:
-    """Yield nodes after their search; one without chains is left out with a notice."""
-    for node in nodes:
+    A set without chains is left out with a notice.
+    """
+    budget = task.budget
+    if budget.sets is not None:
+        sets = max(1, budget.sets // max(1, len(subsets)))
+        budget = msgspec.structs.replace(budget, sets=sets)
+    for gpus in subsets:
+        node = HostClass(of_class, msgspec.structs.replace(task, gpus=gpus, budget=budget))
         try:
             node.explore()
         except (SearchError, MeasurementError) as error:
-            name = f"{node.node_class.name}, GPUs {gpus_text(node.gpus)}"
+            name = f"{of_class.name}, GPUs {gpus_text(gpus)}"
             notices.append(f"{name}: no jobs can be planned ({error})")
             continue
         yield node

@@ -22,8 +22,7 @@ from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements,
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalHeader
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource
 from tccl_py.sources.opening import HostsSource, open_hosts, sampled_links
 from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions, is_dry_run
 

@@ -24,7 +24,7 @@ from tccl_py.nccl.versions import LATEST
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.files import GRAPH_FILE, nccl_files, subset_file
 from tccl_py.plan.plan import Plan
-from tccl_py.readers.nvml import gpu_count
+from tccl_py.readers.live import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 
 _DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"

@@ -45,7 +45,7 @@ from tccl_py.plan.plan import (
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.memory import RememberingSource, remembering
+from tccl_py.sources.journal import RememberingSource, remembering
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""

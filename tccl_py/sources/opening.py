@@ -18,8 +18,7 @@ from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader
-from tccl_py.sources.memory import RememberingSource
+from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
 from tccl_py.sources.profiled import (
     DRY_RUN,
     Backend,

@@ -21,8 +21,8 @@ from tccl_py.files import check_path
 from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import Fingerprint, normal_bus_id
-from tccl_py.nccl.conf import settings_of_files
 from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
@@ -30,8 +30,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.plugin import plugin_variables, why_no_plugin
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
-from tccl_py.readers.live import fingerprint_of
-from tccl_py.readers.nvml import GpuFacts, driver_facts
+from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
 
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError, TcclError
+from tccl_py.errors import (
+    CTRL_C_AND_SIGTERM,
+    InputError,
+    TcclError,
+    Terminated,
+    interrupts_put_off,
+    undisturbed,
+)
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
-from tccl_py.interrupts import CTRL_C_AND_SIGTERM, Terminated, interrupts_put_off, undisturbed
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.words import choice_words
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.readers.nvml import driver_version
+from tccl_py.readers.live import driver_version
 from tccl_py.sources.opening import rank_jobs
 from tccl_py.sources.profiled import Backend, measured_machine
 from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner

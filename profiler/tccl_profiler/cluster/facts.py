@@ -19,7 +19,7 @@ from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.readers.nvml import VARIABLE, only_gpus, visible_indices
+from tccl_py.readers.live import VARIABLE, only_gpus, visible_indices
 from tccl_py.readers.sysfs import network_ports, read_word
 
 SYSFS = Path("/sys")
