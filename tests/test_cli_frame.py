@@ -1,6 +1,7 @@
 """The frame of the `tccl` command: exit codes, sentences, help, output that cannot be written."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app
 from tccl_py.cli.options import gpus_argument, parse_gpus
 from tccl_py.errors import InputError
@@ -403,3 +405,24 @@ def test_the_start_of_a_job_loads_no_numerical_library(arguments, tmp_path):
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "\n")
+
+
+def test_a_plans_help_has_at_most_12_options_before_the_advanced_ones():
+    text = tccl("plan", "--help").stdout
+    first, advanced = text.split("╭─ Advanced", 1)
+    assert 1 < first.count("│ --") <= 12
+    assert advanced.count("│ --") > 8
+
+
+def test_commands_stand_in_panels_and_no_flag_has_a_metavar():
+    text = tccl("--help").stdout
+    assert re.findall("╭─ ([A-Z][a-z]+) ─", text) == ["Options", "Measure", "Plan", "Use", "Trust"]
+    assert "<bool>" not in "".join(tccl(name, "--help").stdout for name in NAMES_OF_ALL)
+
+
+def test_a_plans_directory_is_given_once(tmp_path):
+    for given in ((), (tmp_path / "a", "-o", tmp_path / "b")):
+        result = tccl("plan", *given, "--simulate", "h200x4-vm")
+        assert result.exit_code == 2
+        assert result.stderr.startswith("tccl: DIR: is ")
+    assert not list(tmp_path.iterdir())

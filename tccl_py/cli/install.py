@@ -36,7 +36,7 @@ def install(
     dry_run: options.DryRun = False,
     alike: Annotated[bool, flag("--alike", "For hosts like the plan's, with other UUIDs.")] = False,
     plugin: Annotated[
-        bool, typer.Option("--plugin/--no-plugin", help="Load the plugin where NCCL has plugins.")
+        bool, flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.")
     ] = True,
     force: Annotated[bool, flag("--force", "Also if not verified, or of another machine.")] = False,
 ) -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),
     "machines": ("machines:machines", "List the bundled machine models, or show one machine."),
     "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
+    "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
     "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
@@ -38,27 +39,39 @@ COMMANDS = {
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
     "install": ("install:install", "Put a verified plan's settings where jobs find them."),
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
-    "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
+    "doctor": ("doctor:doctor", "Look for what hangs or slows NCCL on this host."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
     "check": ("check:check", "Compare a machine with its plan's measurements."),
-    "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
-    "doctor": ("doctor:doctor", "Look for what hangs or slows NCCL on this host."),
+    "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
+_PANELS = {"discover": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
+"""The panels of `tccl --help`, by their first commands."""
 
 # The class of every usage error; typer has it from click or from its own copy of click.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-class _Commands(TyperGroup):
+class _HelpOption:
+    """A command whose option for help is a flag also in the list of options."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option without the metavar that typer gives to flags."""
+        option: Any = super().get_help_option(ctx)  # type: ignore[misc]
+        option.metavar = " "
+        return option
+
+
+class _Commands(_HelpOption, TyperGroup):
     """The group of commands; a command is imported when it is used, errors get an exit code."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         # Stand-ins, for the list of `tccl --help`.
-        self.commands = {
-            name: TyperCommand(name, help=line) for name, (_, line) in COMMANDS.items()
-        }
+        panel = ""
+        for name, (_, line) in COMMANDS.items():
+            panel = _PANELS.get(name, panel)
+            self.commands[name] = TyperCommand(name, help=line, rich_help_panel=panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return name, command and the other arguments of a command line."""
@@ -95,7 +108,7 @@ class _Commands(TyperGroup):
         return code if isinstance(code, int) else 0
 
 
-class _Command(TyperCommand):
+class _Command(_HelpOption, TyperCommand):
     """One command; it adds to what typer checks of a command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -110,7 +123,8 @@ class _Command(TyperCommand):
         for param in self.params:
             metavar = getattr(param, "metavar", None)
             if metavar in ("FILE", "DIR", "DIR|FILE") and given.get(param.name) == "":
-                raise InputError(param.opts[-1], "is empty", f"name a {metavar}")
+                where = metavar if param.param_type_name == "argument" else param.opts[-1]
+                raise InputError(where, "is empty", f"name a {metavar}")
         return rest
 
 
@@ -169,7 +183,11 @@ def _frame(
     version: Annotated[  # noqa: ARG001 (its callback prints and ends)
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            metavar=" ",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:

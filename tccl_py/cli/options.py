@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +18,19 @@ MACHINE_HELP = (
 )
 
 
-def opt(metavar: str, text: str, *names: str) -> Any:
+def opt(metavar: str, text: str, *names: str, panel: str | None = None) -> Any:
     """Return an option with a value."""
-    return typer.Option(*names, metavar=metavar, help=text)
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
 
 
-def flag(name: str, text: str) -> Any:
+ADVANCED = "Advanced"
+advanced = partial(opt, panel=ADVANCED)
+"""The same for options that few users need."""
+
+
+def flag(name: str, text: str, panel: str | None = None) -> Any:
     """Return an option without a value."""
-    return typer.Option(name, metavar=" ", help=text)
+    return opt(" ", text, name, panel=panel)
 
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
@@ -39,16 +45,14 @@ Output = Annotated[
 Simulate = Annotated[
     str | None, opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
 ]
-Backend = Annotated[
-    str | None,
-    opt("cuda|host", "GPUs (the default), or processes in host memory in their place: a dry run."),
-]
+BACKEND_HELP = "GPUs (the default), or processes in host memory in their place: a dry run."
+Backend = Annotated[str | None, opt("cuda|host", BACKEND_HELP)]
 Devices = Annotated[
-    int | None, opt("N", "Devices of the host backend; if not given one a core, 2 to 8.")
+    int | None, advanced("N", "Devices of the host backend; if not given one a core, 2 to 8.")
 ]
 Target = Annotated[
     float | None,
-    opt(
+    advanced(
         "F",
         "Repeat a set until the 95 % interval of every flow's rate is narrower than this share of "
         "it, at most 30 times (a plan's search 10); 0.01 by default.",
@@ -56,14 +60,18 @@ Target = Annotated[
 ]
 Interfaces = Annotated[
     str | None,
-    opt("LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."),
+    advanced(
+        "LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."
+    ),
 ]
 Network = Annotated[
     str | None,
-    opt("tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."),
+    advanced(
+        "tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."
+    ),
 ]
-Noise = Annotated[float | None, opt("F", "Spread of simulated samples, 0 to 1.")]
-Seed = Annotated[int | None, opt("N", "Seed of the noise.")]
+Noise = Annotated[float | None, advanced("F", "Spread of simulated samples, 0 to 1.")]
+Seed = Annotated[int | None, advanced("N", "Seed of the noise.")]
 Gpus = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
 
 _OF_MODEL = ("noise", "seed")

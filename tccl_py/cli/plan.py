@@ -15,7 +15,7 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
-from tccl_py.cli.options import flag, gpus_argument, in_range, opt, refuse
+from tccl_py.cli.options import ADVANCED, advanced, flag, gpus_argument, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each, print_json
 from tccl_py.cli.show import print_plan
@@ -73,38 +73,49 @@ _BY_HOSTS = (
 
 
 def plan(
-    output: Annotated[Path, opt("DIR", "Where the plan's files go; a new one.", "-o", "--output")],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="Where the plan's files go; a new one, or resumed."),
+    ] = None,
     *,
     simulate: options.Simulate = None,
-    backend: options.Backend = None,
-    devices: options.Devices = None,
-    target: options.Target = None,
     gpus: options.Gpus = None,
     nccl: Annotated[str | None, opt("VERSION", f"{', '.join(known_versions())} checked.")] = None,
-    rings: Annotated[str | None, opt("LIST", "Rings together; 1,2,4 if not given.")] = None,
-    strategy: Annotated[str, opt("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
-    max_sets: Annotated[int, opt("N", "Sets to measure at most in a search.")] = DEFAULT_BUDGET.sets
-    or 1000,
-    max_seconds: Annotated[float | None, opt("S", "Seconds of a single search at most.")] = None,
-    noise: options.Noise = None,
-    seed: options.Seed = None,
+    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
     hosts: Annotated[Path | None, opt("FILE", "The hosts expected: a hostfile, or a list.")] = None,
-    switches: Annotated[Path | None, opt("FILE", "Switches: SLURM's topology, or YAML.")] = None,
-    keep_order: Annotated[bool, flag("--keep-order", "Keep the order of the hosts.")] = False,
-    gpus_per_job: Annotated[
-        str | None, opt("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see below).")
-    ] = None,
-    gid_index: Annotated[int | None, opt("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
-    interfaces: options.Interfaces = None,
-    network: options.Network = None,
-    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
     tune: Annotated[
         bool | None,
-        typer.Option("--tune/--no-tune", help="Verify and tune by jobs; over sockets by default."),
+        flag("--tune/--no-tune", "Verify and tune by jobs; over sockets by default."),
     ] = None,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: options.Json = False,
+    output: Annotated[Path | None, advanced("DIR", "The same as DIR.", "-o", "--output")] = None,
+    backend: Annotated[str | None, advanced("cuda|host", options.BACKEND_HELP)] = None,
+    devices: options.Devices = None,
+    target: options.Target = None,
+    rings: Annotated[str | None, advanced("LIST", "Rings together; 1,2,4 if not given.")] = None,
+    strategy: Annotated[str, advanced("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
+    max_sets: Annotated[
+        int, advanced("N", "Sets to measure at most in a search.")
+    ] = DEFAULT_BUDGET.sets or 1000,
+    max_seconds: Annotated[
+        float | None, advanced("S", "Seconds of a single search at most.")
+    ] = None,
+    noise: options.Noise = None,
+    seed: options.Seed = None,
+    switches: Annotated[
+        Path | None, advanced("FILE", "Switches: SLURM's topology, or YAML.")
+    ] = None,
+    keep_order: Annotated[
+        bool, flag("--keep-order", "Keep the order of the hosts.", ADVANCED)
+    ] = False,
+    gpus_per_job: Annotated[
+        str | None, advanced("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see below).")
+    ] = None,
+    gid_index: Annotated[int | None, advanced("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
+    interfaces: options.Interfaces = None,
+    network: options.Network = None,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
@@ -132,12 +143,16 @@ def plan(
 
     Examples:
 
-        tccl plan -o my-plan
-        tccl plan -o my-plan --simulate asus-esc8000a-e13p
-        tccl plan -o my-plan --simulate nvswitch-8gpu-8nic --nodes 16
-        NCCL_P2P_DISABLE=1 tccl plan -o my-plan --pin-env NCCL_P2P_DISABLE
-        mpirun -N 1 tccl plan -o my-plan --switches topology.conf
+        tccl plan my-plan
+        tccl plan my-plan --simulate asus-esc8000a-e13p
+        tccl plan my-plan --simulate nvswitch-8gpu-8nic --nodes 16
+        NCCL_P2P_DISABLE=1 tccl plan my-plan --pin-env NCCL_P2P_DISABLE
+        mpirun -N 1 tccl plan my-plan --switches topology.conf
     """
+    if (directory is None) == (output is None):
+        what = "is missing" if output is None else "is given twice"
+        raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
+    output = output or directory
     asked = SimpleNamespace(**locals())
     asked.in_job, asked.pin_env = in_job(), pin_env or ()
     asked.several = not asked.in_job and (
