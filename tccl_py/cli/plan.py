@@ -149,10 +149,11 @@ def plan(
         NCCL_P2P_DISABLE=1 tccl plan my-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan my-plan --switches topology.conf
     """
-    if (directory is None) == (output is None):
-        what = "is missing" if output is None else "is given twice"
+    named = [path for path in (directory, output) if path is not None]
+    if len(named) != 1:
+        what = "is given twice" if named else "is missing"
         raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
-    output = output or directory
+    (output,) = named
     asked = SimpleNamespace(**locals())
     asked.in_job, asked.pin_env = in_job(), pin_env or ()
     asked.several = not asked.in_job and (
