@@ -8,6 +8,7 @@ import pytest
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.probe_hosts import whole_ring
 from tests.namespaces import PAYLOAD, RACKS, namespaces_in
 from tests.test_cli_plan import done
 
@@ -91,13 +92,13 @@ def test_every_set_was_measured_on_hosts_by_their_names(planned):
 def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     _, directory = planned
     plan = load_plan(directory)
-    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "6", hosts=GIVEN)
+    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "4", hosts=GIVEN)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert not found["simulated"]
     assert {ring["node_class"] for ring in found["rings"]} == {plan.cluster.classes[0].name}
     assert all(ring["slowest"] for ring in found["rings"])
-    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "15", hosts=GIVEN)
+    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "4", hosts=GIVEN)
     assert ran.code in (0, 1), ran.stderr
     assert json.loads(ran.stdout)["sets_compared"] > 0
     ran = namespaces.run("check", str(directory), hosts=GIVEN[:2])
@@ -123,14 +124,15 @@ def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(
     assert (directory / "measurements.jsonl").read_bytes() == before
 
 
-def test_a_pair_gets_what_a_fresh_plan_of_the_pair_has(planned, namespaces, tmp_path):
+def test_a_pair_gets_what_its_ring_has_when_it_is_measured_alone(planned, namespaces, tmp_path):
     _, directory = planned
     done("export", directory, "--hosts", "h0,h1", "-o", tmp_path / "job")
     job = load_plan(tmp_path / "job")
-    command = ["plan", "-o", str(tmp_path / "fresh"), "--backend", "host", "--devices", "1"]
-    command += ["--interfaces", "eth0", "--rings", "1", "--target", "0.3", "--max-sets", "4"]
-    ran = namespaces.run(*command, "--json", hosts=("h0", "h1"), timeout_s=240)
+    ring = str(whole_ring(job))
+    ran = namespaces.run(
+        "measure", ring, "--backend", "host", "--devices", "1", "--interfaces", "eth0", "--target",
+        "0.3", "--json", hosts=("h0", "h1"), timeout_s=240,
+    )  # fmt: skip
     assert ran.code == 0, ran.stderr
-    fresh = json.loads(ran.stdout)
-    assert job.rate_gbps == pytest.approx(fresh["rate_gbps"], rel=0.2)
-    assert job.hosts == load_plan(tmp_path / "fresh").hosts
+    (found,) = json.loads(ran.stdout)
+    assert job.rate_gbps == pytest.approx(min(found["gbps"]), rel=0.2)
