@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app
 from tccl_py.cli.options import gpus_argument, parse_gpus
+from tccl_py.cli.output import ProgressLine
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.plan.directory import write_plan
@@ -426,3 +427,38 @@ def test_a_plans_directory_is_given_once(tmp_path):
         assert result.exit_code == 2
         assert result.stderr.startswith("tccl: DIR: is ")
     assert not list(tmp_path.iterdir())
+
+
+def test_quiet_leaves_out_notices_but_no_error(tmp_path):
+    plan = ("plan", tmp_path / "plan", "--simulate", "h200x4-vm", "--max-sets", "5", "--json")
+    done = tccl(*plan, "-q")
+    assert (done.exit_code, done.stderr) == (0, "")
+    again = tccl(*plan, "--quiet")
+    assert again.exit_code == 2
+    assert again.stderr.count("\n") == 1
+    assert "wrote" in tccl(*plan, "--force").stderr
+
+
+def test_verbose_shows_where_an_error_comes_from():
+    assert "Traceback" not in tccl("measure", "G0", *ON).stderr
+    assert "Traceback" in tccl("measure", "-v", "G0", *ON).stderr
+
+
+def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
+    clock = iter([0.0, *(9.0 + 3 * step for step in range(100))])
+    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
+    with ProgressLine(10) as line:
+        for count in range(6):
+            line.measured(count)
+    said = capsys.readouterr().err.splitlines()
+    assert said
+    assert len(said) < 6
+    assert all(re.match(r"tccl: .*\d+ of 10 sets, .* left$", text) for text in said)
+
+
+def test_verdicts_have_colours_on_a_terminal_alone(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    line = ("validate", GRAPH, *OF)
+    assert "\x1b[" in tccl(*line).stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in tccl(*line).stdout

@@ -186,6 +186,9 @@ class Impatient:
     patience = 30
     reports = 0
 
+    def __init__(self, *total, **at_most):
+        pass
+
     def __enter__(self):
         type(self).reports = 0
         return self
@@ -215,11 +218,12 @@ def test_an_interrupted_plan_goes_on_as_if_nothing_had_been(patience, noise, tmp
         patched.setattr(Impatient, "patience", patience % Impatient.reports)
         cut = tccl("plan", "-o", tmp_path / "cut", *command)
     assert cut.exit_code == 130
-    assert "interrupted: the best so" in cut.stderr
+    assert "interrupted: " in cut.stderr
     best = json.loads(cut.stdout)
     assert best["cancelled"]
     assert best["rate_gbps"] >= best["stock"]["rate_gbps"]
-    assert [one.name for one in (tmp_path / "cut").iterdir()] == ["measurements.jsonl"]
+    assert [list(ring) for ring in load_plan(tmp_path / "cut").channel_rings] == best["rings"]
+    done("env", tmp_path / "cut")
     kept = (tmp_path / "cut" / "measurements.jsonl").read_text()
     done("plan", "-o", tmp_path / "cut", *command)
     text = (tmp_path / "cut" / "measurements.jsonl").read_text()
@@ -287,10 +291,10 @@ def test_a_signal_leaves_the_best_so_far_and_a_journal_that_is_gone_on_from(tmp_
     child.send_signal(signal.SIGINT)
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "tccl: interrupted: the best" in errors
+    assert "tccl: interrupted: " in errors
     assert errors.count("\n") == 1
     assert "GPUs 0,1,2,3,4,5: simulated" in output
-    assert [one.name for one in journal.parent.iterdir()] == ["measurements.jsonl"]
+    assert load_plan(journal.parent).cancelled
     before = read_journal(journal).measurements
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 0, again.stderr

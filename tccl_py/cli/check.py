@@ -16,7 +16,7 @@ from rich.table import Table
 from tccl_py.cli import options
 from tccl_py.cli.measure import planned_hosts
 from tccl_py.cli.options import flag, in_range, opt
-from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.output import BAD, GOOD, ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice_each, write_result
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import encode_json
@@ -140,7 +140,8 @@ def _sources(
 def _print(plan: Plan, drift: Drift) -> None:
     console = results()
     verdict = "has drifted" if drift.drifted else "is as it was"
-    console.print(f"{plan_name(plan)} {verdict} since it was planned ({plan.provenance})")
+    said = f"{plan_name(plan)} {verdict} since it was planned ({plan.provenance})"
+    console.print(said, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
         console.print(_table(drift))

@@ -11,7 +11,7 @@ from rich.padding import Padding
 
 from tccl_py.cli import options
 from tccl_py.cli.options import opt
-from tccl_py.cli.output import grid, results
+from tccl_py.cli.output import BAD, DOUBT, GOOD, grid, results
 from tccl_py.cli.process import ANSWER_IS_NO, print_json
 from tccl_py.errors import InputError
 from tccl_py.health.doctor import Diagnosis, examine, this_host
@@ -21,6 +21,7 @@ _ROOT = "name one with sys, proc, etc and dev in it"
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
 _INDENT = (0, 0, 0, 6)
 _WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
+_STYLES = {"hang": BAD, "slow": DOUBT, "note": "bold"}
 
 
 def doctor(
@@ -66,7 +67,7 @@ def _print(found: Diagnosis) -> None:
         values = (finding.measured, finding.expected and f"expected {finding.expected}")
         said = ", ".join(value for value in values if value)
         what = f"{finding.what}: {said}" if said else finding.what
-        console.print(f"{_WORDS[finding.severity]}  {what}")
+        console.print(f"{_WORDS[finding.severity]}  {what}", style=_STYLES[finding.severity])
         lines = [("at", finding.where), ("why", finding.why), ("source", finding.source)]
         lines += [("fix", finding.fix)] if finding.fix else []
         console.print(Padding(grid(lines), _INDENT))
@@ -81,4 +82,4 @@ def _print(found: Diagnosis) -> None:
     parts = [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
     bad = ", ".join(parts) or "nothing that hangs or slows NCCL"
     notes = f", {counts['note']} to know of" if counts["note"] else ""
-    console.print(f"Found: {bad}{notes}.")
+    console.print(f"Found: {bad}{notes}.", style=GOOD if found.healthy else BAD)

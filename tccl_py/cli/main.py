@@ -20,8 +20,10 @@ from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
     TERMINATED,
+    Verbosity,
     complain,
     flush_output,
+    set_verbosity,
     silence_output,
 )
 from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
@@ -88,6 +90,7 @@ class _Commands(_HelpOption, TyperGroup):
 
     def _run(self, *args: Any, **extra: Any) -> int:
         extra["standalone_mode"] = False
+        set_verbosity(Verbosity.USUAL)
         try:
             code = super().main(*args, **extra)
         except (TcclError, _UsageError, OSError, UnicodeEncodeError) as error:
@@ -109,7 +112,7 @@ class _Commands(_HelpOption, TyperGroup):
 
 
 class _Command(_HelpOption, TyperCommand):
-    """One command; it adds to what typer checks of a command line."""
+    """One command, with -q and -v; it adds to what typer checks of a command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; refuse the empty name, which Path takes for the current directory."""
@@ -128,13 +131,35 @@ class _Command(_HelpOption, TyperCommand):
         return rest
 
 
+def _said(how: Verbosity, text: str) -> Any:
+    """Return a flag of all commands that sets what they say."""
+
+    def chosen(given: bool) -> None:
+        if given:
+            set_verbosity(how)
+
+    names = how.value, f"--{how.name.lower()}"
+    hidden: dict[str, Any] = {"is_eager": True, "expose_value": False}
+    return typer.Option(*names, metavar=" ", help=text, callback=chosen, **hidden)
+
+
+def _common(
+    quiet: Annotated[bool, _said(Verbosity.QUIET, "Print results and errors alone.")] = False,
+    verbose: Annotated[bool, _said(Verbosity.VERBOSE, "Print progress and traces.")] = False,
+) -> None:
+    """Hold the options of all commands."""
+
+
 def load_command(name: str) -> Any:
     """Import a command and return it."""
     module, _, function = COMMANDS[name][0].partition(":")
     with left_at_once():
         callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
     info = CommandInfo(name=name, cls=_Command, callback=callback, context_settings=_SETTINGS)
-    return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode="markdown")
+    made: dict[str, Any] = {"pretty_exceptions_short": False, "rich_markup_mode": "markdown"}
+    command = get_command_from_info(info, **made)
+    command.params += get_command_from_info(CommandInfo(callback=_common), **made).params
+    return command
 
 
 def _sentence(error: Exception) -> str:

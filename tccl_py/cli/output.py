@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress as RichProgress
@@ -12,10 +13,16 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from tccl_py.cli.process import Verbosity, notice, verbosity
 from tccl_py.errors import visible
-from tccl_py.search.problem import Progress
 
+if TYPE_CHECKING:
+    from tccl_py.search.problem import Progress
+
+GOOD, BAD, DOUBT = "bold green", "bold red", "bold yellow"
+"""Styles of verdicts; rich leaves colours out with NO_COLOR and where no terminal is."""
 _PIPED_WIDTH = 120
+_APART_S = 10.0
 _LEAST_WIDTH = 60
 """In fewer columns tables would leave out rates; a terminal wraps their lines."""
 
@@ -75,19 +82,26 @@ def grid(rows: Any) -> Table:
 
 
 class ProgressLine:
-    """A line on the terminal with the state of a search; nothing where stderr is no terminal."""
+    """The state of a command that takes long: a line on a terminal, elsewhere one every 10 s.
 
-    def __init__(self) -> None:
+    `total` is the number of sets to measure; with `at_most` a search may end earlier, and what
+    follows the search is not counted.
+    """
+
+    def __init__(self, total: int | None = None, *, at_most: bool = False) -> None:
         console = notices()
+        self._total, self._at_most = total, at_most
+        self._lines = not console.is_terminal or verbosity() is Verbosity.VERBOSE
         self._bar = RichProgress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=self._lines or verbosity() is Verbosity.QUIET,
         )
         self._line = self._bar.add_task("starting", total=None)
+        self._begun = self._shown = time.monotonic()
         self._best = 0.0
         self._search = ""
         self._measured = ""
@@ -104,13 +118,27 @@ class ProgressLine:
         self._show()
 
     def measured(self, count: int, total: int | None = None) -> None:
-        """Show how many sets the hardware has measured, of how many."""
-        self._measured = f"{count} of {total} sets" if total else f"{count} sets measured"
+        """Show how many sets were measured, of how many, and the time left at this pace."""
+        most = total or self._total
+        self._measured = f"{count} sets measured"
+        if most is not None and 0 < count <= most:
+            left = (time.monotonic() - self._begun) / count * (most - count)
+            words = "at most " if self._at_most else ""
+            self._measured = f"{count} of {words}{most} sets, {words}{_time_text(left)} left"
+        self._show()
+
+    def say(self, text: str) -> None:
+        """Show what runs now."""
+        self._search = text
         self._show()
 
     def _show(self) -> None:
-        parts = [part for part in (self._search, self._measured) if part]
-        self._bar.update(self._line, description="; ".join(parts) or "starting")
+        text = "; ".join(part for part in (self._search, self._measured) if part) or "starting"
+        self._bar.update(self._line, description=text)
+        now, apart = time.monotonic(), 1.0 if verbosity() is Verbosity.VERBOSE else _APART_S
+        if self._lines and now - self._shown >= apart:
+            self._shown = now
+            notice(f"{_time_text(now - self._begun)}: {text}")
 
     def __enter__(self) -> ProgressLine:
         self._bar.start()
@@ -118,3 +146,8 @@ class ProgressLine:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
+
+
+def _time_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

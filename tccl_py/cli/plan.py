@@ -122,8 +122,8 @@ def plan(
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
     for all GPUs and for subsets of GPUs (of a cluster for every host), nccl.conf and env.sh. Rates
     are measured on this machine's GPUs, which should be idle otherwise, or, with --simulate, come
-    from a model. Ctrl-C prints the best so far and keeps the journal; the same command resumes
-    there, measures nothing twice, and writes the plan.
+    from a model. Ctrl-C writes the best plan so far and keeps the journal; the same command resumes
+    there, measures nothing twice, and replaces the plan.
 
     A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is that of
     torch here, else an nvidia-nccl package's, else of the system's libnccl.so.2, and under mpirun
@@ -182,30 +182,30 @@ def plan(
         else:
             subject = _here(asked, task) if simulate is None else _model(asked, task)
         with output_directory(output, force=force) as journal:
-            with _planning(journal, output), ProgressLine() as line:
+            with _planning(journal, output), ProgressLine(max_sets, at_most=True) as line:
                 subject.source.watch(line.measured)
                 notice_each(subject.source.keep_in(journal, replace=force))
                 made = subject.search(line)
+            # Equal nodes have one model.
+            model, classes = subject.model, made.cluster.classes
+            models = {} if model is None else {known.name: model for known in classes}
+            kept = {} if made.cancelled else table_files(tables)
+            with undisturbed():
+                facts: dict[str, Any] = {
+                    "models": models,
+                    "fingerprint": subject.fingerprint,
+                    "tables": kept,
+                }
+                write_plan(made, output, **facts)
             if not made.cancelled:
-                # Equal nodes have one model.
-                model, classes = subject.model, made.cluster.classes
-                models = {} if model is None else {known.name: model for known in classes}
-                with undisturbed():
-                    write_plan(
-                        made,
-                        output,
-                        models=models,
-                        fingerprint=subject.fingerprint,
-                        tables=table_files(tables),
-                    )
                 made = _tuned(made, output, subject, tune)
-    if made.cancelled:
-        notice(f"interrupted: the best so far follows; the same command resumes from {output}")
     if json:
         print_json(plan_json(made))
     else:
         print_plan(made, results())
     if made.cancelled:
+        again = "the same command goes on from there"
+        notice(f"interrupted: {output} has the best so far, a usable plan; {again}")
         raise typer.Exit(INTERRUPTED)
     notice(f"wrote {output}")
 

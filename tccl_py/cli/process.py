@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,32 @@ INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 
 
+class Verbosity(Enum):
+    """What a command says on stderr: errors alone, notices too, or progress and traces as well."""
+
+    QUIET, USUAL, VERBOSE = "-q", "", "-v"
+
+
+_verbosity = [Verbosity.USUAL]
+
+
+def verbosity() -> Verbosity:
+    """Return what the command that runs says."""
+    return _verbosity[-1]
+
+
+def set_verbosity(wanted: Verbosity) -> None:
+    """Set what the command that runs says."""
+    _verbosity[:] = [wanted]
+
+
 def notice(text: str) -> None:
     """Print one sentence for the user on stderr, in one line that begins with `tccl:`."""
+    if verbosity() is not Verbosity.QUIET:
+        _print_line(text)
+
+
+def _print_line(text: str) -> None:
     # Without a working stderr the exit code still tells.
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
@@ -36,8 +62,10 @@ def notice_each(texts: Iterable[str]) -> None:
 
 
 def complain(text: str) -> int:
-    """Print an error, and return its exit code."""
-    notice(text)
+    """Print an error, after -v with its trace, and return the exit code."""
+    if verbosity() is Verbosity.VERBOSE and sys.stderr is not None:
+        traceback.print_exc()
+    _print_line(text)
     return NOT_USABLE
 
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag
-from tccl_py.cli.output import grid, results
+from tccl_py.cli.output import GOOD, grid, results
 from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.variables import pinned_env_text
@@ -69,14 +69,15 @@ def print_plan(plan: Plan, console: Console) -> None:
     else:
         gpus = _numbers(plan.gpus, ",")
         console.print(f"Plan for {plan.machine.name}, GPUs {gpus}: {plan.provenance}")
-        console.print(plan.advice)
+        console.print(plan.advice, style=GOOD)
         table = Table("ring", "GPU order", "GB/s", "slowest hop")
         for number, ring in enumerate(plan.rings):
             slowest = str(ring.bottleneck.flow)
             table.add_row(str(number), _numbers(ring.gpus), f"{ring.rate:.2f}", slowest)
         console.print(table)
     console.print(grid(_summary(plan)))
-    for text in plan.notices:
+    stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
+    for text in (*stopped, *plan.notices):
         console.print(f"note: {text}")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, parse_gpus, refuse
-from tccl_py.cli.output import results
+from tccl_py.cli.output import BAD, GOOD, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import picked, read_text
@@ -84,7 +84,8 @@ def validate(
         print_json(picked(verdict, "verdict", "reason", "rings"))
     else:
         out = results()
-        out.print(f"{graph}: {verdict.verdict}", style="bold", soft_wrap=True)
+        style = GOOD if verdict.verdict == "used" else BAD
+        out.print(f"{graph}: {verdict.verdict}", style=style, soft_wrap=True)
         for line in (verdict.reason, *ring_lines(verdict.rings)):
             out.print(line, soft_wrap=True)
     if verdict.verdict != "used":

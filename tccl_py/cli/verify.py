@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
-from tccl_py.cli.output import notices, results
+from tccl_py.cli.output import BAD, GOOD, ProgressLine, notices, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.plan.beside import check_plan_directory
@@ -28,7 +28,7 @@ from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.plans import tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective, parse_sizes
-from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget, Watcher
+from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -132,7 +132,7 @@ def verify(
             tune=tune,
             only=cast("ChoiceName | None", choice),
             say=notice,
-            watch=stack.enter_context(_watcher()),
+            watch=stack.enter_context(ProgressLine()).say,
         )
     if json:
         print_json(verification_json(found))
@@ -146,22 +146,11 @@ def verify(
 def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:
     """Verify a plan that was just written, tune it, and return it."""
     budget = tuning_budget(load_plan(directory))
-    with _watcher() as watch:
+    with ProgressLine() as line:
         asked: dict[str, Any] = {"job": job, "backend": backend, "tune": True}
-        found = verify_plan(directory, budget, **asked, say=notice, watch=watch)
+        found = verify_plan(directory, budget, **asked, say=notice, watch=line.say)
     print_verification(found, notices())
     return load_plan(directory)
-
-
-@contextmanager
-def _watcher() -> Iterator[Watcher]:
-    """Show on a terminal which job runs."""
-    console = notices()
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield status.update
 
 
 def _pinned(names: Sequence[str]) -> tuple[str, ...]:
@@ -176,8 +165,9 @@ def _pinned(names: Sequence[str]) -> tuple[str, ...]:
 
 def print_verification(found: Verification, console: Console) -> None:
     """Print the winner, the sizes, and what the answer rests on."""
-    for line in headline(found):
-        console.print(line)
+    winner, answer = headline(found)
+    console.print(winner)
+    console.print(answer, style=GOOD if found.accepted else BAD)
     arms = [arm for arm in found.arms if arm.sizes]
     if found.arms[0].sizes:
         table = Table("size")

@@ -34,11 +34,11 @@ JOURNAL_FILE = "measurements.jsonl"
 def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     """Make `directory` ready to take a plan and a journal; yield the journal's path.
 
-    A directory with a journal and no plan is resumed. If an error ends the block, the directories
-    made by this call are removed, unless the journal has measurements of hardware. Until the block
-    ends no other run gets the directory: two would mix their lines in the journal. Raises
-    InputError: a plan or other files are in it and `force` is not given, another run has it, or it
-    cannot be made.
+    A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
+    error ends the block, the directories made by this call are removed, unless the journal has
+    measurements of hardware. Until the block ends no other run gets the directory: two would mix
+    their lines in the journal. Raises InputError: a plan or other files are in it and `force` is
+    not given, another run has it, or it cannot be made.
     """
     made: list[Path] = []
     unusable = "cannot be made", "name a writable place"
@@ -80,7 +80,7 @@ def _check_held(directory: Path, *, force: bool) -> None:
     held = {entry.name for entry in directory.iterdir()}
     where = str(directory)
     if PLAN_FILE in held:
-        if not force:
+        if not force and not _is_interrupted(directory):
             raise InputError(where, "already holds a plan", "add --force to replace it")
         return
     if held - {JOURNAL_FILE} and not force:
@@ -90,6 +90,13 @@ def _check_held(directory: Path, *, force: bool) -> None:
     for name in sorted(held & set(FOLDERS)):
         where = str(directory / name)
         raise InputError(where, "belongs to no plan", "name a directory without it")
+
+
+def _is_interrupted(directory: Path) -> bool:
+    """Return whether a directory holds the plan of an interrupted search."""
+    with suppress(InputError):
+        return load_plan(directory).cancelled
+    return False
 
 
 def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
