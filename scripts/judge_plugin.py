@@ -3,8 +3,8 @@
 `cases [NAME...]`: each case on NCCL 2.28.9 and 2.30.7. `sequences N [FIRST [VERSION]]`: N random
 sequences of creations, splits, aborts and destroys. `kills N [FIRST [VERSION]]`: SIGKILL of random
 ranks while they create communicators; nothing else of this user may use NCCL meanwhile.
-`mutations N`: N mutations of indices and boards under ASan and UBSan. `cost`: the time that the
-plugin adds to a communicator.
+`mutations N`: N mutations of indices and boards, and random cost tables of the tuner, under ASan
+and UBSan. `cost`: the time that the plugin adds to a communicator and to a collective.
 """
 
 import random
@@ -130,14 +130,14 @@ def kills(folder: Path, count: str, first: str = "0", *only: str) -> int:
 
 
 def mutations(folder: Path, count: str, seed: str = "1") -> int:
-    """Mutate indices and boards, half of the number each, under ASan and UBSan."""
-    for kind in ("board", "index"):
-        print(fuzz(folder, kind, int(count) // 2, int(seed)), flush=True)
+    """Mutate indices, boards and cost tables, a third of the number each, under ASan and UBSan."""
+    for kind in ("board", "index", "tuner"):
+        print(fuzz(folder, kind, int(count) // 3, int(seed)), flush=True)
     return 0
 
 
 def cost(folder: Path) -> int:
-    """Print the milliseconds of CPU time in the plugin for a communicator of eight threads."""
+    """Print the CPU time in the plugin for a communicator of eight threads, and for a choice."""
     plan, stand_in = stand_in_plan(folder / "plan"), StandIn(folder)
     script = [("comm", number + 1, list(range(8))) for number in range(1000)]
     assert stand_in.run(plan, script) == expected_answers(plan, script)
@@ -148,7 +148,9 @@ def cost(folder: Path) -> int:
         stand_in.run(plan, [("comm", 5, [0, 1])])
         starts.append(1000 * stand_in.start)
     print(f"loading an index of 247 sets: median {sorted(starts)[10]:.3f} ms, once in a process")
-    return worst > 5
+    choices = fuzz(folder, "tuner", 3_000_000, 1, sanitizer="")
+    print(f"tuner: {choices}")
+    return worst > 5 or float(choices.split()[-3]) > 1000
 
 
 if __name__ == "__main__":

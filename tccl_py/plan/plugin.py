@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +27,9 @@ from tccl_py.nccl.variables import env_rules
 from tccl_py.plan.files import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import Plan
 
+if TYPE_CHECKING:
+    from tccl_py.nccl.tuner import TunerTable
+
 PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
@@ -37,16 +41,20 @@ _BUILD = "python -m tccl_py.nccl.plugin.build"
 
 
 def plugin_files(
-    plan: Plan, texts: Mapping[str, str], fingerprint: Fingerprint | None
+    plan: Plan,
+    texts: Mapping[str, str],
+    fingerprint: Fingerprint | None,
+    tables: Sequence[TunerTable] = (),
 ) -> dict[str, str | bytes]:
     """Return names (below `nccl/`) and contents of the plugin's files.
 
-    `texts` are the files of `nccl_files`. There are none for a plan of several hosts, and for
-    measured GPUs that no UUID identifies; the library is left out where none was built.
+    `texts` are the files of `nccl_files`, `tables` the tuner's. There are none for a plan of
+    several hosts, and for measured GPUs that no UUID identifies; the library is left out where none
+    was built.
     """
     files: dict[str, str | bytes] = {}
     with suppress(InputError):
-        if (index := _index(plan, texts, fingerprint)) is not None:
+        if (index := _index(plan, texts, fingerprint, tables)) is not None:
             files[INDEX_FILE] = index.encode().decode()
             if not index.simulated:
                 gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
@@ -59,7 +67,10 @@ def plugin_files(
 
 
 def _index(
-    plan: Plan, texts: Mapping[str, str], fingerprint: Fingerprint | None
+    plan: Plan,
+    texts: Mapping[str, str],
+    fingerprint: Fingerprint | None,
+    tables: Sequence[TunerTable],
 ) -> PluginIndex | None:
     known = None if plan.simulated else fingerprint
     if plan.is_cluster or (known is None and not plan.simulated):
@@ -91,6 +102,7 @@ def _index(
         nccl="" if known is None else ".".join(plan.settings.version.split(".")[:2]),
         driver=int(major) if major.isdecimal() else None,
         numa=None if known is None else known.numa_count,
+        tables=tuple(tables),
     )
 
 

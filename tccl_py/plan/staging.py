@@ -35,6 +35,7 @@ PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 AGAIN = "plan again with --force, which measures nothing twice"
+_PLUGIN_FILES = ("nccl/plugin", "nccl/libnccl-env-")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +46,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def identity(self) -> str:
-        """The digest of the whole plan."""
-        return digest(msgspec.json.encode(sorted(self.files.items())))
+        """The digest of the whole plan but the plugin's files, to which tuning adds."""
+        files = {n: found for n, found in self.files.items() if not n.startswith(_PLUGIN_FILES)}
+        return digest(msgspec.json.encode(sorted(files.items())))
 
 
 def digest(data: bytes) -> str:
@@ -134,13 +136,20 @@ _PARTS = (*FOLDERS, PLAN_FILE, MANIFEST_FILE)
 _WRITERS = 16
 
 
-def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], object]) -> None:
-    """Write a plan's files below `directory`, with their manifest; findings of another plan go.
+def write_with_plan(
+    files: Files,
+    directory: Path,
+    *,
+    check: Callable[[Path], object],
+    findings: Sequence[str] = FINDINGS,
+) -> None:
+    """Write a plan's files below `directory`, with their manifest; `findings` of another plan go.
 
     Args:
         files: contents by file name: plan.json, and files below FOLDERS.
         directory: an existing directory, where no other run is at work.
         check: reads the plan from the staging directory, before anything is replaced.
+        findings: names of files to remove.
 
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
@@ -155,7 +164,7 @@ def write_with_plan(files: Files, directory: Path, *, check: Callable[[Path], ob
             raise InputError(str(directory), what, f"{error.right}; report this fault") from error
         with refused(directory, "cannot be written", SPACE):
             (staging / TABLES).mkdir(exist_ok=True)
-            _replace(staging, directory)
+            _replace(staging, directory, findings)
 
 
 def settle(directory: Path) -> None:
@@ -280,7 +289,7 @@ def _write_new(path: Path, content: str | bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _replace(staging: Path, directory: Path) -> None:
+def _replace(staging: Path, directory: Path, findings: Sequence[str]) -> None:
     """Rename on one file system: no space is needed, and old files go only after all renames.
 
     They go with `staging`: deleting hundreds here would leave a killed run time to end between.
@@ -288,7 +297,7 @@ def _replace(staging: Path, directory: Path) -> None:
     moving = directory / REPLACING
     staging.rename(moving)
     try:
-        for name in FINDINGS:
+        for name in findings:
             if (directory / name).is_file():
                 (directory / name).rename(moving / f"old-{name}")
         for name in _PARTS:

@@ -7,9 +7,14 @@ from typing import Literal
 
 import msgspec
 
+from tccl_py.errors import InputError
+from tccl_py.files import read_bytes
 from tccl_py.nccl.tuner import TunerTable, check_tables
-from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import keep_beside_plan, planned_fingerprint, read_beside_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.plugin import plugin_files
+from tccl_py.plan.staging import check_files, locked, write_with_plan
 
 TUNING_FILE = "tuning.json"
 FORMAT_VERSION = 1
@@ -44,10 +49,34 @@ def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
 
 
 def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
-    """Write tuning.json into a plan's directory, whole or not at all; return its content.
+    """Write tuning.json into a plan's directory, and the tables into the plugin's index.
 
-    Raises InputError: a table does not fit the plan, or the file cannot be written.
+    Each file is written whole or not at all; other findings of the plan stay. Return the content.
+
+    Raises InputError: a table does not fit the plan, or a file of the plan was changed or cannot be
+    written.
     """
     path = directory / TUNING_FILE
     check_tables(tuning.tables, plan.gpus, where=str(path))
-    return keep_beside_plan(tuning, path)
+    made_for = plan.recommended, "" if plan.simulated else _series(plan.settings.version)
+    if (tuning.choice, "" if plan.simulated else _series(tuning.nccl)) != made_for:
+        what = f"was measured with the choice {tuning.choice} and NCCL {tuning.nccl}"
+        right = f"the plan recommends {plan.recommended} with NCCL {plan.settings.version}"
+        raise InputError(str(path), what, right)
+    with locked(directory):
+        held = {name: read_bytes(directory / name) for name in check_files(directory).files}
+        kept = keep_beside_plan(tuning, path)
+        texts = {
+            name.removeprefix("nccl/"): content.decode()
+            for name, content in held.items()
+            if name.endswith(".xml")
+        }
+        known = None if plan.simulated else planned_fingerprint(plan, directory)
+        renewed = plugin_files(plan, texts, known, tuning.tables)
+        files = held | {f"nccl/{name}": content for name, content in renewed.items()}
+        write_with_plan(files, directory, check=load_plan, findings=())
+    return kept
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])

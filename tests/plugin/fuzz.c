@@ -1,9 +1,11 @@
 /* Mutations of an index, its graph files and a board, over the plugin's own sources.
  *
- * usage: fuzz index|board FOLDER COUNT SEED
+ * usage: fuzz index|board|tuner FOLDER COUNT SEED
  * FOLDER has plugin.index and its graph files, and is written to. Half of the mutated indices get
  * the right digest, so that the parser sees them. Prints how many were taken; exits 1 where a
  * mutated board without a new seal leads to a graph file, or a plan breaks its own rules.
+ * `tuner` compares the tuner's answers to random cost tables with a plain search of the tables, and
+ * prints the nanoseconds of a call.
  */
 #include "plugin.h"
 
@@ -11,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static uint64_t state;
@@ -87,6 +90,17 @@ static void check_plan(const struct plan *plan, long number) {
     if ((graph->gpus & ~all) || plan_graph(plan, graph->gpus) != graph) fail("a lost set", number);
     if (strlen(graph->text) != graph->size) fail("a graph file with a NUL", number);
   }
+  for (int i = 0; i < plan->tune_count; i++) {
+    const struct tune *tune = &plan->tunes[i], *next = tune + 1;
+    if ((tune->gpus & ~all) || tune->from < 0 || tune->to < tune->from) fail("a range", number);
+    if (tune->collective < 0 || tune->collective > 4 || tune->algorithm < 0 ||
+        tune->algorithm > 1 || tune->protocol < 0 || tune->protocol > 2 || tune->channels < 0 ||
+        tune->channels > MAX_CHANNELS)
+      fail("a choice", number);
+    bool same = tune->gpus == next->gpus && tune->collective == next->collective;
+    if (same && tune->to >= next->from) fail("an overlap", number);
+    if (i + 1 < plan->tune_count && tune->gpus > next->gpus) fail("tables out of order", number);
+  }
 }
 
 static int fuzz_index(char *path, const char *folder, long count) {
@@ -129,7 +143,7 @@ static int fuzz_board(char *path, long count) {
     uint32_t ranks = 2 + pick((unsigned)plan->gpu_count - 1);
     for (uint32_t r = 0; r < ranks; r++) {
       good[r] = (struct post){.hash = 77, .rank = r, .ranks = ranks, .host = 5, .gpu = (int)r,
-                              .nvml = (int)(r + pick(2) * 100), .nccl = 23007};
+                              .nvml = (int)(r + pick(2) * 100), .nccl = 23007, .tuned = 1};
       memcpy(good[r].digest, plan->digest, DIGEST_BYTES);
       board_seal(&good[r]);
     }
@@ -141,6 +155,7 @@ static int fuzz_board(char *path, long count) {
       for (size_t r = 0; r < changed / sizeof *posts; r++) board_seal(&posts[r]);
     struct decision decision = decide(plan, &good[0], posts, changed);
     bool same = changed == size && memcmp(posts, good, size) == 0;
+    if (decision.table && !decision.agreed) fail("a table without agreement", i);
     if (decision.graph) {
       taken++;
       if (!sealed && !same) fail("a damaged board was taken", i);
@@ -156,12 +171,76 @@ static int fuzz_board(char *path, long count) {
   return 0;
 }
 
+/* The head of ncclTuner_v5_t. */
+extern struct tuner {
+  const char *name;
+  int (*init)(void **, uint64_t, size_t, size_t, void *, void *, void *);
+  int (*choose)(void *, int, size_t, int, float **, int, int, int, int *);
+} ncclTunerPlugin_v5;
+
+enum { ALGORITHMS = 7, PROTOCOLS = 3, COSTS = ALGORITHMS * PROTOCOLS };
+
+static int cheapest(const float *costs) {
+  int found = -1;
+  for (int i = 0; i < COSTS; i++)
+    if (costs[i] >= 0 && (found < 0 || costs[i] < costs[found])) found = i;
+  return found;
+}
+
+static void check_choice(const struct plan *plan, const struct tune *table, long number) {
+  float costs[COSTS], before[COSTS];
+  int collective = (int)pick(6), pipelined = 1 + (pick(8) == 0), channels = 0, wanted = -1;
+  size_t bytes = pick(2) ? (size_t)1 << pick(40) : pick(1 << 20);
+  for (int i = 0; i < COSTS; i++) costs[i] = pick(3) ? 1.0f + (float)pick(1000) : -1.0f;
+  memcpy(before, costs, sizeof before);
+  ncclTunerPlugin_v5.choose((void *)(uintptr_t)table, collective, bytes, pipelined, (float **)costs,
+                            ALGORITHMS, PROTOCOLS, (int)pick(2), &channels);
+  const struct tune *right = NULL;
+  for (int i = 0; i < plan->tune_count; i++) {
+    const struct tune *tune = &plan->tunes[i];
+    if (table && tune->gpus == table->gpus && tune->collective == collective &&
+        (uint64_t)tune->from <= bytes && bytes <= (uint64_t)tune->to)
+      right = tune;
+  }
+  if (right && pipelined == 1) wanted = right->algorithm * PROTOCOLS + right->protocol;
+  if (wanted >= 0 && before[wanted] < 0) wanted = -1; /* NCCL does not allow it */
+  if (cheapest(costs) != (wanted < 0 ? cheapest(before) : wanted)) fail("another choice", number);
+  if (channels != (wanted < 0 ? 0 : right->channels)) fail("other channels", number);
+  for (int i = 0; i < COSTS; i++)
+    if (i != wanted && costs[i] != before[i]) fail("another cost", number);
+}
+
+static int fuzz_tuner(char *path, long count) {
+  char why[MAX_REASON];
+  struct plan *plan = plan_load(path, why);
+  if (!plan) return printf("%s\n", why), 2;
+  for (long i = 0; i < count; i++)
+    check_choice(plan, pick(16) ? plan_table(plan, plan->tunes[pick((unsigned)plan->tune_count)].gpus)
+                                : NULL, i);
+  float costs[COSTS];
+  struct timespec start, end;
+  void *table = (void *)(uintptr_t)plan_table(plan, plan->tunes[0].gpus);
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &start);
+  for (long i = 0; i < count; i++) {
+    int channels = 0;
+    for (int j = 0; j < COSTS; j++) costs[j] = (float)(j + 1);
+    ncclTunerPlugin_v5.choose(table, 4, (size_t)1 << (i % 36), 1, (float **)costs, ALGORITHMS,
+                              PROTOCOLS, 0, &channels);
+  }
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &end);
+  plan_free(plan);
+  double spent = 1e9 * (double)(end.tv_sec - start.tv_sec) + (double)(end.tv_nsec - start.tv_nsec);
+  printf("%ld choices, %.1f ns each\n", count, spent / (double)count);
+  return 0;
+}
+
 int main(int count, char **arguments) {
   static char path[4096];
-  if (count != 5) return fprintf(stderr, "usage: fuzz index|board FOLDER COUNT SEED\n"), 2;
+  if (count != 5) return fprintf(stderr, "usage: fuzz index|board|tuner FOLDER COUNT SEED\n"), 2;
   snprintf(path, sizeof path, "%s/plugin.index", arguments[2]);
   state = strtoull(arguments[4], NULL, 10) * 2654435761u + 88172645463325252u;
   long rounds = atol(arguments[3]);
+  if (strcmp(arguments[1], "tuner") == 0) return fuzz_tuner(path, rounds);
   if (strcmp(arguments[1], "index") == 0) return fuzz_index(path, arguments[2], rounds);
   return fuzz_board(path, rounds);
 }

@@ -4,6 +4,7 @@ Both are compiled with and without sanitizers. What NCCL asks was recorded from 
 (tests/plugin/recorder.c) into tests/cases/plugin.
 """
 
+import itertools
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.plugin.build import SOURCES, BuildError, build_plugin
+from tccl_py.nccl.tuner import COLLECTIVES, PROTOCOLS, TunerEntry, TunerTable, check_tables
 from tests.plugin.runs import make_plan
 
 HERE = Path(__file__).resolve().parent
@@ -100,6 +102,29 @@ def random_script(seed, count):
     ]
 
 
+def random_tables(seed, gpus):
+    """Return a table for each set of two or more of some GPUs, with ranges of all collectives."""
+    source, found = random.Random(seed), []
+    for size in range(2, gpus + 1):
+        for chosen in itertools.combinations(range(gpus), size):
+            entries = []
+            for collective in COLLECTIVES:
+                edges = sorted(source.sample([1 << n for n in range(41)], source.choice((0, 4, 8))))
+                for first, last in zip(edges[::2], edges[1::2], strict=True):
+                    entry = TunerEntry(
+                        collective=collective,
+                        from_bytes=first,
+                        to_bytes=last,
+                        algorithm="tree" if collective == "all_reduce" and last % 3 else "ring",
+                        protocol=source.choice(PROTOCOLS),
+                        channels=source.choice((0, 1, 8, 64)),
+                    )
+                    entries.append(entry)
+            found.append(TunerTable(gpus=chosen, measured_on=chosen, entries=tuple(entries)))
+    check_tables(found, range(gpus), where="random")
+    return tuple(found)
+
+
 def expected_answers(plan, script):
     """Return what each rank of a script must get, as `StandIn.run` returns it."""
     found = {}
@@ -120,14 +145,15 @@ def file_answer(plan, ranks):
     return len(data), fnv
 
 
-def fuzz(folder, kind, count, seed):
-    """Run the fuzzer under ASan and UBSan; return its last line."""
+def fuzz(folder, kind, count, seed, *, sanitizer="address"):
+    """Run the fuzzer, under ASan and UBSan; return its last line."""
     sources = sorted(SOURCES.glob("*.c"))
-    program = compile_program(folder, "fuzz", f"-I{SOURCES}", *sources, sanitizer="address")
+    program = compile_program(folder, "fuzz", f"-I{SOURCES}", *sources, sanitizer=sanitizer)
     plan = folder / f"plan{seed}"
     if not plan.exists():
         rules = {"must": {"NCCL_P2P_LEVEL": "SYS"}, "forbid": ("NCCL_CROSS_NIC", "NCCL_X")}
-        stand_in_plan(plan, gpus=4, driver=580, numa=2, nccl="2.28", **rules)
+        tables = random_tables(seed, 4)
+        stand_in_plan(plan, gpus=4, driver=580, numa=2, nccl="2.28", tables=tables, **rules)
     done = subprocess.run(
         [program, kind, plan, str(count), str(seed)],
         capture_output=True,

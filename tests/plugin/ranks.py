@@ -241,6 +241,21 @@ class Job:
         if code:
             self.made.append(Made(name=f"{how} {comm.made.name}", gpus=[], rank=0, code=code))
 
+    def collective(self, comm, name, size):
+        """Enqueue a collective of bytes, of `size` in all; its kernel does nothing."""
+        buffer, share = ctypes.c_void_p(), size // len(comm.ranks)
+        self._cuda.cudaMalloc(ctypes.byref(buffer), ctypes.c_size_t(size))
+        count = share if name in ("AllGather", "ReduceScatter") else size
+        sums = name not in ("Broadcast", "AllGather")
+        ends = {"Broadcast": [0], "Reduce": [0]}.get(name, [])
+        values = [*[0] * sums, *ends]  # ncclSum, and the root
+        made = Made(name=f"{name} {size}", gpus=[], rank=0, code=0)
+        made.code = getattr(self._nccl, f"nccl{name}")(
+            buffer, buffer, ctypes.c_size_t(count), 0, *values, comm.handle, None
+        )
+        self._cuda.cudaFree(buffer)
+        self.made.append(made)
+
     def barrier(self, name):
         """Wait for all ranks of the job."""
         (self.folder / f"at.{name}.{self.rank}").touch()

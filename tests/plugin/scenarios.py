@@ -9,6 +9,15 @@ def world(job):
     job.init("world", range(job.size))
 
 
+def collectives(job):
+    """Collectives of growing sizes; 2.30.7's all-gather fails in the pretended CUDA by itself."""
+    comm = job.init("world", range(job.size))
+    for name in ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")[job.argument :]:
+        for power in range(10, 31, 2):
+            job.collective(comm, name, 1 << power)
+    job.destroy(comm)
+
+
 def many(job):
     """World, pairs, a single GPU, triples, then some again without blocking."""
     job.init("world", range(job.size))

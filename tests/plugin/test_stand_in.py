@@ -148,9 +148,9 @@ def uuid(digits):
     return f"GPU-{'-'.join(parts)}"
 
 
-@pytest.mark.parametrize("kind", ["index", "board"])
-def test_mutated_files_and_boards_break_nothing(folder, kind):
-    count = {"index": 1500, "board": 60_000}[kind]
+@pytest.mark.parametrize("kind", ["index", "board", "tuner"])
+def test_mutated_files_boards_and_cost_tables_break_nothing(folder, kind):
+    count = {"index": 1500, "board": 60_000, "tuner": 100_000}[kind]
     assert fuzz(folder, kind, count, seed=5).startswith(f"{count} ")
 
 
@@ -164,5 +164,5 @@ def test_the_library_loads_where_glibc_is_old(tmp_path):
     versions = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", table)}
     assert max(versions) <= (2, 17)
     exported = {line.split()[-1] for line in table.splitlines() if re.search(r" g +DO ", line)}
-    names = ("ncclEnvPlugin_v1", "ncclEnvPlugin_v2", "ncclNetPlugin_v11", "ncclNetPlugin_v12")
-    assert set(names) < exported
+    names = {"Env": (1, 2), "Net": (11, 12), "Tuner": (5, 6)}
+    assert {f"nccl{kind}Plugin_v{n}" for kind, found in names.items() for n in found} < exported

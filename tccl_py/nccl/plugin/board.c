@@ -174,5 +174,5 @@ void boards_sweep(void) {
 
 void board_seal(struct post *post) {
   memcpy(post->magic, "tcclpost", sizeof post->magic);
-  post->check[2] = hash_of(post, offsetof(struct post, check[2]));
+  post->check = hash_of(post, offsetof(struct post, check));
 }

@@ -45,7 +45,7 @@ static const char *objection(const struct plan *plan, const struct post *own,
 struct decision decide(const struct plan *plan, const struct post *own, const void *posts,
                        size_t size) {
   struct decision decision = {.graph = NULL};
-  uint64_t ranks = 0, gpus = 0;
+  uint64_t ranks = 0, gpus = 0, tuned = 1;
   size_t count = size / sizeof(struct post);
   if (own->ranks > MAX_GPUS || count != own->ranks || size % sizeof(struct post) != 0) {
     explain(decision.why, "%zu posts for %u ranks", count, own->ranks);
@@ -68,9 +68,11 @@ struct decision decide(const struct plan *plan, const struct post *own, const vo
     ranks |= UINT64_C(1) << post.rank;
     gpus |= UINT64_C(1) << post.gpu;
     decision.nvml[post.gpu] = post.nvml;
+    tuned &= post.tuned;
   }
   decision.agreed = true;
   decision.graph = plan_graph(plan, gpus);
+  decision.table = tuned ? plan_table(plan, gpus) : NULL;
   if (!decision.graph) explain(decision.why, "the plan has no graph file for these GPUs");
   return decision;
 }
@@ -112,6 +114,7 @@ struct member {
   char path[32];
   struct post post;
   const struct graph *graph;
+  const struct tune *table;
 };
 static _Thread_local struct member member = {.board = -1, .memory = -1};
 static pthread_key_t at_thread_exit;
@@ -142,6 +145,7 @@ void forget(void) {
   drop_memory();
   member.phase = NOTHING;
   member.graph = NULL;
+  member.table = NULL;
 }
 
 /* Make a file in memory with all its pages, so that filling it cannot fail later. */
@@ -237,6 +241,7 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
     post.refusal = NO_MEMORY_FILE;
     explain(why, "%s", refusals[NO_MEMORY_FILE]);
   }
+  post.tuned = tuner_is_asked();
   post.host = host_identity(user_value("NCCL_HOSTID"));
   memcpy(post.digest, plan->digest, DIGEST_BYTES);
   board_seal(&post);
@@ -268,6 +273,7 @@ void conclude(bool topology) {
   member.phase = topology ? DECIDED : EARLY;
   note_first(decision.agreed);
   size_t length = 0;
+  member.table = decision.table;
   if (decision.graph) length = graph_text(plan, &decision, member.mapped, graph_room(plan));
   if (length > 0 && ftruncate(member.memory, (off_t)length) == 0) {
     member.graph = decision.graph;
@@ -276,10 +282,17 @@ void conclude(bool topology) {
     return;
   }
   say("rank %u of %u: default NCCL: %s", member.post.rank, member.post.ranks, decision.why);
-  forget();
+  if (!member.table) forget();
 }
 
 const char *chosen_graph_file(void) { return member.graph ? member.path : NULL; }
+
+const struct tune *chosen_table(uint64_t hash, size_t ranks) {
+  bool own = member.phase == DECIDED && member.post.hash == hash && member.post.ranks == ranks;
+  if (!own || !member.table) return NULL;
+  say("rank %u of %u: tuned by %s", member.post.rank, member.post.ranks, active_plan()->path);
+  return member.table;
+}
 
 const char *chosen_variable(const char *name) {
   if (!member.graph) return NULL;

@@ -32,6 +32,7 @@ struct environment {
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct plan *plan;
 static struct environment *next;   /* somebody else's environment plugin, behind this one */
+static char *own_path;             /* of this library */
 static char *networks;             /* the answer for NCCL_NET_PLUGIN */
 static uint32_t version;
 static logger_t logger;
@@ -90,7 +91,8 @@ static bool list_networks(char why[MAX_REASON]) {
     return explain(why, "the plugin does not find its own file");
   if (strlen(own) > MAX_LIBRARY_NAME || strchr(own, ','))
     return explain(why, "NCCL cannot open %.120s: a comma, or too long", own);
-  return asprintf(&networks, "%s%s%s", own, others[0] ? "," : "", others) > 0 ||
+  return ((own_path = strdup(own)) &&
+          asprintf(&networks, "%s%s%s", own, others[0] ? "," : "", others) > 0) ||
          explain(why, "no memory");
 }
 
@@ -119,8 +121,8 @@ static void load(void) {
   if (!found) free(path);
   __atomic_store_n(&plan, found, __ATOMIC_RELEASE);
   if (!found) say("default NCCL: %s", index ? why : "TCCL_INDEX is not set");
-  else say("plan %s: %d graph files%s", found->path, found->graph_count,
-           found->simulated ? ", simulated" : "");
+  else say("plan %s: %d graph files, %d tuned ranges%s", found->path, found->graph_count,
+           found->tune_count, found->simulated ? ", simulated" : "");
 }
 
 /* Load the environment plugin that TCCL_ENV_PLUGIN_NEXT names. */
@@ -172,6 +174,7 @@ static const char *get(const char *name) {
     return value;
   }
   if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks;
+  if (strcmp(name, "NCCL_TUNER_PLUGIN") == 0) return tuner_plugin(value, own_path);
   if (strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0) {
     conclude(true);
     return value;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 enum { MAX_FIELDS = 8 };
+static const int64_t MAX_BYTES = INT64_C(1) << 50;
 
 struct reader {
   char *at; /* start of the next line */
@@ -40,7 +41,7 @@ static bool is(const struct reader *reader, const char *word, int fields) {
 }
 
 /* Read a decimal number without sign or leading zeros, up to `end`. */
-static const char *number(const char *text, int limit, int *out) {
+static const char *number(const char *text, int64_t limit, int64_t *out) {
   if (!isdigit((unsigned char)*text) || (text[0] == '0' && isdigit((unsigned char)text[1])))
     return NULL;
   for (*out = 0; isdigit((unsigned char)*text); text++)
@@ -49,9 +50,9 @@ static const char *number(const char *text, int limit, int *out) {
 }
 
 static bool whole_number(const char *text, int limit, int *out) {
-  *out = -1;
-  if (strcmp(text, "-") == 0) return true;
-  const char *end = number(text, limit, out);
+  int64_t found = -1;
+  const char *end = strcmp(text, "-") == 0 ? text + 1 : number(text, limit, &found);
+  *out = (int)found;
   return end && *end == '\0';
 }
 
@@ -95,7 +96,7 @@ static bool parse_gpu(struct plan *plan, char **fields) {
 static bool parse_variable(struct variables *to, const char *name, const char *value, bool set) {
   static const char *const own[] = {"NCCL_GRAPH_FILE", "NCCL_ENV_PLUGIN",     "NCCL_NET_PLUGIN",
                                     "NCCL_NET",        "NCCL_TOPO_DUMP_FILE", "NCCL_COMM_ID",
-                                    "NCCL_HOSTID",     "NCCL_CONF_FILE"};
+                                    "NCCL_HOSTID",     "NCCL_CONF_FILE",      "NCCL_TUNER_PLUGIN"};
   static const char allowed[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
   if (strncmp(name, "NCCL_", 5) != 0 || strlen(name) > 64 || name[strspn(name, allowed)] != '\0')
     return false;
@@ -110,7 +111,7 @@ static bool parse_variable(struct variables *to, const char *name, const char *v
 
 /* Read `0,2,5`: ascending NVML indices of the plan's GPUs. */
 static bool parse_gpus(const struct plan *plan, const char *text, uint64_t *gpus) {
-  int last = -1, nvml;
+  int64_t last = -1, nvml;
   *gpus = 0;
   for (;; text++) {
     int found = -1;
@@ -174,6 +175,35 @@ static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
   return read_graph(plan, graph, reader->fields[3], why);
 }
 
+static int place(const char *word, const char *const *words) {
+  for (int i = 0; words[i]; i++)
+    if (strcmp(word, words[i]) == 0) return i;
+  return -1;
+}
+
+/* Read a range of sizes of a set's table; ranges ascend and do not overlap. */
+static bool parse_tune(struct plan *plan, char **fields) {
+  static const char *const collectives[] = {"broadcast",      "reduce",     "all_gather",
+                                            "reduce_scatter", "all_reduce", NULL};
+  static const char *const algorithms[] = {"tree", "ring", NULL};
+  static const char *const protocols[] = {"ll", "ll128", "simple", NULL};
+  if (plan->tune_count == MAX_TUNES) return false;
+  struct tune *tune = &plan->tunes[plan->tune_count];
+  const char *from = number(fields[3], MAX_BYTES, &tune->from);
+  const char *to = number(fields[4], MAX_BYTES, &tune->to);
+  tune->collective = place(fields[2], collectives);
+  tune->algorithm = place(fields[5], algorithms);
+  tune->protocol = place(fields[6], protocols);
+  if (!parse_gpus(plan, fields[1], &tune->gpus) || !from || *from || !to || *to ||
+      tune->from > tune->to || tune->collective < 0 || tune->algorithm < 0 || tune->protocol < 0 ||
+      !whole_number(fields[7], MAX_CHANNELS, &tune->channels) || tune->channels < 0)
+    return false;
+  const struct tune *last = plan->tune_count++ > 0 ? tune - 1 : NULL;
+  if (!last || last->gpus != tune->gpus) return !last || last->gpus < tune->gpus;
+  return last->collective == tune->collective ? last->to < tune->from
+                                              : last->collective < tune->collective;
+}
+
 static bool parse_head(struct plan *plan, struct reader *reader) {
   if (!next_line(reader) || !is(reader, "provenance", 2)) return false;
   plan->simulated = strcmp(reader->fields[1], "simulated") == 0;
@@ -181,8 +211,11 @@ static bool parse_head(struct plan *plan, struct reader *reader) {
   if (!next_line(reader) || !is(reader, "nccl", 2)) return false;
   plan->nccl_major = plan->nccl_minor = -1;
   if (strcmp(reader->fields[1], "-") != 0) {
-    const char *rest = number(reader->fields[1], 99, &plan->nccl_major);
-    if (!rest || *rest != '.' || !whole_number(rest + 1, 99, &plan->nccl_minor)) return false;
+    char *minor = strchr(reader->fields[1], '.');
+    if (minor) *minor++ = '\0';
+    if (!minor || !whole_number(reader->fields[1], 99, &plan->nccl_major) ||
+        !whole_number(minor, 99, &plan->nccl_minor) || plan->nccl_major < 0 || plan->nccl_minor < 0)
+      return false;
   }
   return next_line(reader) && is(reader, "driver", 2) &&
          whole_number(reader->fields[1], 9999, &plan->driver) && next_line(reader) &&
@@ -200,13 +233,15 @@ static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
     else if (is(reader, "must", 3)) kind = 3;
     else if (is(reader, "forbid", 2)) kind = 4;
     else if (reader->count >= 4 && strcmp(fields[0], "set") == 0) kind = 5;
+    else if (is(reader, "tune", 8)) kind = 6;
     else return is(reader, "end", 1) && *reader->at == '\0' && plan->gpu_count > 0;
     if (kind < before) return false;
     if (kind == 1 ? !parse_gpu(plan, fields)
         : kind == 2 ? !parse_variable(&plan->set, fields[1], fields[2], true)
         : kind == 3 ? !parse_variable(&plan->must, fields[1], fields[2], false)
         : kind == 4 ? !parse_variable(&plan->forbid, fields[1], NULL, false)
-                    : !parse_set(plan, reader, why))
+        : kind == 5 ? !parse_set(plan, reader, why)
+                    : !parse_tune(plan, fields))
       return false;
   }
   return false;
@@ -234,8 +269,10 @@ struct plan *plan_load(char *path, char why[MAX_REASON]) {
   size_t size;
   if (path[0] != '/') return explain(why, "%.200s is no absolute path", path), NULL;
   struct plan *plan = calloc(1, sizeof *plan);
-  if (!plan || !(plan->graphs = calloc(MAX_SETS, sizeof *plan->graphs)))
-    return free(plan), (void)explain(why, "no memory"), NULL;
+  if (plan) plan->graphs = calloc(MAX_SETS, sizeof *plan->graphs);
+  if (plan) plan->tunes = calloc(MAX_TUNES + 1, sizeof *plan->tunes);
+  if (!plan || !plan->graphs || !plan->tunes)
+    return plan_free(plan), (void)explain(why, "no memory"), NULL;
   plan->path = path;
   *slash = '\0';
   plan->folder = open_trusted(-1, path, true, why);
@@ -252,6 +289,7 @@ struct plan *plan_load(char *path, char why[MAX_REASON]) {
 void plan_free(struct plan *plan) {
   for (int i = 0; plan && i < plan->graph_count; i++) free((void *)(uintptr_t)plan->graphs[i].text);
   if (plan) free(plan->graphs);
+  if (plan) free(plan->tunes);
   if (plan) free(plan->data);
   free(plan);
 }
@@ -264,6 +302,13 @@ const struct graph *plan_graph(const struct plan *plan, uint64_t gpus) {
     else high = middle;
   }
   return low < plan->graph_count && plan->graphs[low].gpus == gpus ? &plan->graphs[low] : NULL;
+}
+
+/* Return the first range of a set's table, or NULL. */
+const struct tune *plan_table(const struct plan *plan, uint64_t gpus) {
+  for (int i = 0; i < plan->tune_count; i++)
+    if (plan->tunes[i].gpus == gpus) return &plan->tunes[i];
+  return NULL;
 }
 
 const char *variable_of(const struct variables *variables, const char *name) {

@@ -4,7 +4,7 @@ The plugin reads the file whole and checks all of it before use (index.c). Lines
 a single space separates fields, and kinds of lines come in this order:
 
     index     = "tccl-index 1" digest provenance nccl driver numa
-                gpu+ variable* must* forbid* set* "end"
+                gpu+ variable* must* forbid* set* tune* "end"
     digest    = "digest" HEX              BLAKE2b-256 of all bytes after this line
     provenance = "provenance" ("measured" | "simulated")
     nccl      = "nccl" (MAJOR.MINOR | "-")    NCCL of the rates; - is any known version
@@ -17,11 +17,14 @@ a single space separates fields, and kinds of lines come in this order:
     set       = "set" NVML,NVML... FILE HEX [NCCL_ALGO=VALUE] [NCCL_PROTO=VALUE]
                                           a graph file for communicators over exactly these GPUs,
                                           relative to the index, and its BLAKE2b-256
+    tune      = "tune" NVML,NVML... COLLECTIVE FROM TO ALGORITHM PROTOCOL CHANNELS
+                                          the tuner's choice for FROM to TO bytes (nccl/tuner.py)
 
-Sets are in ascending order of their bit masks (bit i is the index's gpu i). Neither the index nor a
-graph file may be a link, and only root and the caller may be able to write them and the folders
-above them. The plugin reads the graph files once, with the index, and hands NCCL a copy in memory:
-a file that changes later changes nothing.
+Sets are in ascending order of their bit masks (bit i is the index's gpu i), and a set's tune lines
+in the order of COLLECTIVES and sizes. A set may have a graph file, a table, or both. Neither the
+index nor a graph file may be a link, and only root and the caller may be able to write them and the
+folders above them. The plugin reads the graph files once, with the index, and hands NCCL a copy in
+memory: a file that changes later changes nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError
 
+if TYPE_CHECKING:
+    from tccl_py.nccl.tuner import TunerTable
+
 INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
-MAX_GPUS, MAX_VARIABLES, MAX_SETS = 64, 64, 4096
+MAX_GPUS, MAX_VARIABLES, MAX_SETS, MAX_TUNES = 64, 64, 4096, 16384
 MAX_INDEX_BYTES, MAX_GRAPH_BYTES = 1 << 20, 1 << 18
 PER_COMMUNICATOR = ("NCCL_ALGO", "NCCL_PROTO")
 """Variables that NCCL reads anew for every communicator (graph/tuning.cc of 2.28.9)."""
@@ -49,6 +56,7 @@ OWN_VARIABLES = (
     "NCCL_COMM_ID",
     "NCCL_HOSTID",
     "NCCL_CONF_FILE",
+    "NCCL_TUNER_PLUGIN",
 )
 """Variables by which the plugin works; no plan sets them."""
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,59}")
@@ -78,7 +86,8 @@ class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the plugin needs from a plan; None and "" are not known.
 
-    `must` and `forbid` name variables of users under which the plan does not hold.
+    `must` and `forbid` name variables of users under which the plan does not hold. `tables` are
+    checked already (`check_tables`).
     """
 
     simulated: bool
@@ -90,6 +99,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str = ""
     driver: int | None = None
     numa: int | None = None
+    tables: tuple[TunerTable, ...] = ()
 
     def encode(self) -> bytes:
         """Return the bytes of the index.
@@ -113,6 +123,13 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
             own = "".join(f" {name}={value}" for name, value in found.variables.items())
             lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
+        for table in sorted(self.tables, key=lambda table: sum(place[gpu] for gpu in table.gpus)):
+            gpus = ",".join(map(str, table.gpus))
+            lines += [
+                f"tune {gpus} {entry.collective} {entry.from_bytes} {entry.to_bytes} "
+                f"{entry.algorithm} {entry.protocol} {entry.channels}"
+                for entry in table.entries
+            ]
         body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
         encoded = b"tccl-index 1\ndigest %s\n%s" % (digest(body).encode(), body)
         _require(len(encoded) <= MAX_INDEX_BYTES, "is too large", f"{MAX_INDEX_BYTES} bytes")
@@ -139,6 +156,8 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         _require(len(masks) == len(self.sets), "has a set twice", "one graph file for a set")
         for found in self.sets:
             _check_set(found, frozenset(indices))
+        ranges = sum(len(table.entries) for table in self.tables)
+        _require(ranges <= MAX_TUNES, f"has {ranges} tuned ranges", f"at most {MAX_TUNES}")
 
 
 def _check_set(found: IndexedSet, gpus: frozenset[int]) -> None:

@@ -6,6 +6,7 @@
  *   3. NCCL asks the environment half for NCCL_TOPO_DUMP_FILE (env.c): all ranks read the same posts
  *      and decide alike (decide.c).
  *   4. NCCL asks for NCCL_GRAPH_FILE, on the same thread.
+ *   5. NCCL initialises the tuner half, on the same thread (tuner.c).
  */
 #ifndef TCCL_PLUGIN_H
 #define TCCL_PLUGIN_H
@@ -20,6 +21,8 @@ enum {
   MAX_GPUS = 64,
   MAX_VARIABLES = 64,
   MAX_SETS = 4096,
+  MAX_TUNES = 16384,
+  MAX_CHANNELS = 64,
   MAX_INDEX_BYTES = 1 << 20,
   MAX_GRAPH_BYTES = 1 << 18,
   MAX_NVML_INDEX = 255,
@@ -60,6 +63,11 @@ struct graph {
   size_t size;
   const char *algo, *proto; /* NCCL_ALGO and NCCL_PROTO of its communicators, or NULL */
 };
+struct tune { /* a choice for messages of `from` to `to` bytes; numbers as in NCCL's headers */
+  uint64_t gpus; /* as in struct graph */
+  int64_t from, to;
+  int collective, algorithm, protocol, channels;
+};
 struct plan {
   const char *path;
   int folder; /* of the index, open while it is read */
@@ -73,10 +81,13 @@ struct plan {
   int graph_count;
   struct graph *graphs; /* by ascending `gpus` */
   size_t largest_graph;
+  int tune_count;
+  struct tune *tunes; /* by ascending `gpus`, collective and size; the last has no GPUs */
 };
 struct plan *plan_load(char *path, char why[MAX_REASON]);
 void plan_free(struct plan *plan);
 const struct graph *plan_graph(const struct plan *plan, uint64_t gpus);
+const struct tune *plan_table(const struct plan *plan, uint64_t gpus);
 const char *variable_of(const struct variables *variables, const char *name);
 bool parse_bus(const char *text, uint64_t *bus);
 
@@ -101,7 +112,7 @@ struct post { /* 104 bytes without padding; written by one append */
   int32_t gpu, nvml;
   uint32_t nccl;
   uint8_t digest[DIGEST_BYTES];
-  uint64_t check[3]; /* two spare words, then the hash of all before */
+  uint64_t tuned, spare, check; /* `tuned`: NCCL will ask our tuner; the hash of all before */
 };
 int board_post(const struct post *post, char why[MAX_REASON]);
 void board_close(int fd, uint64_t hash);
@@ -113,6 +124,7 @@ void boards_sweep(void);
 struct decision {
   bool agreed; /* all ranks have this plan and may use it */
   const struct graph *graph;
+  const struct tune *table;
   int nvml[MAX_GPUS]; /* today's NVML index of each of the graph's GPUs */
   char why[MAX_REASON];
 };
@@ -124,6 +136,7 @@ void watch(const struct plan *plan, void *context, uint64_t hash);
 void conclude(bool topology);
 void forget(void);
 const char *chosen_graph_file(void);
+const struct tune *chosen_table(uint64_t hash, size_t ranks);
 const char *chosen_variable(const char *name);
 bool some_rank_disagreed(void);
 
@@ -134,6 +147,10 @@ const char *contradiction(const struct plan *plan);
 uint32_t nccl_version(void);
 void set_logger(void *logger);
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* tuner.c */
+bool tuner_is_asked(void);
+const char *tuner_plugin(const char *user, const char *own);
 
 /* net.c */
 void name_network(const char *name);

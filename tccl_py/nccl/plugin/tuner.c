@@ -1,0 +1,117 @@
+/* The tuner half: NCCL asks it before each collective of a communicator.
+ *
+ * All ranks must choose alike, or they hang. So a communicator has a table only where all posts say
+ * that NCCL will ask this tuner (decide.c), and the answer depends on nothing but the table and
+ * NCCL's costs, which NCCL's own choice takes for equal on all ranks as well.
+ */
+#include "plugin.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+OLD_SYMBOL(dlopen);
+OLD_SYMBOL(dlsym);
+OLD_SYMBOL(pthread_once);
+
+enum { SUCCESS = 0, ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
+
+static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
+                void *domains, void *constants) {
+  (void)logger, (void)domains, (void)constants;
+  /* NCCL hands the context back as it is: part of the plan, which is never written or freed. */
+  *context = (void *)(uintptr_t)(nodes == 1 ? chosen_table(hash, ranks) : NULL);
+  return SUCCESS;
+}
+
+static int finalize(void *context) {
+  (void)context;
+  return SUCCESS;
+}
+
+static const struct tune *find(const struct tune *table, int collective, int64_t bytes) {
+  uint64_t gpus = table->gpus;
+  for (; table->gpus == gpus; table++)
+    if (table->collective == collective && table->from <= bytes && bytes <= table->to) return table;
+  return NULL;
+}
+
+/* Make the table's choice the cheapest, if NCCL allows it (a cost below 0: it does not). */
+static int choose(void *table, int collective, size_t bytes, int pipelined, float **costs,
+                  int algorithms, int protocols, int registered, int *channels) {
+  (void)registered; /* a table holds for both: calls in CUDA graphs always say yes */
+  const struct tune *tune = table ? find(table, collective, (int64_t)bytes) : NULL;
+  if (!tune || pipelined > 1 || tune->algorithm >= algorithms || tune->protocol >= protocols)
+    return SUCCESS;
+  /* Rings and trees get no more channels than the communicator has (scheduleCollTasksToPlan in
+   * enqueue.cc), but broadcasts of a group, which ask for an all-gather since 2.29, get all. */
+  if (tune->channels && collective == ALL_GATHER && nccl_version() >= FIRST_CLAMPLESS)
+    return SUCCESS;
+  float *cost = (float *)costs; /* NCCL's type; an array of arrays, in fact */
+  int wanted = tune->algorithm * protocols + tune->protocol, best = wanted;
+  for (int i = 0; i < algorithms * protocols; i++)
+    if (cost[i] >= 0 && cost[i] < cost[best]) best = i;
+  if (!(cost[wanted] >= 0) || !(cost[best] > 0)) return SUCCESS;
+  /* There NCCL keeps sums of FP8 precise by the algorithm (updateCollCostTable in enqueue.cc). */
+  if (__builtin_popcountll(tune->gpus) > PRECISE_RANKS && best / protocols != tune->algorithm)
+    return SUCCESS;
+  cost[wanted] = cost[best] * 0.999f;
+  if (tune->channels) *channels = tune->channels;
+  return SUCCESS;
+}
+
+/* ncclTuner_v5_t, which NCCL 2.28.7 has, and v6: the same and a function for sizes of chunks. */
+EXPORT struct tuner {
+  const char *name;
+  int (*init)(void **, uint64_t, size_t, size_t, void *, void *, void *);
+  int (*choose)(void *, int, size_t, int, float **, int, int, int, int *);
+  int (*finalize)(void *);
+  void *chunk_size;
+} ncclTunerPlugin_v5 = {"tccl", init, choose, finalize, NULL},
+  ncclTunerPlugin_v6 = {"tccl", init, choose, finalize, NULL};
+
+/* Look for a tuner in a library that NCCL would open by this name. */
+static bool has_tuner(const char *name) {
+  char symbol[] = "ncclTunerPlugin_v0";
+  void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+  for (char version = '2'; library && version <= '9'; version++) {
+    symbol[sizeof symbol - 2] = version;
+    if (dlsym(library, symbol)) return true;
+  }
+  return false; /* the library stays open, as NCCL would keep it */
+}
+
+static bool others, lost;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Without an answer NCCL tries libnccl-tuner.so, then the network library that it opened last. */
+static void look_for_others(void) {
+  const char *names = user_value("NCCL_NET_PLUGIN");
+  char *list = strdup(names ? names : "libnccl-net.so"), *save, path[512];
+  others = !list || has_tuner("libnccl-tuner.so");
+  for (char *name = strtok_r(list, ",", &save); name && !others; name = strtok_r(NULL, ",", &save)) {
+    snprintf(path, sizeof path, "libnccl-net-%s.so", name);
+    others = has_tuner(name) || has_tuner(path);
+  }
+  free(list);
+}
+
+/* Say whether NCCL will ask this tuner in the communicators of this process. */
+bool tuner_is_asked(void) {
+  const struct plan *plan = active_plan();
+  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN")) return false;
+  pthread_once(&once, look_for_others);
+  return !others && !__atomic_load_n(&lost, __ATOMIC_RELAXED);
+}
+
+/* Answer NCCL_TUNER_PLUGIN, which NCCL asks in a process's first communicator, where the user does
+ * not: this library, nothing where another one has a tuner, and none without a table, as NCCL would
+ * take this library's all the same, and a tuner alone changes what it does with registered buffers. */
+const char *tuner_plugin(const char *user, const char *own) {
+  if (tuner_is_asked()) return own;
+  __atomic_store_n(&lost, true, __ATOMIC_RELAXED);
+  if (!user) pthread_once(&once, look_for_others);
+  return user || others ? user : "none";
+}
