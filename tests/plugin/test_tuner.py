@@ -114,6 +114,7 @@ OWN_TUNER = {"env": {"NCCL_TUNER_PLUGIN": "none"}}
     [
         OWN_TUNER,
         {"rank_env": {2: OWN_TUNER["env"]}},
+        {"rank_env": {0: {"NCCL_CTA_POLICY": "0"}}},
         {"rank_env": {1: {"NCCL_ENV_PLUGIN": None}}},
         {"rank_env": {3: {"TCCL_DISABLE": "1"}}},
         {"rank_env": {rank: {"NCCL_HOSTID": "other"} for rank in (2, 3)}},

@@ -101,14 +101,15 @@ static void look_for_others(void) {
 /* Say whether NCCL will ask this tuner in the communicators of this process. */
 bool tuner_is_asked(void) {
   const struct plan *plan = active_plan();
-  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN")) return false;
+  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
+    return false; /* a tuner keeps the policy EFFICIENCY from choosing NVLS for registered buffers */
   pthread_once(&once, look_for_others);
   return !others && !__atomic_load_n(&lost, __ATOMIC_RELAXED);
 }
 
 /* Answer NCCL_TUNER_PLUGIN, which NCCL asks in a process's first communicator, where the user does
- * not: this library, nothing where another one has a tuner, and none without a table, as NCCL would
- * take this library's all the same, and a tuner alone changes what it does with registered buffers. */
+ * not: this library, nothing where another library has a tuner, and `none` without a table, as NCCL
+ * would take this library's all the same. */
 const char *tuner_plugin(const char *user, const char *own) {
   if (tuner_is_asked()) return own;
   __atomic_store_n(&lost, true, __ATOMIC_RELAXED);
