@@ -112,11 +112,15 @@ class Communicator:
                 found = replace(self, world=len(members), group=group, root=members[0])
         return found
 
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of all ranks' values, at each place."""
+        shared = self.torch.tensor(list(values), dtype=self.torch.float64, device=self.device)
+        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
+        return [float(value) for value in shared.tolist()]
+
     def maximum(self, value: float) -> float:
         """Return the largest `value` of all the job's ranks: loops need one count everywhere."""
-        shared = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
-        self.dist.all_reduce(shared, op=self.dist.ReduceOp.MAX)
-        return float(shared.item())
+        return self.maxima([value])[0]
 
 
 def join(
@@ -190,6 +194,8 @@ def _end_with_parent() -> None:
 # several jobs takes no longer than starting one. The ranks of a host map a file with the number of
 # slots that each has had. Over several hosts that suffices: a slot begins with a collective of its
 # job, which every host's ranks reach only after the job before has left its slot there.
+
+
 def write_slots(file: Path, ranks: int) -> None:
     """Write the file for this many ranks without a slot so far."""
     file.write_bytes(bytes(_WORD * ranks))

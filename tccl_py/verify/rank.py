@@ -23,6 +23,7 @@ from tccl_py.rank_processes.rank import (
     write_result,
 )
 from tccl_py.verify.checks import run_checks
+from tccl_py.verify.contests import run_contests
 from tccl_py.verify.spec import Groups, JobResult, JobSpec
 from tccl_py.verify.timing import row_call, timed_batch, warm_up
 from tccl_py.verify.training import time_training
@@ -57,6 +58,10 @@ def main() -> None:
         warm_up(communicator)
         timings = tuple(_timings(spec, communicator, slot))
         result = msgspec.structs.replace(result, timings=timings)
+    if spec.contests:
+        warm_up(communicator)
+        times = run_contests(spec.contests, communicator, slot, seconds=spec.contest_seconds)
+        result = msgspec.structs.replace(result, contests=tuple(times))
     if spec.training:
         steps = list(time_training(communicator, slot))
         result = msgspec.structs.replace(

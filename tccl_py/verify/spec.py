@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
 Backend = Literal["cuda", "host"]
@@ -33,6 +34,9 @@ ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
 
+FINAL_ROUNDS = 12
+"""Of NCCL's own choice and of a contest's finalists; the 95 % interval of a ratio needs 6."""
+
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
 
@@ -47,12 +51,48 @@ class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = ""
 
 
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Algorithm, protocol and channels of a call; 0 channels leave the number to NCCL."""
+
+    algorithm: Algorithm
+    protocol: Protocol
+    channels: int = 0
+
+
+class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row to time under NCCL's own choice and under `choices`; None are `all_choices`.
+
+    `beside` times sizes of training steps beside matrix multiplications as well.
+    """
+
+    row: TimedRow
+    choices: tuple[Choice, ...] | None = None
+    rounds: int = FINAL_ROUNDS
+    beside: bool = True
+
+
+class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds per call, the slowest rank's, one value a round.
+
+    `seconds[0]` is NCCL's own choice, `seconds[1 + i]` that of `choices[i]`; a choice that was
+    dropped has fewer rounds. `beside` are the same beside matrix multiplications, () of a choice
+    that was dropped. `skew` is the largest median difference between ranks, as a share.
+    """
+
+    row: TimedRow
+    choices: tuple[Choice, ...] = ()
+    seconds: tuple[tuple[float, ...], ...] = ()
+    beside: tuple[tuple[float, ...], ...] = ()
+    skew: float = 0.0
+
+
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Work of a job's ranks, in this order: checks, timings, training steps.
 
     `sizes` are bytes of the whole buffer; each is timed for about `seconds`, in each of
     `collectives` and `dtypes`. `group_sizes` are timed in each of `groups`, except under a graph
     file, which fails communicators over fewer GPUs.
+    No contest begins after `contest_seconds`; all ranks have the same times of contests.
     Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
     have a `slot` each.
     """
@@ -70,6 +110,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     collectives: tuple[Collective, ...] = ("all_reduce",)
     dtypes: tuple[Dtype, ...] = ("float32",)
     training: bool = False
+    contests: tuple[Contest, ...] = ()
+    contest_seconds: float = 0.0
 
     @property
     def rows(self) -> tuple[TimedRow, ...]:
@@ -113,6 +155,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     timings: tuple[tuple[float, ...], ...] = ()
     training: dict[str, tuple[float, ...]] = {}
     trained: dict[str, tuple[float | None, ...]] = {}
+    contests: tuple[ContestTimes, ...] = ()
 
 
 def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:

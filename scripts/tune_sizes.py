@@ -1,0 +1,56 @@
+"""Tune a plan of this machine by message size, print all rows, and keep them as JSON.
+
+usage: python scripts/tune_sizes.py DIR [--out FILE] [--others] [--seconds S] [--backend host]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.plan.load import load_plan
+from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.report.sizes import COLUMNS, columns, size_cells, tuning_facts
+from tccl_py.verify.jobs import LocalRunner
+from tccl_py.verify.plans import machine_launcher
+from tccl_py.verify.sizes import OTHERS, SizeBudget, arms_of, tune_sizes, tuner_library
+from tccl_py.verify.spec import parse_sizes
+from tccl_py.verify.target import read_target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--others", action="store_true", help="all collectives but all-reduce")
+    parser.add_argument("--seconds", type=float, default=200.0, help="no fresh jobs after this")
+    parser.add_argument("--sizes")
+    parser.add_argument("--backend", default="cuda")
+    asked = parser.parse_args()
+    plan = load_plan(asked.directory)
+    budget = OTHERS if asked.others else SizeBudget()
+    budget = msgspec.structs.replace(
+        budget,
+        sizes=parse_sizes(asked.sizes) if asked.sizes else budget.sizes,
+        sweep_seconds=asked.seconds / 2,
+        seconds=asked.seconds,
+    )
+    with ForkServer() as server, tempfile.TemporaryDirectory() as folder:
+        pinned = tuple(plan.pinned_env)
+        launcher = machine_launcher(plan, asked.directory, asked.backend, pinned, print)
+        launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
+        library = tuner_library(Path(folder)) if asked.backend == "cuda" else None
+        arms = arms_of(read_target(plan, asked.directory), library)
+        found = tune_sizes(arms, launcher, budget, watch=lambda text: print(text, file=sys.stderr))
+    if asked.out:
+        asked.out.write_bytes(msgspec.json.encode(found))
+    print(columns([(*COLUMNS, "choice"), *size_cells(found)]))
+    print(*tuning_facts(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

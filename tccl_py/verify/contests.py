@@ -1,0 +1,199 @@
+"""Contests of a rank: calls whose algorithm, protocol and channels the plugin's tuner is told.
+
+NCCL asks its tuner when a call is enqueued, or captured in a CUDA graph, on the calling thread. So
+one communicator serves all choices of a contest, and batches of all of them are interleaved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS
+from tccl_py.rank_processes.rank import Communicator, TimeSlot
+from tccl_py.verify.halving import Orders, all_choices, halve
+from tccl_py.verify.spec import MIB, Choice, Contest, ContestTimes
+from tccl_py.verify.timing import Call, row_call, time_calls, timed_batch
+
+BATCH_S = 0.003
+"""Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""
+BESIDE_BYTES = (MIB, 64 * MIB)
+"""Sizes that are also timed beside matrix multiplications, as training steps have them."""
+_BESIDE_ROUNDS, _BESIDE_S = 6, 0.003
+_TUNER = "NCCL_TUNER_PLUGIN"
+_CHANNELS = re.compile(r" ([0-9]{1,2}) coll channels")
+_NCCL_CHOICE = -1
+
+
+class Tuner:
+    """The plugin's tuner in this process; without it NCCL chooses for every call."""
+
+    def __init__(self) -> None:
+        path = os.environ.get(_TUNER)
+        self._told: Any = None
+        if path:
+            # Algorithm, protocol, channels, and the number of calls that followed.
+            self._told = (ctypes.c_int * 4).in_dll(ctypes.CDLL(path), "tccl_told")
+
+    @contextmanager
+    def told(self, choice: Choice | None) -> Iterator[None]:
+        """Let calls of the `with` block follow a choice, None for NCCL's own."""
+        if self._told is None:
+            yield
+            return
+        if choice is not None:
+            self._told[1] = PROTOCOLS.index(choice.protocol)
+            self._told[2] = choice.channels
+            self._told[0] = ALGORITHMS.index(choice.algorithm)
+        try:
+            yield
+        finally:
+            self._told[0] = _NCCL_CHOICE
+
+    def follows(self, call: Call, choice: Choice) -> bool:
+        """Call, and return whether NCCL allows the choice."""
+        if self._told is None:
+            return True
+        self._told[3] = 0
+        with self.told(choice):
+            call()
+        return bool(self._told[3])
+
+
+def run_contests(
+    contests: Sequence[Contest], communicator: Communicator, slot: TimeSlot, *, seconds: float
+) -> Iterator[ContestTimes]:
+    """Yield the times of each contest; none begins after `seconds`, which only a single job may
+    reach: concurrent jobs wait for each other's time slots.
+    """
+    tuner, channels = Tuner(), _channels()
+    begun = time.monotonic()
+    for contest in contests:
+        if communicator.maximum(time.monotonic() - begun) > seconds:
+            return
+        row = contest.row
+        asked = all_choices(row, channels) if contest.choices is None else contest.choices
+        with ExitStack() as stack:
+            # 1. Leave out what NCCL does not allow here: all ranks agree.
+            with slot():
+                call = row_call(communicator, row)
+                refused = [float(not tuner.follows(call, choice)) for choice in asked]
+                refused = communicator.maxima(refused) if refused else []
+                choices = [choice for choice, no in zip(asked, refused, strict=True) if not no]
+                calls = [_told(tuner, choice, call) for choice in (None, *choices)]
+                batches = [
+                    timed_batch(communicator, told, row.bytes, BATCH_S, stack) for told in calls
+                ]
+            # 2. Time the choices, then the finalists beside matrix multiplications.
+            rounds = _Rounds(communicator, slot)
+            found = halve(len(choices), partial(rounds.run, batches), rounds=contest.rounds)
+            beside: list[list[float]] = [[] for _ in found]
+            if contest.beside and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
+                beside = _beside(communicator, rounds, calls, found)
+        yield ContestTimes(
+            row=row,
+            choices=tuple(choices),
+            seconds=tuple(map(tuple, found)),
+            beside=tuple(map(tuple, beside)),
+            skew=rounds.skew,
+        )
+
+
+class _Rounds:
+    """Runs rounds of batches in time slots; ranks agree on the slowest rank's times."""
+
+    def __init__(self, communicator: Communicator, slot: TimeSlot) -> None:
+        self._communicator, self.slot = communicator, slot
+        self.skew = 0.0
+
+    def run(self, batches: Sequence[Callable[[], float]], orders: Orders) -> list[list[float]]:
+        """Return the seconds of each round's batches, in order."""
+        own: list[float] = []
+        for order in orders:
+            with self.slot():
+                own += [batches[at]() for at in order]
+        with self.slot():
+            both = self._communicator.maxima([*own, *(-value for value in own)])
+        slowest, fastest = both[: len(own)], both[len(own) :]
+        shares = [1 + low / high for high, low in zip(slowest, fastest, strict=True) if high > 0]
+        self.skew = max(self.skew, median(shares or [0.0]))
+        values = iter(slowest)
+        return [[next(values) for _ in order] for order in orders]
+
+
+def _beside(
+    communicator: Communicator,
+    rounds: _Rounds,
+    calls: Sequence[Call],
+    found: Sequence[Sequence[float]],
+) -> list[list[float]]:
+    """Return the seconds of steps of the choices that were not dropped."""
+    left = [at for at, times in enumerate(found) if len(times) == len(found[0])]
+    with rounds.slot():
+        steps = _steps(communicator, calls)
+    firsts = [number % len(left) for number in range(_BESIDE_ROUNDS)]
+    orders = [[*left[first:], *left[:first]] for first in firsts]
+    beside: list[list[float]] = [[] for _ in found]
+    for order, values in zip(orders, rounds.run(steps, orders), strict=True):
+        for at, value in zip(order, values, strict=True):
+            beside[at].append(value)
+    return beside
+
+
+def _told(tuner: Tuner, choice: Choice | None, call: Call) -> Call:
+    def told() -> None:
+        with tuner.told(choice):
+            call()
+
+    return told
+
+
+def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callable[[], float]]:
+    """Return functions that time each variant's calls beside matrix multiplications.
+
+    Multiplications alone take about as long as the calls of the first variant alone.
+    """
+    torch, cuda = communicator.torch, communicator.cuda
+    width = 2048 if cuda else 64
+    dtype = torch.bfloat16 if cuda else torch.float32
+    square = torch.ones((width, width), dtype=dtype, device=communicator.device)
+    stream = torch.cuda.Stream(communicator.device) if cuda else None
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            torch.mm(square, square)
+
+    def alone(call: Call) -> float:
+        return max(communicator.maximum(time_calls(communicator, call, call)), 1e-7)
+
+    calls = max(1, min(50, int(_BESIDE_S / alone(variants[0]))))
+    span = calls * alone(variants[0])
+    products = max(1, min(500, int(span / alone(partial(multiply, 8)) * 8)))
+
+    def step(call: Call) -> None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            multiply(products)
+        for _ in range(calls):
+            call()
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return [partial(time_calls, communicator, call, partial(step, call)) for call in variants]
+
+
+def _channels() -> int:
+    """Return the communicator's channels as NCCL's log of this process says; 0 if it does not."""
+    file = Path(os.environ.get("NCCL_DEBUG_FILE", "/").replace("%p", str(os.getpid())))
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    found = _CHANNELS.findall(text)
+    return int(found[-1]) if found else 0

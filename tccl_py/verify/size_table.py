@@ -1,0 +1,300 @@
+"""The tuner's table from contests: predictions, fresh contests that decide, and ranges of sizes.
+
+1. A sweep of one job predicts the best choice of each row, and whether the row gains by it.
+2. Fresh jobs time just NCCL's own choice and that one. A predicted gain stays if the lower end of
+   its interval is above 1. So a choice that a sweep picked by luck is not believed twice.
+3. Adjacent sizes with the same choice make a range. A range ends at a measured size, or half-way to
+   the next one where the same choice was not slower there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import cast
+
+import msgspec
+
+from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.statistics import Interval, hodges_lehmann
+from tccl_py.verify.spec import Choice, ContestTimes, TimedRow
+
+LEAST_GAIN = 1.02
+"""A smaller ratio is predicted as no gain: a table is an intervention, too."""
+NO_HARM = 0.99
+"""Least ratio at neighbouring sizes, in the other dtype, and beside matrix multiplications."""
+_ALIKE, _AS_GOOD = 0.95, 0.98
+"""Shares of the best ratio: within the first, multiplications decide between numbers of channels;
+within the second, a choice may stand for the best, so that adjacent sizes share an entry."""
+_ROUNDS = 6
+
+NOTHING = Interval(middle=1.0, low=1.0, high=1.0)
+
+
+class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of the sweep, with the speed of `choice` over NCCL's own choice.
+
+    `swept` is the sweep's ratio, from which the prediction `gains` follows, and `fresh` that of the
+    fresh jobs, one value a job; None where none ran. `beside` is the sweep's ratio beside matrix
+    multiplications. `seconds` per call are by arm, one value a fresh job, and `kept` is whether the
+    table has an entry for the row. `plan` is the arm whose jobs follow choices.
+    """
+
+    row: TimedRow
+    plan: ChoiceName = "default"
+    choice: Choice | None = None
+    swept: Interval = NOTHING
+    beside: float | None = None
+    gains: bool = False
+    fresh: Interval | None = None
+    seconds: dict[str, tuple[float, ...]] = {}
+    kept: bool = False
+
+    @property
+    def gained(self) -> bool:
+        """Return whether fresh jobs gained."""
+        return self.fresh is not None and self.fresh.low > 1 and self.fresh.middle >= LEAST_GAIN
+
+    @property
+    def tuned_seconds(self) -> tuple[float, ...]:
+        """Return the seconds with the table: NCCL's own choice under `plan` without an entry."""
+        return self.seconds.get("tuned" if self.kept else self.plan, ())
+
+    def over(self, arm: str) -> Interval | None:
+        """Return the speed with the table over an arm's, None without jobs."""
+        slow, fast = self.seconds.get(arm, ()), self.tuned_seconds
+        return ratio_of(slow, fast) if slow and fast else None
+
+    @property
+    def right(self) -> bool:
+        """Return whether fresh jobs gained just where the sweep predicted a gain."""
+        return self.gains == self.gained
+
+
+class _Scored(msgspec.Struct, frozen=True):
+    """A choice's ratios in a sweep; `beside` is None where no multiplications ran."""
+
+    choice: Choice
+    ratio: Interval
+    beside: float | None
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the choice gains, and does not slow down multiplications."""
+        gain = self.ratio.low > 1 and self.ratio.middle >= LEAST_GAIN
+        return gain and (self.beside is None or self.beside >= NO_HARM)
+
+
+def ratio_of(own: Sequence[float], chosen: Sequence[float]) -> Interval:
+    """Return the speed of a choice over NCCL's own, from paired seconds."""
+    found = hodges_lehmann([math.log(a / b) for a, b in zip(own, chosen, strict=False)])
+    low, middle, high = map(math.exp, (found.low, found.middle, found.high))
+    return Interval(low=low, middle=middle, high=high)
+
+
+def predict(sweep: Sequence[ContestTimes]) -> list[SizeRow]:
+    """Return each row of a sweep with its predicted best choice.
+
+    A usable choice nearly as good as the best stands for it where the next sizes can share it.
+    """
+    scores = {times.row: _scores(times) for times in sweep}
+    found: dict[TimedRow, SizeRow] = {}
+    for rows in _series(scores):
+        run: list[TimedRow] = []
+        shared: set[Choice] = set()
+        for row in [*rows, None]:
+            good = _good(scores[row]) if row is not None else set()
+            if run and not shared & good:
+                found |= _run(run, shared, scores)
+                run, shared = [], good
+            if row is not None and good:
+                run.append(row)
+                shared = shared & good or good
+            elif row is not None:
+                found[row] = _size_row(row, _fastest(scores[row]), gains=False)
+    return [found[times.row] for times in sweep]
+
+
+def _scores(times: ContestTimes) -> dict[Choice, _Scored]:
+    """Return the finalists with their ratios."""
+    own, *others = times.seconds or ((),)
+    alone, *besides = times.beside or ((),) * len(times.seconds)
+    return {
+        choice: _Scored(
+            choice,
+            ratio_of(own, seconds),
+            ratio_of(alone, beside).middle if beside else None,
+        )
+        for choice, seconds, beside in zip(times.choices, others, besides, strict=True)
+        if len(seconds) == len(own) >= _ROUNDS
+    }
+
+
+def _good(scores: Mapping[Choice, _Scored]) -> set[Choice]:
+    """Return the choices that may stand for the best one."""
+    usable = [found for found in scores.values() if found.usable]
+    if not usable:
+        return set()
+    best = max(usable, key=lambda found: found.ratio.middle)
+    # Channels take multiprocessors: multiplications beside the calls choose their number.
+    alike = [
+        found
+        for found in usable
+        if found.choice.algorithm == best.choice.algorithm
+        and found.choice.protocol == best.choice.protocol
+        and found.ratio.middle >= _ALIKE * best.ratio.middle
+        and found.beside is not None
+    ]
+    if alike:
+        best = max(alike, key=lambda found: found.beside or 0.0)
+    limit, least = best.ratio.middle * _AS_GOOD, (best.beside or 0.0) * _AS_GOOD
+    return {
+        found.choice
+        for found in usable
+        if found.ratio.middle >= limit and (found.beside or math.inf) >= least
+    }
+
+
+def _run(
+    run: Sequence[TimedRow],
+    shared: set[Choice],
+    scores: Mapping[TimedRow, Mapping[Choice, _Scored]],
+) -> dict[TimedRow, SizeRow]:
+    """Return adjacent rows with the one choice of `shared` that is best over all of them."""
+    best = max(
+        sorted(shared, key=repr),
+        key=lambda choice: math.prod(scores[row][choice].ratio.middle for row in run),
+    )
+    return {row: _size_row(row, scores[row][best], gains=True) for row in run}
+
+
+def _fastest(scores: Mapping[Choice, _Scored]) -> _Scored | None:
+    return max(scores.values(), key=lambda found: found.ratio.middle, default=None)
+
+
+def _size_row(row: TimedRow, found: _Scored | None, *, gains: bool) -> SizeRow:
+    if found is None:
+        return SizeRow(row=row)
+    return SizeRow(
+        row=row, choice=found.choice, swept=found.ratio, beside=found.beside, gains=gains
+    )
+
+
+Jobs = Sequence[Sequence[ContestTimes]]
+
+
+def confirm(
+    rows: Sequence[SizeRow], jobs: Mapping[ChoiceName, Jobs], *, plan: ChoiceName
+) -> list[SizeRow]:
+    """Return the rows with the ratios of fresh jobs, and with what stays in the table.
+
+    Each job of an arm has the times of rows under NCCL's own choice and the predicted one, which
+    only those of the arm `plan` follow. A row stays only if the same collective and size of another
+    dtype is not slower.
+    """
+    timed = {name: _by_row(own) for name, own in jobs.items()}
+    found = [
+        _fresh(row, {name: of.get(row.row, []) for name, of in timed.items()}, plan) for row in rows
+    ]
+    slower = {
+        (row.row.collective, row.row.bytes)
+        for row in found
+        if row.fresh is not None and row.fresh.middle < NO_HARM
+    }
+    return [
+        msgspec.structs.replace(
+            row,
+            kept=row.gains and row.gained and (row.row.collective, row.row.bytes) not in slower,
+        )
+        for row in found
+    ]
+
+
+def _by_row(jobs: Jobs) -> dict[TimedRow, list[tuple[float, ...]]]:
+    """Return each job's medians, of NCCL's own choice and of the predicted one, by row."""
+    found: dict[TimedRow, list[tuple[float, ...]]] = {}
+    for job in jobs:
+        for times in job:
+            if times.seconds and all(times.seconds):
+                medians = tuple(median(values) for values in times.seconds)
+                found.setdefault(times.row, []).append(medians)
+    return found
+
+
+def _fresh(
+    row: SizeRow, medians: Mapping[ChoiceName, Sequence[tuple[float, ...]]], plan: ChoiceName
+) -> SizeRow:
+    seconds: dict[str, tuple[float, ...]] = {
+        name: tuple(own[0] for own in jobs) for name, jobs in medians.items()
+    }
+    row = msgspec.structs.replace(row, plan=plan)
+    pairs = [(own[0], own[1]) for own in medians[plan] if len(own) > 1]
+    if len(pairs) < _ROUNDS:
+        return msgspec.structs.replace(row, seconds=seconds)
+    own, chosen = zip(*pairs, strict=True)
+    seconds["tuned"] = chosen
+    return msgspec.structs.replace(row, fresh=ratio_of(own, chosen), seconds=seconds)
+
+
+def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
+    """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
+    kept = {row.row: row.choice for row in rows if row.kept and row.choice is not None}
+    ratios = {times.row: _ratios(times) for times in sweep}
+    found = []
+    for series in _series(ratios):
+        # A run of adjacent sizes with the same choice becomes one entry.
+        runs: list[tuple[Choice, list[int]]] = []
+        for at, row in enumerate(series):
+            choice = kept.get(row)
+            if choice is None:
+                continue
+            if not runs or runs[-1][0] != choice or runs[-1][1][-1] != at - 1:
+                runs.append((choice, []))
+            runs[-1][1].append(at)
+        found += [_entry(series, ratios, choice, run) for choice, run in runs]
+    return tuple(sorted(found, key=lambda e: (COLLECTIVES.index(e.collective), e.from_bytes)))
+
+
+def _entry(
+    series: Sequence[TimedRow],
+    ratios: Mapping[TimedRow, Mapping[Choice, float]],
+    choice: Choice,
+    run: Sequence[int],
+) -> TunerEntry:
+    """Return the entry of a run, which reaches half-way to the next sizes if it does no harm there.
+
+    `run` are places in `series`.
+    """
+    ends = [series[run[0]].bytes, series[run[-1]].bytes]
+    for end, at in enumerate((run[0] - 1, run[-1] + 1)):
+        inside = 0 <= at < len(series)
+        if inside and ratios[series[at]].get(choice, 0.0) >= NO_HARM:
+            ends[end] = math.isqrt(series[at].bytes * ends[end]) + (end == 0)
+    return TunerEntry(
+        collective=cast(TunedCollective, series[0].collective),
+        from_bytes=ends[0],
+        to_bytes=ends[1],
+        algorithm=choice.algorithm,
+        protocol=choice.protocol,
+        channels=choice.channels,
+    )
+
+
+def _ratios(times: ContestTimes) -> dict[Choice, float]:
+    """Return the speed of every choice over NCCL's own, of dropped ones from few rounds."""
+    own, *others = times.seconds or ((),)
+    return {
+        choice: ratio_of(own, seconds).middle
+        for choice, seconds in zip(times.choices, others, strict=True)
+        if seconds
+    }
+
+
+def _series(rows: Mapping[TimedRow, object]) -> list[list[TimedRow]]:
+    """Return the rows of each collective and dtype, by ascending size."""
+    found: dict[tuple[str, str], list[TimedRow]] = {}
+    for row in rows:
+        found.setdefault((row.collective, row.dtype), []).append(row)
+    return [sorted(series, key=lambda row: row.bytes) for series in found.values()]

@@ -1,0 +1,213 @@
+"""Tuning by message size: a sweep of choices in one job, then fresh jobs that confirm or reject.
+
+Choices are relative to the recommended choice of the plan without a table, whose jobs they share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
+from tccl_py.nccl.tuner import TunerEntry
+from tccl_py.plan.plan import ChoiceName
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher
+from tccl_py.verify.size_table import SizeRow, confirm, entries, predict
+from tccl_py.verify.spec import (
+    KIB,
+    Collective,
+    Contest,
+    ContestTimes,
+    Dtype,
+    JobSpec,
+    TimedRow,
+)
+from tccl_py.verify.target import Target
+
+SIZES_FILE = "sizes.json"
+FORMAT_VERSION = 1
+TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
+ALL_SIZES = tuple(KIB << shift for shift in range(21))
+"""1 KiB to 1 GiB in powers of two."""
+_DTYPE: Dtype = "bfloat16"
+_SPOT: Dtype = "float32"
+_FRESH_ROUNDS = 5
+"""Of a contest in a fresh job: jobs differ more than rounds of a job."""
+LEAST_JOBS, MOST_JOBS = 6, 10
+_START_S = 60.0
+"""Time for the start of a job's ranks and its first collectives."""
+_NEVER_S = 1e9
+
+Watcher = Callable[[str], None]
+
+
+class SizeBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of tuning a set of GPUs: collectives, each at all sizes in bytes, and seconds.
+
+    The sweep has `sweep_seconds`. No fresh jobs start after `seconds`, but LEAST_JOBS always run.
+    """
+
+    collectives: tuple[Collective, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] = ALL_SIZES
+    sweep_seconds: float = 150.0
+    seconds: float = 300.0
+
+
+OTHERS = SizeBudget(
+    collectives=("all_gather", "reduce_scatter", "broadcast", "reduce"), sizes=ALL_SIZES[::2]
+)
+"""The work of the other collectives, at sizes in factors of four."""
+
+
+class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rows of a set of GPUs, and the entries for the tuner that follow.
+
+    `arm` is the choice under which rows were timed. `skew` is the largest median difference between
+    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm.
+    """
+
+    gpus: tuple[int, ...]
+    arm: ChoiceName
+    backend: str
+    nccl: str
+    rows: tuple[SizeRow, ...]
+    entries: tuple[TunerEntry, ...]
+    jobs: int
+    skew: float
+    seconds: float
+    plan_digest: str = ""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def predictions(self) -> tuple[int, int]:
+        """Return how many predictions fresh jobs found right, of how many."""
+        asked = [row for row in self.rows if row.row.dtype == _DTYPE and row.fresh is not None]
+        return sum(row.right for row in asked), len(asked)
+
+
+def tuner_library(folder: Path) -> Path:
+    """Return the plugin's library, built in `folder` where the installation has none.
+
+    Raises InputError: there is no compiler, or it fails.
+    """
+    if (SOURCES / LIBRARY).is_file():
+        return SOURCES / LIBRARY
+    try:
+        return build_plugin(folder)
+    except BuildError as error:
+        raise InputError("the NCCL plugin", f"is not built: {error}", "see docs") from error
+
+
+class SizeArms(msgspec.Struct, frozen=True, kw_only=True):
+    """The arm whose choices are timed, and the arms beside it, default NCCL the first."""
+
+    plan: Arm
+    others: tuple[Arm, ...]
+
+    @property
+    def everything(self) -> tuple[Arm, ...]:
+        """Return all arms, the plan's first."""
+        return self.plan, *self.others
+
+
+def arms_of(target: Target, library: Path | None) -> SizeArms:
+    """Return the arms of a plan: the recommended choice has the plugin's tuner, if any."""
+    plan = target.arm(target.plan.recommended)
+    others = tuple(arm for arm in target.arms if arm.name not in ("graph", plan.name))
+    variables = dict(plan.variables)
+    if library is not None:
+        variables[TUNER_VARIABLE] = str(library.resolve())
+    return SizeArms(plan=msgspec.structs.replace(plan, variables=variables), others=others)
+
+
+def tune_sizes(
+    arms: SizeArms,
+    launcher: Launcher,
+    budget: SizeBudget,
+    *,
+    watch: Watcher = lambda _: None,
+) -> SizeTuning:
+    """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
+
+    Raises JobError: the sweep's job failed, or too many fresh jobs.
+    """
+    begun = time.monotonic()
+    timeout = max(launcher.timeout, budget.sweep_seconds + _START_S)
+    launcher = msgspec.structs.replace(launcher, timeout=timeout)
+    # 1. Sweep over all choices in one job.
+    watch(f"trying algorithms, protocols and channels of {arms.plan.name}")
+    contests = tuple(
+        Contest(row=TimedRow(collective=collective, dtype=_DTYPE, bytes=size))
+        for collective in budget.collectives
+        for size in budget.sizes
+    )
+    spec = JobSpec(contests=contests, contest_seconds=budget.sweep_seconds)
+    (job,) = launcher.run([arms.plan], spec)
+    sweep = job.results[0].contests
+    # 2. Time the predicted choices in fresh jobs, which decide.
+    predicted = with_spots(predict(sweep))
+    fresh = _fresh_jobs(arms, launcher, predicted, until=begun + budget.seconds, watch=watch)
+    rows = confirm(predicted, fresh, plan=arms.plan.name)
+    return SizeTuning(
+        gpus=tuple(gpu for host in launcher.hosts for gpu in host.gpus),
+        arm=arms.plan.name,
+        backend=launcher.backend,
+        nccl=job.results[0].nccl,
+        rows=tuple(rows),
+        entries=entries(rows, sweep),
+        jobs=len(fresh[arms.plan.name]),
+        skew=max((times.skew for times in sweep), default=0.0),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
+    """Return the rows, and all-reduces of the other dtype where the first one is to gain.
+
+    NCCL does not tell a tuner the dtype: an entry holds for all of them.
+    """
+    return [
+        *rows,
+        *(
+            msgspec.structs.replace(row, row=msgspec.structs.replace(row.row, dtype=_SPOT))
+            for row in rows
+            if row.gains and row.row.collective == "all_reduce"
+        ),
+    ]
+
+
+def _fresh_jobs(
+    arms: SizeArms,
+    launcher: Launcher,
+    predicted: Sequence[SizeRow],
+    *,
+    until: float,
+    watch: Watcher,
+) -> dict[ChoiceName, list[Sequence[ContestTimes]]]:
+    """Return the times of each arm's jobs: MOST_JOBS, fewer if it is late."""
+    contests = tuple(
+        Contest(
+            row=row.row,
+            choices=() if row.choice is None else (row.choice,),
+            rounds=_FRESH_ROUNDS,
+            beside=False,
+        )
+        for row in predicted
+    )
+    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
+    jobs = ConcurrentJobs(launcher, [row.row.bytes for row in predicted])
+    found: dict[ChoiceName, list[Sequence[ContestTimes]]]
+    found = {arm.name: [] for arm in arms.everything}
+    own = found[arms.plan.name]
+    while len(own) < LEAST_JOBS or (len(own) < MOST_JOBS and time.monotonic() < until):
+        watch(f"fresh jobs, round {len(own) + 1}")
+        batch = arms.everything * max(1, jobs.at_once // len(arms.everything))
+        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
+            if isinstance(outcome, JobError):
+                raise outcome
+            found[arm.name].append(outcome.results[0].contests)
+    return found

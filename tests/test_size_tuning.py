@@ -1,0 +1,270 @@
+"""Tuning by message size: what halving keeps, which entries stay, and the ranges they get."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
+from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
+from tccl_py.verify.halving import FINALISTS, all_choices, halve
+from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
+from tccl_py.verify.sizes import with_spots
+from tccl_py.verify.spec import KIB, Choice, ContestTimes, TimedRow
+
+SIZES = tuple(KIB << shift for shift in range(4, 10))
+
+
+def row(size, dtype="bfloat16", collective="all_reduce"):
+    return TimedRow(collective=collective, dtype=dtype, bytes=size)
+
+
+class Truth:
+    """A machine: seconds are `base` over a ratio for each row and choice, with noise.
+
+    A job's choices have factors of their own beside the noise of each round.
+    """
+
+    def __init__(self, ratio, *, seed, noise=0.02, job=0.005, channels=8, beside=None):
+        self.ratio, self.channels, self.beside = ratio, channels, beside
+        self._noise, self._job = noise, job
+        self._random = np.random.default_rng(seed)
+
+    def contest(self, one, choices=None, rounds=12):
+        chosen = all_choices(one, self.channels) if choices is None else choices
+        ratios = [1.0, *(self.ratio(one, choice) for choice in chosen)]
+        jobs = np.exp(self._random.normal(0, self._job, len(ratios)))
+
+        def measure(orders):
+            return [
+                [
+                    1e-4 / ratios[at] * jobs[at] * math.exp(noise)
+                    for at, noise in zip(
+                        order, self._random.normal(0, self._noise, len(order)), strict=True
+                    )
+                ]
+                for order in orders
+            ]
+
+        seconds = halve(len(chosen), measure, rounds=rounds)
+        besides = []
+        if self.beside is not None:
+            shares = [1.0, *(self.beside(one, choice) for choice in chosen)]
+            besides = [
+                tuple(
+                    1e-3 / share * math.exp(x) for x in self._random.normal(0, self._noise / 4, 6)
+                )
+                if len(times) == len(seconds[0])
+                else ()
+                for share, times in zip(shares, seconds, strict=True)
+            ]
+        return ContestTimes(
+            row=one, choices=chosen, seconds=tuple(map(tuple, seconds)), beside=tuple(besides)
+        )
+
+    def tuned(self, sizes=SIZES, jobs=8):
+        """The rows and entries that a sweep and fresh jobs come to."""
+        sweep = [self.contest(row(size)) for size in sizes]
+        predicted = with_spots(predict(sweep))
+        fresh = [
+            [
+                self.contest(one.row, () if one.choice is None else (one.choice,), rounds=5)
+                for one in predicted
+            ]
+            for _ in range(jobs)
+        ]
+        rows = confirm(predicted, {"default": fresh}, plan="default")
+        return rows, entries(rows, sweep)
+
+
+def covering(found, size):
+    return [entry for entry in found if entry.from_bytes <= size <= entry.to_bytes]
+
+
+def wanted(algorithm, protocol, channels):
+    return Choice(algorithm=algorithm, protocol=protocol, channels=channels)
+
+
+@given(st.lists(st.floats(1.0, 9.0), min_size=1, max_size=40, unique=True))
+def test_halving_times_the_fastest_choice_in_every_round_and_each_round_in_another_order(seconds):
+    asked = []
+
+    def measure(orders):
+        asked.extend(orders)
+        return [[0.5 if at == 0 else seconds[at - 1] for at in order] for order in orders]
+
+    times = halve(len(seconds), measure)
+    complete = [at for at, values in enumerate(times) if len(values) == len(times[0])]
+    assert len(times[0]) >= 12
+    assert 0 in complete
+    assert 1 + seconds.index(min(seconds)) in complete
+    assert len(complete) <= 1 + FINALISTS
+    assert all(0 in order for order in asked)
+    assert len({order[0] for order in asked}) > 1 or len(asked) == 1
+    assert sum(map(len, asked)) == sum(map(len, times))
+
+
+def test_no_choice_has_more_channels_than_the_communicator():
+    for channels in (1, 2, 12, 24, 32):
+        for size in (KIB, 128 * KIB, 1 << 30):
+            counts = {one.channels for one in all_choices(row(size), channels)}
+            assert max(counts) <= channels
+            assert min(counts) >= 1
+
+
+def test_only_all_reduce_has_trees():
+    assert {one.algorithm for one in all_choices(row(64 * KIB), 8)} == {"ring", "tree"}
+    gather = row(64 * KIB, collective="all_gather")
+    assert {one.algorithm for one in all_choices(gather, 8)} == {"ring"}
+
+
+def test_gains_of_ten_percent_are_found_and_adjacent_sizes_share_an_entry():
+    best = wanted("ring", "ll", 8)
+
+    def ratio(one, choice):
+        if choice == best and 64 * KIB <= one.bytes <= 256 * KIB:
+            return 1.10
+        return 0.9
+
+    missed = 0
+    for seed in range(20):
+        rows, found = Truth(ratio, seed=seed).tuned()
+        sizes = [size for size in SIZES if covering(found, size)]
+        missed += sum(size not in sizes for size in (64 * KIB, 128 * KIB, 256 * KIB))
+        assert set(sizes) <= {64 * KIB, 128 * KIB, 256 * KIB}
+        assert all(entry.channels == 8 and entry.protocol == "ll" for entry in found)
+        assert all(one.right for one in rows if one.row.dtype == "bfloat16") or missed
+    assert missed <= 1
+
+
+def test_an_entry_ends_at_its_size_where_the_choice_is_slower_at_the_next_one_and_half_way_else():
+    best = wanted("tree", "ll", 4)
+    ratios = {32 * KIB: 0.7, 64 * KIB: 1.2, 128 * KIB: 1.0}
+    truth = Truth(
+        lambda one, choice: ratios.get(one.bytes, 0.5) if choice == best else 0.6,
+        seed=1,
+        noise=0.002,
+    )
+    _, (entry,) = truth.tuned()
+    assert entry.from_bytes == 64 * KIB
+    assert entry.to_bytes == math.isqrt(64 * KIB * 128 * KIB)
+
+
+def test_of_machines_without_a_gain_at_most_one_in_a_hundred_tables_harms():
+    harmed = 0
+    for seed in range(1000):
+        random = np.random.default_rng(seed)
+        ratios = {}
+
+        def ratio(one, choice, ratios=ratios, random=random):
+            return ratios.setdefault((one.bytes, choice), min(1.0, random.uniform(0.9, 1.05)))
+
+        _, found = Truth(ratio, seed=seed, channels=2).tuned(sizes=SIZES[:3])
+        harmed += any(
+            ratios[size, wanted(entry.algorithm, entry.protocol, entry.channels)] < 1
+            for size in SIZES[:3]
+            for entry in covering(found, size)
+        )
+    assert harmed <= 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_tables_fit_whatever_the_truth_and_cover_no_size_that_fresh_jobs_did_not_confirm(seed):
+    random = np.random.default_rng(seed)
+    ratios = {}
+
+    def ratio(one, choice):
+        return ratios.setdefault((one.bytes, choice), random.uniform(0.8, 1.3))
+
+    rows, found = Truth(ratio, seed=seed, channels=4).tuned(jobs=6)
+    table = TunerTable(gpus=(0, 1), measured_on=(0, 1), entries=found)
+    check_tables([table], (0, 1), where="table")
+    for one in rows:
+        if one.row.dtype == "bfloat16":
+            over = covering(found, one.row.bytes)
+            assert len(over) == one.kept
+            assert not one.kept or (one.fresh.low > 1 and one.fresh.middle >= LEAST_GAIN)
+
+
+def test_an_entry_that_slows_the_other_dtype_does_not_stay():
+    best = wanted("ring", "simple", 8)
+
+    def ratio(one, choice):
+        return (1.3 if one.dtype == "bfloat16" else 0.9) if choice == best else 0.8
+
+    rows, found = Truth(ratio, seed=3).tuned()
+    assert any(one.gained for one in rows)
+    assert found == ()
+
+
+def test_multiplications_choose_between_choices_that_differ_in_channels_alone():
+    few, many = wanted("ring", "ll", 2), wanted("ring", "ll", 8)
+
+    def ratio(one, choice):
+        return {few: 1.20, many: 1.22}.get(choice, 0.8)
+
+    def beside(one, choice):
+        return {few: 1.05, many: 1.00}.get(choice, 1.0)
+
+    _, found = Truth(ratio, seed=4, noise=0.005, beside=beside).tuned()
+    assert {entry.channels for entry in found} == {2}
+
+
+def test_a_choice_that_slows_multiplications_gets_no_entry():
+    best = wanted("ring", "ll", 8)
+    truth = Truth(
+        lambda one, choice: 1.3 if choice == best else 0.8,
+        seed=5,
+        noise=0.005,
+        beside=lambda one, choice: 0.95 if choice == best else 1.0,
+    )
+    assert truth.tuned()[1] == ()
+
+
+def test_too_few_fresh_jobs_confirm_nothing():
+    truth = Truth(lambda one, choice: 1.3 if choice.protocol == "ll" else 0.8, seed=6)
+    assert truth.tuned(jobs=5)[1] == ()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    try:
+        return ctypes.CDLL(str(build_plugin(tmp_path_factory.mktemp("plugin"))))
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def test_the_tuner_follows_what_a_process_tells_it_unless_nccl_forbids_the_choice(library):
+    told = (ctypes.c_int * 4).in_dll(library, "tccl_told")
+    pointers = (ctypes.c_void_p * 4).in_dll(library, "ncclTunerPlugin_v5")
+    sizes = [ctypes.c_size_t, ctypes.c_int]
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        *sizes,
+        ctypes.c_void_p,
+        *[ctypes.c_int] * 3,
+        ctypes.POINTER(ctypes.c_int),
+    )
+    choose = kind(pointers[2])
+
+    def asked(algorithm, protocol, channels, costs):
+        told[:] = [algorithm, protocol, channels, 0]
+        table, count = (ctypes.c_float * 21)(*costs), ctypes.c_int(0)
+        choose(None, 4, 65536, 1, ctypes.addressof(table), 7, 3, 0, ctypes.byref(count))
+        told[0] = -1
+        usable = [(cost, at) for at, cost in enumerate(table) if cost >= 0]
+        return divmod(min(usable)[1], 3), count.value, told[3]
+
+    costs = [5.0, -1.0, 7.0, 1.0, 2.0, 3.0] + [-1.0] * 15
+    ring, tree = ALGORITHMS.index("ring"), ALGORITHMS.index("tree")
+    ll, ll128, simple = map(PROTOCOLS.index, ("ll", "ll128", "simple"))
+    assert asked(-1, 0, 8, costs) == ((ring, ll), 0, 0)
+    assert asked(tree, simple, 8, costs) == ((tree, simple), 8, 1)
+    assert asked(ring, ll128, 0, costs) == ((ring, ll128), 0, 1)
+    assert asked(tree, ll128, 8, costs) == ((ring, ll), 0, 0)
