@@ -45,9 +45,11 @@ def main() -> None:
         launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
         library = tuner_library(Path(folder)) if asked.backend == "cuda" else None
         arms = arms_of(read_target(plan, asked.directory), library)
-        found = tune_sizes(arms, launcher, budget, watch=lambda text: print(text, file=sys.stderr))
+        found, sweep = tune_sizes(
+            arms, launcher, budget, watch=lambda text: print(text, file=sys.stderr)
+        )
     if asked.out:
-        asked.out.write_bytes(msgspec.json.encode(found))
+        asked.out.write_bytes(msgspec.json.encode({"tuning": found, "sweep": sweep}))
     print(columns([(*COLUMNS, "choice"), *size_cells(found)]))
     print(*tuning_facts(found), sep="\n")
 

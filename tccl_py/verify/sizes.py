@@ -130,8 +130,10 @@ def tune_sizes(
     budget: SizeBudget,
     *,
     watch: Watcher = lambda _: None,
-) -> SizeTuning:
+) -> tuple[SizeTuning, tuple[ContestTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
+
+    Also returns all times of the sweep.
 
     Raises JobError: the sweep's job failed, or too many fresh jobs.
     """
@@ -152,7 +154,7 @@ def tune_sizes(
     predicted = with_spots(predict(sweep))
     fresh = _fresh_jobs(arms, launcher, predicted, until=begun + budget.seconds, watch=watch)
     rows = confirm(predicted, fresh, plan=arms.plan.name)
-    return SizeTuning(
+    tuning = SizeTuning(
         gpus=tuple(gpu for host in launcher.hosts for gpu in host.gpus),
         arm=arms.plan.name,
         backend=launcher.backend,
@@ -163,6 +165,7 @@ def tune_sizes(
         skew=max((times.skew for times in sweep), default=0.0),
         seconds=time.monotonic() - begun,
     )
+    return tuning, sweep
 
 
 def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
