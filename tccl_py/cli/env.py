@@ -1,19 +1,23 @@
-"""`tccl env`: the environment of a job over some GPUs of a plan, or of a host of a cluster."""
+"""`tccl env` and `tccl run`: a job's environment over GPUs of a plan, or on a host of a cluster."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import PurePosixPath
-from typing import Annotated, Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, gpus_argument, opt, refuse
-from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
+from tccl_py.errors import InputError
+from tccl_py.files import refused
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     planned_or_installed,
@@ -21,7 +25,7 @@ from tccl_py.health.fitness import (
     why_other_host,
 )
 from tccl_py.model.cluster import shown
-from tccl_py.nccl.variables import export_lines, job_environment
+from tccl_py.nccl.variables import env_conflicts, export_lines, job_environment
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
@@ -33,18 +37,35 @@ from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
+Gpus = Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")]
+HostName = Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")]
+Version = Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")]
+Chosen = Annotated[Choice | None, opt("|".join(CHOICES), "The recommended one if not given.")]
+Plugin = Annotated[bool, flag("--plugin", "Load NCCL's plugin: any communicators.")]
+Alike = Annotated[
+    bool,
+    typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
+]
+
+
+class _Found(NamedTuple):
+    """A job's variables, the GPUs or host, and whether what was asked for is not there."""
+
+    plan: Plan
+    subject: dict[str, Any]
+    variables: Mapping[str, str]
+    refused: bool
+
+
 def env(
     directory: options.Directory,
     *,
-    gpus: Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")] = None,
-    host: Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")] = None,
-    nccl: Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")] = None,
-    choice: Annotated[Choice | None, opt("NAME", "The recommended one if not given.")] = None,
-    plugin: Annotated[bool, flag("--plugin", "Load NCCL's plugin: any communicators.")] = False,
-    alike: Annotated[
-        bool,
-        typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
-    ] = False,
+    gpus: Gpus = None,
+    host: HostName = None,
+    nccl: Version = None,
+    choice: Chosen = None,
+    plugin: Plugin = False,
+    alike: Alike = False,
     json: options.Json = False,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
@@ -75,6 +96,67 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
+    given: dict[str, Any] = {"gpus": gpus, "nccl": nccl, "host": host, "choice": choice}
+    found = _environment(directory, plugin=plugin, alike=alike, **given)
+    _print(found.plan, found.variables, found.subject, json=json)
+    if found.refused:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def run(
+    directory: options.Directory,
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="The job and its arguments, after --.")
+    ],
+    *,
+    gpus: Gpus = None,
+    host: HostName = None,
+    nccl: Version = None,
+    choice: Chosen = None,
+    plugin: Plugin = False,
+    alike: Alike = False,
+) -> None:
+    """Run a job with the plan's recommended choice, in the environment of `tccl env`.
+
+    The process becomes COMMAND, whose exit code counts. NCCL variables that you have set stay as
+    they are. Where they contradict the plan, or the plan does not apply, COMMAND runs without the
+    plan, and stderr says why.
+
+    Examples:
+
+        tccl run my-plan -- torchrun --nproc-per-node 8 train.py
+        tccl run my-plan --plugin -- python train.py
+    """
+    given: dict[str, Any] = {"gpus": gpus, "nccl": nccl, "host": host, "choice": choice}
+    found = _environment(directory, plugin=plugin, alike=alike, **given)
+    settings = found.plan.choices[found.subject.get("choice", "default")].settings
+    variables = found.variables
+    against = () if plugin or not variables else env_conflicts(settings, os.environ)
+    if against:
+        notice(f"the plan is disabled, as your environment has another {', '.join(against)}")
+        variables = {}
+    program = shutil.which(command[0])
+    if program is None:
+        where = f"command {command[0][:60]!r}"
+        raise InputError(where, "is no program here", "name a program after --")
+    flush_output(0)
+    # Python ignores it, and what is ignored is inherited.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with refused(Path(program), "cannot be run", "name a program after --"):
+        os.execve(program, command, {**variables, **os.environ})
+
+
+def _environment(
+    directory: Path,
+    *,
+    gpus: str | None,
+    host: str | None,
+    nccl: str | None,
+    choice: Any,
+    plugin: bool,
+    alike: bool,
+) -> _Found:
+    """Return a job's variables; notices say why there are none."""
     check_plan_directory(directory)
     plan = load_plan(directory)
     named = {"--gpus": gpus, "--nccl": nccl, "--host": host, "--choice": choice}
@@ -98,10 +180,8 @@ def env(
             disabled = why_no_plugin(nccl or planned_or_installed(plan))
         file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
     if disabled:
-        subject["off"] = disabled
-        _print(plan, {}, subject, json=json)
         notice(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
-        raise typer.Exit(ANSWER_IS_NO)
+        return _Found(plan, {**subject, "off": disabled}, {}, refused=True)
     taken = plan.recommended if choice is None else choice.value
     missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
     if missing:
@@ -112,9 +192,8 @@ def env(
     if taken == "graph" and not missing:
         graph = PurePosixPath(directory.resolve() / "nccl" / file)
     variables = loading or job_environment(plan.choices[taken].settings, graph=graph)
-    _print(plan, variables, {**subject, "choice": taken}, json=json)
-    if missing and (plan.is_cluster or choice is not None):
-        raise typer.Exit(ANSWER_IS_NO)
+    refused = missing and (plan.is_cluster or choice is not None)
+    return _Found(plan, {**subject, "choice": taken}, variables, refused)
 
 
 def _check_options(plan: Plan, given: Mapping[str, object], *, plugin: bool) -> None:

@@ -38,6 +38,7 @@ COMMANDS = {
     "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
     "report": ("show:report", "Write a plan as one HTML page."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
+    "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
     "install": ("install:install", "Put a verified plan's settings where jobs find them."),
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),

@@ -1,0 +1,60 @@
+"""`tccl run`: a job in the environment of a plan, with its own exit code."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tccl_py.plan.directory import write_plan
+from tests.planned import SMALL, plan_of
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    place = tmp_path_factory.mktemp("plan")
+    write_plan(plan_of(SMALL), place)
+    return place
+
+
+def run(*arguments, **variables):
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "tccl_py", "run", *map(str, arguments)],
+        env={**clean, **variables}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def variables_of(*arguments, **variables):
+    text = run(*arguments, "--", "env", **variables).stdout
+    pairs = (line.partition("=") for line in text.splitlines() if line.startswith("NCCL_"))
+    return {name: value for name, _, value in pairs}
+
+
+def test_the_job_has_the_choices_variables_and_its_own_exit_code(directory):
+    done = run(directory, "--choice", "graph", "--", "sh", "-c", "echo $NCCL_GRAPH_FILE; exit 7")
+    assert (done.returncode, done.stdout) == (7, f"{directory}/nccl/graph.xml\n")
+
+
+def test_a_users_variables_stay_and_a_contradiction_disables_the_plan(directory):
+    words = (directory, "--choice", "graph")
+    kept = variables_of(*words, NCCL_DEBUG="WARN")
+    assert kept["NCCL_DEBUG"] == "WARN"
+    assert "NCCL_GRAPH_FILE" in kept
+    assert variables_of(*words, NCCL_SHM_DISABLE="1") == {"NCCL_SHM_DISABLE": "1"}
+    assert "NCCL_SHM_DISABLE" in run(*words, "--", "true", NCCL_SHM_DISABLE="1").stderr
+
+
+def test_a_job_over_other_gpus_than_the_plans_gets_no_graph_file(directory):
+    assert "NCCL_GRAPH_FILE" not in variables_of(directory, "--gpus", "0")
+
+
+@pytest.mark.parametrize("command", [(), ("",), ("no-such-program",), ("/",)])
+def test_what_is_no_program_is_refused_in_one_line(command, directory):
+    done = run(directory, "--", *command)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_job_ends_as_usual_where_nobody_reads_its_output(directory):
+    done = run(directory, "--", "sh", "-c", "yes | head -n 1; echo done >&2")
+    assert (done.returncode, done.stdout, done.stderr[-5:]) == (0, "y\n", "done\n")
