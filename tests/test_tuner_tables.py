@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.nccl.tuner import TunerEntry, TunerTable, check_tables
+from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.staging import check_files, read_manifest
 from tccl_py.plan.tuned import TUNING_FILE, Tuning, keep_tuning, load_tuning
@@ -127,6 +129,54 @@ def test_tuning_of_another_choice_or_of_changed_files_is_not_written(tmp_path, c
     with pytest.raises(InputError):
         keep_tuning(msgspec.structs.replace(tuning_of(plan), **changes), plan, tmp_path)
     assert index.read_bytes() == before
+
+
+def read_csv(text):
+    """What NCCL's example tuner reads, as its README says: lines by number of ranks."""
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, low, high, algorithm, protocol, channels, nodes, ranks, pipelined, buffer = (
+                line.split(",")
+            )
+            assert (nodes, pipelined, buffer) == ("1", "1", "-1")
+            collective = {name.replace("_", ""): name for name in COLLECTIVES}[name]
+            row = entry(
+                int(low),
+                int(high),
+                collective=collective,
+                algorithm=algorithm,
+                protocol=protocol,
+                channels=int(channels),
+            )
+            found.setdefault(int(ranks), []).append(row)
+    return found
+
+
+def test_the_csv_has_what_all_sets_of_a_size_have():
+    shared, own = entry(), entry(0, 4 * K, collective="reduce")
+    pairs = [table(shared, gpus=gpus) for gpus in ((0, 1), (0, 2))]
+    whole = table(own, shared, gpus=(0, 1, 2))
+    last = table(own, shared, gpus=(1, 2))
+    text, left_out = tuner_csv([*pairs, last, whole], (0, 1, 2))
+    assert (read_csv(text), left_out) == ({2: [shared], 3: [own, shared]}, 1)
+    text, left_out = tuner_csv([*pairs, whole], (0, 1, 2))
+    assert (read_csv(text), left_out) == ({3: [own, shared]}, 2)
+    assert read_csv(tuner_csv([], (0, 1, 2))[0]) == {}
+
+
+def test_export_writes_the_csv_of_a_tuned_plan_alone(tmp_path):
+    plan, place = plan_of(SMALL), tmp_path / "plan"
+    place.mkdir()
+    write_plan(plan, place)
+    command = ["export", str(place), "--runtime", "tuner", "-o", str(tmp_path / "csv")]
+    assert CliRunner().invoke(app, command).exit_code == 2
+    keep_tuning(tuning_of(plan, table(entry(), gpus=plan.gpus)), plan, place)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0
+    assert read_csv((tmp_path / "csv").read_text()) == {len(plan.gpus): [entry()]}
+    assert CliRunner().invoke(app, command).exit_code == 2
+    assert CliRunner().invoke(app, [*command[:-2], "--nccl", "2.30"]).exit_code == 2
 
 
 def test_tables_do_not_change_once_made():

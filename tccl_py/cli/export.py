@@ -21,15 +21,17 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import expand, listed_hosts
 
-RUNTIMES = ("nccl", "tccl")
+RUNTIMES = ("nccl", "tccl", "tuner")
 
 
 def export(
     directory: options.PlanPath,
     *,
-    runtime: Annotated[str, opt("nccl|tccl", "Unmodified NCCL, or TCCL's fork of 2.18.")] = "nccl",
+    runtime: Annotated[
+        str, opt("nccl|tccl|tuner", "NCCL, TCCL's fork of 2.18, or NCCL's example tuner.")
+    ] = "nccl",
     output: Annotated[
-        Path | None, opt("DIR|FILE", "A new directory, for tccl a new file.", "-o", "--output")
+        Path | None, opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output")
     ] = None,
     nccl: Annotated[str | None, opt("VERSION", "The jobs' NCCL; the plan's if not given.")] = None,
     subsets: Annotated[str | None, opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'.")] = None,
@@ -58,6 +60,9 @@ def export(
     A cluster's plan needs equal nodes and a model. Parts of the plan that the file cannot express
     are named in notices, and in a comment of the file.
 
+    For tuner: the CSV file of the example tuner in NCCL's sources (NCCL_TUNER_CONFIG_FILE), with
+    the tables that `tccl verify --tune` measured, for those who do not use tccl's plugin.
+
     Examples:
 
         tccl export my-plan --runtime nccl -o /etc/tccl
@@ -66,16 +71,10 @@ def export(
     """
     one_of("--runtime", runtime, RUNTIMES)
     of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
-    other = "tccl" if runtime == "nccl" else "nccl"
-    right = f"add --runtime {other}, or leave it out"
-    refuse(
-        of_tccl if runtime == "nccl" else {"--nccl": nccl},
-        ("", f"is for another runtime, {other}", right),
-    )
-    refuse(
-        {"--hosts": hosts if runtime == "tccl" else None},
-        ("", "is for another runtime, nccl", "leave it out"),
-    )
+    of_nccl = {"--nccl": nccl, "--hosts": hosts}
+    for other, given in (("tccl", of_tccl), ("nccl", of_nccl)):
+        right = f"add --runtime {other}, or leave it out"
+        refuse({} if runtime == other else given, ("", f"is for another runtime, {other}", right))
     if hosts is None:
         refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
     else:
@@ -84,6 +83,9 @@ def export(
         return
     if runtime == "tccl":
         _export_fork(directory, output, subsets, nic, max_sets)
+        return
+    if runtime == "tuner":
+        _export_tuner(directory, output)
         return
     plan = load_plan(directory)
     if nccl is not None:
@@ -95,6 +97,29 @@ def export(
         return
     plan.check_single(directory, "there is a file for each host: name a new directory by --output")
     print(nccl_files(plan, directory)[GRAPH_FILE], end="")
+
+
+def _export_tuner(directory: Path, output: Path | None) -> None:
+    """Write the tuner's tables to the new file `output`, or print them."""
+    from tccl_py.nccl.tuner import ONE_CHANNEL, tuner_csv  # noqa: PLC0415
+    from tccl_py.plan.tuned import load_tuning  # noqa: PLC0415
+
+    _check_new(output)
+    check_plan_directory(directory)
+    plan = load_plan(directory)
+    tuning = load_tuning(plan, directory)
+    if tuning is None:
+        raise InputError(str(directory), "was not tuned", "run tccl verify --tune there")
+    text, left_out = tuner_csv(tuning.tables, plan.gpus)
+    write_result(text, output)
+    notice(ONE_CHANNEL)
+    if left_out:
+        notice(f"{left_out} entries of single sets of GPUs are left out: the file cannot name GPUs")
+
+
+def _check_new(output: Path | None) -> None:
+    if output is not None and (output.is_file() or output.is_dir()):
+        raise InputError(str(output), "already exists", "name a new file")
 
 
 def _export_fork(
@@ -109,8 +134,7 @@ def _export_fork(
     most = DEFAULT_MAX_SETS if sets is None else sets
     in_range("--max-sets", most, 1_000_000)
     wanted = Export(subsets=_gpu_sets(subsets), nic=nic, max_sets=most)
-    if output is not None and (output.is_file() or output.is_dir()):
-        raise InputError(str(output), "already exists", "name a new file")
+    _check_new(output)
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off(), ExitStack() as stack:
         plan = load_plan(directory)

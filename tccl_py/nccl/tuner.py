@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import comb
 from typing import Literal, get_args
 
 import msgspec
@@ -55,6 +56,34 @@ class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     measured_on: tuple[int, ...]
     entries: tuple[TunerEntry, ...] = ()
     hosts: int = 1
+
+
+ONE_CHANNEL = (
+    "take the example tuner of NCCL 2.30.3 or later, as earlier ones crash, and set its default of "
+    "nChannels to 0 in pluginGetCollInfo: a call without a line gets one channel"
+)
+
+
+def tuner_csv(tables: Sequence[TunerTable], gpus: Sequence[int]) -> tuple[str, int]:
+    """Return a configuration of NCCL's example tuner, and the number of entries left out.
+
+    Its lines name a number of ranks and no GPUs: an entry needs all sets of that many of a plan's
+    `gpus` to have it. Channels 0 leave the number to NCCL; the documented -1 makes it one.
+    """
+    fields = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels"
+    lines = [f"# {ONE_CHANNEL}", f"# {fields},nNodes,nRanks,numPipeOps,regBuff"]
+    for size in range(2, len(gpus) + 1):
+        sets = [table.entries for table in tables if len(table.gpus) == size]
+        whole = len(sets) == comb(len(gpus), size)
+        shared = set(sets[0]).intersection(*sets) if whole else set()
+        lines += [
+            f"{entry.collective.replace('_', '')},{entry.from_bytes},{entry.to_bytes},"
+            f"{entry.algorithm},{entry.protocol},{entry.channels},1,{size},1,-1"
+            for entry in (sets[0] if shared else ())
+            if entry in shared
+        ]
+    written = sum(comb(len(gpus), int(line.split(",")[7])) for line in lines[2:])
+    return "\n".join((*lines, "")), sum(len(table.entries) for table in tables) - written
 
 
 def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:
