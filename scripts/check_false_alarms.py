@@ -1,10 +1,22 @@
-"""Count false alarms of `tccl check` on machines with nothing but noise, and its detections."""
+"""Count false alarms of `tccl check` on machines with nothing but noise, and its detections.
+
+With --preflight those of `check --preflight`: of transfers, or of collectives whose jobs have the
+same noise. Each preflight has a verification of its own to compare with.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
+from tccl_py.health.drift import Effort
+from tccl_py.verify.preflight import FAMILIES, Preflight, check_collectives
+from tccl_py.verify.spec import MIB
+from tccl_py.verify.target import Target
+from tccl_py.verify.verify import RunBudget, verify_target
 from tests.drifting import checked, exact_rates, journalled, with_slower_link
+from tests.verified import FakeJobs, dry_run
 
 CHECKS = 300
 MACHINES = ("intel-v100", "amd-v100", "h200x4-vm")
@@ -16,11 +28,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("machines", nargs="*", default=MACHINES)
     parser.add_argument("--checks", type=int, default=CHECKS)
+    parser.add_argument("--preflight", action="store_true")
     wanted = parser.parse_args()
     for name in wanted.machines:
         print(f"{name}: {wanted.checks} checks without a change, {wanted.checks // 10} with one")
         for noise, between in NOISES:
-            report(name, noise, between, wanted.checks)
+            if wanted.preflight:
+                report_preflights(name, noise, between, wanted.checks)
+            else:
+                report(name, noise, between, wanted.checks)
 
 
 def report(name: str, noise: float, between: float, checks: int) -> None:
@@ -50,6 +66,32 @@ def report(name: str, noise: float, between: float, checks: int) -> None:
         + "; ".join(found),
         flush=True,
     )
+
+
+def report_preflights(name: str, noise: float, between: float, checks: int) -> None:
+    case = journalled(name, noise)
+    target = Target(plan=case.plan, directory=Path("unused"), graphs={"": ""})
+    budget = RunBudget(rounds=6, sizes=(64 * MIB, 256 * MIB, 1024 * MIB), seconds=0)
+    false = {1.0: 0, 0.9: 0}
+    for seed in range(checks):
+        effort = Effort(seed=seed, families=FAMILIES)
+        drift = checked(case, noise=noise, between=between, seed=seed, effort=effort)
+        for speed in false if seed % 10 == 0 else (1.0,):
+            then, now = (
+                dry_run(case.plan, FakeJobs(seconds(rate), noise=max(noise, between), seed=draw))
+                for draw, rate in ((2 * seed, 1.0), (2 * seed + 1, speed))
+            )
+            found = check_collectives(target, now, verify_target(target, then, budget))
+            healthy = Preflight(drift=drift, collectives=found, seconds=0.0).ok
+            false[speed] += not healthy
+    words = f"  noise {noise:.0%}, between measurements {between:.0%}: "
+    words += f"{false[1.0]} of {checks} healthy machines fail"
+    slower = f"{false[0.9]} of {checks // 10} with 10% slower collectives"
+    print(f"{words}; {slower}", flush=True)
+
+
+def seconds(speed: float) -> Callable[[int, object], float]:
+    return lambda size, _: (1e-4 + size / 1e11) / speed
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json, encode_line
 from tccl_py.model.machine import Fingerprint
-from tccl_py.model.transfer import direct_write, transfer_set
+from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json
@@ -20,8 +21,11 @@ from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalHeader, read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
+from tccl_py.verify.record import keep_verification
 from tests.drifting import with_slower_link
-from tests.planned import rebind, with_parts
+from tests.planned import plan_of, rebind, with_parts
+from tests.test_preflight import Host, jobs
+from tests.verified import dry_run
 
 NAME = "intel-v100"
 KEYS = [
@@ -279,10 +283,11 @@ def test_the_host_backend_is_checked_by_itself(plan):
         ) as source,
     ):
         source.measure([transfer_set(flows), transfer_set(flows[:1])])
-    result = tccl("check", plan, "--json", "--max-seconds", "110")
+    result = tccl("check", plan, "--json", "--max-seconds", "25")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)
-    assert (found["simulated"], found["sets_compared"]) == (False, 2)
+    assert not found["simulated"]
+    assert found["sets_compared"] + len(found["skipped"]) == 2
     assert "host backend" in result.stderr
 
 
@@ -297,3 +302,81 @@ def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_tol
     found = json.loads(tccl("check", directory, "--json").stdout)
     assert found["drifted"]
     assert "G2" in found["changes"][0]["flow"]
+
+
+# The preflight; test_preflight.py has its parts
+
+
+@pytest.fixture
+def verified(measured, monkeypatch):
+    """A measured plan that was verified, with jobs by formula; returns how long they take."""
+    host, factor = Host(plan_of(NAME), measured), [1.0]
+    keep_verification(host.verified, measured)
+
+    @contextmanager
+    def launcher_of(made, directory, **more):
+        yield dry_run(made, jobs(lambda _: factor[0], seed=3))
+
+    monkeypatch.setattr("tccl_py.cli.check.launcher_of", launcher_of)
+    return measured, factor
+
+
+def test_a_preflight_passes_and_says_so_in_all_forms(verified):
+    directory, _ = verified
+    result = tccl("check", directory, "--preflight")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("preflight passed")
+    found = json.loads(tccl("check", directory, "--preflight", "--json").stdout)
+    assert (found["ok"], found["findings"], found["drifted"]) == (True, [], False)
+    assert found["collectives_checked"] == 240
+    assert [sorted(row) for row in found["bandwidths"]] == [
+        ["bytes", "expected_gbps", "gbps", "p"]
+    ] * len(found["bandwidths"])
+    text = tccl("check", directory, "--preflight", "--prometheus").stdout
+    labels = f'{{machine="{NAME}",simulated="false"}}'
+    assert f"tccl_check_preflight_ok{labels} 1\n" in text
+    assert f"tccl_check_findings{labels} 0\n" in text
+    assert f"tccl_check_drifted{labels} 0\n" in text
+
+
+def test_slower_collectives_fail_a_preflight_and_leave_a_check_alone(verified):
+    directory, factor = verified
+    factor[0] = 1.3
+    result = tccl("check", directory, "--preflight", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"], found["drifted"]) == (1, False, False)
+    assert {tuple(one) for one in found["findings"]} == {("what", "where", "expected", "measured")}
+    assert "no transfer is slower" in found["findings"][0]["where"]
+    assert tccl("check", directory).exit_code == 0
+
+
+def test_a_slower_link_is_the_culprit(verified, session):
+    directory, _ = verified
+    session.simulator = Simulator(with_slower_link(load_bundled(NAME), "G2", 0.5), noise=0.01)
+    result = tccl("check", directory, "--preflight")
+    assert result.exit_code == 1
+    assert "at GPU 2's PCIe link" in result.stdout
+
+
+def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):
+    directory, _ = verified
+    pattern = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
+    for module in ("health.drift", "verify.preflight"):
+        monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([pattern]))
+    first, second = (tccl("check", directory, "--preflight") for _ in range(2))
+    assert "later preflights compare" in first.stderr
+    assert "later preflights compare" not in second.stderr
+    assert len(read_journal(directory / "measurements.jsonl").measurements[pattern]) == 3
+
+
+def test_a_simulated_plan_has_a_preflight_without_collectives(plan):
+    result = tccl("check", plan, "--preflight", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"], found["collectives_checked"]) == (0, True, 0)
+    assert "simulated" in result.stderr
+
+
+def test_the_help_names_all_keys(plan):
+    found = json.loads(tccl("check", plan, "--preflight", "--json").stdout)
+    words = " ".join(tccl("check", "--help").stdout.replace("│", " ").split())
+    assert all(f"`{key}`" in words or key in words for key in found)

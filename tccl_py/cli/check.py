@@ -8,17 +8,18 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import planned_hosts
+from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice_each, write_result
-from tccl_py.errors import InputError, interrupts_put_off
+from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
 from tccl_py.files import encode_json
 from tccl_py.health.drift import (
     Drift,
@@ -37,14 +38,34 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl_library import home
 from tccl_py.plan.again import journal_of
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.job import class_sources, journal_by_class
+from tccl_py.plan.job import class_sources, hosts_again, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.journal import AnewSource, JournalContents
-from tccl_py.sources.opening import OpenedSource
+from tccl_py.sources.journal import AnewSource, JournalHeader
+from tccl_py.sources.opening import HostsSource, OpenedSource
+from tccl_py.sources.profiled import Backend, is_dry_run
+from tccl_py.verify.plans import launcher_of
+from tccl_py.verify.preflight import (
+    FAMILIES,
+    CollectivesChecked,
+    Preflight,
+    check_collectives,
+    learn_patterns,
+    preflight_json,
+    preflight_metrics,
+)
+from tccl_py.verify.record import load_verification
+from tccl_py.verify.spec import size_text
+from tccl_py.verify.target import read_target
+
+if TYPE_CHECKING:
+    from tccl_py.sources.opening import Job
 
 _MAX_SECONDS = 86_400
+_CHECK_S, _PREFLIGHT_S = 120.0, 60.0
+_CLOSING_S, _LEAST_S = 5.0, 5.0
+"""Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
 _SHOWN = 8
 _SHOWN_FLOWS = 3
 """Sets, and further flows of each, that the table has room for."""
@@ -53,7 +74,10 @@ _SHOWN_FLOWS = 3
 def check(
     directory: options.Directory,
     *,
-    max_seconds: Annotated[float, opt("S", "Seconds of all measurements at most.")] = 120.0,
+    preflight: Annotated[bool, flag("--preflight", "Check NCCL's collectives as well.")] = False,
+    max_seconds: Annotated[
+        float | None, opt("S", "Seconds at most; 120 if not given, 60 with --preflight.")
+    ] = None,
     seed: Annotated[int, opt("N", "Seed of the sample; another each day sees more sets.")] = 0,
     prometheus: Annotated[bool, flag("--prometheus", "Print metrics for Prometheus.")] = False,
     output: options.Output = None,
@@ -66,51 +90,58 @@ def check(
     idle. Names rates that changed by more than 3 % and by more than noise explains, worst first,
     and the suspected part. At most 1 of 100 checks of an unchanged machine reports a change.
 
-    Exit codes: 0 nothing changed, 1 something did, 2 this is another machine or nothing could be
-    measured.
+    With --preflight, as before each job of a scheduler: first a job of real collectives by the
+    recommended choice compares every value, and the bandwidth with `tccl verify`'s of this plan (no
+    fixed threshold). The first preflight adds writes that collapse above PCIe switches to the
+    journal, if it lacks them. The two comparisons share the 1 of 100.
+
+    Exit codes: 0 nothing changed, 1 something did (with --preflight: became slower, or is wrong), 2
+    this is another machine or nothing could be measured.
 
     --json has the keys `machine`, `drifted`, `sets_compared`, `false_alarm_rate`, `changes` (a list
     of `set`, `flow`, `was_gbps`, `is_gbps`, `ratio`, `p`), `points_to`, `lost` (why, by set),
     `skipped`, `seconds`, `simulated`. The rates are those of the flow that fell most. The metrics
     of --prometheus are tccl_check_drifted, _sets_compared, _sets_lost, _false_alarm_rate,
     _duration_seconds, _timestamp_seconds and, by set, _set_rate_ratio and _set_changed.
+    --preflight adds the keys `ok`, `findings` (a list of `what`, `where`, `expected`, `measured`),
+    `collective`, `collectives_checked`, `bandwidths` (a list of `bytes`, `gbps`, `expected_gbps`,
+    `p`), and the metrics _preflight_ok, _findings, _collectives_checked and, by size,
+    _collective_gbps and _collective_expected_gbps.
 
     Examples:
 
         tccl check my-plan
         tccl check my-plan --prometheus -o /var/lib/node_exporter/tccl.prom
+        tccl check my-plan --preflight --json
     """
     if json and prometheus:
         raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
     if output is not None and not (json or prometheus):
         raise InputError("--output", "is for machines", "add --json or --prometheus")
-    in_range("--max-seconds", max_seconds, _MAX_SECONDS, least=0)
+    seconds = (_PREFLIGHT_S if preflight else _CHECK_S) if max_seconds is None else max_seconds
+    in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
     if seed < 0:
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
     plan = load_plan(directory)
-    journal = journal_of(plan, directory)
-    notice_each(journal.notices)
     notice_each(_plugin_notices())
-    effort = Effort(seconds=max_seconds / len(plan.cluster.classes), seed=seed)
-    with interrupts_put_off(), ExitStack() as stack:
-        source, known, sources = _sources(plan, directory, journal, seed, stack)
-        found = [
-            find_drift(plan, known[number], each, number=number, effort=effort)
-            for number, each in enumerate(sources)
-        ]
-        drift = joined(plan, found)
-    notice_each(source.notices)
-    ended = time.time()
+    effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
+    begun = time.monotonic()
+    with interrupts_put_off(CTRL_C_AND_SIGTERM):
+        drift, jobs = _measured(plan, directory, effort, preflight)
+    found = Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
     if prometheus:
-        name = plan_name(plan)
-        text = prometheus_text(drift, machine=name, simulated=plan.simulated, now=ended)
-        write_result(text, output)
+        own: dict[str, Any] = {"machine": plan_name(plan), "simulated": plan.simulated}
+        text = prometheus_text(drift, **own, now=time.time())
+        write_result(text + preflight_metrics(found, **own) * preflight, output)
     elif json:
-        write_result(encode_json(drift_json(plan, drift)), output)
+        result = preflight_json(plan, found) if preflight else drift_json(plan, drift)
+        write_result(encode_json(result), output)
     else:
+        if preflight:
+            _print_preflight(found)
         _print(plan, drift)
-    if drift.drifted:
+    if not found.ok if preflight else drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -121,20 +152,78 @@ def _plugin_notices() -> list[str]:
     return [f"{one.where}: {one.what}" for one in found if one.severity != "note"]
 
 
-def _sources(
-    plan: Plan, directory: Path, journal: JournalContents, seed: int, stack: ExitStack
-) -> tuple[OpenedSource, Sequence[Journal], Sequence[BandwidthSource]]:
-    """Return the source, and the earlier measurements and a source for each class of hosts."""
-    line = stack.enter_context(ProgressLine())
-    if plan.is_cluster and not plan.simulated:
-        hosts = planned_hosts(plan, journal.header, stack)
-        hosts.watch(line.measured)
-        return hosts, journal_by_class(plan, journal), class_sources(hosts, plan.cluster)
-    source, notices = measuring_again(plan, directory, journal.header, seed)
-    notice_each(notices)
-    source.watch(line.measured)
-    anew = AnewSource(stack.enter_context(source))
-    return source, [journal.measurements], [anew]
+def _measured(
+    plan: Plan, directory: Path, effort: Effort, preflight: bool
+) -> tuple[Drift, CollectivesChecked | None]:
+    """Return the drift and, of a preflight, what a job of collectives found before."""
+    until = time.monotonic() + effort.seconds
+    journal = journal_of(plan, directory)
+    notice_each(journal.notices)
+    jobs = None
+    with ExitStack() as stack:
+        several = plan.is_cluster and not plan.simulated
+        job = job_of_plan(plan, stack) if several else None
+        if preflight:
+            jobs = _collectives(plan, directory, journal.header, effort.seconds, job)
+        line = stack.enter_context(ProgressLine())
+        known: Sequence[Journal] = [journal.measurements]
+        if job is not None:
+            source: OpenedSource = stack.enter_context(hosts_again(plan, journal.header, job))
+            known = journal_by_class(plan, journal)
+        else:
+            source, notices = measuring_again(plan, directory, journal.header, effort.seed)
+            notice_each(notices)
+            stack.enter_context(source)
+        source.watch(line.measured)
+        left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
+        found = _drift(plan, source, known, msgspec.structs.replace(effort, seconds=left))
+        if preflight:
+            notice_each(learn_patterns(plan, directory, known[0], source, until))
+    notice_each(source.notices)
+    return found, jobs
+
+
+def _collectives(
+    plan: Plan, directory: Path, journal: JournalHeader, seconds: float, job: Job | None
+) -> CollectivesChecked | None:
+    """Run the jobs of a preflight; a job that hangs leaves time to find a culprit."""
+    if plan.simulated:
+        notice("no collectives are run: the plan is simulated")
+        return None
+    backend: Backend = "host" if is_dry_run(journal) else "cuda"
+    with launcher_of(plan, directory, job=job, backend=backend, say=notice) as launcher:
+        limited = msgspec.structs.replace(launcher, timeout=seconds / 2)
+        verified = load_verification(directory)
+        return check_collectives(read_target(plan, directory), limited, verified)
+
+
+def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
+    """Return the drift of all classes of hosts, which share the time."""
+    effort = msgspec.structs.replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
+    sources: Sequence[BandwidthSource] = [AnewSource(source)]
+    if isinstance(source, HostsSource):
+        sources = class_sources(source, plan.cluster)
+    found = [
+        find_drift(plan, known[number], each, number=number, effort=effort)
+        for number, each in enumerate(sources)
+    ]
+    return joined(plan, found)
+
+
+def _print_preflight(found: Preflight) -> None:
+    console = results()
+    console.print(
+        f"preflight {'passed' if found.ok else 'failed'}", style=GOOD if found.ok else BAD
+    )
+    for problem in found.problems:
+        console.print(f"{problem.what}: {problem.measured}, expected {problem.expected}")
+        console.print(f"  at {problem.where}")
+    if (jobs := found.collectives) is not None and jobs.rates:
+        console.print(f"{jobs.checked} results of collectives compared, bit by bit")
+        for row in jobs.rates:
+            was = f"{row.expected_gbps:.2f}" if row.expected_gbps is not None else "not verified"
+            size = size_text(row.bytes)
+            console.print(f"{jobs.collective} of {size}: {row.gbps:.2f} GB/s, expected {was}")
 
 
 def _print(plan: Plan, drift: Drift) -> None:

@@ -139,14 +139,18 @@ def controlled_job() -> Iterator[Job]:
         yield job
 
 
-def planned_hosts(plan: Plan, journal: JournalHeader, stack: ExitStack) -> HostsSource:
-    """Join this MPI job until `stack` is left; return a source over the hosts of a plan."""
+def job_of_plan(plan: Plan, stack: ExitStack) -> Job:
+    """Join this MPI job, with the hosts of a plan, until `stack` is left."""
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"
         where = f"the plan of {len(plan.hosts)} hosts"
         raise InputError(where, "needs the hosts for measurements", right)
-    job = stack.enter_context(controlled_job())
-    return stack.enter_context(hosts_again(plan, journal, job))
+    return stack.enter_context(controlled_job())
+
+
+def planned_hosts(plan: Plan, journal: JournalHeader, stack: ExitStack) -> HostsSource:
+    """Join this MPI job until `stack` is left; return a source over the hosts of a plan."""
+    return stack.enter_context(hosts_again(plan, journal, job_of_plan(plan, stack)))
 
 
 def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:

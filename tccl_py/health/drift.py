@@ -17,6 +17,8 @@ from tccl_py.health.drift_statistics import (
     Comparison,
     common_spread,
     compared,
+    gpus_of,
+    link_class,
     log_rates,
     points_to,
     worst_of_each_set,
@@ -24,8 +26,7 @@ from tccl_py.health.drift_statistics import (
 from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.transfer import Flow, TransferSet, transfer_set
-from tccl_py.nccl.paths import path_types
+from tccl_py.model.transfer import TransferSet, direct_write, transfer_set
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
@@ -46,11 +47,15 @@ Journal = Mapping[TransferSet, Sequence[Measurement]]
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a check: `seconds` in all, number of `sets`; `seed` picks the random sample."""
+    """Limits of a check: `seconds` in all, number of `sets`; `seed` picks the random sample.
+
+    `families` of comparisons, this one and others, share the rate of false alarms.
+    """
 
     seconds: float = 120.0
     sets: int = 24
     seed: int = 0
+    families: int = 1
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +140,8 @@ def find_drift(
         raise InputError(
             "--max-seconds", "is too short to measure one set twice", "give it more seconds"
         )
-    rows = _confirmed(bench, chosen, journal, now, len(plan.cluster.classes))
+    families = len(plan.cluster.classes) * effort.families
+    rows = _confirmed(bench, chosen, journal, now, families)
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
@@ -215,16 +221,16 @@ class _Bench:
 
 
 def _confirmed(
-    bench: _Bench, chosen: Sequence[TransferSet], journal: Journal, now: Journal, classes: int
+    bench: _Bench, chosen: Sequence[TransferSet], journal: Journal, now: Journal, families: int
 ) -> list[Comparison]:
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
     measured = (*journal.values(), *now.values())
     spread = common_spread([logs for found in measured for logs in log_rates(found).values()])
-    rows = compared(journal, now, spread, families=classes)
+    rows = compared(journal, now, spread, families=families)
     alarmed = {row.transfers for row in rows if row.alarming}
     fresh = bench.again([one for one in chosen if one in alarmed])
     again = {one: new for one, new in fresh.items() if new}
-    confirming = compared(journal, again, spread, families=classes)
+    confirming = compared(journal, again, spread, families=families)
     second = {(row.transfers, row.flow): row for row in confirming}
     found = []
     for row in rows:
@@ -240,14 +246,16 @@ def chosen_sets(
 ) -> tuple[TransferSet, ...]:
     """Return at most `most` sets of the journal of a class of hosts, the most important first.
 
-    In this order: the plan's rings together and each alone, its slowest hop alone, one set of each
-    kind of link, small sets until every GPU is in several, and a random sample of the rest.
+    In this order: the plan's rings together and each alone, its slowest hop alone, writes that
+    collapse above switches, one set of each kind of link, small sets until every GPU is in
+    several, and a random sample of the rest.
     Sets with many measurements come first, because their rates are known best.
     """
     often = sorted(journal, key=lambda one: (-len(journal[one]), len(one), str(one)))
     small = sorted(often, key=len)
     order = (
         *_of_the_plan(plan, number),
+        *collapse_patterns(plan, small, number=number),
         *_one_of_each_kind(plan.cluster.classes[number].machine, small),
         *_each_gpu(plan.class_gpus[number], small),
         *random.Random(seed).sample(sorted(often, key=str), len(often)),
@@ -265,6 +273,43 @@ def _of_the_plan(plan: Plan, number: int) -> Iterator[TransferSet]:
             yield transfer_set([slowest.flow])
 
 
+def collapse_patterns(
+    plan: Plan, small: Iterable[TransferSet], *, number: int = 0
+) -> Iterator[TransferSet]:
+    """Yield a set for each PCIe uplink of GPUs that write to several root ports at once.
+
+    Such writes collapse on some switches (`wrx90-16gpu-4switch` is a model of one). The first set
+    of `small` with the pattern is taken, else two writes of the plan's number of blocks.
+    """
+    node, gpus = plan.cluster.classes[number], plan.class_gpus[number]
+    machine, known = node.machine, tuple(small)
+    above = {gpu: (f"G{gpu}", *machine.ancestors(f"G{gpu}")) for gpu in gpus}
+    ports = {gpu: chain[-2] for gpu, chain in above.items()}
+    uplinks = [tuple(gpu for gpu in gpus if one.id in above[gpu]) for one in machine.bridges]
+    chain = next(path for path in plan.paths if path.node_class == number).chains[0]
+    for below in dict.fromkeys(uplinks):
+        near = {ports[gpu] for gpu in below}
+        far = {ports[gpu]: gpu for gpu in reversed(gpus) if ports[gpu] not in near}
+        pairs = tuple(zip(below, far.values(), strict=False))[:2]
+        if len(pairs) == 2 and all(node.knowledge.can_access(machine, *ends) for ends in pairs):
+            away = {gpu: port for gpu, port in ports.items() if port not in near}
+            blocks = chain.hops[0].flow.blocks
+            new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)
+            yield next((one for one in known if _leaves(one, below, away)), new)
+
+
+def _leaves(transfers: TransferSet, below: Sequence[int], away: Mapping[int, str]) -> bool:
+    """Return whether two GPUs of `below` write to two root ports, by GPU, of `away`."""
+    writes = {
+        (flow.source.index, away[flow.destination.index])
+        for flow in transfers.flows
+        if flow.source.kind == flow.destination.kind == "G" and not flow.is_bounce
+        if flow.transfers[0].operation == "write"
+        if flow.source.index in below and flow.destination.index in away
+    }
+    return all(len({ends[at] for ends in writes}) > 1 for at in (0, 1))
+
+
 def _one_of_each_kind(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
     seen: set[str] = set()
     for transfers in small:
@@ -272,14 +317,6 @@ def _one_of_each_kind(machine: Machine, small: Sequence[TransferSet]) -> Iterato
         if not classes <= seen:
             seen |= classes
             yield transfers
-
-
-def link_class(machine: Machine, flow: Flow) -> str:
-    """Return a flow's path type and mechanism: `PIX write`, `SYS bounce`."""
-    mechanism: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
-    if flow.transfers[0].uses_copy_engine:
-        mechanism += " by copy engine"
-    return f"{path_types(machine)[str(flow.source), str(flow.destination)].name} {mechanism}"
 
 
 def _each_gpu(indices: Sequence[int], small: Sequence[TransferSet]) -> Iterator[TransferSet]:
@@ -294,12 +331,6 @@ def _each_gpu(indices: Sequence[int], small: Sequence[TransferSet]) -> Iterator[
             for gpu in gpus:
                 times[gpu] += 1
             yield transfers
-
-
-def gpus_of(transfers: TransferSet) -> set[int]:
-    """Return the indices of the GPUs at the ends of a set's flows."""
-    ends = (place for flow in transfers.flows for place in (flow.source, flow.destination))
-    return {place.index for place in ends if place.kind == "G"}
 
 
 def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
@@ -344,14 +375,15 @@ def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) 
     flags = [(labels, one in changed) for one, labels in sets.items()]
     return "".join(
         (
-            *(_metric(name, text, [(own, value)]) for name, text, value in totals),
-            _metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
-            _metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
+            *(metric(name, text, [(own, value)]) for name, text, value in totals),
+            metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
+            metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
         )
     )
 
 
-def _metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
+def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
+    """Return a metric of `tccl check` with its labels; "" without values."""
     lines = [f"tccl_check_{name}{_labels(labels)} {value:.10g}" for labels, value in values]
     if not lines:
         return ""

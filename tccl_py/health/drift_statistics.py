@@ -136,7 +136,7 @@ def compared(
     for transfers, found in now.items():
         before = log_rates(then[transfers])
         for flow, after in log_rates(found).items():
-            p = _p(before[flow], after, spread)
+            p = chance(before[flow], after, spread)
             was, new = (math.exp(np.mean(logs)) for logs in (before[flow], after))
             row = Comparison(transfers=transfers, flow=flow, was_gbps=was, is_gbps=new, p=p)
             raw.append(row)
@@ -145,8 +145,8 @@ def compared(
     return sorted(rows, key=lambda row: (row.p, str(row.transfers), str(row.flow)))
 
 
-def _p(before: Sequence[float], after: Sequence[float], spread: Spread) -> float:
-    """Return the chance of such a change where the true change is `SMALLEST` at most."""
+def chance(before: Sequence[float], after: Sequence[float], spread: Spread) -> float:
+    """Return the chance of such a change of log rates if the true one is `SMALLEST` at most."""
     freedom = spread.freedom + len(before) + len(after) - 2
     if freedom <= 0:
         return 1.0
@@ -270,3 +270,17 @@ def _above(machine: Machine, source: Place, destination: Place) -> Iterator[str]
         yield f"what joins NUMA nodes {low} and {high}"
     elif not common:
         yield f"the CPU of NUMA node {nodes.pop()}"
+
+
+def link_class(machine: Machine, flow: Flow) -> str:
+    """Return a flow's path type and mechanism: `PIX write`, `SYS bounce`."""
+    mechanism: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
+    if flow.transfers[0].uses_copy_engine:
+        mechanism += " by copy engine"
+    return f"{path_types(machine)[str(flow.source), str(flow.destination)].name} {mechanism}"
+
+
+def gpus_of(transfers: TransferSet) -> set[int]:
+    """Return the indices of the GPUs at the ends of a set's flows."""
+    ends = (place for flow in transfers.flows for place in (flow.source, flow.destination))
+    return {place.index for place in ends if place.kind == "G"}

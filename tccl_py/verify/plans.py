@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,15 +101,28 @@ def verify_plan(
     """
     plan = load_plan(directory)
     check_files(directory)
-    with ExitStack() as stack:
-        if plan.is_cluster:
-            launcher = _hosts_launcher(plan, job, backend, pinned)
-        else:
-            launcher = machine_launcher(plan, directory, backend, pinned, say)
-            runner = LocalRunner(stack.enter_context(ForkServer()))
-            launcher = msgspec.structs.replace(launcher, runner=runner)
+    with launcher_of(plan, directory, job=job, backend=backend, pinned=pinned, say=say) as launcher:
         target = read_target(plan, directory)
         return run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
+
+
+@contextmanager
+def launcher_of(
+    plan: Plan,
+    directory: Path,
+    *,
+    job: Job | None,
+    backend: Backend,
+    pinned: tuple[str, ...] = (),
+    say: Say,
+) -> Iterator[Launcher]:
+    """Yield the launcher of a plan's jobs here, or on the hosts of `job`; see `verify_plan`."""
+    if plan.is_cluster:
+        yield _hosts_launcher(plan, job, backend, pinned)
+        return
+    launcher = machine_launcher(plan, directory, backend, pinned, say)
+    with ForkServer() as server:
+        yield msgspec.structs.replace(launcher, runner=LocalRunner(server))
 
 
 def run(

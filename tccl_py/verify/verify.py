@@ -134,7 +134,7 @@ def verify_target(
                     *(wrong for rank in outcome.results for wrong in rank.wrong),
                     *_wrong_training(_jobs_of("default", rounds.jobs), logs[1:]),
                 ),
-                rings=_rings(target, launcher, arm, logs, checks=budget.checks),
+                rings=rings_of_jobs(target, launcher, arm, logs, checks=budget.checks),
             )
             result = msgspec.structs.replace(
                 result,
@@ -169,9 +169,10 @@ def verify_target(
     )
 
 
-def _rings(
+def rings_of_jobs(
     target: Target, launcher: Launcher, arm: Arm, outcomes: Sequence[Outcome], *, checks: bool
 ) -> RingsFound | None:
+    """Compare the logs of jobs under a graph file with the plan; None of other jobs."""
     if launcher.backend != "cuda" or arm.name != "graph":
         return None
     # Without checks the first job moves nothing, and NCCL connects nothing in it.

@@ -1,0 +1,258 @@
+"""Preflight: a job of checked collectives, judged by the plan's verification, beside the drift.
+
+The expected bandwidth is what the same choice of the same plan achieved when it was verified: no
+threshold is fixed. The comparison shares its rate of false alarms with that of transfers, and a
+second job has to confirm a change.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import picked
+from tccl_py.health.drift import ROUNDS, Drift, Journal, collapse_patterns, drift_json, metric
+from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
+from tccl_py.plan.directory import JOURNAL_FILE
+from tccl_py.plan.plan import Plan
+from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.opening import OpenedSource
+from tccl_py.statistics import holm
+from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
+from tccl_py.verify.record import Verification
+from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
+from tccl_py.verify.target import Target
+from tccl_py.verify.verify import rings_of_jobs, row_seconds
+
+FAMILIES = 2
+"""Comparisons of transfers, and of collectives, share the rate of false alarms."""
+_SIZES = (64 * MIB, 256 * MIB)
+"""Sizes of a plan that was not verified."""
+_UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """A reason to keep jobs off a machine."""
+
+    what: str
+    where: str
+    expected: str
+    measured: str
+
+
+class BusRate(msgspec.Struct, frozen=True, kw_only=True):
+    """Bus bandwidth of a size now and when the plan was verified, GB/s; None if it was not.
+
+    `p` is the chance of such a change if the true one is small, adjusted for all sizes.
+    """
+
+    bytes: int
+    gbps: float
+    expected_gbps: float | None = None
+    p: float = 1.0
+
+    @property
+    def slower(self) -> bool:
+        """Return whether the bandwidth fell beyond doubt."""
+        fell = self.expected_gbps is not None and self.gbps < self.expected_gbps
+        return fell and self.p <= FALSE_ALARM_RATE
+
+
+class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of the jobs: number of compared results, faults of ranks, and bandwidths."""
+
+    collective: Collective = "all_reduce"
+    checked: int = 0
+    problems: tuple[Problem, ...] = ()
+    rates: tuple[BusRate, ...] = ()
+
+
+class Preflight(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of a preflight; `collectives` is None of a simulated plan, which runs no job."""
+
+    drift: Drift
+    collectives: CollectivesChecked | None
+    seconds: float
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Return all reasons to keep jobs off, faults of collectives first."""
+        jobs = self.collectives or CollectivesChecked()
+        lost = [
+            Problem(what=f"transfers {one}", where=why, expected="measurable", measured="nothing")
+            for one, why in self.drift.lost.items()
+        ]
+        slower = [row for row in self.drift.changes if row.ratio < 1]
+        cause = self.drift.points_to if slower or lost else ""
+        rates = [
+            *((f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps) for row in slower),
+            *(
+                (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
+                for row in jobs.rates
+                if row.slower
+            ),
+        ]
+        fallen = [
+            Problem(
+                what=f"bandwidth of {what}",
+                where=cause or _UNEXPLAINED,
+                expected=f"{was:.2f} GB/s",
+                measured=f"{now:.2f} GB/s",
+            )
+            for what, was, now in rates
+        ]
+        return (*jobs.problems, *lost, *fallen)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether jobs may run."""
+        return not self.problems
+
+
+def check_collectives(
+    target: Target, launcher: Launcher, verified: Verification | None
+) -> CollectivesChecked:
+    """Check values and bandwidth of collectives in a job of the plan's recommended choice."""
+    arm = target.arm(target.plan.recommended)
+    earlier = verified.arm(arm.name) if verified and verified.backend == launcher.backend else None
+    rows = earlier.sizes if earlier else ()
+    expected = {row.bytes: row for row in [one for one in rows if is_large(one.bytes)] or rows[-1:]}
+    collective = cast(Collective, verified.collective if verified and expected else "all_reduce")
+    spec = JobSpec(checks=True, sizes=tuple(expected) or _SIZES, collectives=(collective,))
+    try:
+        (job,) = launcher.run([arm], spec)
+    except JobError as error:
+        fault = Problem(
+            what="collectives",
+            where=str(error),
+            expected="every rank finishes",
+            measured="a rank failed or took too long",
+        )
+        return CollectivesChecked(collective=collective, problems=(fault,))
+    before = {size: _logs(row.seconds) for size, row in expected.items()}
+    p = _chances(before, spec, job)
+    if min(p.values(), default=1.0) <= FALSE_ALARM_RATE:
+        again = msgspec.structs.replace(spec, checks=False)
+        (second,) = launcher.run([arm], again)
+        confirming = _chances(before, again, second)
+        p = {size: max(first, confirming[size]) for size, first in p.items()}
+    rates = tuple(
+        BusRate(
+            bytes=row.bytes,
+            gbps=bus_gbps(collective, target.world, row.bytes, seconds[0]),
+            expected_gbps=expected[row.bytes].gbps if row.bytes in expected else None,
+            p=p.get(row.bytes, 1.0),
+        )
+        for row, seconds in row_seconds(spec, [job]).items()
+    )
+    return CollectivesChecked(
+        collective=collective,
+        checked=sum(rank.checked for rank in job.results),
+        problems=(*_wrong(launcher, job), *_not_as_planned(target, launcher, arm, job)),
+        rates=rates,
+    )
+
+
+def _logs(seconds: Sequence[float]) -> list[float]:
+    return [-math.log(one) for one in seconds]
+
+
+def _chances(before: dict[int, list[float]], spec: JobSpec, job: Outcome) -> dict[int, float]:
+    """Return the chance of each size's change, adjusted for all sizes and both families."""
+    spread = common_spread(before.values())
+    found = {row.bytes: _logs(seconds) for row, seconds in row_seconds(spec, [job]).items()}
+    raw = [chance(logs, found[size], spread) for size, logs in before.items()]
+    return {size: min(1.0, FAMILIES * p) for size, p in zip(before, holm(raw), strict=True)}
+
+
+def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
+    """Return the wrong values of each GPU, of the GPU with most first."""
+    names = {
+        rank: f"GPU {gpu}" + f" of {host.name}" * bool(host.name)
+        for host in launcher.hosts
+        for rank, gpu in zip(host.ranks, host.gpus, strict=True)
+    }
+    wrong = [one for rank in job.results for one in rank.wrong]
+    first = {one.rank: one for one in reversed(wrong)}
+    return [
+        Problem(
+            what=f"values of {first[rank].case}: {first[rank].what}",
+            where=names[rank],
+            expected="no wrong result",
+            measured=f"{count} wrong results",
+        )
+        for rank, count in Counter(one.rank for one in wrong).most_common()
+    ]
+
+
+def _not_as_planned(target: Target, launcher: Launcher, arm: Arm, job: Outcome) -> list[Problem]:
+    rings = rings_of_jobs(target, launcher, arm, [job], checks=True)
+    if rings is None or rings.same:
+        return []
+    where = "NCCL, by its log"
+    return [
+        Problem(what="rings", where=where, expected="as planned", measured=difference)
+        for difference in rings.differences
+    ]
+
+
+def learn_patterns(
+    plan: Plan, directory: Path, known: Journal, source: OpenedSource, until: float
+) -> list[str]:
+    """Add collapse patterns that a machine's journal lacks to it; return notices.
+
+    None is measured after `until`, by the monotonic clock.
+    """
+    small = sorted(known, key=len)
+    lacking = [one for one in collapse_patterns(plan, small) if one not in known]
+    rounds = [one for _ in range(ROUNDS) for one in lacking]
+    if not rounds or plan.simulated or plan.is_cluster:
+        return []
+    try:
+        with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:
+            for one in rounds:
+                if time.monotonic() < until:
+                    journal.append(source.measure_anew(one))
+    except (InputError, MeasurementError) as error:
+        return [f"writes above {len(lacking)} switches cannot be compared: {error}"]
+    return [f"measured writes above {len(lacking)} switches: later preflights compare with them"]
+
+
+def preflight_json(plan: Plan, found: Preflight) -> dict[str, Any]:
+    """Return the JSON of `check --preflight --json`."""
+    jobs = found.collectives or CollectivesChecked()
+    return {
+        "ok": found.ok,
+        "findings": found.problems,
+        "collective": jobs.collective,
+        "collectives_checked": jobs.checked,
+        "bandwidths": [picked(row, "bytes", "gbps", "expected_gbps", "p") for row in jobs.rates],
+        **drift_json(plan, found.drift),
+        "seconds": found.seconds,
+    }
+
+
+def preflight_metrics(found: Preflight, *, machine: str, simulated: bool) -> str:
+    """Return the metrics that a preflight adds to those of a check."""
+    own = {"machine": machine, "simulated": str(simulated).lower()}
+    jobs = found.collectives or CollectivesChecked()
+    sizes = [({**own, "bytes": str(row.bytes)}, row) for row in jobs.rates]
+    now = [(labels, row.gbps) for labels, row in sizes]
+    was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps is not None]
+    return "".join(
+        (
+            metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(own, found.ok)]),
+            metric("findings", "Reasons to keep jobs off.", [(own, len(found.problems))]),
+            metric("collectives_checked", "Results compared bit by bit.", [(own, jobs.checked)]),
+            metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", now),
+            metric("collective_expected_gbps", "Bus bandwidth when it was verified, GB/s.", was),
+        )
+    )
