@@ -7,7 +7,8 @@ from tccl_profiler.cluster.pool import joined
 from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import Timeouts
-from tccl_profiler.linux import cpus_of_devices, host_machine
+from tccl_profiler.host_device import host_machine
+from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import LinkStep
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of

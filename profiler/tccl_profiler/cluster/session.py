@@ -21,7 +21,7 @@ from tccl_profiler.endpoints import (
     seed_of,
     slicing,
 )
-from tccl_profiler.linux import shared_cores
+from tccl_profiler.host_device import shared_cores
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import Address, Carrier, End, is_nic, local
