@@ -136,7 +136,8 @@ def stand_in(folder, text):
 
 def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
     text = "import sys, time\n"
-    text += "if sys.argv[2] == '1': sys.exit('RuntimeError: no room')\ntime.sleep(600)"
+    warned = "RuntimeError: no room\\n[rank1]:[W1122 20:17:16 x.cpp:1575] Warning: WARNING: a group"
+    text += f"if sys.argv[2] == '1': sys.exit('{warned}')\ntime.sleep(600)"
     begun = time.monotonic()
     with pytest.raises(MeasurementError, match=r"rank 1: .*no room"):
         run_job(order_of(), stand_in(tmp_path, text), timeout=500, program="stand_in")

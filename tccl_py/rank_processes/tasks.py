@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,8 @@ _GRACE_S = 5.0
 _LAST_BYTES = 64_000
 _TAIL = 600
 """Characters of a failed rank's output in an error."""
-_CAUSE = ("error", "Error", "not found", "WARN")
+_CAUSE = re.compile(r"error|Error|not found|WARN")
+_TORCH_WARNING = re.compile(r"\[W\d{4} ")
 
 T = TypeVar("T")
 
@@ -196,7 +198,7 @@ def _said(folder: Path, rank: int) -> tuple[int, str]:
     path = _output(folder, rank)
     text = path.read_bytes()[-_LAST_BYTES:].decode(errors="replace") if path.exists() else ""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    causes = [line for line in lines if any(word in line for word in _CAUSE)]
+    causes = [s for s in lines if _CAUSE.search(s) and not _TORCH_WARNING.search(s)]
     return bool(lines) + bool(causes), (causes or lines or [""])[-1][-_TAIL:]
 
 

@@ -139,7 +139,7 @@ def time_calls(communicator: Communicator, lead: Call, timed: Call) -> float:
     timed()
     last.record()
     communicator.wait()
-    return float(first.elapsedtime_calls(last)) / 1e3
+    return float(first.elapsed_time(last)) / 1e3
 
 
 @contextmanager
