@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-_OF_ONE = ("is the plan of one machine", "start the command by itself there")
-_OF_SEVERAL = (
+OF_ONE = ("is the plan of one machine", "start the command by itself there")
+OF_SEVERAL = (
     "is the plan of a cluster",
     "start the command by mpirun or srun, with a rank on each host",
 )
@@ -107,7 +107,7 @@ def verify(
         training=training,
     )
     kind = check_backend(backend)
-    pinned = _pinned(pin_env or ())
+    pinned = pinned_names(pin_env or ())
     if choice is not None:
         one_of("--choice", choice, ("variables", "graph"))
     if choice is not None and tune:
@@ -120,7 +120,7 @@ def verify(
             job = stack.enter_context(controlled_job())
         check_plan_directory(directory)
         if load_plan(directory).is_cluster != several:
-            raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
+            raise InputError(str(directory), *(OF_ONE if several else OF_SEVERAL))
         # A plan that is written into it meanwhile would get the verdict of another one.
         stack.enter_context(locked(directory))
         found = verify_plan(
@@ -153,7 +153,8 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     return load_plan(directory)
 
 
-def _pinned(names: Sequence[str]) -> tuple[str, ...]:
+def pinned_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the variables of --pin-env, checked."""
     for name in names:
         if _NAME.fullmatch(name) is None:
             where = f"--pin-env {name[:40]!r}"

@@ -19,6 +19,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
 from tccl_py.verify.record import VERIFICATION_FILE, load_verification
 
 _SLOWED = 0.99
@@ -47,6 +48,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     journal: JournalContents | None
     explanation: Explanation | None
     achieved: dict[ChoiceName, float]
+    evaluation: Evaluation | None
     notices: tuple[str, ...]
 
 
@@ -59,12 +61,16 @@ def read_contents(directory: Path) -> Contents:
     if explanation is None and (directory / EXPLANATION_FILE).exists():
         notices.append(f"{EXPLANATION_FILE} is left out: it is of an earlier plan")
     achieved, more = _achieved(directory)
+    evaluation = load_evaluation(directory)
+    if evaluation is None and (directory / EVALUATION_FILE).exists():
+        notices.append(f"{EVALUATION_FILE} is left out: it is of an earlier plan")
     return Contents(
         directory=directory,
         plan=plan,
         journal=journal,
         explanation=explanation,
         achieved=achieved,
+        evaluation=evaluation,
         notices=(*notices, *more),
     )
 

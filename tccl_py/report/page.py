@@ -38,6 +38,7 @@ from tccl_py.report.contents import (
     viridis,
     worst_pairs,
 )
+from tccl_py.report.evaluation import ratio_maps
 from tccl_py.report.machine import (
     LANE,
     Layout,
@@ -258,6 +259,7 @@ def report_html(contents: Contents) -> str:
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, contents.achieved),
             searched=settings_bars(plan),
+            ratios=ratio_maps(contents.evaluation) if contents.evaluation else [],
             gradient=[viridis(step / 10) for step in range(11)],
             # Tables
             most_hosts=_MOST_HOSTS,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
@@ -20,16 +20,31 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
+from tccl_py.plan.again import known_model
+from tccl_py.plan.files import host_graphs, subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.planner import subsets
 from tccl_py.plan.staging import check_files
+from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.words import choice_words
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
+from tccl_py.simulator.source import Simulator
 from tccl_py.sources.opening import rank_jobs
 from tccl_py.sources.profiled import Backend, measured_machine
-from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
+from tccl_py.verify.evaluation import (
+    Cell,
+    Evaluation,
+    Part,
+    Sweep,
+    keep_evaluation,
+    least_seconds,
+    run_parts,
+)
+from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import Verification, keep_verification
+from tccl_py.verify.simulated import jobs_of_tables, predicted_cells, simulated_cells
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
@@ -122,7 +137,7 @@ def launcher_of(
         return
     launcher = machine_launcher(plan, directory, backend, pinned, say)
     with ForkServer() as server:
-        yield msgspec.structs.replace(launcher, runner=LocalRunner(server))
+        yield replace(launcher, runner=LocalRunner(server))
 
 
 def run(
@@ -137,12 +152,12 @@ def run(
 ) -> Verification:
     """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result."""
     if tune:
-        budget = msgspec.structs.replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
+        budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
             target = plan if only is None else plan.narrowed(only)
             # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
-            quick = msgspec.structs.replace(budget, seconds=0.0)
+            quick = replace(budget, seconds=0.0)
             first = quick if tune and plan.hosts else budget
             found = verify_target(target, launcher, first, watch=watch)
         except (KeyboardInterrupt, Terminated):
@@ -163,6 +178,91 @@ def run(
     return _kept(tuned.verification, tuned.plan, say, tuned=tuned.plan is not plan)
 
 
+def evaluate_plan(
+    directory: Path,
+    sweep: Sweep,
+    *,
+    job: Job | None = None,
+    backend: Backend | None = None,
+    pinned: tuple[str, ...] = (),
+    say: Say = lambda _: None,
+    watch: Watcher = lambda _: None,
+) -> Evaluation:
+    """Evaluate all arms of a plan over sets of GPUs and hosts, and keep the result.
+
+    The rates of a simulated plan are simulated unless a backend is named. Raises InputError: as
+    `verify_plan`; there is no set of GPUs, or no model of a simulated plan.
+    """
+    plan = load_plan(directory)
+    check_files(directory)
+    simulated = plan.simulated and backend is None
+    base = Evaluation(
+        machine=f"{len(plan.hosts)} hosts" if plan.is_cluster else plan.machine.name,
+        backend=backend or "cuda",
+        simulated=simulated,
+        assumed=plan.assumed and simulated,
+        recommended=plan.recommended,
+        cells=(),
+    )
+    if simulated:
+        return keep_evaluation(replace(base, cells=_simulated(plan, directory, sweep)), directory)
+    with ExitStack() as stack:
+        kind = backend or "cuda"
+        if plan.is_cluster:
+            jobs = jobs_of_tables(plan, directory, sweep.gpus)
+            parts = [
+                Part(hosts=made.host_order, gpus=gpus, arms=target.arms, launcher=launcher)
+                for made, gpus in jobs
+                for target in [Target(plan=made, directory=directory, graphs=host_graphs(made))]
+                for launcher in [_hosts_launcher(made, job, kind, pinned, some=True)]
+            ]
+        else:
+            launchers = launcher_of(plan, directory, job=None, backend=kind, pinned=pinned, say=say)
+            parts = _machine_parts(plan, directory, sweep, stack.enter_context(launchers))
+        if all(len(part.arms) == 1 for part in parts):
+            what = "sets nothing that default NCCL has not"
+            raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
+        say(f"{len(parts)} sets of GPUs: {least_seconds(parts, sweep) / 60:.0f} min at least")
+        names = {arm.name for part in parts for arm in part.arms}
+        recommended = plan.recommended if plan.recommended in names else "default"
+        found = run_parts(parts, sweep, replace(base, recommended=recommended), watch=watch)
+    return keep_evaluation(found, directory)
+
+
+def _simulated(plan: Plan, directory: Path, sweep: Sweep) -> tuple[Cell, ...]:
+    if plan.is_cluster:
+        jobs = jobs_of_tables(plan, directory, sweep.gpus)
+        return tuple(predicted_cells(jobs, sweep.collectives))
+    sets = [plan.gpus, *subsets(plan.machine, plan.gpus)]
+    if sweep.gpus is not None:
+        sets = _gpu_sets(plan, sweep)
+    source = Simulator(known_model(plan, directory))
+    return tuple(simulated_cells(plan, source, sets, sweep.collectives))
+
+
+def _machine_parts(plan: Plan, directory: Path, sweep: Sweep, launcher: Launcher) -> list[Part]:
+    """Return a part for each set of GPUs; without planned rings it has no graph file."""
+    target, parts = read_target(plan, directory), []
+    for gpus in _gpu_sets(plan, sweep):
+        planned, graphs = plan.subset(gpus), target.graphs
+        if planned and gpus != plan.gpus:
+            graphs = {THIS_HOST: subset_graph(plan, planned)}
+        arms = [
+            replace(arm, graphs=dict(graphs)) if arm.name == "graph" else arm
+            for arm in target.arms
+            if planned or arm.name != "graph"
+        ]
+        host = replace(launcher.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
+        own = replace(launcher, hosts=(host,))
+        parts.append(Part(gpus=gpus, arms=tuple(arms), launcher=own))
+    return parts
+
+
+def _gpu_sets(plan: Plan, sweep: Sweep) -> list[tuple[int, ...]]:
+    sets = job_gpus(sweep.gpus, plan.gpus, where="--gpus-per-job")
+    return [gpus for gpus in sets if len(gpus) > 1]
+
+
 def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -> Verification:
     """Write the result with versions and notices, after the plan if that was tuned."""
     cuda = found.backend == "cuda"
@@ -177,7 +277,7 @@ def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -
         said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
     for text in said:
         say(text)
-    found = msgspec.structs.replace(found, versions=versions, notices=tuple(said))
+    found = replace(found, versions=versions, notices=tuple(said))
     with undisturbed():
         if tuned:
             plan.write()
@@ -224,11 +324,13 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
             say(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
 
 
-def _hosts_launcher(plan: Plan, job: Any, backend: Backend, pinned: tuple[str, ...]) -> Launcher:
-    """Return the launcher of a plan's jobs on the hosts of an MPI job, if they are the plan's."""
+def _hosts_launcher(
+    plan: Plan, job: Any, backend: Backend, pinned: tuple[str, ...], *, some: bool = False
+) -> Launcher:
+    """Return the launcher of a plan's jobs on the hosts, or `some`, of an MPI job."""
     jobs = rank_jobs(job)
     here, planned = set(jobs.hosts), set(plan.host_order)
-    for host in sorted(here ^ planned):
+    for host in sorted(planned - here if some else here ^ planned):
         what = "runs a rank and is not in the plan"
         what = "is in the plan, and no rank runs there" if host in planned else what
         raise InputError(f"host {host}", what, _OTHERS)

@@ -1,0 +1,76 @@
+"""`tccl evaluate` on real NCCL without P2P: every collective by size, and the steps of a GPT.
+
+Needs two GPUs or more and torch with NCCL; takes about three minutes.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tccl_py.plan.load import load_plan
+from tccl_py.verify.jobs import HostRanks, Launcher
+from tccl_py.verify.spec import COLLECTIVES, JobSpec
+from tccl_py.verify.target import read_target
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+OFF = {"NCCL_P2P_DISABLE": "1"}
+
+
+def tccl(*words):
+    command = [sys.executable, "-m", "tccl_py.cli.main", *map(str, words)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **OFF}, stdout=subprocess.PIPE, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("evaluated") / "plan"
+    made = tccl("plan", "-o", directory, "--gpus", "0,1", "--pin-env", "NCCL_P2P_DISABLE")
+    assert made.returncode == 0
+    print(made.stdout)
+    return directory
+
+
+def test_every_collective_has_a_ratio_at_every_size_and_no_value_is_wrong(plan, tmp_path):
+    rows = tmp_path / "rows.csv"
+    words = ("--sizes", "64K,16M,256M", "--seconds", "75", "--csv", rows, "--json")
+    done = tccl("evaluate", plan, *words)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout)
+    print(json.dumps(found["arms"], indent=1), found["seconds"], "s")
+    cells = list(csv.DictReader(rows.open()))
+    arms = {cell["arm"] for cell in cells}
+    assert len(cells) == len(COLLECTIVES) * 3 * len(arms)
+    for cell in cells:
+        if cell["arm"] != "default":
+            print(*(cell[name] for name in ("arm", "collective", "bytes", "us", "gbps", "ratio")))
+    best = next(one for one in found["arms"] if one["arm"] == found["recommended"])
+    assert best["mean"] > 1.05
+    large = [one for one in found["cells"] if one["bytes"] == 256 << 20]
+    by_ring = ("all_reduce", "all_gather", "reduce_scatter")
+    for cell in large:
+        if cell["arm"] == found["recommended"] and cell["collective"] in by_ring:
+            assert cell["low"] > 1.0, cell
+
+
+def test_a_gpt_learns_the_same_in_every_arm_eagerly_and_as_a_cuda_graph(plan):
+    target = read_target(load_plan(plan), plan)
+    host = HostRanks(ranks=(0, 1), gpus=(0, 1), environment=dict(os.environ))
+    jobs = Launcher(backend="cuda", hosts=(host,)).run(target.arms, JobSpec(training=True))
+    modes = [f"{parallel}-{how}" for parallel in ("ddp", "tp2") for how in ("eager", "graph")]
+    for arm, job in zip(target.arms, jobs, strict=True):
+        for rank, result in enumerate(job.results):
+            assert list(result.training) == modes
+            for mode in modes:
+                expected = jobs[0].results[rank].trained[mode]
+                assert result.trained[mode] == pytest.approx(expected, rel=5e-3)
+                seconds = sorted(result.training[mode])
+                print(arm.name, rank, mode, f"{seconds[len(seconds) // 2] * 1e3:.2f} ms", expected)

@@ -1,0 +1,208 @@
+"""`tccl evaluate`: simulated rates against rings by hand, and cells of stand-ins' jobs."""
+
+import csv
+import json
+import math
+from itertools import permutations
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.verify import plans as module
+from tccl_py.verify.evaluation import load_evaluation
+from tccl_py.verify.spec import COLLECTIVES, WrongValue
+from tests.planned import as_only
+from tests.verified import FakeJobs, by_plan
+
+NAME = "intel-v100"
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("planned") / "plan"
+    options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1")
+    assert tccl("plan", "-o", directory, *options).exit_code == 0
+    return directory
+
+
+@pytest.fixture
+def place(planned, tmp_path):
+    (tmp_path / "plan").mkdir()
+    write_plan(load_plan(planned), tmp_path / "plan", models=as_only(load_bundled(NAME)))
+    return tmp_path / "plan"
+
+
+class RecordedJobs(FakeJobs):
+    """Stand-ins that note which graph file jobs of so many ranks get."""
+
+    graphs = ()
+
+    def run(self, tasks):
+        (own,) = tasks.values()
+        self.graphs = (*self.graphs, *((len(one.ranks), one.files) for one in own if one.files))
+        return super().run(tasks)
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Makes the command's jobs stand-ins."""
+
+    def use(*args, **more):
+        fake = RecordedJobs(*args, **more)
+        monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+        monkeypatch.setattr(module, "check_torch", lambda: None)
+        return fake
+
+    return use
+
+
+def evaluated(place, *words):
+    done = tccl("evaluate", place, "--json", *words)
+    assert done.exit_code in (0, 1), done.stderr
+    return json.loads(done.stdout), done
+
+
+def test_large_messages_of_a_simulated_plan_have_the_rates_of_rings_and_of_pairs(place):
+    found, _ = evaluated(place)
+    plan, model = load_plan(place), load_bundled(NAME)
+    cells = {(tuple(c["gpus"]), c["collective"], c["arm"]): c for c in found["cells"]}
+    assert found["simulated"] and {c["bytes"] for c in found["cells"]} == {0}
+    assert len(cells) == 11 * len(COLLECTIVES) * 3
+    for name, choice in plan.choices.items():
+        for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+            cell = cells[plan.gpus, collective, name]
+            assert cell["gbps"] == pytest.approx(choice.rate_gbps)
+            assert cell["ratio"] == pytest.approx(choice.rate_gbps / plan.stock.rate_gbps)
+
+    def slowest(hops):
+        (rates,) = Simulator(model).measure([transfer_set(hop.flow for hop in hops)])
+        return rates.rate_gbps
+
+    settings = plan.settings
+    for gpus in ((0, 1), (0, 2, 3), plan.gpus):
+        seen = view(model.machine, model.knowledge, settings, gpus=gpus)
+        (order,) = plan.subset(gpus).rings
+        ring = list(zip(order, (*order[1:], order[0]), strict=True))
+        space = hop_space(seen)
+        hops = {pair: space.between(*pair)[0] for pair in permutations(gpus, 2)}
+        # The hop that comes back to the root is idle.
+        rates = [slowest(hops[pair] for pair in ring if pair[1] != root) for root in gpus]
+        mean = len(gpus) / math.fsum(1 / rate for rate in rates)
+        assert cells[gpus, "broadcast", "graph"]["gbps"] == pytest.approx(mean)
+        after = zip(gpus, (*gpus[1:], gpus[0]), strict=True)
+        rate = slowest(hops[pair] for pair in after)
+        assert cells[gpus, "send_recv", "graph"]["gbps"] == pytest.approx(rate)
+        shared = hop_space(seen, rings_in_set=len(gpus) - 1)
+        rate = slowest(shared.between(*pair)[0] for pair in permutations(gpus, 2))
+        at = cells[gpus, "all_to_all", "graph"]["gbps"]
+        assert at == pytest.approx((len(gpus) - 1) * rate)
+
+
+def test_the_summary_is_of_the_ratios_and_no_recommended_one_is_below_1(place):
+    found, _ = evaluated(place)
+    arm = next(one for one in found["arms"] if one["arm"] == found["recommended"])
+    ratios = [c["ratio"] for c in found["cells"] if c["arm"] == found["recommended"]]
+    assert (arm["cells"], arm["least"], arm["most"]) == (len(ratios), min(ratios), max(ratios))
+    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    assert arm["mean"] == pytest.approx(mean) and arm["mean"] > 1.2
+    assert arm["least"] >= 1.0
+    words = " ".join(tccl("evaluate", place).stdout.split())
+    assert f"{arm['mean']:.3f} ({arm['least']:.3f} to {arm['most']:.3f})" in words
+
+
+def test_jobs_have_a_cell_for_every_set_collective_size_and_arm(place, jobs, tmp_path):
+    fake = jobs(by_plan(lambda _: 1.1, variables=lambda size: 1.3 if size > 4096 else 1.0))
+    rows = tmp_path / "rows.csv"
+    words = ("--gpus-per-job", "2,1-3", "--sizes", "4K,1M", "--dtype", "bfloat16", "--csv", rows)
+    found, _ = evaluated(place, "--backend", "host", *words)
+    assert (found["simulated"], found["wrong"], found["failures"]) == (False, {}, [])
+    keys = [(tuple(c["gpus"]), c["collective"], c["bytes"], c["arm"]) for c in found["cells"]]
+    assert len(keys) == len(set(keys)) == 3 * len(COLLECTIVES) * 2 * 3
+    assert {key[0] for key in keys} == {(0, 1, 2, 3), (0, 1), (1, 2, 3)}
+    for cell in found["cells"]:
+        expected = {"default": 1.0, "variables": 1.0 + 0.3 * (cell["bytes"] > 4096), "graph": 1.1}
+        assert cell["ratio"] == pytest.approx(expected[cell["arm"]], rel=0.02)
+        assert cell["low"] <= cell["ratio"] <= cell["high"] and cell["dtype"] == "bfloat16"
+        share = 1.0
+        if cell["collective"] not in ("broadcast", "reduce", "send_recv"):
+            share = (len(cell["gpus"]) - 1) / len(cell["gpus"])
+        share *= 1 + (cell["collective"] == "all_reduce")
+        assert cell["gbps"] == pytest.approx(cell["bytes"] / cell["us"] / 1e3 * share)
+    texts = list(csv.DictReader(rows.open()))
+    assert [float(text["ratio"]) for text in texts] == [c["ratio"] for c in found["cells"]]
+    assert [text["gpus"] for text in texts] == [" ".join(map(str, key[0])) for key in keys]
+    # Jobs over some GPUs have the graph file of exactly these.
+    files = {ranks: set(file.values()) for ranks, file in fake.graphs}
+    assert all(len(texts) == 1 for texts in files.values()) and set(files) == {2, 3, 4}
+    plan = load_plan(place)
+    assert msgspec.json.encode(load_evaluation(place).cells) == msgspec.json.encode(found["cells"])
+    assert (place / "nccl" / "subsets" / "graph-1-2-3.xml").read_text() in files[3]
+    assert (place / "nccl" / "graph.xml").read_text() in files[4] and plan.subset((0, 1))
+
+
+def test_the_report_draws_means_over_sets_by_collective_and_size(place, jobs):
+    jobs(by_plan(lambda _: 1.25, variables=lambda _: 1.0))
+    evaluated(place, "--backend", "host", "--sizes", "4K,1M", "--collectives", "reduce,all_reduce")
+    assert tccl("report", place).exit_code == 0
+    page = (place / "report.html").read_text()
+    _, _, drawn = page.partition('id="ratios"')
+    drawn = drawn.partition("</section>")[0]
+    assert drawn.count("4 KiB") == 2 and "send_recv" not in drawn
+    assert drawn.count(">1.25</td>") == 4
+    write_plan(msgspec.structs.replace(load_plan(place), strategy="nccl-order"), place)
+    assert tccl("report", place).exit_code == 0
+    assert 'id="ratios"' not in (place / "report.html").read_text()
+
+
+def test_an_arm_that_fails_or_is_wrong_is_named_and_the_others_have_cells(place, jobs):
+    jobs(by_plan(lambda _: 1.1), fails=lambda told: "no room" * ("NCCL_GRAPH_FILE" in told))
+    found, done = evaluated(place, "--backend", "host", "--sizes", "4K")
+    assert done.exit_code == 1
+    assert {c["arm"] for c in found["cells"]} == {"default", "variables"}
+    assert len(found["failures"]) == 2 and all("graph: no room" in f for f in found["failures"])
+    wrong = (WrongValue(case="scatter, int32 x 3", rank=1, what="1 of 3"),)
+    jobs(by_plan(lambda _: 1.1), wrong=wrong)
+    found, done = evaluated(place, "--backend", "host", "--sizes", "4K")
+    assert (done.exit_code, list(found["wrong"])) == (1, ["graph"])
+    jobs(by_plan(lambda _: 1.1), fails=lambda _: "no GPU")
+    found, done = evaluated(place, "--backend", "host", "--sizes", "4K")
+    assert (done.exit_code, found["cells"], len(found["failures"])) == (1, [], 2)
+
+
+def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
+    jobs(by_plan(lambda _: 1.1))
+    words = ("--backend", "host", "--sizes", "4K", "--seconds", "0.001")
+    found, done = evaluated(place, *words, "--gpus-per-job", "3,2")
+    assert {len(c["gpus"]) for c in found["cells"]} == {4}
+    assert found["left_out"] == ["GPUs 0,1,2", "GPUs 0,1"]
+    assert "min at least" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (("--collectives", "all_reduce,gather"), "--collectives 'gather'"),
+        (("--dtype", "int8"), "--dtype 'int8'"),
+        (("--gpus-per-job", "0+9", "--gpus-per-job", "x"), "--gpus-per-job"),
+        (("--sizes", "4K,x"), "--sizes"),
+        (("--rounds", "2"), "--rounds"),
+    ],
+)
+def test_wrong_options_are_refused(place, words, where):
+    done = tccl("evaluate", place, *words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tccl: {where}")
+    assert not (place / "evaluate.json").exists()
