@@ -51,7 +51,7 @@ def texts(path: Path) -> Iterator[str]:
 def advised(text: str) -> Iterator[tuple[str, list[str]]]:
     """Every `tccl COMMAND` in a text, with the options behind it."""
     for found in re.finditer(r"\btccl ([a-z]+)((?: +[^\s`'\";,)]+)*)", text):
-        yield found[1], re.findall(OPTION, found[2])
+        yield found[1], re.findall(OPTION, found[2].partition(" -- ")[0])
 
 
 def bare_options(text: str) -> set[str]:

@@ -86,13 +86,13 @@ class _Commands(_HelpOption, TyperGroup):
         """Run a command line; ends the process unless `standalone_mode` is off."""
         standalone = extra.pop("standalone_mode", True)
         code = flush_output(self._run(*args, **extra))
+        set_verbosity(Verbosity.USUAL)
         if standalone:
             sys.exit(code)
         return code
 
     def _run(self, *args: Any, **extra: Any) -> int:
         extra["standalone_mode"] = False
-        set_verbosity(Verbosity.USUAL)
         try:
             code = super().main(*args, **extra)
         except (TcclError, _UsageError, OSError, UnicodeEncodeError) as error:
