@@ -204,6 +204,18 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit(0)
 
 
+def _print_completion(shell: str | None) -> None:
+    if shell is not None:
+        from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
+        from tccl_py.cli.options import one_of  # noqa: PLC0415
+
+        one_of("--completion", shell, SHELLS)
+        commands = {name: load_command(name) for name in COMMANDS}
+        lines = {name: line.replace("`", "") for name, (_, line) in COMMANDS.items()}
+        typer.echo(completion_script(shell, commands, lines))
+        raise typer.Exit(0)
+
+
 @app.callback()
 def _frame(
     ctx: typer.Context,
@@ -217,6 +229,16 @@ def _frame(
             help="Print the version and exit.",
         ),
     ] = False,
+    completion: Annotated[  # noqa: ARG001 (its callback prints and ends)
+        str | None,
+        typer.Option(
+            "--completion",
+            metavar="bash|fish|zsh",
+            callback=_print_completion,
+            is_eager=True,
+            help="Print a script that completes command lines, and exit.",
+        ),
+    ] = None,
 ) -> None:
     """Find fast communication rings for a machine's GPUs by measuring, and hand them to NCCL.
 
