@@ -89,6 +89,8 @@ static void check_plan(const struct plan *plan, long number) {
     const struct graph *graph = &plan->graphs[i];
     if ((graph->gpus & ~all) || plan_graph(plan, graph->gpus) != graph) fail("a lost set", number);
     if (strlen(graph->text) != graph->size) fail("a graph file with a NUL", number);
+    for (int gpu = 0; gpu < MAX_GPUS; gpu++)
+      if (graph->nodes[gpu] < 0 || graph->nodes[gpu] > MAX_NODE) fail("an unknown node", number);
   }
   for (int i = 0; i < plan->tune_count; i++) {
     const struct tune *tune = &plan->tunes[i], *next = tune + 1;

@@ -65,7 +65,10 @@ class StandIn:
             pytest.skip(str(error))
 
     def run(self, plan, script, *, version="2.30.7", **env):
-        """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV)."""
+        """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV).
+
+        `nodes` has the preferred NUMA node of each.
+        """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
         record = RECORDS / f"asked-by-{version}.txt"
         command = [self._program, self.plugin, record, *self._libraries]
@@ -83,6 +86,7 @@ class StandIn:
         *answers, seconds = done.stdout.splitlines()
         self.start, *self.seconds = map(float, seconds.split()[1:])
         parts = [line.split() for line in answers]
+        self.nodes = {(int(p[0], 16), int(p[1])): int(p[6]) for p in parts}
         return {(int(p[0], 16), int(p[1])): (int(p[2]), int(p[3], 16)) for p in parts}
 
 
@@ -95,7 +99,7 @@ def stand_in_plan(folder, *, gpus=GPUS, **fields):
 def random_script(seed, count):
     """Return random communicators, one line each: made, failed, without a plugin, and shared."""
     source = random.Random(seed)
-    kinds = ["comm"] * 8 + ["lacks", "failed", "shared"]
+    kinds = ["comm"] * 8 + ["lacks", "failed", "shared", "late"]
     return [
         (source.choice(kinds), number + 256, source.sample(range(GPUS), source.randint(1, GPUS)))
         for number in range(count)
@@ -132,7 +136,7 @@ def expected_answers(plan, script):
         for rank in ranks:
             if kind == "failed":
                 continue
-            whole = kind == "comm" and tuple(sorted(ranks)) in plan.orders
+            whole = kind in ("comm", "late") and tuple(sorted(ranks)) in plan.orders
             found[name, rank] = file_answer(plan, ranks) if whole else (0, 0)
     return found
 
@@ -152,8 +156,9 @@ def fuzz(folder, kind, count, seed, *, sanitizer="address"):
     plan = folder / f"plan{seed}"
     if not plan.exists():
         rules = {"must": {"NCCL_P2P_LEVEL": "SYS"}, "forbid": ("NCCL_CROSS_NIC", "NCCL_X")}
+        nodes = {gpu: gpu % 2 for gpu in range(4)}
         tables = random_tables(seed, 4)
-        stand_in_plan(plan, gpus=4, driver=580, numa=2, nccl="2.28", tables=tables, **rules)
+        stand_in_plan(plan, gpus=4, driver=580, numa=2, nccl="2.28", tables=tables, nodes=nodes, **rules)
     done = subprocess.run(
         [program, kind, plan, str(count), str(seed)],
         capture_output=True,

@@ -61,8 +61,11 @@ def bus_ids(topology=TOPOLOGY):
     }
 
 
-def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
-    """Write an index with graph files whose rings are random, and different in their channels."""
+def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), nodes=None, **fields):
+    """Write an index with graph files whose rings are random, and different in their channels.
+
+    `nodes` has the NUMA node of each GPU's host buffers.
+    """
     buses = buses or bus_ids()
     (folder / "subsets").mkdir(parents=True)
     sets, orders, settings = [], {}, Settings(version="2.28")
@@ -78,7 +81,8 @@ def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), **fields):
         ).encode()
         name = f"subsets/graph-{'-'.join(map(str, gpus))}.xml"
         (folder / name).write_bytes(text)
-        sets.append(IndexedSet(gpus=gpus, file=name, text=text))
+        places = {gpu: nodes[gpu] for gpu in gpus} if nodes else {}
+        sets.append(IndexedSet(gpus=gpus, file=name, text=text, nodes=places))
     gpus = tuple(IndexedGpu(nvml=nvml, bus_id=bus) for nvml, bus in sorted(buses.items()))
     values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "gpus": gpus}
     index = PluginIndex(sets=tuple(sets), **(values | fields))

@@ -6,9 +6,11 @@
  *     lacks HASH R,R,...    the same, but the last rank's NCCL has no plugin
  *     failed HASH R,R,...   the ranks begin, and fail before NCCL's first barrier
  *     shared HASH R,R,...   a child that shares its parent's network
- * Prints `HASH RANK SIZE FNV PROTO ALGO` for each rank of a communicator: the graph file that the
- * plugin answered, or 0 0; and at last the seconds of loading the plan,
- * and the mean and the worst seconds in the plugin for a rank of a communicator.
+ *     late HASH R,R,...     the ranks fail when the profiler is initialised
+ * Prints `HASH RANK SIZE FNV PROTO ALGO NODE` for each rank of a communicator: the graph file that
+ * the plugin answered, or 0 0, and the NUMA node that the thread prefers when NCCL would create the
+ * proxy's thread, or -1; and at last the seconds of loading the plan, and the mean and the worst
+ * seconds in the plugin for a rank of a communicator. Exits 1 where a thread keeps its preference.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -17,7 +19,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { RANKS = 8, LINES = 4096, CALLS = 256, HASH_AT = (1 << 20) + 3192 };
 
@@ -42,11 +46,19 @@ struct network {
   int (*init)(void **, uint64_t, void *, void *, void *);
 };
 
+struct profiler {
+  const char *name;
+  int (*init)(void **, uint64_t, int *, const char *, int, int, int, void *);
+  void *events[3];
+  int (*finalize)(void *);
+};
+
 static struct line lines[LINES];
 static int line_count;
 static struct section sections[3]; /* first, later, shared */
 static struct environment *environment;
 static struct network *network;
+static const struct profiler *profiler;
 static void (*use_gpu)(int);
 static double worst, total;
 static long communicators;
@@ -71,6 +83,22 @@ static void read_file(const char *path, size_t *size, uint64_t *fnv) {
   fclose(file);
 }
 
+/* Return the NUMA node that this thread prefers, or -1. */
+static int preferred(void) {
+  unsigned long nodes[16] = {0};
+  int mode = 0;
+  if (syscall(SYS_get_mempolicy, &mode, nodes, 1025, NULL, 0) != 0 || mode != 1) return -1;
+  return __builtin_ctzl(nodes[0]);
+}
+
+/* Initialise the profiler, as NCCL does after its last question before. */
+static int profile(uint64_t hash, int rank, int ranks, void **context) {
+  int mask = 1;
+  profiler->init(context, hash, &mask, "", 1, ranks, rank, NULL);
+  if (mask) exit(printf("the profiler is on\n"));
+  return preferred();
+}
+
 /* Play one communicator on one rank. */
 static void play(struct line *line, int place, bool first) {
   bool mute = strcmp(line->kind, "lacks") == 0 && place == line->count - 1;
@@ -79,6 +107,8 @@ static void play(struct line *line, int place, bool first) {
   char *comm = calloc(1, HASH_AT + 64);
   uint32_t ranks[2] = {(uint32_t)place, (uint32_t)line->count};
   char proto[32] = "-", algo[32] = "-";
+  int node = -1;
+  void *context = NULL;
   size_t size = 0;
   uint64_t fnv = 0;
   double spent = 0;
@@ -98,19 +128,25 @@ static void play(struct line *line, int place, bool first) {
       behind = true;
     }
     if (strcmp(name, "net") == 0 || mute) continue;
+    bool init = strcmp(name, first ? "NCCL_PROFILER_PLUGIN" : "NCCL_PROTO") == 0;
+    if (init && !first) node = profile(line->hash, place, line->count, &context);
+    if (init && strcmp(line->kind, "late") == 0) break;
     double start = now();
     answer = environment->get(name);
     spent += now() - start;
+    if (preferred() >= 0) exit(printf("a preference stays\n"));
+    if (init && first) node = profile(line->hash, place, line->count, &context);
     if (!answer) continue;
     if (strcmp(name, "NCCL_GRAPH_FILE") == 0) read_file(answer, &size, &fnv);
     if (strcmp(name, "NCCL_PROTO") == 0) snprintf(proto, sizeof proto, "%s", answer);
     if (strcmp(name, "NCCL_ALGO") == 0) snprintf(algo, sizeof algo, "%s", answer);
   }
   free(comm);
+  if (context && place % 2) profiler->finalize(context);
   pthread_mutex_lock(&output);
   if (strcmp(line->kind, "failed") != 0)
-    printf("%llx %d %zu %llx %s %s\n", (unsigned long long)line->hash, line->ranks[place], size,
-           (unsigned long long)fnv, proto, algo);
+    printf("%llx %d %zu %llx %s %s %d\n", (unsigned long long)line->hash, line->ranks[place], size,
+           (unsigned long long)fnv, proto, algo, node);
   if (spent > worst) worst = spent;
   total += spent;
   communicators++;
@@ -171,6 +207,7 @@ int main(int count, char **arguments) {
   *(void **)&use_gpu = dlsym(cuda, "fake_use");
   environment = dlsym(plugin, "ncclEnvPlugin_v2");
   network = dlsym(plugin, "ncclNetPlugin_v12");
+  profiler = dlsym(plugin, "ncclProfiler_v5");
   read_record(arguments[2]);
   read_script();
   double start = now();

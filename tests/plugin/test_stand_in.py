@@ -1,6 +1,8 @@
 """The plugin under a stand-in for NCCL that plays what NCCL was recorded to ask."""
 
+import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -44,6 +46,20 @@ def test_random_communicators_of_eight_threads_get_their_files(folder, plan, san
     script = random_script(len(sanitizer), 150)
     found = StandIn(folder, sanitizer).run(plan, script, version=version)
     assert found == expected_answers(plan, script)
+
+
+@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
+def test_threads_prefer_the_planned_node_for_the_proxy_alone(tmp_path, plain, version):
+    libc = ctypes.CDLL(None)
+    set_mempolicy, preferred, default = {"x86_64": 238, "aarch64": 237}[platform.machine()], 1, 0
+    if libc.syscall(set_mempolicy, preferred, ctypes.byref(ctypes.c_ulong(1)), 65) != 0:
+        pytest.skip("this host forbids memory policies")
+    libc.syscall(set_mempolicy, default, None, 0)
+    plan = stand_in_plan(tmp_path, nodes=dict.fromkeys(range(8), 0), missing=((0, 1), (2, 3, 5)))
+    script = random_script(11, 120)
+    plain.run(plan, script, version=version)
+    answers = expected_answers(plan, script)
+    assert plain.nodes == {key: 0 if size else -1 for key, (size, _) in answers.items()}
 
 
 def test_nothing_is_left_in_shared_memory(plan, plain):
@@ -166,3 +182,4 @@ def test_the_library_loads_where_glibc_is_old(tmp_path):
     exported = {line.split()[-1] for line in table.splitlines() if re.search(r" g +DO ", line)}
     names = {"Env": (1, 2), "Net": (11, 12), "Tuner": (5, 6)}
     assert {f"nccl{kind}Plugin_v{n}" for kind, found in names.items() for n in found} < exported
+    assert "ncclProfiler_v5" in exported

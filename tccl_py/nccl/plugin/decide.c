@@ -294,6 +294,13 @@ const struct tune *chosen_table(uint64_t hash, size_t ranks) {
   return member.table;
 }
 
+/* Return the NUMA node for a communicator's host buffers on this rank, or -1. */
+int chosen_node(uint64_t hash) {
+  const struct graph *graph = member.graph;
+  if (!graph || !graph->placed || member.post.hash != hash || some_rank_disagreed()) return -1;
+  return graph->nodes[member.post.gpu];
+}
+
 const char *chosen_variable(const char *name) {
   if (!member.graph) return NULL;
   return strcmp(name, "NCCL_ALGO") == 0 ? member.graph->algo : member.graph->proto;

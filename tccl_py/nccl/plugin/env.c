@@ -167,6 +167,8 @@ static int finalize(void) {
 static const char *get(const char *name) {
   const char *value = user_value(name);
   if (!plan) return value;
+  /* NCCL_NO_CACHE lets NCCL ask this one between the profiler's init and the proxy's thread. */
+  if (strcmp(name, "NCCL_IGNORE_DISABLED_P2P") != 0) unplace();
   /* A communicator begins: one that failed before it was decided on counts no more. */
   if (strcmp(name, "NCCL_NET") == 0) {
     forget();
@@ -188,6 +190,8 @@ static const char *get(const char *name) {
     forget(); /* the last question of a communicator (graph/tuning.cc) */
   }
   if (value) return value;
+  if (plan->placed && strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
+    return others_have("profiler", "ncclProfiler_v") ? NULL : own_path;
   if (!answer && !some_rank_disagreed() && !contradiction(plan))
     answer = variable_of(&plan->set, name);
   return answer;

@@ -156,6 +156,18 @@ static bool read_graph(struct plan *plan, struct graph *graph, const char *hex, 
   return true;
 }
 
+/* Read `1,0,0`: the NUMA node of each GPU of a set. */
+static bool parse_nodes(struct graph *graph, const char *text) {
+  for (int gpu = 0, node; gpu < MAX_GPUS; gpu++) {
+    if (!(graph->gpus >> gpu & 1)) continue;
+    text = number(text, MAX_NODE, &node);
+    bool last = !(graph->gpus >> gpu >> 1);
+    if (!text || *text++ != (last ? '\0' : ',')) return false;
+    graph->nodes[gpu] = (int16_t)node;
+  }
+  return graph->placed = true;
+}
+
 static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
   if (plan->graph_count == MAX_SETS) return false;
   struct graph *graph = &plan->graphs[plan->graph_count];
@@ -167,6 +179,11 @@ static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
     char *value = strchr(reader->fields[i], '=');
     if (!value || value[1] == '\0') return false;
     *value++ = '\0';
+    if (strcmp(reader->fields[i], "NODES") == 0) {
+      if (i != 4 || !parse_nodes(graph, value)) return false;
+      plan->placed = true;
+      continue;
+    }
     bool algo = strcmp(reader->fields[i], "NCCL_ALGO") == 0;
     if (!algo && strcmp(reader->fields[i], "NCCL_PROTO") != 0) return false;
     *(algo ? &graph->algo : &graph->proto) = value;

@@ -14,9 +14,11 @@ a single space separates fields, and kinds of lines come in this order:
     variable  = "variable" NAME VALUE     answered for every communicator, unless the user set NAME
     must      = "must" NAME VALUE         another value of the user means default NCCL everywhere
     forbid    = "forbid" NAME             any value of the user means default NCCL everywhere
-    set       = "set" NVML,NVML... FILE HEX [NCCL_ALGO=VALUE] [NCCL_PROTO=VALUE]
+    set       = "set" NVML,NVML... FILE HEX [NODES=NODE,NODE...]
+                [NCCL_ALGO=VALUE] [NCCL_PROTO=VALUE]
                                           a graph file for communicators over exactly these GPUs,
-                                          relative to the index, and its BLAKE2b-256
+                                          relative to the index, its BLAKE2b-256, and the NUMA node
+                                          of each GPU's host buffers
     tune      = "tune" NVML,NVML... COLLECTIVE FROM TO ALGORITHM PROTOCOL CHANNELS
                                           the tuner's choice for FROM to TO bytes (nccl/tuner.py)
 
@@ -45,6 +47,7 @@ INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
 MAX_GPUS, MAX_VARIABLES, MAX_SETS, MAX_TUNES = 64, 64, 4096, 16384
 MAX_INDEX_BYTES, MAX_GRAPH_BYTES = 1 << 20, 1 << 18
+MAX_NODE = 1023
 PER_COMMUNICATOR = ("NCCL_ALGO", "NCCL_PROTO")
 """Variables that NCCL reads anew for every communicator (graph/tuning.cc of 2.28.9)."""
 OWN_VARIABLES = (
@@ -75,11 +78,15 @@ class IndexedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph file and the GPUs (NVML indices) of its communicators."""
+    """A graph file and the GPUs (NVML indices) of its communicators.
+
+    `nodes` has the NUMA node of each GPU's host buffers; {} leaves them where NCCL puts them.
+    """
 
     gpus: tuple[int, ...]
     file: str
     text: bytes
+    nodes: Mapping[int, int] = {}
     variables: Mapping[str, str] = {}
 
 
@@ -121,7 +128,9 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         ]
         for found in sorted(self.sets, key=lambda found: sum(place[gpu] for gpu in found.gpus)):
             gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
-            own = "".join(f" {name}={value}" for name, value in found.variables.items())
+            nodes = ",".join(str(found.nodes[gpu]) for gpu in sorted(found.nodes))
+            own = f" NODES={nodes}" if nodes else ""
+            own += "".join(f" {name}={value}" for name, value in found.variables.items())
             lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
         for table in sorted(self.tables, key=lambda table: sum(place[gpu] for gpu in table.gpus)):
             gpus = ",".join(map(str, table.gpus))
@@ -164,6 +173,10 @@ def _check_set(found: IndexedSet, gpus: frozenset[int]) -> None:
     _require(len(set(found.gpus)) == len(found.gpus) > 1, "has a set of one GPU", "two or more")
     _require(set(found.gpus) <= gpus, "has a set with another GPU", "GPUs of the plan")
     _match(_FILE, found.file, "a relative path of plain names")
+    named = set(found.nodes) == set(found.gpus) if found.nodes else True
+    _require(named, "has NUMA nodes of other GPUs", "one for each GPU of the set")
+    known = all(0 <= node <= MAX_NODE for node in found.nodes.values())
+    _require(known, "has an unknown NUMA node", f"0 to {MAX_NODE}")
     _require(len(found.text) <= MAX_GRAPH_BYTES, f"{found.file} is too large", "256 KiB")
     for name, value in found.variables.items():
         right = f"one of {', '.join(PER_COMMUNICATOR)}"

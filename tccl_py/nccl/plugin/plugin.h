@@ -6,7 +6,8 @@
  *   3. NCCL asks the environment half for NCCL_TOPO_DUMP_FILE (env.c): all ranks read the same posts
  *      and decide alike (decide.c).
  *   4. NCCL asks for NCCL_GRAPH_FILE, on the same thread.
- *   5. NCCL initialises the tuner half, on the same thread (tuner.c).
+ *   5. NCCL initialises the profiler half there, which places host buffers (placement.c).
+ *   6. NCCL initialises the tuner half, on the same thread (tuner.c).
  */
 #ifndef TCCL_PLUGIN_H
 #define TCCL_PLUGIN_H
@@ -26,6 +27,7 @@ enum {
   MAX_INDEX_BYTES = 1 << 20,
   MAX_GRAPH_BYTES = 1 << 18,
   MAX_NVML_INDEX = 255,
+  MAX_NODE = 1023,
   MAX_REASON = 256,
 };
 
@@ -62,6 +64,8 @@ struct graph {
   const char *text; /* of the file, as it was when its digest was checked */
   size_t size;
   const char *algo, *proto; /* NCCL_ALGO and NCCL_PROTO of its communicators, or NULL */
+  bool placed;
+  int16_t nodes[MAX_GPUS]; /* where `placed`: the NUMA node of each GPU's outgoing hops */
 };
 struct tune { /* a choice for messages of `from` to `to` bytes; numbers as in NCCL's headers */
   uint64_t gpus; /* as in struct graph */
@@ -83,6 +87,7 @@ struct plan {
   size_t largest_graph;
   int tune_count;
   struct tune *tunes; /* by ascending `gpus`, collective and size; the last has no GPUs */
+  bool placed; /* some graph is */
 };
 struct plan *plan_load(char *path, char why[MAX_REASON]);
 void plan_free(struct plan *plan);
@@ -138,6 +143,7 @@ void forget(void);
 const char *chosen_graph_file(void);
 const struct tune *chosen_table(uint64_t hash, size_t ranks);
 const char *chosen_variable(const char *name);
+int chosen_node(uint64_t hash);
 bool some_rank_disagreed(void);
 
 /* env.c */
@@ -151,6 +157,10 @@ void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* tuner.c */
 bool tuner_is_asked(void);
 const char *tuner_plugin(const char *user, const char *own);
+bool others_have(const char *kind, const char *stem);
+
+/* placement.c */
+void unplace(void);
 
 /* net.c */
 void name_network(const char *name);

@@ -21,6 +21,7 @@ enum { SUCCESS = 0, ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 }
 static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
                 void *domains, void *constants) {
   (void)logger, (void)domains, (void)constants;
+  unplace();
   /* NCCL hands the context back as it is: part of the plan, which is never written or freed. */
   *context = (void *)(uintptr_t)(nodes == 1 ? chosen_table(hash, ranks) : NULL);
   return SUCCESS;
@@ -81,31 +82,37 @@ EXPORT struct tuner {
 } ncclTunerPlugin_v5 = {"tccl", init, choose, finalize, NULL},
   ncclTunerPlugin_v6 = {"tccl", init, choose, finalize, NULL};
 
-/* Look for a tuner in a library that NCCL would open by this name. */
-static bool has_tuner(const char *name) {
-  char symbol[] = "ncclTunerPlugin_v0";
+/* Look for any version of a symbol in a library that NCCL would open by this name. */
+static bool has_symbol(const char *name, const char *stem) {
+  char symbol[64];
   void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
-  for (char version = '2'; library && version <= '9'; version++) {
-    symbol[sizeof symbol - 2] = version;
+  for (int version = 1; library && version <= 9; version++) {
+    snprintf(symbol, sizeof symbol, "%s%d", stem, version);
     if (dlsym(library, symbol)) return true;
   }
   return false; /* the library stays open, as NCCL would keep it */
 }
 
+/* Say whether NCCL finds somebody else's plugin of a kind by itself: without an answer it tries
+ * libnccl-KIND.so, then the network library that it opened last. */
+bool others_have(const char *kind, const char *stem) {
+  const char *names = user_value("NCCL_NET_PLUGIN");
+  char *list = strdup(names ? names : "libnccl-net.so"), *save, path[512];
+  snprintf(path, sizeof path, "libnccl-%s.so", kind);
+  bool found = !list || has_symbol(path, stem);
+  for (char *name = found ? NULL : strtok_r(list, ",", &save); name && !found;
+       name = strtok_r(NULL, ",", &save)) {
+    snprintf(path, sizeof path, "libnccl-net-%s.so", name);
+    found = has_symbol(name, stem) || has_symbol(path, stem);
+  }
+  free(list);
+  return found;
+}
+
 static bool others, lost;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Without an answer NCCL tries libnccl-tuner.so, then the network library that it opened last. */
-static void look_for_others(void) {
-  const char *names = user_value("NCCL_NET_PLUGIN");
-  char *list = strdup(names ? names : "libnccl-net.so"), *save, path[512];
-  others = !list || has_tuner("libnccl-tuner.so");
-  for (char *name = strtok_r(list, ",", &save); name && !others; name = strtok_r(NULL, ",", &save)) {
-    snprintf(path, sizeof path, "libnccl-net-%s.so", name);
-    others = has_tuner(name) || has_tuner(path);
-  }
-  free(list);
-}
+static void look_for_others(void) { others = others_have("tuner", "ncclTunerPlugin_v"); }
 
 /* Say whether NCCL will ask this tuner in the communicators of this process. */
 bool tuner_is_asked(void) {
