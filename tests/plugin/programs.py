@@ -64,14 +64,15 @@ class StandIn:
         except BuildError as error:
             pytest.skip(str(error))
 
-    def run(self, plan, script, *, version="2.30.7", **env):
+    def run(self, plan, script, *, version="2.30.7", wrapper=(), **env):
         """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV).
 
-        `nodes` has the preferred NUMA node of each.
+        `nodes` has the preferred NUMA node of each, and `said` the text on stderr. `wrapper` is the
+        start of the command.
         """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
         record = RECORDS / f"asked-by-{version}.txt"
-        command = [self._program, self.plugin, record, *self._libraries]
+        command = [*wrapper, self._program, self.plugin, record, *self._libraries]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TCCL_"))}
         done = subprocess.run(
             command,
@@ -83,6 +84,7 @@ class StandIn:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-300:] + done.stderr[:3000]
+        self.said = done.stderr
         *answers, seconds = done.stdout.splitlines()
         self.start, *self.seconds = map(float, seconds.split()[1:])
         parts = [line.split() for line in answers]

@@ -99,7 +99,7 @@ def plugin_library():
 
 
 @functools.cache
-def _patience():
+def patience():
     """Return a library for ranks that are more than the cores."""
     folder = ROOT / "build" / "plugin"
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLO
     host = FOLDER / version
     environ = os.environ | {
         "LD_LIBRARY_PATH": f"{host}:{FOLDER / 'cuda'}",
-        "LD_PRELOAD": str(_patience()),
+        "LD_PRELOAD": str(patience()),
     }
     command = [*wrapper, sys.executable, "-m", "tests.plugin.ranks", str(path)]
     subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=spec.timeout + 60)

@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ from tests.plugin.programs import (
 from tests.plugin.runs import make_plan
 
 PAIR = [("comm", 7, (0, 1))]
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}[platform.machine()]
+FORBID = """
+import ctypes, os, struct, sys
+steps = (0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)
+filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(filter))
+assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0
+assert ctypes.CDLL(None).prctl(22, 2, program) == 0
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command that may not make a system call: a seccomp filter answers EPERM."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +62,23 @@ def test_random_communicators_of_eight_threads_get_their_files(folder, plan, san
 
 @pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
 def test_threads_prefer_the_planned_node_for_the_proxy_alone(tmp_path, plain, version):
-    libc = ctypes.CDLL(None)
-    set_mempolicy, preferred, default = {"x86_64": 238, "aarch64": 237}[platform.machine()], 1, 0
-    if libc.syscall(set_mempolicy, preferred, ctypes.byref(ctypes.c_ulong(1)), 65) != 0:
+    libc, preferred, default = ctypes.CDLL(None), 1, 0
+    if libc.syscall(SET_MEMPOLICY, preferred, ctypes.byref(ctypes.c_ulong(1)), 65) != 0:
         pytest.skip("this host forbids memory policies")
-    libc.syscall(set_mempolicy, default, None, 0)
+    libc.syscall(SET_MEMPOLICY, default, None, 0)
     plan = stand_in_plan(tmp_path, nodes=dict.fromkeys(range(8), 0), missing=((0, 1), (2, 3, 5)))
     script = random_script(11, 120)
     plain.run(plan, script, version=version)
     answers = expected_answers(plan, script)
     assert plain.nodes == {key: 0 if size else -1 for key, (size, _) in answers.items()}
+
+
+def test_hosts_that_forbid_memory_policies_get_graph_files_all_the_same(tmp_path, plain):
+    plan = stand_in_plan(tmp_path, gpus=2, nodes={0: 0, 1: 0})
+    wrapper = [sys.executable, "-c", FORBID, str(SET_MEMPOLICY)]
+    assert plain.run(plan, PAIR, wrapper=wrapper, TCCL_DEBUG="1") == expected_answers(plan, PAIR)
+    assert set(plain.nodes.values()) == {-1}
+    assert plain.said.count("set_mempolicy: Operation not permitted") == 2
 
 
 def test_nothing_is_left_in_shared_memory(plan, plain):

@@ -158,7 +158,8 @@ static bool read_graph(struct plan *plan, struct graph *graph, const char *hex, 
 
 /* Read `1,0,0`: the NUMA node of each GPU of a set. */
 static bool parse_nodes(struct graph *graph, const char *text) {
-  for (int gpu = 0, node; gpu < MAX_GPUS; gpu++) {
+  int64_t node;
+  for (int gpu = 0; gpu < MAX_GPUS; gpu++) {
     if (!(graph->gpus >> gpu & 1)) continue;
     text = number(text, MAX_NODE, &node);
     bool last = !(graph->gpus >> gpu >> 1);

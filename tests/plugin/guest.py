@@ -1,0 +1,105 @@
+"""A guest with two NUMA nodes under QEMU, without KVM: Debian's kernel over this host's files.
+
+The guest reads the host's file system over 9p; /run and /dev/shm are its own.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+MODULES = (
+    "drivers/virtio/virtio",
+    "drivers/virtio/virtio_ring",
+    "drivers/virtio/virtio_pci_modern_dev",
+    "drivers/virtio/virtio_pci_legacy_dev",
+    "drivers/virtio/virtio_pci",
+    "net/9p/9pnet",
+    "net/9p/9pnet_virtio",
+    "fs/netfs/netfs",
+    "fs/fscache/fscache",
+    "fs/9p/9p",
+)
+"""In the order of loading, below the kernel's folder of modules; some kernels have them inside."""
+INIT = """#!/bin/busybox sh
+/bin/busybox --install -s /bin
+mount -t proc p /proc
+for module in $(cat /modules); do insmod /$module; done
+mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,ro,cache=loose host /host
+mount -t proc p /host/proc
+mount -t sysfs s /host/sys
+mount -t devtmpfs d /host/dev
+mkdir -p /host/dev/shm
+mount -t tmpfs t /host/dev/shm
+mount -t tmpfs t /host/run
+ifconfig lo 127.0.0.1 up
+timeout SECONDS chroot /host /bin/sh JOB 2>&1
+echo "guest: exit $?"
+poweroff -f
+"""
+
+
+def _kernel():
+    found = sorted(Path("/boot").glob("vmlinuz-*"))
+    programs = ("qemu-system-x86_64", "busybox", "cpio")
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing or not found or not os.access(found[-1], os.R_OK):
+        pytest.skip(f"no {', '.join(missing) or 'kernel in /boot'}")
+    return found[-1]
+
+
+def _first_files(folder, kernel, job, seconds):
+    """Write the guest's first file system; return its path."""
+    root, drivers = folder / "root", Path("/lib/modules", kernel.name.partition("-")[2], "kernel")
+    for name in ("bin", "proc", "host"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(shutil.which("busybox"), root / "bin" / "busybox")
+    modules = []
+    for name in MODULES:
+        path = drivers / f"{name}.ko"
+        if path.exists():
+            shutil.copy(path, root)
+            modules.append(path.name)
+    (root / "modules").write_text("\n".join(modules))
+    (root / "init").write_text(INIT.replace("JOB", str(job)).replace("SECONDS", str(seconds)))
+    (root / "init").chmod(0o755)
+    names = "\n".join(str(path.relative_to(root)) for path in sorted(root.rglob("*")))
+    done = subprocess.run(
+        ["cpio", "-o", "-H", "newc", "--quiet"],
+        input=names.encode(),
+        cwd=root,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    path = folder / "first.cpio"
+    path.write_bytes(done.stdout)
+    return path
+
+
+def run_in_guest(folder, script, *, timeout=120):
+    """Run a shell script in the guest; return its output, which ends with `guest: exit CODE`."""
+    kernel = _kernel()
+    job = folder / "job.sh"
+    job.write_text(script)
+    command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "2048"]
+    for node in range(2):
+        command += ["-object", f"memory-backend-ram,id=m{node},size=1G"]
+        command += ["-numa", f"node,nodeid={node},cpus={node},memdev=m{node}"]
+    command += ["-kernel", kernel, "-initrd", _first_files(folder, kernel, job, timeout - 20)]
+    command += ["-append", "console=ttyS0 quiet panic=-1", "-no-reboot", "-nodefaults"]
+    command += ["-display", "none", "-serial", "stdio"]
+    host = "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"
+    command += ["-fsdev", host, "-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
+    done = subprocess.run(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+    assert "guest: exit" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
