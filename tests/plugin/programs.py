@@ -160,7 +160,9 @@ def fuzz(folder, kind, count, seed, *, sanitizer="address"):
         rules = {"must": {"NCCL_P2P_LEVEL": "SYS"}, "forbid": ("NCCL_CROSS_NIC", "NCCL_X")}
         nodes = {gpu: gpu % 2 for gpu in range(4)}
         tables = random_tables(seed, 4)
-        stand_in_plan(plan, gpus=4, driver=580, numa=2, nccl="2.28", tables=tables, nodes=nodes, **rules)
+        stand_in_plan(
+            plan, gpus=4, driver=580, numa=2, nccl="2.28", tables=tables, nodes=nodes, **rules
+        )
     done = subprocess.run(
         [program, kind, plan, str(count), str(seed)],
         capture_output=True,
