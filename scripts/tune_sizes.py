@@ -11,13 +11,16 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from tccl_py.plan.load import load_plan
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.report.sizes import COLUMNS, columns, size_cells, tuning_facts
+from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
 from tccl_py.verify.jobs import LocalRunner
 from tccl_py.verify.plans import machine_launcher
-from tccl_py.verify.sizes import OTHERS, SizeBudget, arms_of, tune_sizes, tuner_library
+from tccl_py.verify.size_plans import OTHERS, plugin_library
+from tccl_py.verify.sizes import ALL_SIZES, SizeBudget, arms_of, tune_sizes
 from tccl_py.verify.spec import parse_sizes
 from tccl_py.verify.target import read_target
 
@@ -32,10 +35,10 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     asked = parser.parse_args()
     plan = load_plan(asked.directory)
-    budget = OTHERS if asked.others else SizeBudget()
-    budget = msgspec.structs.replace(
-        budget,
-        sizes=parse_sizes(asked.sizes) if asked.sizes else budget.sizes,
+    sizes = ALL_SIZES[::2] if asked.others else ALL_SIZES
+    budget = SizeBudget(
+        collectives=OTHERS if asked.others else ("all_reduce",),
+        sizes=parse_sizes(asked.sizes) if asked.sizes else sizes,
         sweep_seconds=asked.seconds / 2,
         seconds=asked.seconds,
     )
@@ -43,14 +46,18 @@ def main() -> None:
         pinned = tuple(plan.pinned_env)
         launcher = machine_launcher(plan, asked.directory, asked.backend, pinned, print)
         launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
-        library = tuner_library(Path(folder)) if asked.backend == "cuda" else None
+        library = plugin_library(Path(folder), print) if asked.backend == "cuda" else None
         arms = arms_of(read_target(plan, asked.directory), library)
         found, sweep = tune_sizes(
             arms, launcher, budget, watch=lambda text: print(text, file=sys.stderr)
         )
     if asked.out:
         asked.out.write_bytes(msgspec.json.encode({"tuning": found, "sweep": sweep}))
-    print(columns([(*COLUMNS, "choice"), *size_cells(found)]))
+    for names, rows in ((COLUMNS, size_cells(found)), (ENTRY_COLUMNS, entry_cells(found))):
+        table = Table(*names)
+        for cells in rows:
+            table.add_row(*cells)
+        Console(width=160).print(table)
     print(*tuning_facts(found), sep="\n")
 
 

@@ -22,7 +22,7 @@ from tests.verified import FakeJobs, by_plan
 NAME = "intel-v100"
 KEYS = [
     "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "tried",
-    "rounds", "seconds", "hosts",
+    "rounds", "seconds", "hosts", "by_size",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",

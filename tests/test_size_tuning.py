@@ -1,6 +1,7 @@
 """Tuning by message size: what halving keeps, which entries stay, and the ranges they get."""
 
 import ctypes
+import itertools
 import math
 
 import numpy as np
@@ -8,12 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.files import decode_json, encode_json
+from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.staging import check_files
+from tccl_py.plan.tuned import load_tuning
+from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.verify.halving import FINALISTS, all_choices, halve
+from tccl_py.verify.jobs import HostRanks, JobError, Launcher
+from tccl_py.verify.size_plans import load_sizes, tune_by_size
 from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
 from tccl_py.verify.sizes import with_spots
-from tccl_py.verify.spec import KIB, Choice, ContestTimes, TimedRow
+from tccl_py.verify.spec import KIB, Choice, ContestTimes, JobResult, JobSpec, TimedRow
+from tccl_py.verify.target import read_target
+from tests.planned import SMALL, plan_of
 
 SIZES = tuple(KIB << shift for shift in range(4, 10))
 
@@ -33,15 +44,15 @@ class Truth:
         self._noise, self._job = noise, job
         self._random = np.random.default_rng(seed)
 
-    def contest(self, one, choices=None, rounds=12):
+    def contest(self, one, choices=None, rounds=12, *, free=False):
         chosen = all_choices(one, self.channels) if choices is None else choices
-        ratios = [1.0, *(self.ratio(one, choice) for choice in chosen)]
+        ratios = [1.0, *(1.0 if free else self.ratio(one, choice) for choice in chosen)]
         jobs = np.exp(self._random.normal(0, self._job, len(ratios)))
 
         def measure(orders):
             return [
                 [
-                    1e-4 / ratios[at] * jobs[at] * math.exp(noise)
+                    float(1e-4 / ratios[at] * jobs[at] * math.exp(noise))
                     for at, noise in zip(
                         order, self._random.normal(0, self._noise, len(order)), strict=True
                     )
@@ -55,7 +66,8 @@ class Truth:
             shares = [1.0, *(self.beside(one, choice) for choice in chosen)]
             besides = [
                 tuple(
-                    1e-3 / share * math.exp(x) for x in self._random.normal(0, self._noise / 4, 6)
+                    float(1e-3 / share * math.exp(x))
+                    for x in self._random.normal(0, self._noise / 4, 6)
                 )
                 if len(times) == len(seconds[0])
                 else ()
@@ -268,3 +280,103 @@ def test_the_tuner_follows_what_a_process_tells_it_unless_nccl_forbids_the_choic
     assert asked(tree, simple, 8, costs) == ((tree, simple), 8, 1)
     assert asked(ring, ll128, 0, costs) == ((ring, ll128), 0, 1)
     assert asked(tree, ll128, 8, costs) == ((ring, ll), 0, 0)
+
+
+class FakeJobs:
+    """Jobs whose contests have a truth; keeps the environments and the number of ranks of each."""
+
+    def __init__(self, truth, *, fails=lambda ranks: False):
+        self.truth, self.fails, self.jobs = truth, fails, []
+
+    def rendezvous(self, host, count):
+        return [None] * count
+
+    def run(self, tasks):
+        ((host, own),) = tasks.items()
+        outputs = []
+        for task in own:
+            spec = decode_json(task.spec, JobSpec, where="spec")
+            self.jobs.append((len(task.ranks), dict(task.environment)))
+            if self.fails(len(task.ranks)):
+                raise JobError("no device")
+            free = "NCCL_TUNER_PLUGIN" not in task.environment
+            times = tuple(
+                self.truth.contest(one.row, one.choices, one.rounds, free=free)
+                for one in spec.contests
+            )
+            result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", contests=times)
+            text = encode_json(result)
+            outputs.append(RankOutput(results=(text,) * len(task.ranks), log=""))
+        return {host: outputs}
+
+
+def tuned_plan(directory, jobs, said, plan=None):
+    plan = plan or plan_of(SMALL)
+    write_plan(plan, directory)
+    host = HostRanks(ranks=tuple(range(len(plan.gpus))), gpus=plan.gpus, environment={})
+    launcher = Launcher(backend="cuda", hosts=(host,), runner=jobs)
+    sizes = (64 * KIB, 128 * KIB)
+    return tune_by_size(
+        read_target(plan, directory), launcher, sizes, seconds=300.0, say=said.append
+    )
+
+
+def gaining(one, choice):
+    """Ring and LL over two channels gain in all-reduce of 128 KiB."""
+    best = wanted("ring", "ll", 2)
+    return 1.3 if choice == best and one.bytes == 128 * KIB else 0.8
+
+
+def test_a_tuned_plan_keeps_its_rows_and_gives_the_plugin_tables_of_equal_sets(tmp_path):
+    jobs, said = FakeJobs(Truth(gaining, seed=7)), []
+    found = tuned_plan(tmp_path, jobs, said)
+    assert load_sizes(tmp_path) == found
+    assert [len(one.gpus) for one in found] == [4, 4, 2]
+    plan = plan_of(SMALL)
+    (table,) = load_tuning(plan, tmp_path).tables
+    assert (table.gpus, table.measured_on) == (plan.gpus, plan.gpus)
+    (entry,) = table.entries
+    assert (entry.collective, entry.algorithm, entry.protocol) == ("all_reduce", "ring", "ll")
+    assert (entry.channels, entry.to_bytes) == (2, 128 * KIB)
+    right, asked = found[0].predictions
+    assert right == asked == 2
+    # The swept arm and its fresh jobs have the tuner, default NCCL beside them has none.
+    assert {ranks for ranks, _ in jobs.jobs} == {2, 4}
+    assert any("NCCL_TUNER_PLUGIN" not in environment for _, environment in jobs.jobs) == (
+        plan.recommended != "default"
+    )
+    assert "tune 0,1,2,3 all_reduce" in (tmp_path / "nccl" / "plugin.index").read_text()
+    check_files(tmp_path)
+
+
+def test_a_smaller_set_is_measured_once_for_all_sets_that_equal_it(tmp_path):
+    truth = Truth(lambda one, choice: 1.3 if choice == wanted("ring", "ll", 2) else 0.8, seed=8)
+    tuned_plan(tmp_path, FakeJobs(truth), [])
+    tables = load_tuning(plan_of(SMALL), tmp_path).tables
+    assert [table.gpus for table in tables if len(table.gpus) == 2] == [
+        *itertools.combinations(range(4), 2)
+    ]
+    assert {table.measured_on for table in tables if len(table.gpus) == 2} == {(0, 1)}
+
+
+def test_sets_whose_jobs_fail_have_no_table(tmp_path):
+    said = []
+    jobs = FakeJobs(Truth(gaining, seed=9), fails=lambda ranks: ranks == 2)
+    found = tuned_plan(tmp_path, jobs, said)
+    assert [len(one.gpus) for one in found] == [4, 4]
+    assert any("no device" in text for text in said)
+    assert len(load_tuning(plan_of(SMALL), tmp_path).tables) == 1
+
+
+@pytest.mark.parametrize("name", ["h200x4-vm", "amd-3090", "intel-v100"])
+def test_equal_sets_are_what_the_symmetries_of_a_machine_exchange(name):
+    machine = plan_of(name).machine
+    symmetry = automorphisms(machine)
+    column = {point: at for at, point in enumerate(symmetry.points)}
+    for gpus in itertools.combinations((gpu.index for gpu in machine.gpus), 2):
+        images = {
+            tuple(sorted(int(symmetry.points[row[column[f"G{gpu}"]]][1:]) for gpu in gpus))
+            for row in symmetry.elements
+        }
+        assert equal_sets(symmetry, gpus) == images
+        assert gpus in images

@@ -22,11 +22,21 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import locked
+from tccl_py.report.sizes import (
+    COLUMNS,
+    ENTRY_COLUMNS,
+    entry_cells,
+    size_cells,
+    tuning_facts,
+    tuning_json,
+)
 from tccl_py.report.verification import facts_of, headline, size_rows, verification_json
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.plans import tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
+from tccl_py.verify.size_plans import load_sizes
+from tccl_py.verify.sizes import SizeTuning
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective, parse_sizes
 from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
 
@@ -76,7 +86,10 @@ def verify(
 
     Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, names of interfaces, and
     variables of --pin-env. With --tune the best other settings are verified as well, and written to
-    DIR if better. DIR/verify.json has all results.
+    DIR if better. Then all-reduce, all-gather, reduce-scatter, broadcast and reduce are timed by
+    every algorithm, protocol and number of channels, for each message size and over some smaller
+    sets of GPUs; what gains in fresh jobs, and harms nowhere, gets an entry in the table of the
+    plugin's tuner. DIR/verify.json has all results, DIR/sizes.json those by message size.
 
     Exit codes: 0 the recommended choice, or that of --choice, may be used; 1 no (it is worse at a
     size or in smaller communicators, has other rings than planned or wrong values, or its job
@@ -86,7 +99,8 @@ def verify(
     `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,
     `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
     `verdict`), `groups`, `training`, `not_recommended` (sizes in bytes), `checked`, `wrong`,
-    `rings` (`same`, `differences`), `failure`), `simulated`, `tried`, `rounds`, `seconds`, `hosts`
+    `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`, `arm`, `rows`,
+    `entries`, `predictions`, `seconds`), `simulated`, `tried`, `rounds`, `seconds`, `hosts`
     (in rank order; none of a single machine).
 
     Examples:
@@ -135,9 +149,12 @@ def verify(
             watch=stack.enter_context(ProgressLine()).say,
         )
     if json:
-        print_json(verification_json(found))
+        by_size = [tuning_json(tuning) for tuning in load_sizes(directory)]
+        print_json(verification_json(found) | {"by_size": by_size})
     else:
         print_verification(found, results())
+        if tune:
+            print_sizes(load_sizes(directory), results())
     notice(f"wrote {directory / 'verify.json'}")
     if not found.accepted:
         raise typer.Exit(ANSWER_IS_NO)
@@ -150,6 +167,7 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
         asked: dict[str, Any] = {"job": job, "backend": backend, "tune": True}
         found = verify_plan(directory, budget, **asked, say=notice, watch=line.say)
     print_verification(found, notices())
+    print_sizes(load_sizes(directory), notices())
     return load_plan(directory)
 
 
@@ -162,6 +180,20 @@ def pinned_names(names: Sequence[str]) -> tuple[str, ...]:
         if name == "NCCL_GRAPH_FILE":
             raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
     return tuple(names)
+
+
+def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:
+    """Print the rows of each tuning by message size, the tuner's entries, and the cost."""
+    for tuning in tunings:
+        tables = ((COLUMNS, size_cells(tuning)), (ENTRY_COLUMNS, entry_cells(tuning)))
+        for names, rows in tables:
+            table = Table(*names)
+            for cells in rows:
+                table.add_row(*cells)
+            if table.row_count:
+                console.print(table)
+        for line in tuning_facts(tuning):
+            console.print(line)
 
 
 def print_verification(found: Verification, console: Console) -> None:

@@ -75,6 +75,14 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
     return Symmetry(points=points, elements=elements, generators=generators, order=len(elements))
 
 
+def equal_sets(symmetry: Symmetry, gpus: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the sets of GPUs, ascending, that the listed elements exchange with `gpus`."""
+    columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
+    numbers = [int(point[1:]) for point in symmetry.points]
+    moved = np.unique(np.sort(symmetry.elements[:, columns], axis=1), axis=0)
+    return {tuple(sorted(numbers[image] for image in row)) for row in moved.tolist()}
+
+
 class _Level(msgspec.Struct, frozen=True):
     """One step of the chain: the images of the base point while all earlier points stay."""
 

@@ -14,7 +14,7 @@ from tccl_py.plan.beside import keep_beside_plan, planned_fingerprint, read_besi
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.plugin import plugin_files
-from tccl_py.plan.staging import check_files, locked, write_with_plan
+from tccl_py.plan.staging import check_files, write_with_plan
 
 TUNING_FILE = "tuning.json"
 FORMAT_VERSION = 1
@@ -52,6 +52,7 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
     """Write tuning.json into a plan's directory, and the tables into the plugin's index.
 
     Each file is written whole or not at all; other findings of the plan stay. Return the content.
+    The caller holds the directory (`locked`).
 
     Raises InputError: a table does not fit the plan, or a file of the plan was changed or cannot be
     written.
@@ -63,18 +64,17 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
         what = f"was measured with the choice {tuning.choice} and NCCL {tuning.nccl}"
         right = f"the plan recommends {plan.recommended} with NCCL {plan.settings.version}"
         raise InputError(str(path), what, right)
-    with locked(directory):
-        held = {name: read_bytes(directory / name) for name in check_files(directory).files}
-        kept = keep_beside_plan(tuning, path)
-        texts = {
-            name.removeprefix("nccl/"): content.decode()
-            for name, content in held.items()
-            if name.endswith(".xml")
-        }
-        known = None if plan.simulated else planned_fingerprint(plan, directory)
-        renewed = plugin_files(plan, texts, known, tuning.tables)
-        files = held | {f"nccl/{name}": content for name, content in renewed.items()}
-        write_with_plan(files, directory, check=load_plan, findings=())
+    held = {name: read_bytes(directory / name) for name in check_files(directory).files}
+    kept = keep_beside_plan(tuning, path)
+    texts = {
+        name.removeprefix("nccl/"): content.decode()
+        for name, content in held.items()
+        if name.endswith(".xml")
+    }
+    known = None if plan.simulated else planned_fingerprint(plan, directory)
+    renewed = plugin_files(plan, texts, known, tuning.tables)
+    files = held | {f"nccl/{name}": content for name, content in renewed.items()}
+    write_with_plan(files, directory, check=load_plan, findings=())
     return kept
 
 

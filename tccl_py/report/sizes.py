@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,17 @@ from tccl_py.verify.size_table import SizeRow
 from tccl_py.verify.sizes import SizeTuning
 from tccl_py.verify.spec import Choice, size_text
 
-COLUMNS = ("collective", "size", "default us", "plan us", "tuned us", "over plan", "over default")
+ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
+COLUMNS = (
+    "collective",
+    "size",
+    "default us",
+    "plan us",
+    "tuned us",
+    "over plan",
+    "over default",
+    "choice",
+)
 
 
 def choice_text(choice: Choice | TunerEntry) -> str:
@@ -24,10 +34,21 @@ def choice_text(choice: Choice | TunerEntry) -> str:
     return f"{choice.algorithm} {choice.protocol} {choice.channels or 'any'}"
 
 
-def entry_text(entry: TunerEntry) -> str:
-    """Return an entry of the table as text."""
-    ends = f"{size_text(entry.from_bytes)} to {size_text(entry.to_bytes)}"
-    return f"{entry.collective}, {ends}: {choice_text(entry)}"
+def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield GPUs, collective, sizes, choice and gains over the plan alone of each entry."""
+    gpus = ",".join(map(str, tuning.gpus))
+    for entry in tuning.entries:
+        inside = [
+            row.fresh.middle
+            for row in tuning.rows
+            if row.kept
+            and row.fresh is not None
+            and row.row.collective == entry.collective
+            and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+        ]
+        gains = f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
+        ends = f"{size_text(entry.from_bytes)} to {size_text(entry.to_bytes)}"
+        yield gpus, entry.collective, ends, choice_text(entry), gains
 
 
 def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
@@ -43,10 +64,9 @@ def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
 
 
 def tuning_facts(tuning: SizeTuning) -> list[str]:
-    """Return the entries, the share of right predictions, and the cost."""
+    """Return the share of right predictions, and the cost."""
     right, asked = tuning.predictions
     return [
-        *map(entry_text, tuning.entries or ()),
         f"{len(tuning.entries)} entries over {tuning.arm}, measured on GPUs "
         f"{','.join(map(str, tuning.gpus))}; other sizes are NCCL's own choice",
         f"predictions of gains found right by {tuning.jobs} fresh jobs: {right} of {asked}",
@@ -85,10 +105,3 @@ def _row_json(row: SizeRow) -> dict[str, Any]:
 
 def _ratio(found: Interval | None) -> str:
     return "" if found is None else f"{found.middle:.3f} ({found.low:.3f} to {found.high:.3f})"
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of cells as aligned text."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(map(str.rstrip, lines))

@@ -45,6 +45,7 @@ from tccl_py.verify.evaluation import (
 from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import Verification, keep_verification
 from tccl_py.verify.simulated import jobs_of_tables, predicted_cells, simulated_cells
+from tccl_py.verify.size_plans import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
@@ -109,7 +110,8 @@ def verify_plan(
 ) -> Verification:
     """Verify a plan on this machine, or a cluster's on the hosts of `job`; keep the result.
 
-    `pinned` are caller's variables that jobs get. The other arguments are as for `run`.
+    Tuning a machine's plan ends with its table by message size. `pinned` are caller's variables
+    that jobs get. The other arguments are as for `run`.
 
     Raises:
         InputError: the plan is for another machine or other hosts, or torch is missing.
@@ -118,7 +120,12 @@ def verify_plan(
     check_files(directory)
     with launcher_of(plan, directory, job=job, backend=backend, pinned=pinned, say=say) as launcher:
         target = read_target(plan, directory)
-        return run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
+        found = run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
+        if tune and not plan.is_cluster:
+            target = read_target(load_plan(directory), directory)
+            seconds = min(budget.seconds, SIZE_SECONDS)
+            tune_by_size(target, launcher, budget.sizes, seconds=seconds, say=say, watch=watch)
+        return found
 
 
 @contextmanager

@@ -241,9 +241,9 @@ def _fresh(
 def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
     """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
     kept = {row.row: row.choice for row in rows if row.kept and row.choice is not None}
-    ratios = {times.row: _ratios(times) for times in sweep}
+    swept = {times.row: times for times in sweep}
     found = []
-    for series in _series(ratios):
+    for series in _series(swept):
         # A run of adjacent sizes with the same choice becomes one entry.
         runs: list[tuple[Choice, list[int]]] = []
         for at, row in enumerate(series):
@@ -253,13 +253,18 @@ def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[Tun
             if not runs or runs[-1][0] != choice or runs[-1][1][-1] != at - 1:
                 runs.append((choice, []))
             runs[-1][1].append(at)
-        found += [_entry(series, ratios, choice, run) for choice, run in runs]
-    return tuple(sorted(found, key=lambda e: (COLLECTIVES.index(e.collective), e.from_bytes)))
+        found += [_entry(series, swept, choice, run) for choice, run in runs]
+    return tuple(sorted(found, key=table_order))
+
+
+def table_order(entry: TunerEntry) -> tuple[int, int]:
+    """Return the place of an entry in its table, for sorting."""
+    return COLLECTIVES.index(entry.collective), entry.from_bytes
 
 
 def _entry(
     series: Sequence[TimedRow],
-    ratios: Mapping[TimedRow, Mapping[Choice, float]],
+    swept: Mapping[TimedRow, ContestTimes],
     choice: Choice,
     run: Sequence[int],
 ) -> TunerEntry:
@@ -270,7 +275,7 @@ def _entry(
     ends = [series[run[0]].bytes, series[run[-1]].bytes]
     for end, at in enumerate((run[0] - 1, run[-1] + 1)):
         inside = 0 <= at < len(series)
-        if inside and ratios[series[at]].get(choice, 0.0) >= NO_HARM:
+        if inside and _ratio(swept[series[at]], choice) >= NO_HARM:
             ends[end] = math.isqrt(series[at].bytes * ends[end]) + (end == 0)
     return TunerEntry(
         collective=cast(TunedCollective, series[0].collective),
@@ -282,14 +287,12 @@ def _entry(
     )
 
 
-def _ratios(times: ContestTimes) -> dict[Choice, float]:
-    """Return the speed of every choice over NCCL's own, of dropped ones from few rounds."""
-    own, *others = times.seconds or ((),)
-    return {
-        choice: ratio_of(own, seconds).middle
-        for choice, seconds in zip(times.choices, others, strict=True)
-        if seconds
-    }
+def _ratio(times: ContestTimes, choice: Choice) -> float:
+    """Return the speed of a choice over NCCL's own, of a dropped one from few rounds; else 0."""
+    if choice not in times.choices:
+        return 0.0
+    chosen = times.seconds[1 + times.choices.index(choice)]
+    return ratio_of(times.seconds[0], chosen).middle if chosen else 0.0
 
 
 def _series(rows: Mapping[TimedRow, object]) -> list[list[TimedRow]]:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher
@@ -28,8 +26,6 @@ from tccl_py.verify.spec import (
 )
 from tccl_py.verify.target import Target
 
-SIZES_FILE = "sizes.json"
-FORMAT_VERSION = 1
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
 ALL_SIZES = tuple(KIB << shift for shift in range(21))
 """1 KiB to 1 GiB in powers of two."""
@@ -57,12 +53,6 @@ class SizeBudget(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 300.0
 
 
-OTHERS = SizeBudget(
-    collectives=("all_gather", "reduce_scatter", "broadcast", "reduce"), sizes=ALL_SIZES[::2]
-)
-"""The work of the other collectives, at sizes in factors of four."""
-
-
 class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rows of a set of GPUs, and the entries for the tuner that follow.
 
@@ -79,27 +69,12 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     jobs: int
     skew: float
     seconds: float
-    plan_digest: str = ""
-    format_version: int = FORMAT_VERSION
 
     @property
     def predictions(self) -> tuple[int, int]:
         """Return how many predictions fresh jobs found right, of how many."""
         asked = [row for row in self.rows if row.row.dtype == _DTYPE and row.fresh is not None]
         return sum(row.right for row in asked), len(asked)
-
-
-def tuner_library(folder: Path) -> Path:
-    """Return the plugin's library, built in `folder` where the installation has none.
-
-    Raises InputError: there is no compiler, or it fails.
-    """
-    if (SOURCES / LIBRARY).is_file():
-        return SOURCES / LIBRARY
-    try:
-        return build_plugin(folder)
-    except BuildError as error:
-        raise InputError("the NCCL plugin", f"is not built: {error}", "see docs") from error
 
 
 class SizeArms(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,10 +176,12 @@ def _fresh_jobs(
         )
         for row in predicted
     )
-    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
-    jobs = ConcurrentJobs(launcher, [row.row.bytes for row in predicted])
     found: dict[ChoiceName, list[Sequence[ContestTimes]]]
     found = {arm.name: [] for arm in arms.everything}
+    if not contests:
+        return found
+    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
+    jobs = ConcurrentJobs(launcher, [row.row.bytes for row in predicted])
     own = found[arms.plan.name]
     while len(own) < LEAST_JOBS or (len(own) < MOST_JOBS and time.monotonic() < until):
         watch(f"fresh jobs, round {len(own) + 1}")

@@ -1,0 +1,172 @@
+"""Tuning a plan's directory by message size: all GPUs, then smaller sets; sizes.json."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.files import read_text
+from tccl_py.model.symmetry import automorphisms, equal_sets
+from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
+from tccl_py.nccl.tuner import TunerTable
+from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.planner import subsets
+from tccl_py.plan.plugin import graph_files
+from tccl_py.plan.tuned import Tuning, keep_tuning
+from tccl_py.verify.jobs import THIS_HOST, JobError, Launcher
+from tccl_py.verify.size_table import table_order
+from tccl_py.verify.sizes import (
+    ALL_SIZES,
+    SizeArms,
+    SizeBudget,
+    SizeTuning,
+    arms_of,
+    tune_sizes,
+)
+from tccl_py.verify.spec import SIZES, Collective
+from tccl_py.verify.target import Target
+
+SIZES_FILE = "sizes.json"
+FORMAT_VERSION = 1
+OTHERS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+_MOST_SUBSETS = 3
+"""Smaller sets of GPUs that are measured: pairs and halves, one of each kind."""
+SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
+"""No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
+
+Say = Callable[[str], None]
+
+
+class SizeTunings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tunings of a plan: of all GPUs, the first of all-reduce, then of smaller sets."""
+
+    tunings: tuple[SizeTuning, ...]
+    plan_digest: str = ""
+    format_version: int = FORMAT_VERSION
+
+
+def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
+    """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
+    path = directory / SIZES_FILE
+    if not path.exists():
+        return ()
+    found = read_beside_plan(path, SizeTunings, version=FORMAT_VERSION)
+    return () if found is None else found.tunings
+
+
+def tune_by_size(
+    target: Target,
+    launcher: Launcher,
+    sizes: Sequence[int],
+    *,
+    seconds: float,
+    say: Say = lambda _: None,
+    watch: Say = lambda _: None,
+) -> tuple[SizeTuning, ...]:
+    """Tune all collectives of a machine's plan by message size, and keep the tables.
+
+    `sizes` in bytes are for all-reduce, SIZES for all sizes; every second one is for other
+    collectives and smaller sets. No fresh jobs of a tuning start after `seconds`. A set of GPUs
+    whose job fails has no table.
+    """
+    every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
+    whole = SizeBudget(sizes=every, sweep_seconds=seconds / 2, seconds=seconds)
+    replace = msgspec.structs.replace
+    fewer = replace(whole, sizes=every[::2])
+    found: list[SizeTuning] = []
+    with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
+        library = plugin_library(Path(folder), say) if launcher.backend == "cuda" else None
+        if library is None and launcher.backend == "cuda":
+            return ()
+        arms = arms_of(target, library)
+        work = [(arms, launcher, whole), (arms, launcher, replace(fewer, collectives=OTHERS))]
+        small = replace(
+            fewer,
+            sweep_seconds=min(seconds, _SUBSET_SECONDS) / 2,
+            seconds=min(seconds, _SUBSET_SECONDS),
+        )
+        equal = dict(_measured_sets(target.plan))
+        work += [(*_over(target, launcher, arms, gpus), small) for gpus in equal]
+        for each in work:
+            try:
+                found.append(tune_sizes(*each, watch=watch)[0])
+            except JobError as error:
+                say(f"not tuned by message size: {error}")
+    equal[target.gpus] = {target.gpus}
+    keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
+    if launcher.backend == "cuda" and found:
+        tables = _tables(found, equal)
+        tuning = Tuning(choice=target.plan.recommended, nccl=found[0].nccl, tables=tables)
+        keep_tuning(replace(tuning, simulated=target.plan.simulated), target.plan, target.directory)
+    return tuple(found)
+
+
+def plugin_library(folder: Path, say: Say) -> Path | None:
+    """Return the plugin's library, built in `folder` where the installation has none."""
+    if (SOURCES / LIBRARY).is_file():
+        return SOURCES / LIBRARY
+    try:
+        return build_plugin(folder)
+    except BuildError as error:
+        say(f"not tuned by message size, which needs the NCCL plugin: {error}")
+        return None
+
+
+def _measured_sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
+    """Yield pairs and halves of a plan's GPUs to measure, and the sets that equal each.
+
+    Sets are equal where a symmetry of the machine exchanges their GPUs.
+    """
+    node = plan.cluster.classes[0]
+    symmetry = automorphisms(node.machine, node.knowledge, gpus=plan.gpus)
+    known: set[tuple[int, ...]] = set()
+    count = 0
+    for gpus in subsets(node.machine, plan.gpus):
+        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2)
+        if usual and gpus not in known and count < _MOST_SUBSETS:
+            equal = equal_sets(symmetry, gpus)
+            known |= equal
+            count += 1
+            yield gpus, equal
+
+
+def _over(
+    target: Target, launcher: Launcher, arms: SizeArms, gpus: tuple[int, ...]
+) -> tuple[SizeArms, Launcher]:
+    """Return arms and launcher of a smaller set, with its own graph file where the plan has one."""
+    replace = msgspec.structs.replace
+    (host,) = launcher.hosts
+    part = replace(host, ranks=tuple(range(len(gpus))), gpus=gpus)
+    plan = arms.plan
+    if plan.graphs:
+        file = graph_files(target.plan).get(gpus)
+        variables = {
+            name: value for name, value in plan.variables.items() if name != "NCCL_GRAPH_FILE"
+        }
+        graphs = {}
+        if file is not None:
+            path = target.directory.resolve() / "nccl" / file
+            variables["NCCL_GRAPH_FILE"] = str(path)
+            graphs = {THIS_HOST: read_text(path)}
+        plan = replace(plan, variables=variables, graphs=graphs)
+    return replace(arms, plan=plan), replace(launcher, hosts=(part,))
+
+
+def _tables(
+    found: Sequence[SizeTuning], equal: dict[tuple[int, ...], set[tuple[int, ...]]]
+) -> tuple[TunerTable, ...]:
+    """Return the tables of all sets: those measured, and those equal to them."""
+    tables = []
+    for measured, images in equal.items():
+        of = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
+        entries = tuple(sorted(of, key=table_order))
+        if entries:
+            tables += [
+                TunerTable(gpus=gpus, measured_on=measured, entries=entries)
+                for gpus in sorted(images)
+            ]
+    return tuple(tables)
