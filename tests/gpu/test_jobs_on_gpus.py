@@ -21,7 +21,7 @@ TURNS = 3
 LARGE = SIZES[-2]
 CASES = {
     "2x1": (2, ((0,), (1,)), [("node[0-1]", None)]),
-    "2x2": (4, ((0, 1), (2, 3)), [("node[0-1]", "0"), ("node[0-1]", None)]),
+    "2x2": (4, ((0, 1), (2, 3)), [("node[0-1]", "node0:0;node1:2"), ("node[0-1]", None)]),
     "4x1": (4, ((0,), (1,), (2,), (3,)), [("node1,node3", None), ("node[0-2]", None)]),
 }
 """GPUs, those of each node, and jobs by hosts and GPUs; the first one is compared with default."""
@@ -80,7 +80,8 @@ def used(nodes, job):
     """The GPUs of each node that a job has, none of other nodes."""
     gpus = {host.name: job.gpus_of(host) for host in job.hosts}
     return [
-        tuple(own[at] for at in gpus.get(f"node{number}", ())) for number, own in enumerate(nodes)
+        tuple(gpu for gpu in own if gpu in gpus.get(f"node{number}", ()))
+        for number, own in enumerate(nodes)
     ]
 
 
