@@ -1,5 +1,8 @@
 """`tccl export --runtime tccl`: the file, its notices, and what answers its sets."""
 
+import itertools
+import json
+import re
 import shutil
 
 import msgspec
@@ -8,13 +11,15 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.transfer import parse_set
+from tccl_py.model.transfer import parse_flow, parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.tables import kept_files
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
+from tccl_py.tccl_fork.database import mask_of
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.sessions import Fake, measures_by
 from tests.tccl_runtime import found_ring, parse_tccl_xml, read_tccl_xml
@@ -261,11 +266,61 @@ def test_a_cluster_without_its_model_cannot_be_searched_again(damage, said, clus
     assert said in refused(place, "--runtime", "tccl")
 
 
-def test_a_measured_cluster_is_refused(cluster, tmp_path):
+@pytest.fixture
+def measured_cluster(cluster, tmp_path):
+    """The cluster's plan as if it had been measured_cluster, with its tables."""
+    plan = msgspec.structs.replace(load_plan(cluster), simulated=False, assumed=False)
+    (tmp_path / "measured").mkdir()
+    write_plan(plan, tmp_path / "measured", tables=kept_files(cluster))
+    return tmp_path / "measured"
+
+
+def chains_of_tables(place):
+    """Every chain that enters and leaves by one NIC: its GPUs, blocks, and slowest hop's rate."""
+    for file in (place / "tables").glob("*.json"):
+        table = json.loads(file.read_text())
+        for answer in table["answers"]:
+            for part in answer["paired"]:
+                for pair, hops, rates in zip(
+                    part["pairs"], part["chains"], part["gbps"], strict=True
+                ):
+                    first = parse_flow(table["hops"][hops[0]]["flow"])
+                    if pair[0] == pair[1]:
+                        buffer = answer["settings"].get("buffsize", 4 << 20)
+                        yield tuple(table["gpus"]), (first.blocks, buffer), min(rates)
+
+
+def test_a_measured_clusters_chains_are_the_fastest_of_its_tables_by_equal_means(
+    measured_cluster, tmp_path
+):
+    result = exported(measured_cluster, "-o", tmp_path / "db.xml")
+    database = read_tccl_xml(tmp_path / "db.xml")
+    assert result.exit_code == 0 and database.intra == ()
+    blocks, size = map(int, re.findall(r"(?:MIN_NCHANNELS|BUFFSIZE)=([0-9]+)", result.stderr))
+    best = {}
+    for gpus, by, rate in chains_of_tables(measured_cluster):
+        if by == (blocks, size) and len(gpus) > 1:
+            best[mask_of(gpus)] = max(rate, best.get(mask_of(gpus), 0.0))
+    written = {part.mask: {chain.gbps for chain in part.chains} for part in database.inter}
+    for mask, rate in best.items():
+        assert list(written[mask]) == [pytest.approx(rate, rel=1e-5)]
+    assert {0b1111, 0b11} <= set(best)
+    # Jobs over unlike sets of GPUs: the slower chain decides.
+    for masks in itertools.product(best, repeat=3):
+        assert found_ring(database, masks).gbps == pytest.approx(min(map(best.get, masks)))
+    assert "a job of one node fails" in result.stderr and "0 sets measured" in result.stderr
+
+
+def test_sets_of_gpus_and_nics_without_a_table_are_refused_or_named(measured_cluster):
+    result = exported(measured_cluster, "--subsets", "0-3")
+    assert {part.mask for part in parse_tccl_xml(result.stdout).inter} == {0b1111}
+    assert "no chain" in refused(measured_cluster, "--runtime", "tccl", "--subsets", "0,3")
+    assert "no chain" in refused(measured_cluster, "--runtime", "tccl", "--nic", "9")
+
+
+def test_a_measured_cluster_without_tables_is_refused(cluster, tmp_path):
     place = tmp_path / "plan"
-    plan = load_plan(cluster)
-    measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
     place.mkdir()
-    write_plan(measured, place)
+    write_plan(msgspec.structs.replace(load_plan(cluster), simulated=False, assumed=False), place)
     said = refused(place, "--runtime", "tccl")
-    assert "measured over several hosts" in said and f"{place}" in said
+    assert "has no tables" in said and f"{place}" in said

@@ -57,8 +57,9 @@ def export(
     moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
     GPUs for all together, and for those of --subsets), and chains over every set for jobs of
     several equal nodes: by the model of a simulated plan, on the machine itself of a measured plan.
-    A cluster's plan needs equal nodes and a model. Parts of the plan that the file cannot express
-    are named in notices, and in a comment of the file.
+    A cluster's plan needs equal nodes; a measured one has the chains of its tables, for sets of
+    GPUs that were measured (`tccl plan --gpus-per-job`), and no rings inside a node. Parts of the
+    plan that the file cannot express are named in notices, and in a comment of the file.
 
     For tuner: the CSV file of the example tuner in NCCL's sources (NCCL_TUNER_CONFIG_FILE), with
     the tables that `tccl verify --tune` measured, for those who do not use tccl's plugin.
@@ -128,7 +129,10 @@ def _export_fork(
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     # These take long to load.
     from tccl_py.plan.again import source_or_journal  # noqa: PLC0415
+    from tccl_py.plan.tables import HostTable, read_tables  # noqa: PLC0415
+    from tccl_py.sources.journal import RememberingSource  # noqa: PLC0415
     from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
+    from tccl_py.tccl_fork.kept import TablesOnly  # noqa: PLC0415
     from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
@@ -141,12 +145,20 @@ def _export_fork(
         check_plan_for_fork(plan, where=str(directory))
         line = stack.enter_context(ProgressLine())
         right = "export it there"
-        source, notices = source_or_journal(plan, place, otherwise=right, watch=line.measured)
+        tables: list[HostTable] = []
+        notices: tuple[str, ...] = ()
+        if plan.is_cluster and not plan.simulated:
+            tables = read_tables(place, plan.cluster.classes)
+            if not tables:
+                raise InputError(str(place), "has no tables of chains", "plan the cluster again")
+            source = RememberingSource(TablesOnly())
+        else:
+            source, notices = source_or_journal(plan, place, otherwise=right, watch=line.measured)
         notice_each(notices)
         with source:
             # A source that measures reports by itself.
             reporter = line if plan.simulated else None
-            made = make_database(plan, source, export=wanted, reporter=reporter)
+            made = make_database(plan, source, export=wanted, reporter=reporter, tables=tables)
         notice_each(source.notices)
     write_result(tccl_xml(made.database, notes=made.notes), output)
     notice_each(made.notes)

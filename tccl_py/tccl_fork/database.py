@@ -17,7 +17,9 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.tables import HostTable
 from tccl_py.search.problem import Reporter
+from tccl_py.tccl_fork.kept import kept_chains
 from tccl_py.tccl_fork.search import (
     ALL_SETS_UP_TO,
     MOST_CHANNELS,
@@ -203,23 +205,35 @@ def make_database(
     *,
     export: Export | None = None,
     reporter: Reporter | None = None,
+    tables: Sequence[HostTable] = (),
 ) -> MadeDatabase:
     """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
 
-    InputError: hosts of several classes, a cluster that was measured, unknown GPUs or NIC, or
-    indices too large for the fork.
+    With the tables of a measured cluster nothing is searched: their chains are taken, and there are
+    no rings inside a node. InputError: hosts of several classes, unknown GPUs or NIC, indices too
+    large for the fork, or tables without usable chains.
     """
     export = export or Export()
     check_plan_for_fork(plan)
     task = task_of(plan, source, export, reporter)
-    nic, count = _nic(task.machine, export.nic), max(task.gpus) + 1
+    wanted = export.nic
+    if tables:
+        kept = kept_chains(tables, nic=export.nic, usable=export.subsets)
+        wanted, own = kept.nic, {"blocks": kept.blocks, "fifo_bytes": kept.fifo_bytes}
+        task = msgspec.structs.replace(task, **own)
+    nic, count = _nic(task.machine, wanted), max(task.gpus) + 1
     numa = numa_ids(task.machine)
     bits = index_bits(count, max(numa.values()) + 1)
     # 1. Search rings, and chains where the network can be measured.
     search = DatabaseSearch(task)
-    search.find_rings()
-    no_chains = _no_chains(task, nic, table_bytes(count, bits))
-    if nic is not None and not no_chains:
+    if not tables:
+        search.find_rings()
+    no_chains = _no_chains(task, nic, table_bytes(count, bits), known=bool(tables))
+    if tables and not no_chains:
+        search.chains.update(kept.chains)
+        lacking = {table.gpus: "no table has one by this NIC" for table in tables}
+        search.missing_chains.update({k: v for k, v in lacking.items() if k not in kept.chains})
+    elif nic is not None and not no_chains:
         search.find_chains(nic)
     elif table_bytes(count, bits) > MUCH_MEMORY:
         # No crossing is encoded then: indices of one bit keep the fork's table small.
@@ -241,7 +255,9 @@ def make_database(
         inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
     )
     memory = table_bytes(count, bits)
-    notes = _notes(plan, task, search, nic=nic, no_chains=no_chains, memory=memory)
+    notes = _notes(
+        plan, task, search, nic=nic, no_chains=no_chains, memory=memory, kept=bool(tables)
+    )
     return MadeDatabase(
         database=database, notes=tuple(notes), sets_measured=task.source.sets_measured
     )
@@ -257,11 +273,14 @@ def _nic(machine: Machine, wanted: int | None) -> Nic | None:
     return max(machine.nics, key=lambda nic: (nic.speed_mbps, nic.gdr, -nic.index), default=None)
 
 
-def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int) -> str:
+def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int, *, known: bool) -> str:
+    """Return why there are no chains; `known` chains need no measurement."""
     if nic is None:
         return f"{task.machine.name} has no NIC"
     if memory > MOST_MEMORY:
         return f"for GPU indices up to {max(task.gpus)} the fork's table of chains is too large"
+    if known:
+        return ""
     first = task.gpus[0]
     through = throughs(task, nic, first)[0]
     way_out = leaving(first, nic.index, through=through, blocks=task.blocks)
@@ -320,6 +339,7 @@ def _notes(
     nic: Nic | None,
     no_chains: str,
     memory: int,
+    kept: bool,
 ) -> Iterator[str]:
     """Yield notes for the user and the file's readers, most important first."""
     done = plan.provenance.partition(" ")[0].removesuffix(",")
@@ -337,7 +357,12 @@ def _notes(
         )
     total = 2 ** len(task.gpus) - len(task.gpus) - 1
     left_out = total - len(search.rings) - len(search.missing_rings)
-    if left_out:
+    if kept:
+        yield (
+            "chains are those of the plan's tables, by NCCL's mechanisms; there are no rings "
+            "inside a node, and a job of one node fails: export the plan of one host for it"
+        )
+    elif left_out:
         few = len(task.gpus) <= ALL_SETS_UP_TO
         why = "as requested" if few else f"above {ALL_SETS_UP_TO} GPUs only requested sets are in"
         yield (
@@ -353,8 +378,9 @@ def _notes(
             yield f"no {kind} over GPUs {', '.join(map(str, gpus))}, and a job fails there: {why}"
         if len(missing) > _NAMED:
             yield f"no {kind} over {len(missing) - _NAMED} more sets of GPUs"
-    yield from _unproven("rings", list(search.rings.values()))
-    yield from _unproven("chains", list(search.chains.values()))
+    for kind, all_ in (("rings", search.rings), ("chains", search.chains)):
+        if not kept:
+            yield from _unproven(kind, list(all_.values()))
     if memory > MUCH_MEMORY:
         yield (
             f"the fork's runtime takes {memory / 2**30:.1f} GiB in every process for its table "

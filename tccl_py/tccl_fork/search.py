@@ -146,14 +146,10 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
-    """Refuse a plan that one database cannot serve, or whose further sets nobody can measure."""
+    """Refuse a plan that one database cannot serve."""
     if len(plan.cluster.classes) > 1:
         what = f"has hosts of {len(plan.cluster.classes)} classes"
         right = "the fork has one database for all nodes: plan hosts of one class"
-        raise InputError(where, what, right)
-    if plan.is_cluster and not plan.simulated:
-        what = "was measured over several hosts, and the file needs other sets"
-        right = "plan one of the hosts alone: that plan's file has rings for jobs of one node"
         raise InputError(where, what, right)
 
 

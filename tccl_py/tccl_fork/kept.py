@@ -1,0 +1,92 @@
+"""Chains of the fork's database from the tables of a measured cluster: nothing is measured again.
+
+The tables have chains for NCCL, one or several at a time. The fork runs one chain by one NIC, so a
+chain that was measured beside others is at least as fast by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.measurement import Measurement
+from tccl_py.model.rings import Hop, Ring
+from tccl_py.model.transfer import TransferSet
+from tccl_py.nccl.network import Pairing
+from tccl_py.plan.plan import PlanChain
+from tccl_py.plan.tables import HostTable
+from tccl_py.plan.tasks import Order
+from tccl_py.tccl_fork.search import MOST_CHANNELS, Found
+
+
+class TablesOnly:
+    """A source without measurements, for a database whose rates are in tables."""
+
+    simulated = False
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Raise MeasurementError."""
+        raise MeasurementError(f"{sets[0]} is in no table")
+
+
+class KeptChains(msgspec.Struct, frozen=True, kw_only=True):
+    """The best chains by one NIC with equal thread blocks and FIFOs, by sets of GPUs."""
+
+    nic: int
+    blocks: int
+    fifo_bytes: int
+    chains: Mapping[Order, Found]
+
+
+def kept_chains(
+    tables: Iterable[HostTable], *, nic: int | None, usable: Collection[Order] | None
+) -> KeptChains:
+    """Return the chains of tables for `usable` sets of GPUs (None: all), by `nic` (None: the best).
+
+    NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most
+    GPUs. Raises InputError: the fork could use no chain.
+    """
+    groups: dict[tuple[int, int, int], dict[Order, Found]] = {}
+    for gpus, fifo_bytes, chain in _chains(tables):
+        by, blocks = chain.entry_nic, chain.hops[0].flow.blocks or 1
+        other = by is None or by != chain.exit_nic or by != (by if nic is None else nic)
+        if other or blocks > MOST_CHANNELS or gpus not in (usable or (gpus,)):
+            continue
+        if not _can_be_set_up(chain):
+            continue
+        found = groups.setdefault((by or 0, blocks, fifo_bytes), {})
+        if gpus not in found or chain.rate > found[gpus].rate_gbps:
+            closed = Ring(tuple(Hop(hop.source, hop.target, hop.flow) for hop in chain.hops))
+            found[gpus] = Found(ring=closed, rate_gbps=chain.rate, bound_gbps=None)
+    if not groups:
+        what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
+        raise InputError("the plan's tables", what, "name another NIC, or plan the cluster again")
+
+    def worth(key: tuple[int, int, int]) -> tuple[int, float]:
+        found = groups[key]
+        return len(found), found[max(found, key=len)].rate_gbps
+
+    best = max(groups, key=worth)
+    by, blocks, fifo_bytes = best
+    return KeptChains(nic=by, blocks=blocks, fifo_bytes=fifo_bytes, chains=groups[best])
+
+
+def _chains(tables: Iterable[HostTable]) -> Iterator[tuple[Order, int, PlanChain]]:
+    for table in tables:
+        for answer in table.kept.answers:
+            for pairs in (one.pairs for one in answer.paired):
+                found = table.chains_with(answer.settings, Pairing(pairs))
+                for chain in found.chains if found else ():
+                    yield table.gpus, answer.settings.buffsize, chain
+
+
+def _can_be_set_up(chain: PlanChain) -> bool:
+    """Return whether the fork has names for all transfers, and one of them names each GPU."""
+    into, *inner, out = (hop.flow.transfers for hop in chain.hops)
+    moved = [*into[1:], *(transfer for hop in inner for transfer in hop), *out[:-1]]
+    # Reads by copy engines are known to the fork's reader, but not set up.
+    return bool(moved) and not any(
+        one.operation == "read" and one.uses_copy_engine and one.source.kind == "G" for one in moved
+    )
