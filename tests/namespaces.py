@@ -76,6 +76,12 @@ class Namespaces:
         """Change a host's interfaces: `ip` in its namespace."""
         _do("ip", "-n", self.namespace(host), *arguments)
 
+    def slow(self, host, gbps):
+        """Give a host's first link another rate, in both directions."""
+        name = self.interfaces[host][0]
+        self.tc(host, "qdisc", "replace", "dev", name, *_shaped(gbps))
+        self.tc("net", "qdisc", "replace", "dev", f"{host}-{name}", *_shaped(gbps))
+
     @contextlib.contextmanager
     def renamed(self, host, name):
         """A host calls itself by another name than the launcher does."""

@@ -30,9 +30,16 @@ from tccl_py.errors import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
+from tccl_py.plan.again import planned_models
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
-from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
+from tccl_py.plan.growth import (
+    KnownPlan,
+    extended_by_model,
+    extended_by_names,
+    read_known_plan,
+)
+from tccl_py.plan.job import cluster_of_job, extend_job, plan_job, simulated_cluster
 from tccl_py.plan.nccl_here import (
     graph_file_notices,
     not_pinned,
@@ -49,6 +56,8 @@ from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.journal import read_journal, widen_journal
 from tccl_py.sources.opening import HostsSource, OpenedSource, in_job, open_hosts, open_source
 from tccl_py.sources.profiled import SEARCH_REPEATS, measured_machine
 from tccl_py.verify.plans import check_tuning
@@ -60,6 +69,7 @@ _MAX_RINGS = 16
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _UNDER_MPI = "start the command under mpirun or srun"
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {_UNDER_MPI}")
+_OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
 _BY_RANKS = (
     "for several nodes",
     "is about one machine",
@@ -88,6 +98,7 @@ def plan(
         bool | None,
         flag("--tune/--no-tune", "Verify and tune by jobs; over sockets by default."),
     ] = None,
+    extend: Annotated[bool, flag("--extend", "Add hosts to the plan in DIR (see below).")] = False,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: options.Json = False,
     output: Annotated[Path | None, advanced("DIR", "The same as DIR.", "-o", "--output")] = None,
@@ -137,6 +148,12 @@ def plan(
     counts of the lowest GPUs, and sets, as 8,4,4-7,0+2; all, half, a quarter and one if not given.
     Each class of hosts may take as many sets for them once more as --max-sets allows.
 
+    With --extend, the job's hosts are added to the cluster's plan in DIR, whose hosts need not run.
+    A new host with the machine of a known class is compared by a few of the class's measured sets;
+    hosts that differ, and hosts of other machines, get classes that are measured. The rest comes
+    from the tables. --gpus-per-job adds tables for more GPUs of the job's hosts. Without mpirun,
+    --hosts names hosts that equal those of the plan, and nothing is measured.
+
     With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
     NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes hostfiles of Open MPI, MPICH and SLURM.
     --max-sets holds for each class of hosts; channels, subsets and common chains take some more.
@@ -148,6 +165,7 @@ def plan(
         tccl plan my-plan --simulate nvswitch-8gpu-8nic --nodes 16
         NCCL_P2P_DISABLE=1 tccl plan my-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan my-plan --switches topology.conf
+        mpirun -N 1 --host new1,new2 tccl plan my-plan --extend
     """
     named = [path for path in (directory, output) if path is not None]
     if len(named) != 1:
@@ -157,7 +175,7 @@ def plan(
     asked = SimpleNamespace(**locals())
     asked.in_job, asked.pin_env = in_job(), pin_env or ()
     asked.several = not asked.in_job and (
-        nodes not in (None, 1) or (simulate is not None and hosts is not None)
+        nodes not in (None, 1) or extend or (simulate is not None and hosts is not None)
     )
     _check(asked)
     in_range("--max-sets", max_sets, 1_000_000_000)
@@ -177,35 +195,31 @@ def plan(
             task |= {"gpus_per_job": gpus_per_job, "tables": tables}
         elif tune:
             check_tuning()
-        if asked.in_job:
-            subject = _job(asked, task, stack)
-        else:
-            subject = _here(asked, task) if simulate is None else _model(asked, task)
-        with output_directory(output, force=force) as journal:
+        subject = _subject(asked, task, stack)
+        with output_directory(output, force=force or extend) as journal:
             with _planning(journal, output), ProgressLine(max_sets, at_most=True) as line:
-                subject.source.watch(line.measured)
-                notice_each(subject.source.keep_in(journal, replace=force))
+                _keep(subject.source, journal, line, replace=force, extend=extend)
                 made = subject.search(line)
-            # Equal nodes have one model.
-            model, classes = subject.model, made.cluster.classes
-            models = {} if model is None else {known.name: model for known in classes}
             kept = {} if made.cancelled else table_files(tables)
             with undisturbed():
                 facts: dict[str, Any] = {
-                    "models": models,
+                    "models": _models(subject.model, asked.known, made, output),
                     "fingerprint": subject.fingerprint,
                     "tables": kept,
                 }
-                write_plan(made, output, **facts)
+                # The plan and tables of an interrupted extension stay as they are.
+                if not (extend and made.cancelled):
+                    write_plan(made, output, **facts)
             if not made.cancelled:
-                made = _tuned(made, output, subject, tune)
+                made = _tuned(made, output, subject, tune or (False if extend else tune))
     if json:
         print_json(plan_json(made))
     else:
         print_plan(made, results())
     if made.cancelled:
         again = "the same command goes on from there"
-        notice(f"interrupted: {output} has the best so far, a usable plan; {again}")
+        held = "the plan from before" if extend else "the best so far, a usable plan"
+        notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
     notice(f"wrote {output}")
 
@@ -216,6 +230,9 @@ def _check(asked: SimpleNamespace) -> None:
     asked.options = measurement_options(target=asked.target, repeats=SEARCH_REPEATS)
     if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
+    if asked.extend:
+        given = {"--nccl": asked.nccl, "--gid-index": asked.gid_index, "--force": asked.force}
+        refuse({**given, "--pin-env": asked.pin_env or None}, _OF_PLAN)
     if asked.in_job or asked.several:
         refuse({"--gpus": asked.gpus}, _BY_RANKS)
     else:
@@ -227,7 +244,7 @@ def _check(asked: SimpleNamespace) -> None:
         return
     if asked.several:
         refuse({"--tune": asked.tune}, _BY_HOSTS)
-        if asked.simulate is None:
+        if asked.simulate is None and not asked.extend:
             right = f"add --simulate MACHINE, or {_UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)
 
@@ -235,11 +252,59 @@ def _check(asked: SimpleNamespace) -> None:
 class _Subject(NamedTuple):
     """What is planned for: a source, and the search by it, which closes the source's journal."""
 
-    source: OpenedSource
+    source: OpenedSource | None
     search: Callable[[ProgressLine], Plan]
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
     job: tuple[HostsSource, Job] | None = None
+
+
+def _subject(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
+    """Open what is planned for."""
+    asked.known = read_known_plan(asked.output) if asked.extend else None
+    if asked.known is not None:
+        task |= asked.known.task
+    if asked.in_job:
+        return _job(asked, task, stack)
+    if asked.simulate is not None:
+        return _model(asked, task)
+    return _named(asked, task) if asked.extend else _here(asked, task)
+
+
+def _models(
+    model: MachineModel | None, known: KnownPlan | None, made: Plan, directory: Path
+) -> dict[str, MachineModel | None]:
+    """Return the models behind a plan's rates by class: the new one's is that of new classes."""
+    found = dict.fromkeys((one.name for one in made.cluster.classes), model)
+    return found | (planned_models(known.plan, directory) if known is not None else {})
+
+
+def _keep(
+    source: OpenedSource | None, journal: Path, line: ProgressLine, *, replace: bool, extend: bool
+) -> None:
+    """Show and keep what is measured; the journal of an extended plan has all its hosts."""
+    if source is None:
+        return
+    source.watch(line.measured)
+    if extend and journal.is_file():
+        if source.profiled is not None:
+            widen_journal(journal, source.header)
+        elif read_journal(journal).header != source.header:
+            return  # Sets of another model have no names of hosts.
+    notice_each(source.keep_in(journal, replace=replace))
+
+
+def _named(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
+    """Extend a plan by hosts that are only named."""
+    if asked.hosts is None:
+        right = f"{_UNDER_MPI}, or name them by --hosts"
+        raise InputError("--extend", "has no hosts to add", right)
+    hosts = read_host_list(asked.hosts)
+
+    def search(line: ProgressLine) -> Plan:
+        return extended_by_names(asked.known, hosts, asked.switches, reporter=line, **task)
+
+    return _Subject(None, search)
 
 
 def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
@@ -247,8 +312,14 @@ def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
     source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
     make: Callable[..., Plan]
     if asked.several:
-        cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches)
+        switches = None if asked.extend else asked.switches
+        cluster = simulated_cluster(model, asked.nodes, asked.hosts, switches)
         make = partial(make_cluster_plan, cluster, [source], **task)
+        if asked.extend:
+            models = planned_models(asked.known.plan, asked.output)
+            known = {name: Simulator(one) for name, one in models.items() if one is not None}
+            of_new = (asked.known, cluster, asked.switches, source, known)
+            make = partial(extended_by_model, *of_new, **task)
     else:
         gpus = gpus_argument(asked.gpus, model.machine)
         make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
@@ -296,11 +367,17 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
         check_tuning(job)
     if asked.backend != "host":
         told = source.session.hosts[0].software.nccl
-        task["version"] = asked.nccl or version_to_plan(notice, told)
-    cluster = cluster_of_job(source, asked.switches)
+        found = asked.nccl or version_to_plan(notice, told)
+        task["version"] = task["version"] if asked.extend else found
+        if task["version"] != found:
+            notice(f"these hosts have NCCL {found}, and the plan is for {task['version']}")
+    cluster = cluster_of_job(source, None if asked.extend else asked.switches)
 
     def search(line: ProgressLine) -> Plan:
         try:
+            if asked.extend:
+                found = (source, asked.known, asked.switches)
+                return extend_job(*found, say=notice_each, reporter=line, **task)
             return plan_job(source, cluster, say=notice_each, reporter=line, **task)
         finally:
             source.close()

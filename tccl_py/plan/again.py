@@ -166,6 +166,12 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
     return found.model
 
 
+def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel | None]:
+    """Return the models behind the rates of all classes, by name; as `planned_model`."""
+    classes = enumerate(plan.cluster.classes)
+    return {one.name: planned_model(plan, directory, number) for number, one in classes}
+
+
 def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
     """Return the model of a plan whose hosts are all equal.
 

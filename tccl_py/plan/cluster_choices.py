@@ -106,7 +106,7 @@ def _candidates(nodes: Sequence[HostNode]) -> Iterator[tuple[Settings, int, floa
             promises[key] = min(promises.get(key, float("inf")), found.rate_gbps)
     for node in nodes:
         best = node.choices[0][1].rate_gbps
-        promises = {key: min(hope, best) for key, hope in promises.items()}
+        promises = {k: min(hope, best) for k, hope in promises.items() if node.may_answer(*k)}
     ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}

@@ -16,10 +16,10 @@ from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
-from tccl_py.plan.host_class import HostClass, HostTask, used_nics
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.host_class import HostClass, HostTask, KeptClass, used_nics
+from tccl_py.plan.plan import AS_GOOD, Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
-from tccl_py.plan.tables import KeptTable, gpus_text, job_gpus
+from tccl_py.plan.tables import HostNode, HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.journal import remembering
 
@@ -28,12 +28,14 @@ FEW_RINGS = 4
 MAX_RINGS = 8
 MAX_PAIRS = 100
 """Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
+Node = HostClass | HostTable
 
 
 def make_cluster_plan(
     cluster: Cluster,
-    sources: Sequence[BandwidthSource],
+    sources: Sequence[BandwidthSource | None],
     *,
+    kept: Sequence[HostTable] = (),
     version: str = LATEST,
     ring_counts: Sequence[int] | None = None,
     strategy: str = "best-first",
@@ -50,7 +52,8 @@ def make_cluster_plan(
     Args:
         cluster: hosts in rank order, their classes, and the switches between them.
         sources: a source for each class, which answers sets of a host; flows over the network have
-            only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it.
+            only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
+        kept: tables of classes measured earlier, taken in their searches' place.
         version, strategy, reporter, pinned_env: as `make_plan`.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
         budget: for each class, shared out between settings. The rest, but half of it at least, is
@@ -81,10 +84,16 @@ def make_cluster_plan(
         reporter=reporter,
         p2p_level=level,
     )
-    nodes = [HostClass(one, task) for one, task in zip(cluster.classes, tasks, strict=True)]
-    subsets = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
+    wanted = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
+    makers = [
+        _Maker(one, task, [table for table in kept if table.node_class.name == one.name])
+        for one, task in zip(cluster.classes, tasks, strict=True)
+    ]
+    growing = not all(maker.table(all_) for maker, all_ in zip(makers, gpus, strict=True))
+    nodes = [maker.node(all_, growing) for maker, all_ in zip(makers, gpus, strict=True)]
     for node in nodes:
-        node.explore()
+        if isinstance(node, HostClass):
+            node.explore()
     plan = plan_over(
         cluster,
         nodes,
@@ -93,35 +102,106 @@ def make_cluster_plan(
         ib_gid_index=ib_gid_index,
         pinned_env=pinned,
     )
-    cancelled = plan.cancelled or any(node.cancelled for node in nodes)
-    kept: list[str] = []
+    cancelled = plan.cancelled or any(
+        node.cancelled for node in nodes if isinstance(node, HostClass)
+    )
+    told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
+    told += _ceiling_notice(plan, nodes)
     if tables is not None and not cancelled:
         try:
-            for number, task in enumerate(tasks):
-                nodes += _explored(cluster.classes[number], task, subsets[number], kept)
+            for maker, of_class in zip(makers, wanted, strict=True):
+                if not maker.kept or gpus_per_job is not None:
+                    nodes += maker.others(of_class, growing, told)
+                nodes += maker.left(nodes, growing)
             _ask_for_pairs(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
         tables += [node.table() for node in nodes]
+    used = [task.source for task in tasks if task is not None]
     return msgspec.structs.replace(
         plan,
-        notices=(*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count), *kept),
+        notices=tuple(told),
         cancelled=cancelled,
-        sets_measured=sum(task.source.sets_measured for task in tasks),
-        sets_remembered=sum(task.source.sets_remembered for task in tasks),
+        sets_measured=sum(source.sets_measured for source in used),
+        sets_remembered=sum(source.sets_remembered for source in used),
         sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
     )
 
 
+def _ceiling_notice(plan: Plan, nodes: Sequence[HostNode]) -> Iterator[str]:
+    """Yield what a plan may lose as tables have no chains under the settings of new classes."""
+    names = [node.node_class.name for node in nodes if type(node) is HostTable]
+    best = min(node.choices[0][1].rate_gbps for node in nodes)
+    if names and len(names) < len(nodes) and plan.rate_gbps < best * (1 - AS_GOOD):
+        yield (
+            f"tables of {', '.join(names)} have no chains under some settings: with a rank on a "
+            f"host of each the plan may get up to {best:.2f} GB/s"
+        )
+
+
+class _Maker:
+    """Makes the nodes of a class, from `kept` tables or by its task."""
+
+    def __init__(self, one: NodeClass, task: HostTask | None, kept: Sequence[HostTable]) -> None:
+        self.one, self.task, self.kept = one, task, kept
+
+    def table(self, gpus: tuple[int, ...]) -> HostTable | None:
+        """Return the table for these GPUs."""
+        return next((table for table in self.kept if table.gpus == gpus), None)
+
+    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> Node:
+        """Return the node for these GPUs; while the cluster is `growing`, tables may grow as well.
+
+        Raises:
+            InputError: there is no table, and none of the hosts can be measured.
+        """
+        table = self.table(gpus)
+        if self.task is None and table is None:
+            what, right = "has no table, and no host to measure", "start a rank on a host of it"
+            raise InputError(f"class {self.one.name}", what, right)
+        if self.task is None or (table is not None and not growing):
+            assert table is not None
+            return table
+        budget = self.task.budget if parts == 1 else _shared(self.task.budget, parts)
+        live = HostClass(self.one, msgspec.structs.replace(self.task, gpus=gpus, budget=budget))
+        return live if table is None else KeptClass(table, live)
+
+    def others(
+        self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
+    ) -> Iterator[Node]:
+        """Yield explored nodes for other GPUs that have no table; notices tell why one has none."""
+        new = [gpus for gpus in wanted if self.table(gpus) is None]
+        for gpus in new:
+            try:
+                node = self.node(gpus, growing, parts=len(new))
+                assert isinstance(node, HostClass)
+                node.explore()
+            except (InputError, SearchError, MeasurementError) as error:
+                name = f"{self.one.name}, GPUs {gpus_text(gpus)}"
+                notices.append(f"{name}: no jobs can be planned ({error})")
+                continue
+            yield node
+            if node.cancelled:
+                raise KeyboardInterrupt
+
+    def left(self, nodes: Sequence[Node], growing: bool) -> list[Node]:
+        """Return nodes for the tables that no node has yet."""
+        name = self.one.name
+        there = {node.gpus for node in nodes if node.node_class.name == name}
+        return [self.node(t.gpus, growing) for t in self.kept if t.gpus not in there]
+
+
 def _tasks(
     cluster: Cluster,
-    sources: Sequence[BandwidthSource],
+    sources: Sequence[BandwidthSource | None],
     gpus: Sequence[tuple[int, ...]],
     **common: Any,
-) -> list[HostTask]:
-    """Return the planning task of each class, over its GPUs."""
+) -> list[HostTask | None]:
+    """Return the planning task of each class with a source, over its GPUs."""
     return [
-        HostTask(
+        None
+        if source is None
+        else HostTask(
             machine=one.machine,
             knowledge=one.knowledge,
             # A journal remembers, and must hear of it when a set is wanted once more.
@@ -169,33 +249,21 @@ def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
 
 
 # Tables for other jobs.
-def _explored(
-    of_class: NodeClass, task: HostTask, subsets: Sequence[tuple[int, ...]], notices: list[str]
-) -> Iterator[HostClass]:
-    """Yield a class over each other set of GPUs after its search, all within another budget.
 
-    A set without chains is left out with a notice.
+
+def _shared(budget: Budget, parts: int) -> Budget:
+    """Return the budget of one of so many other sets of GPUs."""
+    sets = None if budget.sets is None else max(1, budget.sets // max(1, parts))
+    return msgspec.structs.replace(budget, sets=sets)
+
+
+def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostNode]) -> None:
+    """Plan for two hosts of every pair of nodes, those with equal numbers of GPUs first.
+
+    Two tables have answered already.
     """
-    budget = task.budget
-    if budget.sets is not None:
-        sets = max(1, budget.sets // max(1, len(subsets)))
-        budget = msgspec.structs.replace(budget, sets=sets)
-    for gpus in subsets:
-        node = HostClass(of_class, msgspec.structs.replace(task, gpus=gpus, budget=budget))
-        try:
-            node.explore()
-        except (SearchError, MeasurementError) as error:
-            name = f"{of_class.name}, GPUs {gpus_text(gpus)}"
-            notices.append(f"{name}: no jobs can be planned ({error})")
-            continue
-        yield node
-        if node.cancelled:
-            raise KeyboardInterrupt
-
-
-def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostClass]) -> None:
-    """Plan for two hosts of every pair of nodes, those with equal numbers of GPUs first."""
-    pairs = list(combinations_with_replacement(nodes, 2))
+    found = combinations_with_replacement(nodes, 2)
+    pairs = [pair for pair in found if any(type(node) is not HostTable for node in pair)]
     pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
     for pair in islice(pairs, MAX_PAIRS):
         both = list(dict.fromkeys(pair))

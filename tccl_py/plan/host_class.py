@@ -30,7 +30,16 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
 from tccl_py.plan.planner import plan_chains
-from tccl_py.plan.tables import ChainSet, HostChains, KeptTable, OwnChains, kept_table
+from tccl_py.plan.tables import (
+    BestChains,
+    ChainSet,
+    HostChains,
+    HostTable,
+    KeptTable,
+    OwnChains,
+    PairedChains,
+    kept_table,
+)
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -209,6 +218,10 @@ class HostClass:
                 found.append(choice_found(settings, result))
         return found
 
+    def may_answer(self, settings: Settings, count: int) -> bool:
+        """Return whether chains can share the channels evenly: then a search may find them."""
+        return settings.channels % count == 0
+
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains under these settings; None if there is none."""
         found = self._best_choice(settings, count)
@@ -220,6 +233,8 @@ class HostClass:
                 return None
             task = msgspec.structs.replace(self.task, ring_counts=(count,))
             of_count = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
+            if not self._searched:
+                of_count = list(initial_chains(task.space(settings, count), self.nics, count))
             result = self._search(task, settings, of_count)
             found = None if result is None else choice_found(settings, result)
             self._best[settings, count] = found
@@ -273,7 +288,12 @@ class HostClass:
         )
 
     def table(self) -> KeptTable:
-        """Return all answers so far; chains that only the search asked for are as it found them."""
+        """Return all answers so far."""
+        return kept_table(self, *self.answers, simulated=self.task.source.simulated)
+
+    @property
+    def answers(self) -> tuple[BestChains, PairedChains]:
+        """The answers so far; chains that only the search asked for are as it found them."""
         chosen = self._chosen
         keys = {(one.settings, len(one.rings.rings)) for one in chosen}
         best = {
@@ -286,7 +306,35 @@ class HostClass:
             for one in chosen
         }
         paired |= {key: found for key, found in self._chains.items() if found is not None}
-        return kept_table(self, best, paired, simulated=self.task.source.simulated)
+        return best, paired
+
+
+class KeptClass(HostTable):
+    """A class of hosts with a table, whose further answers are searched on a host at hand."""
+
+    def __init__(self, kept: HostTable, live: HostClass) -> None:
+        super().__init__(kept.node_class, kept.kept)
+        self.live = live
+
+    def may_answer(self, settings: Settings, count: int) -> bool:
+        """Return whether chains are in the table, or may be found."""
+        known = super().may_answer(settings, count)
+        return known or self.live.may_answer(settings, count)
+
+    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+        """Return the best set of so many chains; None if there is none."""
+        known = super().best_under(settings, count)
+        return self.live.best_under(settings, count) if known is None else known
+
+    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+        """Return the best chains between exactly these NICs; None if there are none."""
+        known = super().chains_with(settings, pairing)
+        return self.live.chains_with(settings, pairing) if known is None else known
+
+    def table(self) -> KeptTable:
+        """Return the table with all further answers."""
+        (best, paired), (more, also) = self.answers, self.live.answers
+        return kept_table(self, {**more, **best}, {**also, **paired}, simulated=self.kept.simulated)
 
 
 def _chain_set(choice: Choice, *, chosen: bool = False) -> ChainSet:

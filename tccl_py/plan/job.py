@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
@@ -17,6 +17,17 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import journal_source
 from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.growth import (
+    MOST_ODD,
+    MOST_SAMPLED,
+    KnownPlan,
+    Sampler,
+    extended_plan,
+    joined,
+    part_of,
+    samples_of_plan,
+    split,
+)
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
 from tccl_py.readers.hosts import HostSlots, read_host_list
@@ -29,6 +40,7 @@ from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions, is_dry_
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
+Say = Callable[[Iterable[str]], None]
 MANY_NODES = 16_384
 SPOT_CHECKS = 16
 """Pairs of hosts measured beside one for each kind, to find hosts that differ from their class."""
@@ -112,17 +124,90 @@ def plan_job(
     source: HostsSource,
     cluster: Cluster,
     *,
-    say: Callable[[Iterable[str]], None] = lambda _: None,
+    say: Say = lambda _: None,
     **task: Any,
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    `say` is told at once what is odd about hosts; `task` is as `make_cluster_plan` takes it. Raises
-    SourceLostError: a host is gone.
+    Hosts that differ from their class get classes of their own. `say` is told at once what is odd
+    about hosts; `task` is as `make_cluster_plan` takes it. Raises SourceLostError: a host is gone.
     """
     cluster, odd = _sampled(source, cluster)
     say(odd)
     made = make_cluster_plan(cluster, class_sources(source, cluster), **task)
+    found = {} if made.cancelled else _odd_in_classes(source, made)
+    if found:
+        cluster, named = _split(cluster, found)
+        say(named)
+        odd += named
+        # The other classes are answered from memory.
+        task.get("tables", []).clear()
+        made = make_cluster_plan(cluster, class_sources(source, cluster), **task)
+    return _finished(made, source, odd)
+
+
+def extend_job(
+    source: HostsSource,
+    known: KnownPlan,
+    switches: Path | None,
+    *,
+    say: Say = lambda _: None,
+    **task: Any,
+) -> Plan:
+    """Return a plan over a plan's hosts and those of a job, from tables; new classes are measured.
+
+    New hosts of a known class are compared with some of its measured sets. Hosts that differ get
+    classes of their own. The arguments are as of `plan_job`.
+
+    Raises:
+        InputError: hosts do not fit the plan.
+        SourceLostError: a host is gone.
+    """
+    here, old = cluster_of_job(source, None), known.plan.cluster
+    cluster = joined(old, here, switches)
+    new = [name for name in here.names if name not in old.host_classes]
+    samples = known.samples()
+    sampled = [name for name in new if cluster.host_classes[name] in samples]
+    partners = [name for name in here.names if name in old.host_classes]
+    sampler = Sampler(source, cluster, **_measurable(source))
+    found = sampler.odd_hosts(sampled, samples, partners)
+    cluster, odd = _split(cluster, found)
+    alike = [name for name in sampled if name not in found]
+    if alike:
+        odd += (f"added as equal to their class, by samples: {', '.join(alike)}",)
+    say(odd)
+    at_hand = part_of(cluster, here.names)
+    placed = zip(at_hand.classes, class_sources(source, at_hand), strict=True)
+    made = extended_plan(known, cluster, {one.name: by for one, by in placed}, odd, **task)
+    return _finished(made, source, ())
+
+
+def _split(cluster: Cluster, odd: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster with odd hosts in classes of their own, and a notice on each."""
+    apart = list(odd)[:MOST_ODD]
+    told = [f"host {name}: {odd[name]}; planned as a class of its own" for name in apart]
+    left = list(odd)[MOST_ODD:]
+    if left:
+        told.append(f"more hosts differ from their class, and stay in it: {', '.join(left)}")
+    return split(cluster, apart), tuple(told)
+
+
+def _odd_in_classes(source: HostsSource, made: Plan) -> dict[str, str]:
+    """Return how hosts differ from the host that was measured for their class."""
+    sampler = Sampler(source, made.cluster, **_measurable(source))
+    odd: dict[str, str] = {}
+    for number, samples in samples_of_plan(made).items():
+        first, *others = (h.name for h in made.cluster.hosts if h.node_class == number)
+        some = others[:MOST_SAMPLED]
+        found = sampler.odd_hosts(some, {number: samples[:1]}, [first])
+        if len(found) > max(1, len(some) / 2):
+            found = {first: f"most hosts of its class differ from it: {next(iter(found.values()))}"}
+        odd |= found
+    return odd
+
+
+def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
+    """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
     if made.assumed:
         odd += (_ASSUMED[source.session.network],)
     elif not made.cancelled:
@@ -140,11 +225,17 @@ def plan_job(
 
 def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     """Return a source for each class of hosts, over one host of it and a partner."""
+    return [PlacedSource(source, place) for place in placements(cluster, **_measurable(source))]
+
+
+def _measurable(source: HostsSource) -> dict[str, Any]:
+    """Return what can be measured between a job's hosts, as `placements` takes it."""
     session = source.session
-    addressed = {host.name: tuple(host.addresses) for host in session.hosts}
-    carried, tcp = session.network == "nccl", session.over_sockets
-    places = placements(cluster, over_sockets=tcp, addressed=addressed, carried=carried)
-    return [PlacedSource(source, place) for place in places]
+    return {
+        "addressed": {host.name: tuple(host.addresses) for host in session.hosts},
+        "carried": session.network == "nccl",
+        "over_sockets": session.over_sockets,
+    }
 
 
 @contextmanager
@@ -159,7 +250,8 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
         dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
     options = MeasurementOptions(repeats=SEARCH_REPEATS)
     with open_hosts(job, options=options, **dry_run) as source:
-        if source.header != journal:
+        missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
+        if missing or not journal.covers(source.header):
             found = f"was measured on other hosts ({journal.identity}) than these"
             what, right = f"{found} ({source.header.identity})", "plan these hosts"
             raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
@@ -230,7 +322,8 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
         spot_checks=min(SPOT_CHECKS, len(cluster.hosts) // 2),
         network=session.network,
     )
-    odd = tuple(str(host) for host in report.odd)
+    named = {one.host: str(one).removeprefix(f"host {one.host}: ") for one in report.odd}
+    cluster, odd = _split(cluster, named)
     if tree is None:
         return cluster, odd
     pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in report.pairs]
@@ -244,9 +337,10 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
     return msgspec.structs.replace(cluster, switches=known), odd
 
 
-def _with_whole_ring(made: Plan, source: BandwidthSource) -> Plan:
+def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
     """Add the bandwidth of all rings at once over all hosts, unless there are too many hosts."""
-    if len(made.hosts) > WHOLE_RING_HOSTS:
+    here = {host.name for host in source.session.hosts}
+    if len(made.hosts) > WHOLE_RING_HOSTS or not here.issuperset(made.host_order):
         return made
     try:
         (answer,) = source.measure([whole_ring(made)])

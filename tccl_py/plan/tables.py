@@ -72,6 +72,11 @@ class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fallback: bool = False
 
 
+BestChains = Mapping[tuple[Settings, int], ChainSet]
+PairedChains = Mapping[tuple[Settings, Pairing], HostChains]
+"""Answers to HostNode's questions."""
+
+
 class HostNode(Protocol):
     """A class of hosts with the rates of chains on its hosts: measured when asked, or kept.
 
@@ -110,6 +115,9 @@ class HostNode(Protocol):
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices of the search."""
+
+    def may_answer(self, settings: Settings, count: int) -> bool:
+        """Return whether `best_under` may find chains: False is certain."""
 
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains; None if there is none."""
@@ -161,7 +169,12 @@ class HostTable:
         self.gpus, self.nics = kept.gpus, kept.nics
         self.default_settings = kept.default_settings
         self.stock, self.plain, self.notices = kept.stock, kept.plain, kept.notices
+        self.sets_by_symmetry = 0
         self._chains: dict[tuple[Settings, Pairing], HostChains] = {}
+
+    def table(self) -> KeptTable:
+        """Return the table itself."""
+        return self.kept
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
@@ -185,6 +198,10 @@ class HostTable:
             for one in answer.paired
         }
 
+    def may_answer(self, settings: Settings, count: int) -> bool:
+        """Return whether the table has chains under these settings."""
+        return (settings, count) in self._best
+
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains; None if there is none."""
         return self._best.get((settings, count))
@@ -204,6 +221,12 @@ class HostTable:
             )
         return self._chains.get(key)
 
+    @property
+    def answers(self) -> tuple[BestChains, PairedChains]:
+        """All that the table has."""
+        paired = {key: HostTable.chains_with(self, *key) for key in self._paired}
+        return self._best, {key: found for key, found in paired.items() if found is not None}
+
     def _chain(self, numbers: Sequence[int], rates: Sequence[float]) -> PlanChain:
         hops = tuple(
             PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
@@ -215,8 +238,8 @@ class HostTable:
 
 def kept_table(
     node: HostNode,
-    best: Mapping[tuple[Settings, int], ChainSet],
-    paired: Mapping[tuple[Settings, Pairing], HostChains],
+    best: BestChains,
+    paired: PairedChains,
     *,
     simulated: bool,
 ) -> KeptTable:

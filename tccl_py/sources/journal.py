@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
+import shutil
+import stat
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.files import SPACE, decode_json, encode_line, lock, parsed, reading, refused
+from tccl_py.files import (
+    SPACE,
+    decode_json,
+    encode_line,
+    lock,
+    parsed,
+    reading,
+    refused,
+    replacement,
+)
 from tccl_py.model.measurement import BandwidthSource, Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
 
@@ -35,6 +47,9 @@ _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
 _UNWRITABLE = "cannot be written", SPACE
 _DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
+PART = " | "
+"""Between the parts of the identity of several hosts."""
+_OF_HOST = re.compile(r"host (?P<name>[A-Za-z0-9_.-]{1,240}): ")
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +63,42 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     identity: str
     simulated: bool
     format_version: int = FORMAT_VERSION
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What the measurements are valid for, by host, and "" for what all hosts share."""
+        parts = [(_OF_HOST.match(part), part) for part in self.identity.split(PART)]
+        return {"" if match is None else match["name"]: part for match, part in parts}
+
+    def covers(self, other: JournalHeader) -> bool:
+        """Return whether a journal with this header has only measurements as of the other's hosts.
+
+        Sets of several hosts name them, so measurements of further hosts do no harm.
+        """
+        if self == other or not other.parts.keys() - {""}:
+            return self == other
+        same = (self.simulated, self.format_version) == (other.simulated, other.format_version)
+        return same and other.parts.items() <= self.parts.items()
+
+    def joined(self, other: JournalHeader) -> JournalHeader:
+        """Return the header of measurements of the hosts of both.
+
+        Raises:
+            InputError: a host is not as it was, or options differ.
+        """
+        here, there = self.parts, other.parts
+        for name in here.keys() & there.keys():
+            if here[name] != there[name]:
+                where = f"host {name}" if name else "this job"
+                what = f"is {there[name]}, and was {here[name]}"
+                raise InputError(where, what, "measure as before, or plan into a new directory")
+        parts = here | there
+        hosts = sorted(parts.keys() - {""})
+        return msgspec.structs.replace(
+            self,
+            machine=",".join(hosts),
+            identity=PART.join(parts[name] for name in (*hosts, "")),
+        )
 
 
 class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
@@ -239,7 +290,7 @@ class JournalFile:
             self._write(header)
             return {}
         contents = read_journal(self._path)
-        if contents.header != header:
+        if not contents.header.covers(header):
             raise InputError(
                 str(self._path),
                 f"belongs to {_described(contents.header)}, not to {_described(header)}",
@@ -273,6 +324,22 @@ class JournalFile:
             self._file.close()
 
 
+def widen_journal(path: Path, header: JournalHeader) -> None:
+    """Put a header into a journal's file that holds for the hosts of another header as well.
+
+    Raises:
+        InputError: as `JournalHeader.joined`, or the file cannot be read or written.
+    """
+    known = read_journal(path).header
+    if known.covers(header):
+        return
+    with reading(path) as old, refused(path, *_UNWRITABLE):
+        old.readline(MAX_LINE_BYTES)
+        with replacement(path, mode=stat.S_IMODE(path.stat().st_mode)) as new:
+            new.write(encode_line(known.joined(header)))
+            shutil.copyfileobj(old, new)
+
+
 def _opened(path: Path) -> BufferedWriter:
     if path.is_fifo() or path.is_socket() or path.is_block_device():
         # To open a FIFO would wait for a reader.
@@ -291,7 +358,7 @@ def _is_resumable(path: Path, header: JournalHeader) -> bool:
     if not path.is_file() or path.stat().st_size == 0:
         return True
     try:
-        return read_journal(path).header == header
+        return read_journal(path).header.covers(header)
     except InputError:
         return False
 

@@ -17,7 +17,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.variables import job_environment, pinned_level
 from tccl_py.nccl.view import view
-from tccl_py.plan.again import planned_model
+from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import write_plan
@@ -218,10 +218,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def write(self) -> None:
         """Replace the plan in its directory."""
-        models = {
-            one.name: planned_model(self.plan, self.directory, number)
-            for number, one in enumerate(self.plan.cluster.classes)
-        }
+        models = planned_models(self.plan, self.directory)
         bare = not any(models.values()) and not self.hosts
         fingerprint = planned_fingerprint(self.plan, self.directory) if bare else None
         tables = kept_files(self.directory) if self.hosts else {}

@@ -29,7 +29,7 @@ from tccl_profiler.session import Backend
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet
-from tccl_py.sources.journal import JournalHeader
+from tccl_py.sources.journal import PART, JournalHeader
 
 LIMITS = WindowLimits(
     minimum_ms=20.0,
@@ -164,7 +164,7 @@ class ClusterSession:
         ]
         parts.append(f"{self._backend} backend, network by {self.network}, {self.options.identity}")
         names = ",".join(host.name for host in hosts)
-        return JournalHeader(machine=names, identity=" | ".join(parts), simulated=False)
+        return JournalHeader(machine=names, identity=PART.join(parts), simulated=False)
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:
         """Refuse unmeasurable sets before workers start; return the devices in use."""
