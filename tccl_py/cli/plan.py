@@ -98,7 +98,6 @@ def plan(
         bool | None,
         flag("--tune/--no-tune", "Verify and tune by jobs; over sockets by default."),
     ] = None,
-    extend: Annotated[bool, flag("--extend", "Add hosts to the plan in DIR (see below).")] = False,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: options.Json = False,
     output: Annotated[Path | None, advanced("DIR", "The same as DIR.", "-o", "--output")] = None,
@@ -118,6 +117,9 @@ def plan(
     switches: Annotated[
         Path | None, advanced("FILE", "Switches: SLURM's topology, or YAML.")
     ] = None,
+    extend: Annotated[
+        bool, flag("--extend", "Add hosts to the plan in DIR (see below).", ADVANCED)
+    ] = False,
     keep_order: Annotated[
         bool, flag("--keep-order", "Keep the order of the hosts.", ADVANCED)
     ] = False,
