@@ -102,5 +102,6 @@ class Page(HTMLParser):
         assert self.all("html")[0]["lang"] == "en"
         assert not self.all("script")
         loads = [v for _, a, _ in self.elements for k, v in a.items() if k in ("src", "href")]
-        assert loads == ["data:,"]
+        assert [target for target in loads if not target.startswith("#")] == ["data:,"]
+        assert {target[1:] for target in loads if target.startswith("#")} <= set(ids)
         assert not [k for _, a, _ in self.elements for k in a if k.startswith("on")]

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
+from tccl_py.model.machine import Fingerprint, Machine, PciLink
 
 _EXTENDED, _LENGTH = 0x100, 4096
 _ACS = 0x000D
@@ -145,6 +146,22 @@ def _lanes(host: Host, device: str, name: str) -> int:
 def _speed(host: Host, device: str, name: str) -> float:
     found = _SPEED.match(host.pci(device, name))
     return float(found[1]) if found else 0.0
+
+
+def links_now(machine: Machine, known: Fingerprint, host: Host) -> dict[str, PciLink]:
+    """Return the present PCIe links of a machine's devices; none on another host."""
+    uuids = known.uuids(machine)
+    for gpu in machine.gpus:
+        text = host.text(f"proc/driver/nvidia/gpus/{gpu.bus_id}/information")
+        if not uuids.get(gpu.index) or uuids[gpu.index] not in text:
+            return {}
+    found = {}
+    for device in machine.pci_devices:
+        speed = _speed(host, device.bus_id, "current_link_speed")
+        width = _lanes(host, device.bus_id, "current_link_width")
+        if speed and width:
+            found[device.id] = PciLink(speed_gts=speed, width=width)
+    return found
 
 
 def check_peers(host: Host) -> Found:

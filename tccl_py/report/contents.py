@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
@@ -11,16 +12,20 @@ import numpy as np
 
 from tccl_py.errors import InputError
 from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
+from tccl_py.health.checks import links_now
+from tccl_py.health.host import Host
+from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
-from tccl_py.verify.record import VERIFICATION_FILE, load_verification
+from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
 
 _SLOWED = 0.99
 """Flows that keep more of their rate are not slowed: noise makes as much."""
@@ -40,16 +45,26 @@ ONE_HOST: Hosts = ("",)
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """A plan's directory; None stands for a missing file.
 
-    `achieved` is the bus bandwidth of each choice's jobs, GB/s. `notices` are sentences.
+    `driver` is that of the measured host, and `now` has the links of its PCIe devices as they are,
+    where the report is made there. `notices` are sentences.
     """
 
     directory: Path
     plan: Plan
     journal: JournalContents | None
     explanation: Explanation | None
-    achieved: dict[ChoiceName, float]
+    verification: Verification | None
     evaluation: Evaluation | None
+    planned: str
+    driver: str
+    now: dict[str, PciLink]
     notices: tuple[str, ...]
+
+    @property
+    def achieved(self) -> dict[ChoiceName, float]:
+        """The bus bandwidth of each choice's jobs, GB/s."""
+        arms = self.verification.arms if self.verification is not None else ()
+        return {arm.name: arm.gbps for arm in arms if arm.gbps is not None}
 
 
 def read_contents(directory: Path) -> Contents:
@@ -60,17 +75,22 @@ def read_contents(directory: Path) -> Contents:
     explanation = load_explanation(directory)
     if explanation is None and (directory / EXPLANATION_FILE).exists():
         notices.append(f"{EXPLANATION_FILE} is left out: it is of an earlier plan")
-    achieved, more = _achieved(directory)
     evaluation = load_evaluation(directory)
     if evaluation is None and (directory / EVALUATION_FILE).exists():
         notices.append(f"{EVALUATION_FILE} is left out: it is of an earlier plan")
+    verification, more = _verification(directory)
+    known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
+    day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
     return Contents(
         directory=directory,
         plan=plan,
         journal=journal,
         explanation=explanation,
-        achieved=achieved,
         evaluation=evaluation,
+        verification=verification,
+        planned=f"{day:%Y-%m-%d}",
+        driver=known.driver if known is not None else "",
+        now=links_now(plan.machine, known, Host()) if known is not None else {},
         notices=(*notices, *more),
     )
 
@@ -89,23 +109,20 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
     return journal, list(journal.notices)
 
 
-def _achieved(directory: Path) -> tuple[dict[ChoiceName, float], list[str]]:
-    """Return the achieved rates of this plan's choices, and notices on what is left out."""
+def _verification(directory: Path) -> tuple[Verification | None, list[str]]:
+    """Return the verification of this plan over NCCL, and notices on what is left out."""
     path = directory / VERIFICATION_FILE
     try:
         found = load_verification(directory) if path.exists() else None
     except InputError as error:
-        return {}, [f"{VERIFICATION_FILE} is left out: it {error.what}"]
+        return None, [f"{VERIFICATION_FILE} is left out: it {error.what}"]
     if found is None:
         earlier = f"{VERIFICATION_FILE} is left out: it is of an earlier plan"
-        return {}, [earlier] if path.exists() else []
+        return None, [earlier] if path.exists() else []
     if found.backend != "cuda":
-        return {}, [f"{VERIFICATION_FILE} is left out: it is a dry run without GPUs"]
+        return None, [f"{VERIFICATION_FILE} is left out: it is a dry run without GPUs"]
     failed = [arm for arm in found.arms if arm.failure]
-    return (
-        {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None},
-        [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed],
-    )
+    return found, [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed]
 
 
 def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
@@ -155,30 +172,37 @@ def _journal_source(journal: JournalContents) -> tuple[str, str]:
 
 # Rates of a plan and of a journal: bars, and maps of single hops and of pairs of hops.
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate to compare: `kind` is a class of the page, `note` follows the label."""
+    """A rate to compare, None if unknown: `kind` is a class of the page; `note` explains it."""
 
     label: str
-    gbps: float
+    gbps: float | None
     kind: str
     note: str = ""
 
 
 def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
-    """Return the known rates of a plan: predicted, possible, and `achieved` by jobs."""
-    how = "when tuned" if plan.tuned else "predicted"
-    rates = {
-        (f"{CHOICE_WORDS['graph']}, {how}", "plan"): plan.rate_gbps,
-        ("upper bound", "bound"): plan.bound_gbps,
-        ("bare copies over the same hops", "bound"): plan.limit_gbps,
-        (f"{CHOICE_WORDS['variables']}, {how}", "stock"): plan.variables.rate_gbps,
-        (f"{CHOICE_WORDS['default']}, {how}", "stock"): plan.stock.rate_gbps,
-        **{(f"{CHOICE_WORDS[name]}, achieved", "achieved"): achieved[name] for name in achieved},
+    """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
+    how = "achieved when tuned" if plan.tuned else "predicted"
+    found = []
+    for name, choice in plan.choices.items():
+        recommended, gain = name == plan.recommended, plan.gain(name)
+        notes = [
+            "recommended" * recommended,
+            f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
+            "" if choice.rate_gbps is not None else "not rated",
+            choice.note,
+        ]
+        label, kind = CHOICE_WORDS[name], "plan" if recommended else "stock"
+        bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
+        found.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
+        if name in achieved:
+            found.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
+    limits = {
+        plan.limit_text or "bare copies": plan.limit_gbps,
+        f"upper bound: the plan is {plan.proof}": plan.bound_gbps,
     }
-    return [
-        Bar(label=label, gbps=gbps, kind=kind)
-        for (label, kind), gbps in rates.items()
-        if gbps is not None
-    ]
+    bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
+    return found + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
 
 
 def settings_bars(plan: Plan) -> list[Bar]:

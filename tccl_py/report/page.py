@@ -6,7 +6,8 @@ import functools
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,14 @@ import msgspec
 from markupsafe import Markup
 
 from tccl_py.errors import InputError, visible
-from tccl_py.explain.findings import kind_of
+from tccl_py.explain.findings import Finding
 from tccl_py.files import refused
 from tccl_py.health.host import listed
-from tccl_py.model.machine import Machine
-from tccl_py.model.transfer import Flow
-from tccl_py.nccl.paths import path_types
+from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
-from tccl_py.plan.plan import WORLD, Plan, PlanChain
-from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.words import gpu_list, order_words, plan_name, settings_words
 from tccl_py.report.contents import (
     Contents,
     HeatMap,
@@ -39,172 +38,24 @@ from tccl_py.report.contents import (
     worst_pairs,
 )
 from tccl_py.report.evaluation import ratio_maps
+from tccl_py.report.hops import (
+    HopsView,
+    Load,
+    cause_view,
+    cause_words,
+    drawn_kinds,
+    link_loads,
+    ring_views,
+)
 from tccl_py.report.machine import (
-    LANE,
     Layout,
     NvLinks,
-    Wire,
-    depth,
     lay_out,
     link_words,
     machine_sentence,
     nvlinks,
-    wires,
 )
-
-# Rings as drawings below a machine: every hop a line with a rate, the slowest marked.
-
-
-_SAME = 1e-6
-_PORT = 9.0
-_PATHS = {
-    "NVL": "over NVLink",
-    "NVB": "over NVLink through another GPU",
-    "C2C": "chip to chip",
-    "PIX": "over one PCI bridge",
-    "PXB": "over several PCI bridges",
-    "PHB": "over the CPU",
-    "SYS": "over two CPUs or NUMA nodes",
-}
-
-
-class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
-    """A hop from device to device: `kind` is write, read or bounce, `path` a path type or memory.
-
-    `wire` is its line, with the upper end at `top` and the lane at `y`.
-    """
-
-    source: str
-    target: str
-    flow: Flow
-    gbps: float
-    kind: str
-    path: str
-    slowest: bool
-    wire: Wire
-    top: float
-    y: float
-
-    @property
-    def words(self) -> str:
-        """The mechanism and the path in words."""
-        return f"{kind_of(self.flow)}, {self.path}"
-
-
-class RingView(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring, or a ring's chain on some hosts; `paths` explains the words below hops."""
-
-    id: str
-    title: str
-    order: str
-    rate: float
-    layout: Layout
-    hops: tuple[DrawnHop, ...]
-    bottom: float
-    paths: str
-    description: str
-
-
-def ring_views(plan: Plan, number: int, layout: Layout) -> list[RingView]:
-    """Return the plan's different rings on hosts of a class, drawn below its machine."""
-    machine = plan.cluster.classes[number].machine
-    return [
-        _view(machine, chain, (place, at), layout, plan)
-        for place, path in enumerate(plan.paths)
-        if path.node_class == number
-        for at, chain in enumerate(path.chains)
-    ]
-
-
-def _view(
-    machine: Machine, ring: PlanChain, place: tuple[int, int], layout: Layout, plan: Plan
-) -> RingView:
-    path, number = place
-    hops = drawn_hops(machine, ring, layout)
-    hosts = tuple(host.name for host in plan.hosts if host.path == path)
-    slow = ", ".join(f"{hop.source} to {hop.target}" for hop in hops if hop.slowest)
-    used = {hop.path for hop in hops}
-    paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
-    paths += [f"{path} through that NUMA node's memory" for path in sorted(used - set(_PATHS))]
-    order = order_words(ring.gpus)
-    if ring.entry_nic is not None:
-        order = " → ".join([f"N{ring.entry_nic}", *map(str, ring.gpus), f"N{ring.exit_nic}"])
-    return RingView(
-        id=f"ring-{path}-{number}",
-        title=f"Ring {number}" + (f" on {listed(hosts)}" if plan.is_cluster else ""),
-        order=order,
-        rate=ring.rate,
-        layout=layout,
-        hops=hops,
-        bottom=layout.bottom + depth([hop.wire for hop in hops]),
-        paths="; ".join(paths),
-        description=f"{order}; {ring.rate:.2f} GB/s, {plan.provenance}. "
-        + (f"The slowest: {slow}." if slow else "All hops have the same rate.")
-        + " The table below lists every hop.",
-    )
-
-
-def drawn_hops(machine: Machine, ring: PlanChain, layout: Layout) -> tuple[DrawnHop, ...]:
-    """Return the hops of a ring; none is the slowest where all have one rate."""
-    rates = [hop.gbps for hop in ring.hops]
-    limit = ring.rate * (1 + _SAME)
-    ends = [
-        (
-            f"N{ring.entry_nic}" if hop.source == WORLD else f"G{hop.source}",
-            f"N{ring.exit_nic}" if hop.target == WORLD else f"G{hop.target}",
-        )
-        for hop in ring.hops
-    ]
-    ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b in ends]
-    nics = machine.nics if ring.entry_nic is not None else ()
-    leaves = [*(gpu.id for gpu in machine.gpus), *(nic.id for nic in nics)]
-    found = wires(ports, layout.gaps(leaves))
-    return tuple(
-        DrawnHop(
-            source=source,
-            target=target,
-            flow=hop.flow,
-            gbps=hop.gbps,
-            kind=_kind(hop.flow),
-            path=_path(machine, hop.flow),
-            slowest=hop.gbps <= limit < max(rates),
-            wire=wire,
-            top=layout.boxes[source].bottom,
-            y=layout.bottom + LANE * wire.lane + LANE / 2,
-        )
-        for hop, (source, target), wire in zip(ring.hops, ends, found, strict=True)
-    )
-
-
-def _kind(flow: Flow) -> str:
-    if flow.is_network:
-        return "net"
-    return "bounce" if flow.is_bounce else flow.transfers[0].operation
-
-
-def _path(machine: Machine, flow: Flow) -> str:
-    for part in flow.transfers[:-1]:
-        if part.destination.kind == "C":
-            return f"via {part.destination}"
-    return path_types(machine)[str(flow.source), str(flow.destination)].name
-
-
-def default_rings(plan: Plan) -> Counter[str]:
-    """Return the orders of default NCCL's rings on one host, with their numbers of channels."""
-    if plan.is_cluster:
-        return Counter()
-    turned = (
-        ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
-    )
-    return Counter(map(order_words, turned))
-
-
-def drawn_kinds(rings: Sequence[RingView]) -> set[str]:
-    """Return the kinds of lines in the drawings of rings."""
-    hops = [hop for ring in rings for hop in ring.hops]
-    slow = {"write slowest"} if any(hop.slowest for hop in hops) else set()
-    return {hop.kind for hop in hops} | slow
-
+from tccl_py.report.verification import headline
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -224,15 +75,16 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     gpu_names: list[str]
     layout: Layout
     nvlinks: NvLinks
+    loads: dict[str, Load]
     sentence: str
-    rings: list[RingView]
+    rings: list[HopsView]
     maps: list[HeatMap]
     worst: list[Reading]
 
 
 def report_html(contents: Contents) -> str:
     """Return the report on a plan's directory, as one HTML document."""
-    plan, found = contents.plan, contents.explanation
+    plan = contents.plan
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
         _templates()
@@ -244,12 +96,10 @@ def report_html(contents: Contents) -> str:
             contents=contents,
             # Facts
             facts=_first_line(plan),
+            about=_about(contents, nodes),
+            verified=headline(contents.verification) if contents.verification else (),
             gpus="" if plan.is_cluster else gpu_list(plan.gpus),
-            choice_words=CHOICE_WORDS,
             mark=plan.provenance,
-            stock_mark=mark(simulated=plan.simulated, assumed=plan.stock.assumed),
-            explanation_mark=found and mark(simulated=found.simulated, assumed=found.assumed),
-            proof=plan.proof,
             notices=_notices(contents),
             variables=environment(plan.settings),
             exports=env_sh(plan.job_settings),
@@ -263,10 +113,61 @@ def report_html(contents: Contents) -> str:
             gradient=[viridis(step / 10) for step in range(11)],
             # Tables
             most_hosts=_MOST_HOSTS,
-            default_rings=default_rings(plan),
+            causes=_causes(contents, nodes),
             sources=rate_sources(contents),
         )
     )
+
+
+def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str, str]]:
+    """Yield what the plan is of, and with which software, as a name and words."""
+    plan = contents.plan
+    yield "host", listed([host.name for host in plan.hosts])
+    for node in nodes:
+        machine, of = node.machine, f" of {node.name}" if node.name else ""
+        names = ", ".join(node.gpu_names) or "of unknown name"
+        yield f"GPUs{of}", f"{len(node.gpus)} of {len(machine.gpus)}, {names}"
+        cpus = Counter(
+            " ".join(filter(None, (one.vendor, one.arch))) + _family(one)
+            for one in machine.numa_nodes
+        )
+        yield f"NUMA nodes{of}", ", ".join(f"{count} of {cpu}" for cpu, count in cpus.items())
+        nics = Counter(f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
+        yield f"NICs{of}", ", ".join(f"{n} x {speed}" for speed, n in nics.items()) or "none"
+        links = Counter(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
+        best = ", ".join(f"{n} x {words}" for words, n in links.items() if words.strip())
+        now = Counter(
+            " ".join(link_words(contents.now[gpu.id]))
+            for gpu in machine.gpus
+            if gpu.id in contents.now
+        )
+        seen = "; now " + ", ".join(f"{n} x {words}" for words, n in now.items()) if now else ""
+        yield f"PCIe of GPUs{of}", (best or "not reported") + seen
+    yield "driver", contents.driver or ("none: simulated" if plan.simulated else "not recorded")
+    yield "NCCL", plan.settings.version
+    yield "planned", contents.planned
+    yield "report by", f"tccl-py {version('tccl-py')}"
+
+
+def _family(node: NumaNode) -> str:
+    return f" (family {node.family}, model {node.model})" if node.family is not None else ""
+
+
+def _causes(contents: Contents, nodes: Sequence[NodeView]) -> dict[int, HopsView | None]:
+    """Return the drawing of each finding of the explanation, by the finding's identity."""
+    found = contents.explanation
+    if found is None:
+        return {}
+    by_name = {node.name: node for node in nodes}
+    listed_: list[tuple[str, Finding]] = [
+        *((ring.node_class, one) for ring in found.rings for one in ring.findings),
+        *((nodes[0].name, one) for one in found.pitfalls),
+    ]
+    causes = {}
+    for at, (name, finding) in enumerate(listed_):
+        node = by_name.get(name, nodes[0])
+        causes[id(finding)] = cause_view(f"cause-{at}", node.machine, finding, node.layout)
+    return causes
 
 
 def _node(contents: Contents, number: int) -> NodeView:
@@ -277,6 +178,10 @@ def _node(contents: Contents, number: int) -> NodeView:
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
     # Sets without host names, as a simulated cluster has, are about equal hosts.
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
+    # Hosts of a class may have different paths: the first one's is drawn.
+    path = next((path for path in plan.paths if path.node_class == number), None)
+    chains = path.chains if path is not None else ()
+    hops = [(hop.flow, hop.gbps) for chain in chains for hop in chain.hops]
     return NodeView(
         id=f"machine-{number}",
         name=part.name if plan.is_cluster else "",
@@ -285,6 +190,7 @@ def _node(contents: Contents, number: int) -> NodeView:
         gpu_names=sorted({gpu.name for gpu in machine.gpus if gpu.name}),
         layout=layout,
         nvlinks=nvlinks(machine, layout),
+        loads=link_loads(machine, hops),
         sentence=machine_sentence(machine),
         rings=ring_views(plan, number, layout),
         maps=heat_maps(journal, gpus, tuple(node.index for node in machine.numa_nodes), hosts),
@@ -309,6 +215,8 @@ def _templates() -> jinja2.Environment:
         "cell_style": cell_style,
         "cell_text": cell_text,
         "link_words": link_words,
+        "cause_words": cause_words,
+        "id": id,
     }
     return templates
 

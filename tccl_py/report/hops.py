@@ -1,0 +1,292 @@
+"""Hops below the drawing of a machine: rings, flows that slow each other, and loads of links."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tccl_py.explain.findings import Finding, kind_of
+from tccl_py.health.host import listed
+from tccl_py.model.machine import Machine, PciLink
+from tccl_py.model.transfer import Flow, Place
+from tccl_py.nccl.paths import path_types
+from tccl_py.nccl.system import PathType
+from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.nccl.view import view
+from tccl_py.plan.plan import WORLD, Plan, PlanChain
+from tccl_py.plan.words import order_words
+from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
+
+_SAME = 1e-6
+_PORT = 9.0
+_PATHS = {
+    "NVL": "over NVLink",
+    "NVB": "over NVLink through another GPU",
+    "C2C": "chip to chip",
+    "PIX": "over one PCI bridge",
+    "PXB": "over several PCI bridges",
+    "PHB": "over the CPU",
+    "SYS": "over two CPUs or NUMA nodes",
+}
+
+
+class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
+    """A hop between devices: `kind` is write, read, bounce or net, `path` a path type or memory.
+
+    `wire` is its line, with the upper end at `top` and the lane at `y`. Default NCCL's hops have
+    no `flow` and no rate.
+    """
+
+    source: str
+    target: str
+    flow: Flow | None
+    gbps: float | None
+    kind: str
+    path: str
+    slowest: bool
+    wire: Wire
+    top: float
+    y: float
+
+    @property
+    def words(self) -> str:
+        """The mechanism and the path in words."""
+        return f"{kind_of(self.flow) if self.flow is not None else self.kind}, {self.path}"
+
+
+class HopsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Hops below a machine: a ring, a ring's chain on some hosts, or flows that slow each other.
+
+    `paths` explains the words below hops.
+    """
+
+    id: str
+    title: str
+    layout: Layout
+    order: str = ""
+    rate: float | None = None
+    hops: tuple[DrawnHop, ...]
+    bottom: float
+    paths: str = ""
+    description: str
+
+    @property
+    def planned(self) -> bool:
+        """Return whether the plan measured the hops."""
+        return any(hop.gbps is not None for hop in self.hops)
+
+
+Ends = tuple[str, str, Flow | None, float | None]
+"""A hop to draw: its two devices, flow and rate."""
+
+
+def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
+    """Return the plan's different rings on hosts of a class, then default NCCL's of one host."""
+    machine = plan.cluster.classes[number].machine
+    views = []
+    for place, path in enumerate(plan.paths):
+        hosts = tuple(host.name for host in plan.hosts if host.path == place)
+        for at, chain in enumerate(path.chains if path.node_class == number else ()):
+            order = order_words(chain.gpus)
+            if chain.entry_nic is not None:
+                ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
+                order = " → ".join(ends)
+            title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
+            hops = drawn_hops(machine, chain_ends(chain), layout)
+            named = _view(f"ring-{place}-{at}", title, hops, layout)
+            views.append(msgspec.structs.replace(named, order=order, rate=chain.rate))
+    return views + _default_views(plan, layout)
+
+
+def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
+    if plan.is_cluster:
+        return []
+    turned = Counter(
+        ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
+    )
+    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    views = []
+    for at, (ring, channels) in enumerate(turned.items()):
+        pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True)) if len(ring) > 1 else []
+        ends: list[Ends] = [(f"G{one}", f"G{other}", None, None) for one, other in pairs]
+        kinds = [pair_mechanism(seen, *pair).kind for pair in pairs]
+        hops = tuple(
+            msgspec.structs.replace(hop, kind={"network": "net"}.get(kind, kind))
+            for hop, kind in zip(drawn_hops(plan.machine, ends, layout), kinds, strict=True)
+        )
+        title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
+        named = _view(f"default-{at}", title, hops, layout)
+        views.append(msgspec.structs.replace(named, order=order_words(ring)))
+    return views
+
+
+def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) -> HopsView | None:
+    """Return a finding's flows as a drawing; None if an end is not drawn."""
+    ends: list[Ends] = [
+        (flow.source.device, flow.destination.device, flow, gbps)
+        for flow, gbps in zip(finding.flows, finding.each_gbps, strict=True)
+    ]
+    if not all(end in layout.boxes for one in ends for end in one[:2]):
+        return None
+    hops = drawn_hops(machine, ends, layout)
+    return _view(name, "Flows that run together", hops, layout)
+
+
+def cause_words(finding: Finding) -> str:
+    """Return a finding in a sentence: mechanisms, rates together and alone, and what they share."""
+    kinds = [f"{n} x {kind}" if n > 1 else kind for kind, n in Counter(finding.kinds).items()]
+    text = f"{', '.join(kinds)}: {finding.gbps:.2f} GB/s"
+    if len(finding.flows) > 1:
+        text += f" together, {finding.alone_gbps:.2f} alone"
+        text += ", a collapse" * finding.is_collapse
+    return text + (f". Shared: {', '.join(finding.shares)}." if finding.shares else ".")
+
+
+def _view(name: str, title: str, hops: Drawn, layout: Layout) -> HopsView:
+    slow = ", ".join(f"{hop.source} to {hop.target}" for hop in hops if hop.slowest)
+    used = {hop.path for hop in hops}
+    paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
+    paths += [f"{path} through that NUMA node's memory" for path in sorted(used - set(_PATHS))]
+    ends = ", ".join(f"{hop.source} to {hop.target}" for hop in hops)
+    return HopsView(
+        id=name,
+        title=title,
+        layout=layout,
+        hops=hops,
+        bottom=layout.bottom + depth([hop.wire for hop in hops]),
+        paths="; ".join(paths),
+        description=f"{ends}." + f" The slowest: {slow}." * bool(slow),
+    )
+
+
+def chain_ends(ring: PlanChain) -> list[Ends]:
+    """Return a chain's hops between devices."""
+    return [
+        (
+            f"N{ring.entry_nic}" if hop.source == WORLD else f"G{hop.source}",
+            f"N{ring.exit_nic}" if hop.target == WORLD else f"G{hop.target}",
+            hop.flow,
+            hop.gbps,
+        )
+        for hop in ring.hops
+    ]
+
+
+Drawn = tuple[DrawnHop, ...]
+
+
+def drawn_hops(machine: Machine, ends: Sequence[Ends], layout: Layout) -> Drawn:
+    """Return hops as lines; none is the slowest where all have one rate."""
+    rates = [gbps for *_, gbps in ends if gbps is not None]
+    least, most = min(rates, default=0.0) * (1 + _SAME), max(rates, default=0.0)
+    ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b, *_ in ends]
+    nics = machine.nics if any("N" in a[0] + b[0] for a, b, *_ in ends) else ()
+    leaves = [*(gpu.id for gpu in machine.gpus), *(nic.id for nic in nics)]
+    found = wires(ports, layout.gaps(leaves))
+    return tuple(
+        DrawnHop(
+            source=source,
+            target=target,
+            flow=flow,
+            gbps=gbps,
+            kind=_kind(flow) if flow is not None else "",
+            path=_path(machine, source, target, flow),
+            slowest=gbps is not None and gbps <= least < most,
+            wire=wire,
+            top=layout.boxes[source].bottom,
+            y=layout.bottom + LANE * wire.lane + LANE / 2,
+        )
+        for (source, target, flow, gbps), wire in zip(ends, found, strict=True)
+    )
+
+
+def _kind(flow: Flow) -> str:
+    if flow.is_network:
+        return "net"
+    return "bounce" if flow.is_bounce else flow.transfers[0].operation
+
+
+def _path(machine: Machine, source: str, target: str, flow: Flow | None) -> str:
+    for part in flow.transfers[:-1] if flow is not None else ():
+        if part.destination.kind == "C":
+            return f"via {part.destination.device}"
+    return path_types(machine)[source, target].name
+
+
+def drawn_kinds(rings: Sequence[HopsView]) -> set[str]:
+    """Return the kinds of lines in the drawings of rings."""
+    hops = [hop for ring in rings for hop in ring.hops]
+    slow = {"write slowest"} if any(hop.slowest for hop in hops) else set()
+    return {hop.kind for hop in hops} | slow
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The rate over a PCIe link in the busier direction, and the link's bandwidth, GB/s.
+
+    `capacity` is None where speed or width are not reported; `slowest` marks the fullest link of
+    the slowest hop's path.
+    """
+
+    gbps: float
+    capacity: float | None
+    slowest: bool = False
+
+    @property
+    def level(self) -> int:
+        """The class of colours: 0 below half of the capacity, 1 below four fifths, else 2."""
+        share = self.gbps / self.capacity if self.capacity else 0.0
+        return (share >= 0.5) + (share >= 0.8)
+
+    @property
+    def words(self) -> str:
+        """The rate, and the share of the capacity."""
+        of = f", {self.gbps / self.capacity:.0%} of {self.capacity:.1f}" if self.capacity else ""
+        return f"{self.gbps:.1f} GB/s{of}"
+
+
+def pcie_gbps(link: PciLink) -> float | None:
+    """Return the bandwidth of a PCIe link in one direction, without packet headers.
+
+    >>> round(pcie_gbps(PciLink(speed_gts=16.0, width=16)), 1)
+    31.5
+    """
+    if not link.speed_gts or not link.width:
+        return None
+    coding = 128 / 130 if link.speed_gts >= 8 else 0.8
+    return link.speed_gts * link.width / 8 * coding
+
+
+def link_loads(machine: Machine, hops: Sequence[tuple[Flow, float]]) -> dict[str, Load]:
+    """Return the load of each PCIe link, by the device below it, while all of `hops` run."""
+    up, down, worst = Counter[str](), Counter[str](), set[str]()
+    slowest = min((gbps for _, gbps in hops), default=0.0)
+    several = any(gbps > slowest for _, gbps in hops)
+    paths = []
+    for flow, gbps in hops:
+        used: list[str] = []
+        for transfer in flow.transfers:
+            rising, falling = _links_between(machine, transfer.source, transfer.destination)
+            up.update(dict.fromkeys(rising, gbps))
+            down.update(dict.fromkeys(falling, gbps))
+            used += [*rising, *falling]
+        paths += [used] * (several and gbps == slowest)
+    capacities = {device: pcie_gbps(machine.links[device]) for device in up | down}
+    loads = {one: Load(max(up[one], down[one]), capacities[one]) for one in capacities}
+    for used in filter(None, paths):
+        worst.add(max(used, key=lambda one: loads[one].gbps / (loads[one].capacity or math.inf)))
+    return {one: Load(load.gbps, load.capacity, one in worst) for one, load in loads.items()}
+
+
+def _links_between(machine: Machine, source: Place, target: Place) -> tuple[list[str], list[str]]:
+    """Return the devices whose links up, and down, bytes take between two places over PCIe."""
+    ends = source.device, target.device
+    if all(end.startswith("G") for end in ends) and path_types(machine)[ends] <= PathType.NVB:
+        return [], []
+    first, second = ((end, *machine.ancestors(end)) for end in ends)
+    return (
+        [one for one in first if one not in second and one in machine.links],
+        [one for one in second if one not in first and one in machine.links],
+    )
