@@ -317,7 +317,7 @@ def verified(measured, monkeypatch):
     def launcher_of(made, directory, **more):
         yield dry_run(made, jobs(lambda _: factor[0], seed=3))
 
-    monkeypatch.setattr("tccl_py.cli.check.launcher_of", launcher_of)
+    monkeypatch.setattr("tccl_py.verify.preflight.launcher_of", launcher_of)
     return measured, factor
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
@@ -24,48 +20,29 @@ from tccl_py.files import encode_json
 from tccl_py.health.drift import (
     Drift,
     Effort,
-    Journal,
     drift_json,
-    find_drift,
-    joined,
-    measuring_again,
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.host import Finding, Host
-from tccl_py.health.plugin import check_plugin
-from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl_library import home
-from tccl_py.plan.again import journal_of
+from tccl_py.health.plugin import plugin_complaints
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.job import class_sources, hosts_again, journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.journal import AnewSource, JournalHeader
-from tccl_py.sources.opening import HostsSource, OpenedSource
-from tccl_py.sources.profiled import Backend, is_dry_run
-from tccl_py.verify.plans import launcher_of
 from tccl_py.verify.preflight import (
     FAMILIES,
-    CollectivesChecked,
     Preflight,
-    check_collectives,
-    learn_patterns,
+    measure_plan_again,
     preflight_json,
     preflight_metrics,
 )
-from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import size_text
-from tccl_py.verify.target import read_target
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    pass
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
-_CLOSING_S, _LEAST_S = 5.0, 5.0
-"""Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
 _SHOWN = 8
 _SHOWN_FLOWS = 3
 """Sets, and further flows of each, that the table has room for."""
@@ -124,11 +101,21 @@ def check(
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
     plan = load_plan(directory)
-    notice_each(_plugin_notices())
+    notice_each(plugin_complaints())
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     begun = time.monotonic()
-    with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        drift, jobs = _measured(plan, directory, effort, preflight)
+    with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
+        several = plan.is_cluster and not plan.simulated
+        job = job_of_plan(plan, stack) if several else None
+        drift, jobs = measure_plan_again(
+            plan,
+            directory,
+            effort,
+            preflight=preflight,
+            job=job,
+            say=notice,
+            watching=lambda: stack.enter_context(ProgressLine()).measured,
+        )
     found = Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
     if prometheus:
         own: dict[str, Any] = {"machine": plan_name(plan), "simulated": plan.simulated}
@@ -143,71 +130,6 @@ def check(
         _print(plan, drift)
     if not found.ok if preflight else drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
-
-
-def _plugin_notices() -> list[str]:
-    """Return what keeps an installed plugin from its plan."""
-    host = Host(home=str(home()), environment=dict(os.environ))
-    found = [one for one in check_plugin(host) if isinstance(one, Finding)]
-    return [f"{one.where}: {one.what}" for one in found if one.severity != "note"]
-
-
-def _measured(
-    plan: Plan, directory: Path, effort: Effort, preflight: bool
-) -> tuple[Drift, CollectivesChecked | None]:
-    """Return the drift and, of a preflight, what a job of collectives found before."""
-    until = time.monotonic() + effort.seconds
-    journal = journal_of(plan, directory)
-    notice_each(journal.notices)
-    jobs = None
-    with ExitStack() as stack:
-        several = plan.is_cluster and not plan.simulated
-        job = job_of_plan(plan, stack) if several else None
-        if preflight:
-            jobs = _collectives(plan, directory, journal.header, effort.seconds, job)
-        line = stack.enter_context(ProgressLine())
-        known: Sequence[Journal] = [journal.measurements]
-        if job is not None:
-            source: OpenedSource = stack.enter_context(hosts_again(plan, journal.header, job))
-            known = journal_by_class(plan, journal)
-        else:
-            source, notices = measuring_again(plan, directory, journal.header, effort.seed)
-            notice_each(notices)
-            stack.enter_context(source)
-        source.watch(line.measured)
-        left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
-        found = _drift(plan, source, known, msgspec.structs.replace(effort, seconds=left))
-        if preflight:
-            notice_each(learn_patterns(plan, directory, known[0], source, until))
-    notice_each(source.notices)
-    return found, jobs
-
-
-def _collectives(
-    plan: Plan, directory: Path, journal: JournalHeader, seconds: float, job: Job | None
-) -> CollectivesChecked | None:
-    """Run the jobs of a preflight; a job that hangs leaves time to find a culprit."""
-    if plan.simulated:
-        notice("no collectives are run: the plan is simulated")
-        return None
-    backend: Backend = "host" if is_dry_run(journal) else "cuda"
-    with launcher_of(plan, directory, job=job, backend=backend, say=notice) as launcher:
-        limited = msgspec.structs.replace(launcher, timeout=seconds / 2)
-        verified = load_verification(directory)
-        return check_collectives(read_target(plan, directory), limited, verified)
-
-
-def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
-    """Return the drift of all classes of hosts, which share the time."""
-    effort = msgspec.structs.replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
-    sources: Sequence[BandwidthSource] = [AnewSource(source)]
-    if isinstance(source, HostsSource):
-        sources = class_sources(source, plan.cluster)
-    found = [
-        find_drift(plan, known[number], each, number=number, effort=effort)
-        for number, each in enumerate(sources)
-    ]
-    return joined(plan, found)
 
 
 def _print_preflight(found: Preflight) -> None:

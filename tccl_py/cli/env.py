@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -18,21 +17,11 @@ from tccl_py.cli.options import flag, gpus_argument, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import refused
-from tccl_py.health.fitness import (
-    ALIKE_VARIABLE,
-    planned_or_installed,
-    why_disabled,
-    why_other_host,
-)
-from tccl_py.model.cluster import shown
-from tccl_py.nccl.variables import env_conflicts, export_lines, job_environment
+from tccl_py.health.fitness import ALIKE_VARIABLE, JobEnvironment, job_environment_of
+from tccl_py.nccl.variables import env_conflicts, export_lines
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES, Plan
-from tccl_py.plan.plugin import plugin_variables, why_no_plugin
-from tccl_py.plan.staging import check_files
-from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
@@ -46,15 +35,6 @@ Alike = Annotated[
     bool,
     typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
 ]
-
-
-class _Found(NamedTuple):
-    """A job's variables, the GPUs or host, and whether what was asked for is not there."""
-
-    plan: Plan
-    subject: dict[str, Any]
-    variables: Mapping[str, str]
-    refused: bool
 
 
 def env(
@@ -96,8 +76,7 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
-    given: dict[str, Any] = {"gpus": gpus, "nccl": nccl, "host": host, "choice": choice}
-    found = _environment(directory, plugin=plugin, alike=alike, **given)
+    found = _environment(directory, gpus, host, nccl, choice, plugin=plugin, alike=alike)
     _print(found.plan, found.variables, found.subject, json=json)
     if found.refused:
         raise typer.Exit(ANSWER_IS_NO)
@@ -127,8 +106,7 @@ def run(
         tccl run my-plan -- torchrun --nproc-per-node 8 train.py
         tccl run my-plan --plugin -- python train.py
     """
-    given: dict[str, Any] = {"gpus": gpus, "nccl": nccl, "host": host, "choice": choice}
-    found = _environment(directory, plugin=plugin, alike=alike, **given)
+    found = _environment(directory, gpus, host, nccl, choice, plugin=plugin, alike=alike)
     settings = found.plan.choices[found.subject.get("choice", "default")].settings
     variables = found.variables
     against = () if plugin or not variables else env_conflicts(settings, os.environ)
@@ -147,64 +125,24 @@ def run(
 
 
 def _environment(
-    directory: Path,
-    *,
-    gpus: str | None,
-    host: str | None,
-    nccl: str | None,
-    choice: Any,
-    plugin: bool,
-    alike: bool,
-) -> _Found:
+    directory: Path, gpus: str | None, host: str | None, nccl: str | None, choice: Any, **how: bool
+) -> JobEnvironment:
     """Return a job's variables; notices say why there are none."""
     check_plan_directory(directory)
     plan = load_plan(directory)
-    named = {"--gpus": gpus, "--nccl": nccl, "--host": host, "--choice": choice}
-    _check_options(plan, named, plugin=plugin)
-    listed = check_files(directory).files
-    loading = plugin_variables(directory, alike=alike) if plugin else {}
-    if plan.is_cluster:
-        name = planned_host(plan, host)
-        subject: dict[str, Any] = {"host": name}
-        disabled = ""
-        if name is not None and host is None:
-            disabled = why_other_host(plan, name, say=notice)
-        file = "" if name is None else host_graph_file(name)
-    else:
-        chosen = tuple(sorted(gpus_argument(gpus, plan.machine) or plan.gpus))
-        subject = {"gpus": chosen}
-        disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
-        if set(chosen) <= set(plan.gpus):
-            disabled = why_disabled(plan, directory, nccl, alike=alike, say=notice)
-        if plugin and not disabled:
-            disabled = why_no_plugin(nccl or planned_or_installed(plan))
-        file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
-    if disabled:
-        notice(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
-        return _Found(plan, {**subject, "off": disabled}, {}, refused=True)
-    taken = plan.recommended if choice is None else choice.value
-    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
-    if missing:
-        notice(_lacking(host, subject))
-    if missing and not plan.is_cluster:
-        taken = "variables"
-    graph = None
-    if taken == "graph" and not missing:
-        graph = PurePosixPath(directory.resolve() / "nccl" / file)
-    variables = loading or job_environment(plan.choices[taken].settings, graph=graph)
-    refused = missing and (plan.is_cluster or choice is not None)
-    return _Found(plan, {**subject, "choice": taken}, variables, refused)
-
-
-def _check_options(plan: Plan, given: Mapping[str, object], *, plugin: bool) -> None:
-    """Refuse options that do not suit the plan, or are for jobs without the plugin."""
-    if plugin:
-        rest = {name: value for name, value in given.items() if name != "--nccl"}
+    if how["plugin"]:
+        rest = {"--gpus": gpus, "--host": host, "--choice": choice}
         refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
     if plan.is_cluster:
-        refuse({name: given[name] for name in ("--gpus", "--nccl")}, options.OF_CLUSTER)
+        refuse({"--gpus": gpus, "--nccl": nccl}, options.OF_CLUSTER)
+        chosen = None
     else:
-        refuse({"--host": given["--host"]}, ("", "is for the plan of a cluster", "leave it out"))
+        refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
+        chosen = gpus_argument(gpus, plan.machine)
+    wanted = None if choice is None else choice.value
+    return job_environment_of(
+        plan, directory, gpus=chosen, host=host, nccl=nccl, choice=wanted, say=notice, **how
+    )
 
 
 def _print(
@@ -219,22 +157,3 @@ def _print(
         print(export_lines(variables), end="")
     if "NCCL_GRAPH_FILE" not in variables:
         print("unset NCCL_GRAPH_FILE")
-
-
-def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:
-    """Return a notice on GPUs or a host without a graph file in the plan."""
-    if "gpus" in subject:
-        gpus = ",".join(map(str, subject["gpus"]))
-        again = f"; to plan rings for them: `tccl plan -o DIR --gpus {gpus}`"
-        more = again if len(subject["gpus"]) > 1 else ""
-        return f"no graph file for GPUs {gpus}: variables alone{more}"
-    asked = host if host is not None else socket.gethostname()
-    node = os.environ.get(NODE_NAME, "") if host is None else ""
-    also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
-    return f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings"
-
-
-def planned_host(plan: Plan, host: str | None) -> str | None:
-    """Return a cluster plan's name for a host (None: this); None if the plan lacks it."""
-    names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
-    return plan.host_named(names)

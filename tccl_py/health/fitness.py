@@ -1,20 +1,29 @@
-"""Fitness of a plan for a host: its GPUs, driver, NUMA nodes, and NCCL."""
+"""Fitness of a plan for a host: its GPUs, driver, NUMA nodes, and NCCL; a job's environment."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.model.cluster import shown
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import job_environment
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
 from tccl_py.plan.directory import machine_file
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.plugin import plugin_variables, why_no_plugin
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
 
 Say = Callable[[str], None]
@@ -194,3 +203,85 @@ def planned_or_installed(plan: Plan) -> str:
     """Return the version of the installed NCCL; the plan's where none is found."""
     installed = installed_nccl()
     return plan.settings.version if installed is None else installed.version
+
+
+class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's variables, its GPUs or host, and whether what was asked for is not there.
+
+    `subject` is as in the JSON of `tccl env`: `off` says why the plan is disabled.
+    """
+
+    plan: Plan
+    subject: dict[str, Any]
+    variables: Mapping[str, str]
+    refused: bool
+
+
+def job_environment_of(
+    plan: Plan,
+    directory: Path,
+    *,
+    gpus: Sequence[int] | None,
+    host: str | None,
+    nccl: str | None,
+    choice: ChoiceName | None,
+    plugin: bool,
+    alike: bool,
+    say: Say,
+) -> JobEnvironment:
+    """Return the variables of a job over GPUs of a machine's plan, or on a host of a cluster.
+
+    None is all GPUs, this host, the installed NCCL, and the recommended choice. `say` is told why
+    there are no variables, or others than were asked for.
+    """
+    listed = check_files(directory).files
+    loading = plugin_variables(directory, alike=alike) if plugin else {}
+    if plan.is_cluster:
+        names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
+        name = plan.host_named(names)
+        subject: dict[str, Any] = {"host": name}
+        disabled = ""
+        if name is not None and host is None:
+            disabled = why_other_host(plan, name, say=say)
+        file = "" if name is None else host_graph_file(name)
+    else:
+        chosen = tuple(sorted(gpus or plan.gpus))
+        subject = {"gpus": chosen}
+        disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
+        if set(chosen) <= set(plan.gpus):
+            disabled = why_disabled(plan, directory, nccl, alike=alike, say=say)
+        if plugin and not disabled:
+            disabled = why_no_plugin(nccl or planned_or_installed(plan))
+        file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
+    if disabled:
+        say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
+        off = {**subject, "off": disabled}
+        return JobEnvironment(plan=plan, subject=off, variables={}, refused=True)
+    taken = choice or plan.recommended
+    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
+    if missing:
+        say(_lacking(host, subject))
+    if missing and not plan.is_cluster:
+        taken = "variables"
+    graph = None
+    if taken == "graph" and not missing:
+        graph = PurePosixPath(directory.resolve() / "nccl" / file)
+    return JobEnvironment(
+        plan=plan,
+        subject={**subject, "choice": taken},
+        variables=loading or job_environment(plan.choices[taken].settings, graph=graph),
+        refused=missing and (plan.is_cluster or choice is not None),
+    )
+
+
+def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:
+    """Return a notice on GPUs or a host without a graph file in the plan."""
+    if "gpus" in subject:
+        gpus = ",".join(map(str, subject["gpus"]))
+        again = f"; to plan rings for them: `tccl plan -o DIR --gpus {gpus}`"
+        more = again if len(subject["gpus"]) > 1 else ""
+        return f"no graph file for GPUs {gpus}: variables alone{more}"
+    asked = host if host is not None else socket.gethostname()
+    node = os.environ.get(NODE_NAME, "") if host is None else ""
+    also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
+    return f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from tccl_py.health.host import Found, Host, defect
+from tccl_py.health.host import Finding, Found, Host, defect
 from tccl_py.nccl.plugin.build import LIBRARY
 from tccl_py.nccl.plugin.index import (
     INDEX_VARIABLE,
@@ -18,7 +19,7 @@ from tccl_py.nccl.plugin.index import (
     MAX_INDEX_BYTES,
     digest,
 )
-from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines
+from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines, home
 from tccl_py.plan.plugin import PLUGIN_VARIABLE, why_no_plugin, why_not_trusted
 from tccl_py.plan.staging import MANIFEST_FILE
 
@@ -68,6 +69,13 @@ def check_plugin(host: Host) -> Found:
         if why := why_no_plugin(nccl.version):
             fix = "tccl install --no-plugin DIR, for programs that load this NCCL"
             yield defect("plugin", nccl.source, severity="note", what=why, fix=fix)
+
+
+def plugin_complaints() -> list[str]:
+    """Return what keeps an installed plugin from its plan on this host, as sentences."""
+    host = Host(home=str(home()), environment=dict(os.environ))
+    found = [result for result in check_plugin(host) if isinstance(result, Finding)]
+    return [f"{one.where}: {one.what}" for one in found if one.severity != "note"]
 
 
 def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterator[tuple[str, str]]:

@@ -10,32 +10,53 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import picked
-from tccl_py.health.drift import ROUNDS, Drift, Journal, collapse_patterns, drift_json, metric
+from tccl_py.health.drift import (
+    ROUNDS,
+    Drift,
+    Effort,
+    Journal,
+    collapse_patterns,
+    drift_json,
+    find_drift,
+    joined,
+    measuring_again,
+    metric,
+)
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.plan.again import journal_of
 from tccl_py.plan.directory import JOURNAL_FILE
+from tccl_py.plan.job import class_sources, hosts_again, journal_by_class
 from tccl_py.plan.plan import Plan
-from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.opening import OpenedSource
+from tccl_py.sources.journal import AnewSource, JournalFile
+from tccl_py.sources.opening import HostsSource, OpenedSource
+from tccl_py.sources.profiled import Backend, is_dry_run
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
-from tccl_py.verify.record import Verification
+from tccl_py.verify.plans import launcher_of
+from tccl_py.verify.record import Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
-from tccl_py.verify.target import Target
+from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
+
+if TYPE_CHECKING:
+    from tccl_py.sources.opening import Job
 
 FAMILIES = 2
 """Comparisons of transfers, and of collectives, share the rate of false alarms."""
 _SIZES = (64 * MIB, 256 * MIB)
 """Sizes of a plan that was not verified."""
+_CLOSING_S, _LEAST_S = 5.0, 5.0
+"""Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
 
 
@@ -202,6 +223,85 @@ def _not_as_planned(target: Target, launcher: Launcher, arm: Arm, job: Outcome) 
         Problem(what="rings", where=where, expected="as planned", measured=difference)
         for difference in rings.differences
     ]
+
+
+def measure_plan_again(
+    plan: Plan,
+    directory: Path,
+    effort: Effort,
+    *,
+    preflight: bool,
+    job: Job | None,
+    say: Callable[[str], None],
+    watching: Callable[[], Callable[[int], None]],
+) -> tuple[Drift, CollectivesChecked | None]:
+    """Return the drift and, of a preflight, what a job of collectives found before.
+
+    `job` is the MPI job of a measured cluster's plan; `watching` begins to show sets measured.
+    """
+    until = time.monotonic() + effort.seconds
+    journal = journal_of(plan, directory)
+    jobs = None
+
+    def tell(texts: Iterable[str]) -> None:
+        for text in texts:
+            say(text)
+
+    tell(journal.notices)
+    with ExitStack() as stack:
+        if preflight:
+            backend: Backend = "host" if is_dry_run(journal.header) else "cuda"
+            jobs = _collectives(
+                plan, directory, effort.seconds / 2, job=job, say=say, backend=backend
+            )
+        watch = watching()
+        known: Sequence[Journal] = [journal.measurements]
+        if job is not None:
+            source: OpenedSource = stack.enter_context(hosts_again(plan, journal.header, job))
+            known = journal_by_class(plan, journal)
+        else:
+            source, more = measuring_again(plan, directory, journal.header, effort.seed)
+            tell(more)
+            stack.enter_context(source)
+        source.watch(watch)
+        left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
+        found = _drift(plan, source, known, msgspec.structs.replace(effort, seconds=left))
+        if preflight:
+            tell(learn_patterns(plan, directory, known[0], source, until))
+    tell(source.notices)
+    return found, jobs
+
+
+def _collectives(
+    plan: Plan,
+    directory: Path,
+    seconds: float,
+    *,
+    job: Job | None,
+    backend: Backend,
+    say: Callable[[str], None],
+) -> CollectivesChecked | None:
+    """Run the jobs of a preflight; a job that hangs leaves time to find a culprit."""
+    if plan.simulated:
+        say("no collectives are run: the plan is simulated")
+        return None
+    with launcher_of(plan, directory, job=job, backend=backend, say=say) as launcher:
+        limited = msgspec.structs.replace(launcher, timeout=seconds)
+        verified = load_verification(directory)
+        return check_collectives(read_target(plan, directory), limited, verified)
+
+
+def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
+    """Return the drift of all classes of hosts, which share the time."""
+    effort = msgspec.structs.replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
+    sources: Sequence[BandwidthSource] = [AnewSource(source)]
+    if isinstance(source, HostsSource):
+        sources = class_sources(source, plan.cluster)
+    found = [
+        find_drift(plan, known[number], each, number=number, effort=effort)
+        for number, each in enumerate(sources)
+    ]
+    return joined(plan, found)
 
 
 def learn_patterns(
