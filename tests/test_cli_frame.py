@@ -67,7 +67,7 @@ BAD = {
         ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),
         ".: is a directory",
     ),
-    "no set": (("measure", *ON), "Missing argument 'SET'; see 'tccl measure --help'"),
+    "no set": (("measure", *ON), "SET: is missing; name flows, as 0:1, or add --all-pairs"),
     "empty set": (
         ("measure", " ", *ON),
         "transfer set: is empty",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, flag, opt
-from tccl_py.cli.output import ProgressLine, results
+from tccl_py.cli.options import check_quoted, flag, gpus_argument, opt, refuse
+from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
@@ -22,6 +22,7 @@ from tccl_py.plan.job import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import (
@@ -32,7 +33,10 @@ from tccl_py.sources.opening import (
     open_hosts,
     open_source,
 )
+from tccl_py.sources.pairs import Pair, matrix, pairs_csv
+from tccl_py.sources.pairs import all_pairs as all_pairs_of
 from tccl_py.sources.profiled import (
+    MeasuredMachine,
     MeasurementOptions,
     doubts,
     gpus_of,
@@ -48,14 +52,21 @@ if TYPE_CHECKING:
 
 def measure(
     sets: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="SET",
+            metavar="[SET]...",
             help="Flows that run at the same time, as 0:4+4:0, or apart by spaces in quotes.",
             show_default=False,
         ),
-    ],
+    ] = None,
     *,
+    all_pairs: Annotated[bool, flag("--all-pairs", "Measure every pair of GPUs alone.")] = False,
+    bidirectional: Annotated[
+        bool, flag("--bidirectional", "All pairs: both directions together.")
+    ] = False,
+    via: Annotated[str | None, opt("host", "All pairs: through host memory.")] = None,
+    gpus: Annotated[str | None, opt("LIST", "All pairs: of these GPUs, as 0,2,5 or 0-3.")] = None,
+    csv: Annotated[bool, flag("--csv", "All pairs: print CSV.")] = False,
     simulate: options.Simulate = None,
     backend: options.Backend = None,
     devices: options.Devices = None,
@@ -82,6 +93,12 @@ def measure(
     marked as simulated. Where flows meet at a GPU, data is passed on as in a ring; with --meeting
     independent each flow goes at its own pace.
 
+    With --all-pairs each GPU writes to each other GPU, alone: directly, or through host memory
+    where NCCL would. The latency is half the time in which 16 bytes go over and their slot is free
+    again; models have none. With --bidirectional a bandwidth is that of one direction, beside the
+    other direction. The keys of --json and columns of --csv are `from`, `to`, `gbps`, `latency_us`
+    and `via`.
+
     Under mpirun or srun, with a rank or more on each host, sets may span hosts: `h0` and `h1` are
     their names, `N0` is a NIC.
 
@@ -89,17 +106,32 @@ def measure(
 
         tccl measure 0:1 0:1,blocks=16+1:0,blocks=16
         tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
+        tccl measure --all-pairs --csv
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
         mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
     """
+    of_pairs = {"--bidirectional": bidirectional, "--via": via, "--gpus": gpus, "--csv": csv}
+    how = measurement_options(target=target, meeting=meeting, check=check)
+    if all_pairs:
+        of_sets = {"--meeting": meeting, "--interfaces": interfaces, "--network": network}
+        refuse(
+            {"SET": sets or None, **of_sets}, ("beside --all-pairs", "is for sets", "leave it out")
+        )
+        options.check_source(locals(), in_job=False)
+        place = measured_machine(backend, devices) if simulate is None else load_machine(simulate)
+        kept: dict[str, Any] = {"options": how, "noise": noise or 0.0, "seed": seed or 0}
+        _measure_pairs(place, of_pairs, journal, json=json, **kept)
+        return
+    refuse(of_pairs, ("without --all-pairs", "is for all pairs", "add --all-pairs"))
+    if not sets:
+        raise InputError("SET", "is missing", "name flows, as 0:1, or add --all-pairs")
     with ExitStack() as stack:
         # Joined before anything can go wrong: of a job's ranks, the controller alone reports.
         job = stack.enter_context(controlled_job()) if simulate is None and in_job() else None
         check_quoted(sets, "G0->G0->G1")
         wanted = [parse_set(text) for text in sets]
         options.check_source(locals(), in_job=job is not None)
-        how = measurement_options(target=target, meeting=meeting, check=check)
         if simulate is not None:
             model = load_machine(simulate)
             # Sets that the machine cannot run are refused before the journal is touched.
@@ -128,6 +160,66 @@ def measure(
         notice_each(source.notices)
         for row in rows:
             notice_each(doubts(*row))
+
+
+def _measure_pairs(
+    place: MachineModel | MeasuredMachine,
+    asked: Mapping[str, Any],
+    journal: Path | None,
+    *,
+    json: bool,
+    **how: Any,
+) -> None:
+    """Measure all pairs of GPUs and print them."""
+    machine = place.machine
+    if in_job():
+        raise InputError("--all-pairs", "is about one host", "start the command by itself")
+    if asked["--via"] is not None:
+        options.one_of("--via", asked["--via"], ("host",))
+    if asked["--csv"] and json:
+        raise InputError("--csv beside --json", "are two forms", "leave one of the two out")
+    gpus = gpus_argument(asked["--gpus"], machine) or machine.gpu_indices
+    source = open_source(place, gpus=gpus, **how)
+    choice = {"via_host": asked["--via"] is not None, "bidirectional": asked["--bidirectional"]}
+    with source, ProgressLine() as line:
+        notice_each(() if journal is None else source.keep_in(journal))
+        facts = machine, place.knowledge, source, gpus
+        pairs, assumed, failures = all_pairs_of(*facts, **choice, watch=line.measured)
+        conditions = source.conditions
+    notice_each((*source.notices, *failures))
+    if json:
+        print_json(pairs)
+    elif asked["--csv"]:
+        print(pairs_csv(pairs), end="")
+    else:
+        mark = provenance(simulated=source.simulated, assumed=assumed)
+        beside = ", beside the other direction" if asked["--bidirectional"] else ""
+        _print_pairs(pairs, f"{machine.name}, {mark}{beside}", conditions)
+
+
+def _print_pairs(pairs: Sequence[Pair], title: str, conditions: str) -> None:
+    """Print a matrix of bandwidths and one of latencies, coloured by value."""
+    console = results()
+    for field, words in (("gbps", "GB/s"), ("latency_us", "Latency, us")):
+        rows = list(matrix(pairs, field))
+        largest = max((value for _, cells in rows for value in cells if value), default=0.0)
+        if not largest:
+            continue
+        table = Table.grid(padding=(0, 1))
+        table.add_row("", *(f"G{gpu}" for gpu, _ in rows), style="bold")
+        for gpu, cells in rows:
+            table.add_row(f"G{gpu}", *(heat(value, largest) for value in cells))
+        for column in table.columns:
+            column.justify = "right"
+        console.width = max(console.width, 8 * len(rows) + 8)
+        console.print(f"{words} from row to column: {title}", soft_wrap=True)
+        console.print(table)
+    hosted = sorted({pair.via for pair in pairs} - {"direct"})
+    if hosted:
+        some = "" if all(pair.via != "direct" for pair in pairs) else "some pairs "
+        console.print(f"{some}through host memory: {', '.join(hosted)}")
+    if conditions:
+        console.print(conditions)
 
 
 @contextmanager

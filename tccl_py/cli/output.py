@@ -81,6 +81,15 @@ def grid(rows: Any) -> Table:
     return table
 
 
+def heat(value: float | None, largest: float) -> Text:
+    """Return a cell of a heat map."""
+    from tccl_py.report.contents import cell_colours, cell_text  # noqa: PLC0415 (slow)
+
+    if value is None:
+        return Text("-")
+    return Text(cell_text(value), "{1} on {0}".format(*cell_colours(value, largest)))
+
+
 class ProgressLine:
     """The state of a command that takes long: a line on a terminal, elsewhere one every 10 s.
 

@@ -318,10 +318,15 @@ def viridis(share: float) -> tuple[int, int, int]:
 
 
 def cell_style(gbps: float, largest: float) -> str:
-    """Return the colours of a cell as CSS: background by rate, and legible ink."""
+    """Return the colours of a cell as CSS."""
+    return "background:{};color:{}".format(*cell_colours(gbps, largest))
+
+
+def cell_colours(gbps: float, largest: float) -> tuple[str, str]:
+    """Return the colours of a cell: background by rate, and legible ink."""
     red, green, blue = viridis(gbps / largest)
-    ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#fff"
-    return f"background:#{red:02x}{green:02x}{blue:02x};color:{ink}"
+    ink = "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#ffffff"
+    return f"#{red:02x}{green:02x}{blue:02x}", ink
 
 
 def cell_text(gbps: float) -> str:

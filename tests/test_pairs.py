@@ -1,0 +1,102 @@
+"""All pairs of GPUs: bandwidth and latency of each, as a table, CSV and JSON."""
+
+import csv
+import io
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.model.transfer import parse_set
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+
+BOX = "asus-esc8000a-e13p"
+
+
+def tccl(*arguments):
+    return CliRunner().invoke(app, ["measure", "--all-pairs", *map(str, arguments)])
+
+
+def pairs(*arguments):
+    result = tccl(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return {(one.pop("from"), one.pop("to")): one for one in json.loads(result.stdout)}
+
+
+def rates(name, *sets):
+    measured = Simulator(load_bundled(name)).measure([parse_set(text) for text in sets])
+    return [one.gbps for one in measured]
+
+
+def test_every_ordered_pair_has_the_rate_of_a_direct_write_alone():
+    found = pairs("--simulate", BOX)
+    assert set(found) == {(a, b) for a in range(8) for b in range(8) if a != b}
+    for (a, b), one in found.items():
+        assert one == {"gbps": rates(BOX, f"{a}:{b}")[0][0], "latency_us": None, "via": "direct"}
+
+
+def test_both_directions_run_together():
+    found = pairs("--simulate", "wrx90-16gpu-4switch", "--bidirectional", "--gpus", "0-2")
+    assert len(found) == 6
+    together = sum(rates("wrx90-16gpu-4switch", "0:2+2:0")[0])
+    assert found[0, 2]["gbps"] + found[2, 0]["gbps"] == pytest.approx(together)
+
+
+def test_pairs_without_direct_access_and_all_pairs_via_host_bounce_on_the_receivers_node():
+    model = load_bundled("amd-3090")
+    for more, name in (((), "amd-3090"), (("--via", "host"), BOX)):
+        machine = load_bundled(name).machine
+        for (a, b), one in pairs("--simulate", name, *more).items():
+            direct = not more and model.knowledge.can_access(machine, a, b)
+            node = machine.numa_of(f"G{b}")
+            assert one["via"] == ("direct" if direct else f"C{node}")
+            way = f"{a}:{b}" if direct else f"{a}:C{node}:{b}"
+            assert one["gbps"] == pytest.approx(rates(name, way)[0][0])
+
+
+def test_csv_has_the_rows_of_the_json():
+    rows = list(csv.DictReader(io.StringIO(tccl("--simulate", BOX, "--csv").stdout)))
+    found = pairs("--simulate", BOX)
+    assert [(int(row["from"]), int(row["to"])) for row in rows] == list(found)
+    assert [float(row["gbps"]) for row in rows] == [one["gbps"] for one in found.values()]
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_the_table_shows_every_pair_at_any_width(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = tccl("--simulate", "wrx90-16gpu-4switch").stdout.splitlines()
+    rows = [line.split() for line in lines if line.lstrip()[1:2].isdigit()]
+    assert [len(row) for row in rows] == [16] + [17] * 16
+
+
+def test_a_dry_run_has_latencies_and_a_journal_answers_again(tmp_path):
+    command = ("--backend", "host", "--devices", "2", "--target", "0.5")
+    journal = ("--journal", tmp_path / "pairs.jsonl")
+    first = pairs(*command, *journal)
+    assert all(one["gbps"] > 0 and one["latency_us"] > 0 for one in first.values())
+    assert pairs(*command, *journal) == first
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("0:1",), ("--via", "nvlink"), ("--csv", "--json"), ("--gpus", "0"), ("--gpus", "0,9"),
+     ("--meeting", "pass-on"), ("--network", "tcp")],
+)  # fmt: skip
+def test_wrong_use_is_one_line(more):
+    result = tccl("--simulate", BOX, *more)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+
+
+def test_options_of_all_pairs_need_it():
+    result = CliRunner().invoke(app, ["measure", "0:1", "--simulate", BOX, "--bidirectional"])
+    assert result.exit_code == 2
+    assert "--all-pairs" in result.stderr
+
+
+@pytest.mark.gpu(count=2)
+def test_on_gpus_latencies_are_microseconds():
+    for one in pairs("--gpus", "0,1").values():
+        assert one["gbps"] > 1
+        assert 0.2 < one["latency_us"] < 50
