@@ -76,11 +76,21 @@ class Namespaces:
         """Change a host's interfaces: `ip` in its namespace."""
         _do("ip", "-n", self.namespace(host), *arguments)
 
-    def slow(self, host, gbps):
-        """Give a host's first link another rate, in both directions."""
-        name = self.interfaces[host][0]
-        self.tc(host, "qdisc", "replace", "dev", name, *_shaped(gbps))
-        self.tc("net", "qdisc", "replace", "dev", f"{host}-{name}", *_shaped(gbps))
+    @contextlib.contextmanager
+    def other_rates(self, links, uplink_gbps):
+        """Hosts' first links, by name, and the uplink have other rates, in both directions."""
+        for rates, uplink in (
+            (links, uplink_gbps),
+            (dict.fromkeys(links, self.link_gbps), self.uplink_gbps),
+        ):
+            for host, gbps in rates.items():
+                name = self.interfaces[host][0]
+                self.tc(host, "qdisc", "replace", "dev", name, *_shaped(gbps))
+                self.tc("net", "qdisc", "replace", "dev", f"{host}-{name}", *_shaped(gbps))
+            for rack in "ab":
+                self.tc("net", "qdisc", "replace", "dev", f"up-{rack}", *_shaped(uplink))
+            if rates is links:
+                yield
 
     @contextlib.contextmanager
     def renamed(self, host, name):

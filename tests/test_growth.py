@@ -19,7 +19,13 @@ from tccl_py.plan.tables import read_tables
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader, read_journal, widen_journal
+from tccl_py.sources.journal import (
+    JournalFile,
+    JournalHeader,
+    RememberingSource,
+    read_journal,
+    widen_journal,
+)
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 
@@ -224,7 +230,7 @@ def cluster(count):
 )
 def test_hosts_that_differ_beyond_the_interval_are_named(rates, hosts, known, odd):
     source = Hosts({f"h{n}": rate for n, rate in enumerate(rates)})
-    sampler = Sampler(source, cluster(4))
+    sampler = Sampler(RememberingSource(source), cluster(4))
     found = sampler.odd_hosts(hosts, {0: [Sample(SET, 10.0, 0.01)]}, known)
     assert list(found) == odd
     assert all("slower" in why for why in found.values())

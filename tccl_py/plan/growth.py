@@ -11,17 +11,18 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import Cluster, NodeClass, SwitchTree, class_name
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.reports import HostReport, canonical, cluster_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.nccl.network import Pairing
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan, PlanChain
-from tccl_py.plan.probe_hosts import PlacedSource, Placement, placements
+from tccl_py.plan.probe_hosts import PlacedSource, placements
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.readers.switches import read_switches
+from tccl_py.sources.journal import RememberingSource
 
 MOST_SAMPLED = 16
 """Hosts of a class that are compared with it in a first plan."""
@@ -175,14 +176,25 @@ def extended_by_model(
     return extended_plan(known, cluster, sources, noticed, **task)
 
 
+class _Fresh:
+    """Measures each set once more, whatever the journal has: a host may have changed since."""
+
+    def __init__(self, source: RememberingSource) -> None:
+        self._source, self.simulated = source, source.simulated
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Answer each set with a new measurement."""
+        return [self._source.measure([one] * (self._source.times_of(one) + 1))[-1] for one in sets]
+
+
 class Sampler:
     """Compares hosts of a job with the measured sets of their classes.
 
     `measurable` are as of `probe_hosts.placements`.
     """
 
-    def __init__(self, source: BandwidthSource, cluster: Cluster, **measurable: object) -> None:
-        self._source, self._cluster, self._measurable = source, cluster, measurable
+    def __init__(self, source: RememberingSource, cluster: Cluster, **measurable: Any) -> None:
+        self._source, self._cluster, self._measurable = _Fresh(source), cluster, measurable
         tree = cluster.switches
         switches = () if tree is None else tree.all_switches
         self._switch = {host: switch.name for switch in switches for host in switch.hosts}
@@ -219,12 +231,8 @@ class Sampler:
         return found if len(found) != 1 else found * 2
 
     def _placed(self, host: str, partner: str) -> PlacedSource:
-        return PlacedSource(self._source, self.placement(host, partner))
-
-    def placement(self, host: str, partner: str) -> Placement:
-        """Return the placement of a host's sets, with this partner."""
         pair = part_of(self._cluster, (host, partner))
-        return placements(pair, **self._measurable)[0]  # type: ignore[arg-type]
+        return PlacedSource(self._source, placements(pair, **self._measurable)[0])
 
 
 def difference(source: BandwidthSource, samples: Sequence[Sample]) -> str:

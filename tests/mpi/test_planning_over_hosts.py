@@ -2,13 +2,19 @@
 
 import itertools
 import json
+import shutil
 
+import msgspec
 import pytest
 
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.directory import JOURNAL_FILE, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.probe_hosts import whole_ring
+from tccl_py.plan.table_jobs import plan_of_job
+from tccl_py.plan.tables import kept_files
+from tccl_py.readers.hosts import HostSlots
 from tests.namespaces import PAYLOAD, RACKS, namespaces_in
 from tests.test_cli_plan import done
 
@@ -124,15 +130,71 @@ def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(
     assert (directory / "measurements.jsonl").read_bytes() == before
 
 
-def test_a_pair_gets_what_its_ring_has_when_it_is_measured_alone(planned, namespaces, tmp_path):
-    _, directory = planned
-    done("export", directory, "--hosts", "h0,h1", "-o", tmp_path / "job")
-    job = load_plan(tmp_path / "job")
-    ring = str(whole_ring(job))
+def measured_alone(namespaces, place):
+    """Measure all rings of a job at the same time on its hosts."""
+    job = load_plan(place)
     ran = namespaces.run(
-        "measure", ring, "--backend", "host", "--devices", "1", "--interfaces", "eth0", "--target",
-        "0.3", "--json", hosts=("h0", "h1"), timeout_s=240,
+        "measure", str(whole_ring(job)), "--backend", "host", "--devices", "1", "--interfaces",
+        "eth0", "--target", "0.3", "--json", hosts=job.host_order, timeout_s=240,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     (found,) = json.loads(ran.stdout)
-    assert job.rate_gbps == pytest.approx(min(found["gbps"]), rel=0.2)
+    return min(found["gbps"])
+
+
+def test_a_pair_gets_what_its_ring_has_when_it_is_measured_alone(planned, namespaces, tmp_path):
+    _, directory = planned
+    done("export", directory, "--hosts", "h0,h1", "-o", tmp_path / "job")
+    alone = measured_alone(namespaces, tmp_path / "job")
+    assert load_plan(tmp_path / "job").rate_gbps == pytest.approx(alone, rel=0.2)
+
+
+# A plan of two hosts grows by two more, one of them slowed; a host of the plan does not run.
+
+SLOW_GBPS = 0.1
+
+
+@pytest.fixture(scope="module")
+def grown(planned, namespaces, tmp_path_factory):
+    """The directory before and after, and the rate of the ring over the new hosts."""
+    folder = tmp_path_factory.mktemp("growing")
+    before, after = folder / "before", folder / "after"
+    shutil.copytree(planned[1], before)
+    whole = load_plan(before)
+    two, _ = plan_of_job(whole, before, [HostSlots("h0"), HostSlots("h1")])
+    cluster = msgspec.structs.replace(two.cluster, switches=None)
+    two = msgspec.structs.replace(two, cluster=cluster)
+    write_plan(two, before, tables=kept_files(before))
+    shutil.copytree(before, after)
+    with namespaces.other_rates({"h3": SLOW_GBPS}, uplink_gbps=4 * LINK_GBPS):
+        command = ["plan", str(after), "--extend", "--backend", "host", "--devices", "1"]
+        command += ["--interfaces", "eth0", "--rings", "1", "--target", "0.3", "--max-sets", "4"]
+        ran = namespaces.run(*command, hosts=("h1", "h2", "h3"), timeout_s=240)
+        assert ran.code == 0, ran.stderr
+        done("export", after, "--hosts", "h2,h3", "-o", folder / "job")
+        yield before, after, measured_alone(namespaces, folder / "job")
+
+
+def test_an_equal_host_is_sampled_and_a_slow_one_gets_a_class_of_its_own(grown):
+    before, after, _ = grown
+    plan = load_plan(after)
+    assert plan.cluster.names == ("h0", "h1", "h2", "h3")
+    classes = plan.cluster.host_classes
+    assert classes["h0"] == classes["h1"] == classes["h2"] != classes["h3"]
+    assert any("samples: h2" in notice for notice in plan.notices)
+    assert any(notice.startswith("host h3: ") and "slower" in notice for notice in plan.notices)
+    # What was measured is kept, and the class of h2 was not measured again.
+    old, new = ((place / JOURNAL_FILE).read_text().splitlines() for place in (before, after))
+    assert new[: len(old)] == old
+    sets = [json.loads(line)["transfers"] for line in new[len(old) :]]
+    assert 0 < len([text for text in sets if "h2." in text and "h3." not in text]) <= 6
+
+
+def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
+    _, after, alone = grown
+    for pair in itertools.combinations(load_plan(after).cluster.names, 2):
+        place = tmp_path / "-".join(pair)
+        done("export", after, "--hosts", ",".join(pair), "-o", place)
+        slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
+        assert load_plan(place).rate_gbps == pytest.approx(slowest * PAYLOAD, rel=0.2)
+    assert load_plan(place).rate_gbps == pytest.approx(alone, rel=0.2)
