@@ -101,7 +101,8 @@ def verify(
     `verdict`), `groups`, `training`, `not_recommended` (sizes in bytes), `checked`, `wrong`,
     `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`, `arm`, `rows`,
     `entries`, `predictions`, `seconds`), `simulated`, `tried`, `rounds`, `seconds`, `hosts`
-    (in rank order; none of a single machine).
+    (in rank order; none of a single machine), `backend`, `collective`, `devices` (names in rank
+    order), `versions`.
 
     Examples:
 

@@ -37,6 +37,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
         **picked(found, "machine", "accepted", "winner", "recommended", "chosen"),
         "arms": [_arm_json(arm) for arm in found.arms],
         **picked(found, "simulated", "tried", "rounds", "seconds", "hosts"),
+        **picked(found, "backend", "collective", "devices", "versions"),
     }
 
 
