@@ -2,13 +2,18 @@
 
 import ctypes
 import itertools
+import json
 import math
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -17,14 +22,25 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tuned import load_tuning
 from tccl_py.rank_processes.tasks import RankOutput
+from tccl_py.report.contents import read_contents
+from tccl_py.report.page import report_html
 from tccl_py.verify.halving import FINALISTS, all_choices, halve
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher
 from tccl_py.verify.size_plans import load_sizes, tune_by_size
 from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
 from tccl_py.verify.sizes import with_spots
-from tccl_py.verify.spec import KIB, Choice, ContestTimes, JobResult, JobSpec, TimedRow
+from tccl_py.verify.spec import (
+    FINAL_ROUNDS,
+    KIB,
+    Choice,
+    ContestTimes,
+    JobResult,
+    JobSpec,
+    TimedRow,
+)
 from tccl_py.verify.target import read_target
 from tests.planned import SMALL, plan_of
+from tests.report_pages import Page
 
 SIZES = tuple(KIB << shift for shift in range(4, 10))
 
@@ -44,7 +60,7 @@ class Truth:
         self._noise, self._job = noise, job
         self._random = np.random.default_rng(seed)
 
-    def contest(self, one, choices=None, rounds=12, *, free=False):
+    def contest(self, one, choices=None, rounds=FINAL_ROUNDS, *, free=False):
         chosen = all_choices(one, self.channels) if choices is None else choices
         ratios = [1.0, *(1.0 if free else self.ratio(one, choice) for choice in chosen)]
         jobs = np.exp(self._random.normal(0, self._job, len(ratios)))
@@ -74,7 +90,11 @@ class Truth:
                 for share, times in zip(shares, seconds, strict=True)
             ]
         return ContestTimes(
-            row=one, choices=chosen, seconds=tuple(map(tuple, seconds)), beside=tuple(besides)
+            row=one,
+            choices=chosen,
+            seconds=tuple(map(tuple, seconds)),
+            final=rounds,
+            beside=tuple(besides),
         )
 
     def tuned(self, sizes=SIZES, jobs=8):
@@ -110,7 +130,7 @@ def test_halving_times_the_fastest_choice_in_every_round_and_each_round_in_anoth
 
     times = halve(len(seconds), measure)
     complete = [at for at, values in enumerate(times) if len(values) == len(times[0])]
-    assert len(times[0]) >= 12
+    assert len(times[0]) >= FINAL_ROUNDS
     assert 0 in complete
     assert 1 + seconds.index(min(seconds)) in complete
     assert len(complete) <= 1 + FINALISTS
@@ -174,10 +194,10 @@ def test_of_machines_without_a_gain_at_most_one_in_a_hundred_tables_harms():
         def ratio(one, choice, ratios=ratios, random=random):
             return ratios.setdefault((one.bytes, choice), min(1.0, random.uniform(0.9, 1.05)))
 
-        _, found = Truth(ratio, seed=seed, channels=2).tuned(sizes=SIZES[:3])
+        _, found = Truth(ratio, seed=seed, channels=2).tuned(sizes=SIZES[:2], jobs=6)
         harmed += any(
             ratios[size, wanted(entry.algorithm, entry.protocol, entry.channels)] < 1
-            for size in SIZES[:3]
+            for size in SIZES[:2]
             for entry in covering(found, size)
         )
     assert harmed <= 10
@@ -380,3 +400,37 @@ def test_equal_sets_are_what_the_symmetries_of_a_machine_exchange(name):
         }
         assert equal_sets(symmetry, gpus) == images
         assert gpus in images
+
+
+def test_the_report_draws_latency_and_bandwidth_by_size_and_show_lists_the_entries(tmp_path):
+    tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
+    page = Page(report_html(read_contents(tmp_path)))
+    page.assert_accessible()
+    assert "Latency in us: all-reduce, bfloat16, GPUs 0,1,2,3" in page.words
+    lines = [found["d"] for found in page.all("path") if "series" in found.get("class", "")]
+    assert all(math.isfinite(float(x)) for line in lines for x in re.findall(r"[0-9.]+", line))
+    bands = [found for found in page.all("path") if "band tuned" in found.get("class", "")]
+    assert bands
+    shown = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"})
+    assert "ring ll 2" in shown.stdout
+    found = json.loads(CliRunner().invoke(app, ["show", str(tmp_path), "--json"]).stdout)
+    (entry,) = found["by_size"][0]["entries"]
+    assert (entry["algorithm"], entry["protocol"], entry["channels"]) == ("ring", "ll", 2)
+    rows = {(row["collective"], row["bytes"]): row for row in found["by_size"][0]["rows"]}
+    assert rows["all_reduce", 128 * KIB]["fresh"]["middle"] == pytest.approx(1.3, rel=0.05)
+
+
+def test_a_dry_run_is_not_drawn(tmp_path):
+    tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
+    file = tmp_path / "sizes.json"
+    file.write_text(file.read_text().replace('"backend": "cuda"', '"backend": "host"'))
+    assert "sizes.json is left out" in Page(report_html(read_contents(tmp_path))).words
+
+
+@pytest.mark.parametrize(("old", "new"), [('"rows"', '"lines"'), ('"ll"', '"fast"'), ("{", "")])
+def test_damaged_rows_are_refused(tmp_path, old, new):
+    tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
+    file = tmp_path / "sizes.json"
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(InputError):
+        load_sizes(tmp_path)

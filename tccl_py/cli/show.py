@@ -20,6 +20,8 @@ from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.plugin import graph_files
 from tccl_py.plan.words import CHOICE_WORDS, plan_json, subset_files
 from tccl_py.readers.hosts import compress
+from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
+from tccl_py.verify.size_plans import load_sizes
 
 _MOST_PATHS = 16
 """Of a cluster whose hosts differ there can be hundreds; `--hops` lists them all."""
@@ -37,19 +39,27 @@ def show(
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
     Of a cluster's plan: the order of hosts, and of each class of hosts the NICs by which rings come
-    and go, and the GPUs between. With --json the rings are lists of global ranks, a list for each
-    channel.
+    and go, and the GPUs between. Of a plan tuned by `tccl verify --tune`: the choices of algorithm,
+    protocol and channels that the plugin makes by message size. With --json the rings are lists of
+    global ranks, a list for each channel.
 
     Example:
 
         tccl show my-plan --hops
     """
     plan = load_plan(directory)
+    by_size = load_sizes(directory)
     if json:
-        print_json(plan_json(plan))
+        print_json(plan_json(plan) | {"by_size": [tuning_json(tuning) for tuning in by_size]})
         return
     console = results()
     print_plan(plan, console)
+    entries = [cells for tuning in by_size for cells in entry_cells(tuning)]
+    if entries:
+        table = Table(*ENTRY_COLUMNS, title="algorithm, protocol and channels by message size")
+        for cells in entries:
+            table.add_row(*cells)
+        console.print(table)
     if hops:
         console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
     if sets and graph_files(plan):

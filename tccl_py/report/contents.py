@@ -26,6 +26,8 @@ from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
 from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
+from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
+from tccl_py.verify.sizes import SizeTuning
 
 _SLOWED = 0.99
 """Flows that keep more of their rate are not slowed: noise makes as much."""
@@ -58,6 +60,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     planned: str
     driver: str
     now: dict[str, PciLink]
+    sizes: tuple[SizeTuning, ...]
     notices: tuple[str, ...]
 
     @property
@@ -81,6 +84,10 @@ def read_contents(directory: Path) -> Contents:
     verification, more = _verification(directory)
     known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
+    sizes = load_sizes(directory)
+    if any(tuning.backend != "cuda" for tuning in sizes):
+        sizes = ()
+        notices.append(f"{SIZES_FILE} is left out: it is a dry run without GPUs")
     return Contents(
         directory=directory,
         plan=plan,
@@ -91,6 +98,7 @@ def read_contents(directory: Path) -> Contents:
         planned=f"{day:%Y-%m-%d}",
         driver=known.driver if known is not None else "",
         now=links_now(plan.machine, known, Host()) if known is not None else {},
+        sizes=sizes,
         notices=(*notices, *more),
     )
 

@@ -55,6 +55,7 @@ from tccl_py.report.machine import (
     machine_sentence,
     nvlinks,
 )
+from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline
 
 _MOST_HOSTS = 64
@@ -110,6 +111,9 @@ def report_html(contents: Contents) -> str:
             rates=rate_bars(plan, contents.achieved),
             searched=settings_bars(plan),
             ratios=ratio_maps(contents.evaluation) if contents.evaluation else [],
+            charts=size_charts(contents.sizes),
+            entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
+            entry_columns=ENTRY_COLUMNS,
             gradient=[viridis(step / 10) for step in range(11)],
             # Tables
             most_hosts=_MOST_HOSTS,

@@ -1,17 +1,19 @@
 """Contests of a rank: calls whose algorithm, protocol and channels the plugin's tuner is told.
 
 NCCL asks its tuner when a call is enqueued, or captured in a CUDA graph, on the calling thread. So
-one communicator serves all choices of a contest, and batches of all of them are interleaved.
+one communicator serves all choices of a contest, and batches of all of them are interleaved. Each
+batch of small calls has a CUDA graph of its own, as two graphs of the same calls differ.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -74,6 +76,7 @@ def run_contests(
     """Yield the times of each contest; none begins after `seconds`, which only a single job may
     reach: concurrent jobs wait for each other's time slots.
     """
+    gc.freeze()  # torch may collect garbage before each capture
     tuner, channels = Tuner(), _channels()
     begun = time.monotonic()
     for contest in contests:
@@ -81,27 +84,25 @@ def run_contests(
             return
         row = contest.row
         asked = all_choices(row, channels) if contest.choices is None else contest.choices
-        with ExitStack() as stack:
-            # 1. Leave out what NCCL does not allow here: all ranks agree.
-            with slot():
-                call = row_call(communicator, row)
-                refused = [float(not tuner.follows(call, choice)) for choice in asked]
-                refused = communicator.maxima(refused) if refused else []
-                choices = [choice for choice, no in zip(asked, refused, strict=True) if not no]
-                calls = [_told(tuner, choice, call) for choice in (None, *choices)]
-                batches = [
-                    timed_batch(communicator, told, row.bytes, BATCH_S, stack) for told in calls
-                ]
-            # 2. Time the choices, then the finalists beside matrix multiplications.
-            rounds = _Rounds(communicator, slot)
-            found = halve(len(choices), partial(rounds.run, batches), rounds=contest.rounds)
-            beside: list[list[float]] = [[] for _ in found]
-            if contest.beside and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
-                beside = _beside(communicator, rounds, calls, found)
+        # 1. Leave out what NCCL does not allow here: all ranks agree.
+        with slot():
+            call = row_call(communicator, row)
+            refused = [float(not tuner.follows(call, choice)) for choice in asked]
+            refused = communicator.maxima(refused) if refused else []
+            choices = [choice for choice, no in zip(asked, refused, strict=True) if not no]
+            calls = [_told(tuner, choice, call) for choice in (None, *choices)]
+            batches = [timed_batch(communicator, told, row.bytes, BATCH_S, None) for told in calls]
+        # 2. Time the choices, then the finalists beside matrix multiplications.
+        rounds = _Rounds(communicator, slot)
+        found = halve(len(choices), partial(rounds.run, batches), rounds=contest.rounds)
+        beside: list[list[float]] = [[] for _ in found]
+        if contest.beside and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
+            beside = _beside(communicator, rounds, calls, found)
         yield ContestTimes(
             row=row,
             choices=tuple(choices),
             seconds=tuple(map(tuple, found)),
+            final=contest.rounds,
             beside=tuple(map(tuple, beside)),
             skew=rounds.skew,
         )

@@ -52,7 +52,8 @@ def all_choices(row: TimedRow, channels: int) -> tuple[Choice, ...]:
 def halve(count: int, measure: Measure, *, rounds: int = FINAL_ROUNDS) -> list[list[float]]:
     """Return the times of NCCL's own choice and of `count` others, the slower ones' fewer.
 
-    While there are more than FINALISTS, the slower half is dropped after each stage.
+    While there are more than FINALISTS, the slower half is dropped after each stage. All others
+    have the last `rounds` rounds.
     """
     times: list[list[float]] = [[] for _ in range(count + 1)]
     running = list(range(1, count + 1))
@@ -70,5 +71,5 @@ def halve(count: int, measure: Measure, *, rounds: int = FINAL_ROUNDS) -> list[l
         run(_STAGE_ROUNDS)
         running.sort(key=lambda variant: median(times[variant]))
         running = sorted(running[: max(FINALISTS, len(running) // 2)])
-    run(max(1, rounds - len(times[0])))
+    run(rounds)
     return times

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import geometric_mean
 from typing import cast
 
 import msgspec
@@ -21,8 +21,12 @@ from tccl_py.plan.plan import ChoiceName
 from tccl_py.statistics import Interval, hodges_lehmann
 from tccl_py.verify.spec import Choice, ContestTimes, TimedRow
 
-LEAST_GAIN = 1.02
-"""A smaller ratio is predicted as no gain: a table is an intervention, too."""
+LEAST_GAIN, MISSED_GAIN = 1.01, 1.02
+"""A gain is predicted if its interval lies above the first, which fresh jobs have to reach as well,
+as a table is an intervention, too. A prediction of none is wrong if the interval of fresh jobs lies
+above the second."""
+_SURE = 0.99
+"""Level of the intervals of a sweep, which has many choices to be lucky with."""
 NO_HARM = 0.99
 """Least ratio at neighbouring sizes, in the other dtype, and beside matrix multiplications."""
 _ALIKE, _AS_GOOD = 0.95, 0.98
@@ -69,8 +73,10 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def right(self) -> bool:
-        """Return whether fresh jobs gained just where the sweep predicted a gain."""
-        return self.gains == self.gained
+        """Return whether fresh jobs gained where the sweep predicted a gain, and not elsewhere."""
+        if self.fresh is None:
+            return False
+        return self.fresh.low > 1 if self.gains else self.fresh.low <= MISSED_GAIN
 
 
 class _Scored(msgspec.Struct, frozen=True):
@@ -83,13 +89,13 @@ class _Scored(msgspec.Struct, frozen=True):
     @property
     def usable(self) -> bool:
         """Return whether the choice gains, and does not slow down multiplications."""
-        gain = self.ratio.low > 1 and self.ratio.middle >= LEAST_GAIN
-        return gain and (self.beside is None or self.beside >= NO_HARM)
+        return self.ratio.low >= LEAST_GAIN and (self.beside is None or self.beside >= NO_HARM)
 
 
-def ratio_of(own: Sequence[float], chosen: Sequence[float]) -> Interval:
+def ratio_of(own: Sequence[float], chosen: Sequence[float], *, level: float = 0.95) -> Interval:
     """Return the speed of a choice over NCCL's own, from paired seconds."""
-    found = hodges_lehmann([math.log(a / b) for a, b in zip(own, chosen, strict=False)])
+    pairs = zip(own, chosen, strict=False)
+    found = hodges_lehmann([math.log(a / b) for a, b in pairs], level=level)
     low, middle, high = map(math.exp, (found.low, found.middle, found.high))
     return Interval(low=low, middle=middle, high=high)
 
@@ -124,7 +130,7 @@ def _scores(times: ContestTimes) -> dict[Choice, _Scored]:
     return {
         choice: _Scored(
             choice,
-            ratio_of(own, seconds),
+            ratio_of(own[-times.final :], seconds[-times.final :], level=_SURE),
             ratio_of(alone, beside).middle if beside else None,
         )
         for choice, seconds, beside in zip(times.choices, others, besides, strict=True)
@@ -212,30 +218,37 @@ def confirm(
     ]
 
 
-def _by_row(jobs: Jobs) -> dict[TimedRow, list[tuple[float, ...]]]:
-    """Return each job's medians, of NCCL's own choice and of the predicted one, by row."""
-    found: dict[TimedRow, list[tuple[float, ...]]] = {}
+def _by_row(jobs: Jobs) -> dict[TimedRow, list[ContestTimes]]:
+    found: dict[TimedRow, list[ContestTimes]] = {}
     for job in jobs:
         for times in job:
             if times.seconds and all(times.seconds):
-                medians = tuple(median(values) for values in times.seconds)
-                found.setdefault(times.row, []).append(medians)
+                found.setdefault(times.row, []).append(times)
     return found
 
 
 def _fresh(
-    row: SizeRow, medians: Mapping[ChoiceName, Sequence[tuple[float, ...]]], plan: ChoiceName
+    row: SizeRow, jobs: Mapping[ChoiceName, Sequence[ContestTimes]], plan: ChoiceName
 ) -> SizeRow:
+    # All calls of the arms beside the plan's are NCCL's own choice.
     seconds: dict[str, tuple[float, ...]] = {
-        name: tuple(own[0] for own in jobs) for name, jobs in medians.items()
+        name: tuple(
+            _middle(sum(times.seconds[: 1 if name == plan else None], start=())) for times in own
+        )
+        for name, own in jobs.items()
     }
-    row = msgspec.structs.replace(row, plan=plan)
-    pairs = [(own[0], own[1]) for own in medians[plan] if len(own) > 1]
-    if len(pairs) < _ROUNDS:
-        return msgspec.structs.replace(row, seconds=seconds)
-    own, chosen = zip(*pairs, strict=True)
-    seconds["tuned"] = chosen
-    return msgspec.structs.replace(row, fresh=ratio_of(own, chosen), seconds=seconds)
+    row = msgspec.structs.replace(row, plan=plan, seconds=seconds)
+    own = [times for times in jobs[plan] if len(times.seconds) > 1]
+    if len(own) < _ROUNDS:
+        return row
+    seconds["tuned"] = tuple(_middle(times.seconds[1]) for times in own)
+    ratios = [_middle([a / b for a, b in zip(*times.seconds, strict=True)]) for times in own]
+    return msgspec.structs.replace(row, fresh=ratio_of(ratios, [1.0] * len(ratios)))
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Return the geometric mean without the smallest and the largest value, if there are three."""
+    return geometric_mean(sorted(values)[1:-1] or values)
 
 
 def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:

@@ -34,8 +34,8 @@ ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
 
-FINAL_ROUNDS = 12
-"""Of NCCL's own choice and of a contest's finalists; the 95 % interval of a ratio needs 6."""
+FINAL_ROUNDS = 16
+"""Of NCCL's own choice and of a contest's finalists, besides rounds that chose the finalists."""
 
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
@@ -74,14 +74,16 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds per call, the slowest rank's, one value a round.
 
-    `seconds[0]` is NCCL's own choice, `seconds[1 + i]` that of `choices[i]`; a choice that was
-    dropped has fewer rounds. `beside` are the same beside matrix multiplications, () of a choice
-    that was dropped. `skew` is the largest median difference between ranks, as a share.
+    `seconds[0]` is NCCL's own choice, `seconds[1 + i]` that of `choices[i]`. The last `final`
+    rounds have finalists alone: which choices became finalists does not depend on their times.
+    `beside` are the same beside matrix multiplications, () of a choice that was dropped. `skew` is
+    the largest median difference between ranks, as a share.
     """
 
     row: TimedRow
     choices: tuple[Choice, ...] = ()
     seconds: tuple[tuple[float, ...], ...] = ()
+    final: int = 0
     beside: tuple[tuple[float, ...], ...] = ()
     skew: float = 0.0
 
