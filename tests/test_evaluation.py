@@ -4,11 +4,14 @@ import csv
 import json
 import math
 from itertools import permutations
+from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from scripts.evaluate_machines import evaluated as evaluated_machine
+from scripts.evaluate_machines import tables
 from tccl_py.cli.main import app
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.transport import hop_space
@@ -20,7 +23,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.verify import plans as module
 from tccl_py.verify.evaluation import load_evaluation
 from tccl_py.verify.spec import COLLECTIVES, WrongValue
-from tests.planned import as_only
+from tests.planned import FOUR_GPUS, as_only
 from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"
@@ -189,6 +192,36 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     assert {len(c["gpus"]) for c in found["cells"]} == {4}
     assert found["left_out"] == ["GPUs 0,1,2", "GPUs 0,1"]
     assert "min at least" in done.stderr
+
+
+def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):
+    place = tmp_path / "plan"
+    options = ("--simulate", "amd-3090", "--nodes", 4, "--max-sets", 30)
+    assert tccl("plan", "-o", place, *options).exit_code == 0
+    plan = load_plan(place)
+    found, _ = evaluated(place, "--gpus-per-job", "2")
+    cells = {(len(c["hosts"]), len(c["gpus"]), c["arm"]): c for c in found["cells"]}
+    assert {key[:2] for key in cells} == {(4, 4), (4, 2), (2, 4), (2, 2)}
+    assert {c["collective"] for c in found["cells"]} == {
+        "all_reduce", "all_gather", "reduce_scatter",
+    }  # fmt: skip
+    for name, choice in plan.choices.items():
+        cell = cells[4, 4, name]
+        assert cell["gbps"] == pytest.approx(choice.rate_gbps, rel=1e-3)
+        assert cell["ratio"] == pytest.approx(choice.rate_gbps / plan.stock.rate_gbps, rel=1e-3)
+    done = tccl("evaluate", place, "--collectives", "send_recv")
+    assert done.exit_code == 2 and "simulated" in done.stderr
+    done = tccl("evaluate", place, "--gpus-per-job", "3")
+    assert done.exit_code == 2 and "no table for GPUs 0-2" in done.stderr
+
+
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_the_table_in_the_docs_is_of_the_models_as_they_are(name):
+    found = evaluated_machine(name)
+    page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    rows = tables([found]).splitlines()
+    assert [row for row in rows if row.startswith(f"| {name} ") and row not in page] == []
+    assert sum(row.startswith(f"| {name} ") for row in rows) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import in_range, one_of, opt
+from tccl_py.cli.options import flag, in_range, one_of, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.cli.verify import OF_ONE, OF_SEVERAL, pinned_names
@@ -40,6 +40,7 @@ def evaluate(
     rounds: Annotated[int, opt("N", "Rounds over each set of GPUs.")] = LEAST_ROUNDS,
     seconds: Annotated[float, opt("S", "After this no set is begun.")] = DEFAULT_SECONDS,
     csv: Annotated[Path | None, opt("FILE", "Write a row of each result as CSV.")] = None,
+    no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
     backend: options.Backend = None,
     json: options.Json = False,
@@ -83,6 +84,7 @@ def evaluate(
         gpus=gpus_per_job,
         rounds=rounds,
         seconds=seconds,
+        checks=not no_checks,
     )
     if sizes is not None:
         sweep = replace(sweep, sizes=parse_sizes(sizes, "--sizes"))

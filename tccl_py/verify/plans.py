@@ -212,7 +212,11 @@ def evaluate_plan(
         cells=(),
     )
     if simulated:
-        return keep_evaluation(replace(base, cells=_simulated(plan, directory, sweep)), directory)
+        cells = _simulated(plan, directory, sweep)
+        if not cells:
+            right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
+            raise InputError(str(directory), "has nothing of it that can be simulated", right)
+        return keep_evaluation(replace(base, cells=cells), directory)
     with ExitStack() as stack:
         kind = backend or "cuda"
         if plan.is_cluster:

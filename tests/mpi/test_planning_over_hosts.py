@@ -1,5 +1,6 @@
 """Plans of hosts in network namespaces: the one found is the best that the shaping allows."""
 
+import importlib.util
 import itertools
 import json
 import shutil
@@ -198,3 +199,20 @@ def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
         slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
         assert load_plan(place).rate_gbps == pytest.approx(slowest * PAYLOAD, rel=0.2)
     assert load_plan(place).rate_gbps == pytest.approx(alone, rel=0.2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_jobs_of_all_hosts_and_of_half_are_evaluated(planned, namespaces):
+    _, directory = planned
+    ran = namespaces.run(
+        "evaluate", str(directory), "--backend", "host", "--sizes", "4K", "--collectives",
+        "all_reduce,send_recv", "--seconds", "50", "--no-checks", "--json", hosts=GIVEN,
+        timeout_s=300,
+    )  # fmt: skip
+    assert ran.code == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    order = load_plan(directory).host_order
+    assert {tuple(cell["hosts"]) for cell in found["cells"]} == {order, order[:2]}
+    assert {cell["collective"] for cell in found["cells"]} == {"all_reduce", "send_recv"}
+    assert len({cell["arm"] for cell in found["cells"]}) >= 2
+    assert len(found["cells"]) % 4 == 0 and found["left_out"] == []
