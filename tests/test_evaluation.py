@@ -191,7 +191,7 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     found, done = evaluated(place, *words, "--gpus-per-job", "3,2")
     assert {len(c["gpus"]) for c in found["cells"]} == {4}
     assert found["left_out"] == ["GPUs 0,1,2", "GPUs 0,1"]
-    assert "min at least" in done.stderr
+    assert "3 sets of GPUs in about" in done.stderr
 
 
 def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):

@@ -50,8 +50,8 @@ def evaluate(
     Jobs of all arms are interleaved in rounds, as by `tccl verify`, over all GPUs of the plan,
     half, a quarter, or the sets of --gpus-per-job, after a check of every collective's values. For
     a cluster's plan, start it by mpirun or srun: sets are GPUs of each host, over all hosts, half
-    of the hosts and so on. An estimate of the least time is printed first; sets that the time does
-    not suffice for are named.
+    of the hosts and so on. An estimate of the time is printed first; sets that --seconds do not
+    suffice for are named.
 
     A simulated plan is evaluated by its model, unless --backend is given: large messages only,
     over every set of GPUs that a plan has rings for. Ring collectives have the bandwidth of each

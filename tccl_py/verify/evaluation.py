@@ -39,8 +39,8 @@ _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of an evaluation, and its work.
 
-    `gpus` is a list of numbers and sets of GPUs, None the usual ones. LEAST_ROUNDS are run over
-    each set of GPUs; after `seconds` no further set is begun, and no round beyond the least.
+    `gpus` is a list of numbers and sets of GPUs, None the usual ones. `rounds` are run over
+    each set of GPUs; after `seconds` no further set is begun, and no round beyond LEAST_ROUNDS.
     """
 
     collectives: tuple[Collective, ...] = COLLECTIVES
@@ -147,11 +147,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(host.ranks) for host in self.launcher.hosts)
 
 
-def least_seconds(parts: Sequence[Part], sweep: Sweep) -> float:
-    """Estimate the duration of the least rounds over all parts."""
+def estimated_seconds(parts: Sequence[Part], sweep: Sweep) -> float:
+    """Estimate the duration of all rounds over all parts."""
     rows = len(sweep.spec.rows)
     return sum(
-        _CHECK_S * sweep.checks + LEAST_ROUNDS * (_START_S + _ROW_S * rows * len(part.arms))
+        _CHECK_S * sweep.checks + sweep.rounds * (_START_S + _ROW_S * rows * len(part.arms))
         for part in parts
     )
 
@@ -217,7 +217,7 @@ class _Run:
         part, spec = self._part, self._sweep.spec
         arms = [arm for arm in part.arms if arm.name not in self.failures]
         budget = RunBudget(
-            rounds=self._sweep.rounds, sizes=self._sweep.sizes, seconds=self._seconds
+            rounds=self._sweep.rounds, sizes=self._sweep.sizes, seconds=self._seconds, extra=1
         )
         rounds = run_rounds(part.launcher, arms, budget, spec, begun=self._begun)
         self.failures |= rounds.failures

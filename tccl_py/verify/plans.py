@@ -38,8 +38,8 @@ from tccl_py.verify.evaluation import (
     Evaluation,
     Part,
     Sweep,
+    estimated_seconds,
     keep_evaluation,
-    least_seconds,
     run_parts,
 )
 from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner
@@ -233,7 +233,8 @@ def evaluate_plan(
         if all(len(part.arms) == 1 for part in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
-        say(f"{len(parts)} sets of GPUs: {least_seconds(parts, sweep) / 60:.0f} min at least")
+        minutes = estimated_seconds(parts, sweep) / 60
+        say(f"{len(parts)} sets of GPUs in about {minutes:.0f} min, if the time suffices")
         names = {arm.name for part in parts for arm in part.arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, sweep, replace(base, recommended=recommended), watch=watch)

@@ -45,8 +45,6 @@ _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 _alike = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of some forty training steps: sums in another order differ by rounding."""
-_EXTRA = 4
-"""Factor on the number of rounds where a verdict is open and time is left."""
 
 Watcher = Callable[[str], None]
 """Receives a line on the current work."""
@@ -65,6 +63,8 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     collective: Collective = "all_reduce"
     checks: bool = True
     training: bool = False
+    extra: int = 4
+    """Factor on the number of rounds where a verdict is open and time is left."""
 
     @property
     def few_sizes(self) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def run_rounds(
     compared: dict[tuple[ChoiceName, TimedRow], Compared] = {}
     running, count = list(arms), 0
     batch: list[Arm] = []
-    most = min(MAX_ROUNDS, max(budget.rounds, LEAST_ROUNDS) * _EXTRA)
+    most = min(MAX_ROUNDS, max(budget.rounds, LEAST_ROUNDS) * budget.extra)
     while len(running) > 1 and count < most:
         # 1. Run as many whole rounds as devices have room for.
         numbers = range(count, count + max(1, jobs.at_once // len(running)))

@@ -206,7 +206,7 @@ def test_jobs_of_all_hosts_and_of_half_are_evaluated(planned, namespaces):
     _, directory = planned
     ran = namespaces.run(
         "evaluate", str(directory), "--backend", "host", "--sizes", "4K", "--collectives",
-        "all_reduce,send_recv", "--seconds", "50", "--no-checks", "--json", hosts=GIVEN,
+        "all_reduce,send_recv", "--seconds", "250", "--no-checks", "--json", hosts=GIVEN,
         timeout_s=300,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
