@@ -14,16 +14,20 @@ from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.communicators import same_rings
+from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin.index import digest
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
-from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
+from tccl_py.plan.directory import machine_file, write_job, write_nccl_files, write_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.variants import for_version
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
 from tests.effort import soon
+from tests.planned import needing_a_graph
 
 
 def judged(plan, files):
@@ -192,6 +196,26 @@ def test_a_thousand_hosts_take_seconds_and_equal_ones_share_a_text(tmp_path):
     assert (len(graphs), len(set(map(id, graphs)))) == (1024, 1)
     assert len(list((tmp_path / "nccl" / "hosts").iterdir())) == 1024
     check_run(plan, files)
+
+
+def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
+    job = tmp_path / "job"
+    plan = needing_a_graph(mixed())
+    write_job(plan, job, {one.name: "{}" for one in plan.cluster.classes})
+    hosts = job / "nccl" / "hosts"
+    for host in plan.hosts:
+        index = (hosts / f"{host.name}.index").read_text().splitlines()
+        gpus = ",".join(map(str, sorted(plan.gpus_of(host))))
+        [(_, named, file, found)] = [line.split() for line in index if line.startswith("set")]
+        assert named == gpus
+        assert digest((hosts / file).read_bytes()) == found
+        assert (hosts / file).read_text() == (hosts / f"{host.name}.xml").read_text()
+        assert f"job {sum(len(plan.gpus_of(one)) for one in plan.hosts)}" in index
+    (job / "nccl" / LIBRARY).touch()
+    assert plugin_variables(job) == {
+        "NCCL_ENV_PLUGIN": str(job / "nccl" / LIBRARY),
+        "TCCL_JOB": str(job),
+    }
 
 
 def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):

@@ -16,7 +16,8 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
 from tests.nccl_host import TOPOLOGIES
-from tests.plugin.runs import TOPOLOGY, VERSIONS, needs_host, run_ranks
+from tests.planned import needing_a_graph
+from tests.plugin.runs import TOPOLOGY, VERSIONS, needs_host, plugin_library, run_ranks
 
 JOBS = {
     "two hosts": {"h1": (0, 1), "h3": (0, 1)},
@@ -83,7 +84,91 @@ def test_nccl_runs_the_rings_of_a_job_with_its_files(planned, job, version, tmp_
     for rank, (world,) in enumerate(result.made):
         assert world.code == 0
         assert set(world.files) == {str(folder / f"{ranks[rank][0]}.xml")}
-        assert world.rings
-        for channel, following in world.rings.items():
-            order = made.orders[channel % made.ring_count]
-            assert following == order[(order.index(rank) + 1) % len(order)]
+        assert_planned(world, made, rank)
+
+
+def assert_planned(world, made, rank):
+    assert world.rings
+    for channel, following in world.rings.items():
+        order = made.orders[channel % made.ring_count]
+        assert following == order[(order.index(rank) + 1) % len(order)]
+
+
+@pytest.fixture(scope="module", params=["two hosts", "unlike GPUs"])
+def job(planned, request, tmp_path_factory):
+    """A job that needs its graph files, its ranks as (host, GPU), and its variables."""
+    plan, place = planned
+    hosts = [HostSlots(name) for name in JOBS[request.param]]
+    made, classes = plan_of_job(plan, place, hosts, JOBS[request.param])
+    made = needing_a_graph(made)
+    folder = tmp_path_factory.mktemp("jobs") / "job"
+    write_job(made, folder, dict.fromkeys(classes, "{}"))
+    ranks = [(host.name, gpu) for host in made.hosts for gpu in made.gpus_of(host)]
+    env = {"NCCL_ENV_PLUGIN": str(plugin_library()), "TCCL_JOB": str(folder)}
+    return made, ranks, env | environment(made.settings)
+
+
+def run_job(folder, ranks, env, *, scenario="world", version="2.28.9", rank_env=None):
+    result = run_ranks(
+        folder,
+        scenario,
+        len(ranks),
+        plan=None,
+        version=version,
+        gpus=[gpu for _, gpu in ranks],
+        env=env,
+        rank_env={
+            rank: {"NCCL_HOSTID": host, "SLURMD_NODENAME": host} | (rank_env or {}).get(rank, {})
+            for rank, (host, _) in enumerate(ranks)
+        },
+    )
+    assert not result.errors
+    assert set(result.codes.values()) == {0}
+    assert {one.code for made in result.made for one in made} == {0}
+    return result.made
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_plugin_gives_a_jobs_files_to_its_whole_communicator_alone(job, version, tmp_path):
+    needs_host(version)
+    made, ranks, env = job
+    for rank, found in enumerate(run_job(tmp_path / "run", ranks, env, scenario="many")):
+        for one in found:
+            if one.name in ("world", "later"):
+                assert one.graph.startswith("path-") and one.graph.endswith(".xml")
+                assert_planned(one, made, rank)
+            else:
+                assert one.graph == "" and one.files == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"NCCL_ENV_PLUGIN": None},
+        {"TCCL_JOB": "/nowhere"},
+        {"SLURMD_NODENAME": "other"},
+        {"NCCL_SOCKET_IFNAME": "lo"},
+    ],
+    ids=str,
+)
+def test_a_host_without_the_jobs_files_leaves_a_valid_ring(job, changes, tmp_path):
+    """Hosts cannot see each other's choices; NCCL joins any chains of whole hosts."""
+    needs_host()
+    _, ranks, env = job
+    first = [rank for rank, (host, _) in enumerate(ranks) if host == ranks[0][0]]
+    found = run_job(tmp_path / "run", ranks, env, rank_env={first[-1]: changes})
+    graphs = [made[0].graph != "" for made in found]
+    assert graphs == [rank not in first for rank in range(len(ranks))]
+    for channel in found[0][0].rings:
+        ring = [0]
+        while len(ring) < len(ranks):
+            ring.append(found[ring[-1]][0].rings[channel])
+        assert sorted(ring) == list(range(len(ranks)))
+
+
+def test_ranks_on_other_gpus_of_a_host_get_default_nccl_there(job, tmp_path):
+    needs_host()
+    _, ranks, env = job
+    moved = [(host, gpu + 4 * (host == ranks[0][0])) for host, gpu in ranks]
+    found = run_job(tmp_path / "run", moved, env)
+    assert [made[0].graph != "" for made in found] == [host != ranks[0][0] for host, _ in ranks]

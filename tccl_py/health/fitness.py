@@ -237,6 +237,7 @@ def job_environment_of(
     listed = check_files(directory).files
     loading = plugin_variables(directory, alike=alike) if plugin else {}
     if plan.is_cluster:
+        loading |= job_environment(plan.job_settings) if plugin else {}
         names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
         name = plan.host_named(names)
         subject: dict[str, Any] = {"host": name}

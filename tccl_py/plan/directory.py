@@ -14,7 +14,7 @@ from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import plugin_files
+from tccl_py.plan.plugin import job_files, plugin_files
 from tccl_py.plan.staging import (
     FOLDERS,
     MANIFEST_FILE,
@@ -146,8 +146,9 @@ def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
     """
     check_plan(plan, where=str(output))
 
-    def files_of(place: Path) -> Mapping[str, str]:
-        files = {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()}
+    def files_of(place: Path) -> Mapping[str, str | bytes]:
+        nccl = job_files(plan, nccl_files(plan, place))
+        files = {f"nccl/{name}": content for name, content in nccl.items()}
         for number, one in enumerate(plan.cluster.classes):
             files[str(machine_file(plan, Path(), number))] = machines[one.name]
         files[PLAN_FILE] = encode_json(plan)

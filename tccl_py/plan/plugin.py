@@ -24,13 +24,14 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_rules
-from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, subset_file
 from tccl_py.plan.plan import Plan
 
 if TYPE_CHECKING:
     from tccl_py.nccl.tuner import TunerTable
 
 PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
+JOB_VARIABLE = "TCCL_JOB"
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 FIRST_NCCL = (2, 28, 7)
@@ -106,6 +107,45 @@ def _index(
     )
 
 
+def job_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
+    """Return `texts`, the files of `nccl_files`, with the plugin's files for a job over hosts.
+
+    Each host has an index with its graph file, equal for hosts with equal paths. There are none
+    where the job needs no graph file.
+    """
+    files: dict[str, str | bytes] = dict(texts)
+    made: dict[int, str] = {}
+    for host in plan.hosts if plan.is_cluster and plan.recommended == "graph" else ():
+        gpus, text = plan.gpus_of(host), texts[host_graph_file(host.name)]
+        shared = f"path-{host.path}.xml"
+        if host.path not in made:
+            machine = plan.cluster.classes[plan.paths[host.path].node_class].machine
+            must, forbid = env_rules(plan.job_settings)
+            index = PluginIndex(
+                simulated=plan.simulated,
+                gpus=tuple(
+                    IndexedGpu(nvml=gpu.index, bus_id=gpu.bus_id)
+                    for gpu in sorted(machine.gpus, key=lambda gpu: gpu.index)
+                    if gpu.index in gpus
+                ),
+                sets=(IndexedSet(gpus=gpus, file=shared, text=text.encode()),),
+                variables=environment(plan.job_settings),
+                must=must,
+                forbid=forbid,
+                nccl="" if plan.simulated else ".".join(plan.settings.version.split(".")[:2]),
+                job=sum(len(plan.gpus_of(one)) for one in plan.hosts),
+            )
+            try:
+                made[host.path] = index.encode().decode()
+            except InputError:
+                return dict(texts)
+            files[f"{HOSTS_FOLDER}/{shared}"] = text
+        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
+    if made and (library := SOURCES / LIBRARY).is_file():
+        files[LIBRARY] = library.read_bytes()
+    return files
+
+
 def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
     if plan.is_cluster or plan.recommended != "graph":
@@ -116,7 +156,7 @@ def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
 def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     """Return the variables by which a job loads the plugin with the plan in a directory.
 
-    With `alike`, GPUs' UUIDs may differ.
+    With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
 
     Raises:
         InputError: the plan has no index, there is no library beside it, or the plugin would not
@@ -124,11 +164,15 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     """
     folder = directory.resolve() / "nccl"
     index, library = folder / INDEX_FILE, folder / LIBRARY
+    named = {INDEX_VARIABLE: index}
+    if (of_hosts := sorted((folder / HOSTS_FOLDER).glob("*.index"))) and not index.is_file():
+        index, named = of_hosts[0], {JOB_VARIABLE: folder.parent}
     if not index.is_file():
-        what = f"has no {INDEX_FILE}, as the plans of several hosts and of earlier programs"
-        raise InputError(str(folder), what, "use the plan without the plugin, or plan again")
+        what = f"has no {INDEX_FILE}, as clusters' plans, which jobs have, and earlier programs'"
+        right = "do without the plugin, plan again, or make a job's files by tccl export --hosts"
+        raise InputError(str(folder), what, right)
     if alike and (folder / ALIKE_INDEX_FILE).is_file():
-        index = folder / ALIKE_INDEX_FILE
+        index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
     if not library.is_file():
         what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
         raise InputError(str(folder), what, f"{_BUILD} {folder}")
@@ -138,7 +182,7 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     if why := why_not_trusted(index):
         right = "let nobody but root and the user of the jobs write it, and the folders above it"
         raise InputError(str(index), f"is not trusted by the plugin: {why}", right)
-    return {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
+    return {PLUGIN_VARIABLE: str(library)} | {name: str(path) for name, path in named.items()}
 
 
 def why_not_trusted(path: Path) -> str:

@@ -142,9 +142,9 @@ static int fuzz_board(char *path, long count) {
   struct post posts[MAX_GPUS + 2], good[MAX_GPUS + 2] = {{.hash = 0}};
   char *out = malloc(plan->largest_graph * 5 / 4 + 64);
   for (long i = 0; i < count; i++) {
-    uint32_t ranks = 2 + pick((unsigned)plan->gpu_count - 1);
+    uint32_t ranks = 2 + pick((unsigned)plan->gpu_count - 1), all = plan->job ? (uint32_t)plan->job : ranks;
     for (uint32_t r = 0; r < ranks; r++) {
-      good[r] = (struct post){.hash = 77, .rank = r, .ranks = ranks, .host = 5, .gpu = (int)r,
+      good[r] = (struct post){.hash = 77, .rank = r, .ranks = all, .host = 5, .gpu = (int)r,
                               .nvml = (int)(r + pick(2) * 100), .nccl = 23007, .tuned = 1};
       memcpy(good[r].digest, plan->digest, DIGEST_BYTES);
       board_seal(&good[r]);

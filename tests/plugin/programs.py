@@ -7,6 +7,7 @@ Both are compiled with and without sanitizers. What NCCL asks was recorded from 
 import itertools
 import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -152,11 +153,18 @@ def file_answer(plan, ranks):
 
 
 def fuzz(folder, kind, count, seed, *, sanitizer="address"):
-    """Run the fuzzer, under ASan and UBSan; return its last line."""
+    """Run the fuzzer, under ASan and UBSan; return its last line.
+
+    "index job" and "board job" are of a job over several hosts.
+    """
     sources = sorted(SOURCES.glob("*.c"))
     program = compile_program(folder, "fuzz", f"-I{SOURCES}", *sources, sanitizer=sanitizer)
-    plan = folder / f"plan{seed}"
-    if not plan.exists():
+    kind, _, job = kind.partition(" ")
+    plan = folder / f"plan{seed}{job}"
+    if job:
+        shutil.rmtree(plan, ignore_errors=True)
+        stand_in_plan(plan, gpus=2, job=6)
+    elif not plan.exists():
         rules = {"must": {"NCCL_P2P_LEVEL": "SYS"}, "forbid": ("NCCL_CROSS_NIC", "NCCL_X")}
         nodes = {gpu: gpu % 2 for gpu in range(4)}
         tables = random_tables(seed, 4)

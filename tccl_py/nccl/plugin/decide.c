@@ -42,33 +42,31 @@ static const char *objection(const struct plan *plan, const struct post *own,
 }
 
 /* Decide from nothing but the posts and the plan, which all ranks have alike. */
-struct decision decide(const struct plan *plan, const struct post *own, const void *posts,
+struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
                        size_t size) {
   struct decision decision = {.graph = NULL};
-  uint64_t ranks = 0, gpus = 0, tuned = 1;
-  size_t count = size / sizeof(struct post);
-  if (own->ranks > MAX_GPUS || count != own->ranks || size % sizeof(struct post) != 0) {
+  uint64_t gpus = 0, tuned = 1;
+  size_t count = size / sizeof *posts;
+  if (count > MAX_GPUS || size % sizeof *posts != 0 ||
+      (plan->job ? own->ranks != (uint32_t)plan->job : count != own->ranks)) {
     explain(decision.why, "%zu posts for %u ranks", count, own->ranks);
     return decision;
   }
-  for (size_t i = 0; i < count; i++) {
-    struct post post;
-    memcpy(&post, (const char *)posts + i * sizeof post, sizeof post);
-    const char *why = objection(plan, own, &post);
+  for (const struct post *post = posts; post < posts + count; post++) {
+    /* Ranks of a job that have another NCCL_HOSTID count for another host. */
+    if (plan->job && post->host != own->host) continue;
+    const char *why = objection(plan, own, post);
+    for (const struct post *other = posts; other < post && !why; other++)
+      if (post->host == other->host &&
+          (post->rank == other->rank || post->gpu == other->gpu || post->nvml == other->nvml))
+        why = "it or its GPU is there twice";
     if (why) {
-      explain(decision.why, "rank %u: %s", post.rank, why);
+      explain(decision.why, "rank %u: %s", post->rank, why);
       return decision;
     }
-    for (int gpu = 0; gpu < plan->gpu_count; gpu++)
-      if ((gpus & UINT64_C(1) << gpu) && decision.nvml[gpu] == post.nvml) gpus = UINT64_MAX;
-    if ((ranks & UINT64_C(1) << post.rank) || (gpus & UINT64_C(1) << post.gpu)) {
-      explain(decision.why, "rank %u or its GPU is there twice", post.rank);
-      return decision;
-    }
-    ranks |= UINT64_C(1) << post.rank;
-    gpus |= UINT64_C(1) << post.gpu;
-    decision.nvml[post.gpu] = post.nvml;
-    tuned &= post.tuned;
+    gpus |= UINT64_C(1) << post->gpu;
+    decision.nvml[post->gpu] = post->nvml;
+    tuned &= post->tuned;
   }
   decision.agreed = true;
   decision.graph = plan_graph(plan, gpus);
@@ -234,9 +232,11 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
     return;
   }
   /* These are alike on all ranks. */
-  if (post.ranks > (uint32_t)plan->gpu_count)
-    say("default NCCL: %u ranks, and the plan has %d GPUs", post.ranks, plan->gpu_count);
-  if (post.ranks < 2 || post.ranks > (uint32_t)plan->gpu_count) return;
+  uint32_t least = plan->job ? (uint32_t)plan->job : 2;
+  uint32_t most = plan->job ? least : (uint32_t)plan->gpu_count;
+  if (post.ranks > most)
+    say("default NCCL: %u ranks, and the plan has %u GPUs", post.ranks, most);
+  if (post.ranks < least || post.ranks > most) return;
   if (post.refusal == AGREES && plan->graph_count > 0 && !make_memory(plan)) {
     post.refusal = NO_MEMORY_FILE;
     explain(why, "%s", refusals[NO_MEMORY_FILE]);

@@ -73,6 +73,11 @@ const char *contradiction(const struct plan *of) {
     if (user_value(always[i])) return always[i];
   for (int i = 0; i < of->forbid.count; i++)
     if (user_value(of->forbid.items[i].name)) return of->forbid.items[i].name;
+  /* Hosts of a job could not tell whether all have its variables: its launcher sets them. */
+  for (int i = 0; of->job && i < of->set.count; i++) {
+    const char *value = user_value(of->set.items[i].name);
+    if (!value || strcasecmp(value, of->set.items[i].value) != 0) return of->set.items[i].name;
+  }
   for (int i = 0; i < of->must.count; i++) {
     const char *value = user_value(of->must.items[i].name);
     if (value && strcasecmp(value, of->must.items[i].value) != 0) return of->must.items[i].name;
@@ -105,22 +110,37 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
   return host_matches(found, why) && list_networks(why);
 }
 
+/* Return this host's index of the job that TCCL_JOB names, else TCCL_INDEX; NULL: neither. */
+static char *index_path(void) {
+  const char *job = getenv("TCCL_JOB"), *index = getenv("TCCL_INDEX"), *node = getenv("SLURMD_NODENAME");
+  char own[256] = "", *path = NULL;
+  if (!job) return index ? strdup(index) : NULL; /* the environment may change */
+  if (gethostname(own, sizeof own - 1) != 0) own[0] = '\0';
+  const char *names[] = {node ? node : own, own, own};
+  for (int i = 0; i < 3; i++) {
+    if (i == 2) own[strcspn(own, ".")] = '\0';
+    free(path);
+    if (asprintf(&path, "%s/nccl/hosts/%s.index", job, names[i]) < 0) return NULL;
+    if (access(path, F_OK) == 0) break;
+  }
+  return path;
+}
+
 static void load(void) {
   char why[MAX_REASON] = "";
-  const char *index = getenv("TCCL_INDEX");
   if (enabled("TCCL_DISABLE")) {
     say("default NCCL: TCCL_DISABLE is set");
     return;
   }
-  char *path = index ? strdup(index) : NULL; /* the environment may change */
+  char *path = index_path();
   struct plan *found = path ? plan_load(path, why) : NULL;
   if (found && !fits(found, why)) {
     plan_free(found);
     found = NULL;
   }
-  if (!found) free(path);
   __atomic_store_n(&plan, found, __ATOMIC_RELEASE);
-  if (!found) say("default NCCL: %s", index ? why : "TCCL_INDEX is not set");
+  if (!found) say("default NCCL: %s", path ? why : "TCCL_INDEX is not set");
+  if (!found) free(path);
   else say("plan %s: %d graph files, %d tuned ranges%s", found->path, found->graph_count,
            found->tune_count, found->simulated ? ", simulated" : "");
 }
@@ -192,7 +212,7 @@ static const char *get(const char *name) {
   if (value) return value;
   if (plan->placed && strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
     return others_have("profiler", "ncclProfiler_v") ? NULL : own_path;
-  if (!answer && !some_rank_disagreed() && !contradiction(plan))
+  if (!answer && !plan->job && !some_rank_disagreed() && !contradiction(plan))
     answer = variable_of(&plan->set, name);
   return answer;
 }

@@ -122,7 +122,7 @@ static bool parse_gpus(const struct plan *plan, const char *text, uint64_t *gpus
     if (found < 0) return false;
     *gpus |= UINT64_C(1) << found;
     last = nvml;
-    if (*text != ',') return *text == '\0' && (*gpus & (*gpus - 1));
+    if (*text != ',') return *text == '\0' && (plan->job || (*gpus & (*gpus - 1)));
   }
 }
 
@@ -246,13 +246,18 @@ static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
   while (next_line(reader)) {
     int before = kind;
     char **fields = reader->fields;
+    if (kind == 0 && plan->job == 0 && is(reader, "job", 2)) {
+      if (!whole_number(fields[1], MAX_JOB_RANKS, &plan->job) || plan->job < 2) return false;
+      continue;
+    }
     if (is(reader, "gpu", 4)) kind = 1;
     else if (is(reader, "variable", 3)) kind = 2;
     else if (is(reader, "must", 3)) kind = 3;
     else if (is(reader, "forbid", 2)) kind = 4;
     else if (reader->count >= 4 && strcmp(fields[0], "set") == 0) kind = 5;
     else if (is(reader, "tune", 8)) kind = 6;
-    else return is(reader, "end", 1) && *reader->at == '\0' && plan->gpu_count > 0;
+    else return is(reader, "end", 1) && *reader->at == '\0' && plan->gpu_count > 0 &&
+                (plan->job == 0 || (plan->graph_count == 1 && plan->tune_count == 0));
     if (kind < before) return false;
     if (kind == 1 ? !parse_gpu(plan, fields)
         : kind == 2 ? !parse_variable(&plan->set, fields[1], fields[2], true)

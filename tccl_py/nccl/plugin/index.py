@@ -4,12 +4,15 @@ The plugin reads the file whole and checks all of it before use (index.c). Lines
 a single space separates fields, and kinds of lines come in this order:
 
     index     = "tccl-index 1" digest provenance nccl driver numa
-                gpu+ variable* must* forbid* set* tune* "end"
+                [job] gpu+ variable* must* forbid* set* tune* "end"
     digest    = "digest" HEX              BLAKE2b-256 of all bytes after this line
     provenance = "provenance" ("measured" | "simulated")
     nccl      = "nccl" (MAJOR.MINOR | "-")    NCCL of the rates; - is any known version
     driver    = "driver" (MAJOR | "-")        NVIDIA driver, of /proc/driver/nvidia/version
     numa      = "numa" (COUNT | "-")          NUMA nodes with CPUs
+    job       = "job" RANKS               ranks of a job over several hosts: its GPUs of this host
+                                          are the only set, without a table, and the launcher sets
+                                          the variables: the plugin only looks that they are set
     gpu       = "gpu" NVML BUS (UUID | "-")   NVML index, ascending; bus id 0000:01:00.0; GPU-...
     variable  = "variable" NAME VALUE     answered for every communicator, unless the user set NAME
     must      = "must" NAME VALUE         another value of the user means default NCCL everywhere
@@ -106,6 +109,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str = ""
     driver: int | None = None
     numa: int | None = None
+    job: int = 0
     tables: tuple[TunerTable, ...] = ()
 
     def encode(self) -> bytes:
@@ -121,6 +125,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             f"nccl {self.nccl or '-'}",
             f"driver {'-' if self.driver is None else self.driver}",
             f"numa {'-' if self.numa is None else self.numa}",
+            *([f"job {self.job}"] if self.job else ()),
             *(f"gpu {gpu.nvml} {gpu.bus_id} {gpu.uuid or '-'}" for gpu in self.gpus),
             *(f"variable {name} {value}" for name, value in self.variables.items()),
             *(f"must {name} {value}" for name, value in self.must.items()),
@@ -164,13 +169,14 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         masks = {frozenset(found.gpus) for found in self.sets}
         _require(len(masks) == len(self.sets), "has a set twice", "one graph file for a set")
         for found in self.sets:
-            _check_set(found, frozenset(indices))
+            _check_set(found, frozenset(indices), least=1 if self.job else 2)
         ranges = sum(len(table.entries) for table in self.tables)
         _require(ranges <= MAX_TUNES, f"has {ranges} tuned ranges", f"at most {MAX_TUNES}")
 
 
-def _check_set(found: IndexedSet, gpus: frozenset[int]) -> None:
-    _require(len(set(found.gpus)) == len(found.gpus) > 1, "has a set of one GPU", "two or more")
+def _check_set(found: IndexedSet, gpus: frozenset[int], *, least: int) -> None:
+    few = len(set(found.gpus)) == len(found.gpus) >= least
+    _require(few, f"has a set of GPUs {found.gpus}", f"{least} or more, each once")
     _require(set(found.gpus) <= gpus, "has a set with another GPU", "GPUs of the plan")
     _match(_FILE, found.file, "a relative path of plain names")
     named = set(found.nodes) == set(found.gpus) if found.nodes else True

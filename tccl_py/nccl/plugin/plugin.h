@@ -24,6 +24,7 @@ enum {
   MAX_SETS = 4096,
   MAX_TUNES = 16384,
   MAX_CHANNELS = 64,
+  MAX_JOB_RANKS = 1 << 20,
   MAX_INDEX_BYTES = 1 << 20,
   MAX_GRAPH_BYTES = 1 << 18,
   MAX_NVML_INDEX = 255,
@@ -79,6 +80,7 @@ struct plan {
   uint8_t digest[DIGEST_BYTES];
   bool simulated;
   int nccl_major, nccl_minor, driver, numa; /* -1: not known */
+  int job; /* ranks of a job over several hosts, whose GPUs here are the only set; else 0 */
   int gpu_count;
   struct gpu gpus[MAX_GPUS];
   struct variables set, must, forbid;
@@ -133,7 +135,7 @@ struct decision {
   int nvml[MAX_GPUS]; /* today's NVML index of each of the graph's GPUs */
   char why[MAX_REASON];
 };
-struct decision decide(const struct plan *plan, const struct post *own, const void *posts,
+struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
                        size_t size);
 size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
                   size_t room);
