@@ -1,0 +1,135 @@
+"""Plans for the hosts of an MPI job, over a stand-in for the job's hosts that knows their rates."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tccl_py.errors import MeasurementError
+from tccl_py.model.machine import Knowledge
+from tccl_py.model.measurement import Measurement
+from tccl_py.plan.job import cluster_of_job, plan_job
+from tccl_py.search.problem import Budget
+from tccl_py.sources.journal import RememberingSource
+from tests.cluster_plans import PAIR as MACHINE
+
+GBPS, SLOW_GBPS = 20.0, 4.0
+RACK = ("h0", "h1")
+"""Hosts of one rack; all others are in another."""
+TASK = {"ring_counts": (1,), "budget": Budget(sets=6, idle_sets=2)}
+
+
+class Network:
+    """Flows have one rate, but over the NICs of slow hosts, and between racks."""
+
+    simulated = False
+
+    def __init__(self, slow=(), across=GBPS, together=True):
+        self.slow, self.across, self.together = slow, across, together
+        self.sets = []
+
+    def measure(self, sets):
+        for one in sets:
+            hosts = {name for flow in one.flows for name in flow.hosts}
+            if not self.together and len(hosts) > 2:
+                raise MeasurementError("a host did not answer")
+        self.sets += sets
+        return [
+            Measurement(
+                transfers=one,
+                samples_gbps=tuple((self._gbps(flow),) * 3 for flow in one.flows),
+                simulated=False,
+                overlap=1.0,
+            )
+            for one in sets
+        ]
+
+    def _gbps(self, flow):
+        if not flow.is_network:
+            return GBPS
+        crosses = len({name in RACK for name in flow.hosts}) == 2
+        slow = SLOW_GBPS if set(flow.hosts) & set(self.slow) else GBPS
+        return min(slow, self.across) if crosses else slow
+
+
+class Hosts(RememberingSource):
+    """Stands for the source over a job's hosts, each with two ranks."""
+
+    conditions = ""
+
+    def __init__(self, *names, network="nccl", addresses=True, **rates):
+        self.network = Network(**rates)
+        super().__init__(self.network)
+        nics = MACHINE.nics
+        hosts = [
+            SimpleNamespace(
+                name=name,
+                machine=MACHINE,
+                knowledge=Knowledge(),
+                ranks=(2 * number, 2 * number + 1),
+                addresses={nic.index: name for nic in nics} if addresses else {},
+            )
+            for number, name in enumerate(names)
+        ]
+        self.session = SimpleNamespace(hosts=hosts, network=network, over_sockets=False)
+
+    @property
+    def profiled(self):
+        return SimpleNamespace(count=len(self.network.sets), summary=lambda _: ("by a stand-in",))
+
+
+def planned(source, switches=None, **task):
+    told = []
+    plan = plan_job(source, cluster_of_job(source, switches), say=told.extend, **TASK, **task)
+    return plan, told
+
+
+def test_equal_hosts_have_one_class_and_their_whole_ring_is_measured():
+    source = Hosts("h0", "h1", "h2")
+    plan, told = planned(source)
+    assert told == [] and len(plan.cluster.classes) == 1
+    assert plan.class_gpus == ((0, 1),)
+    assert plan.rate_gbps == plan.whole_ring_gbps == pytest.approx(GBPS * plan.ring_count)
+    assert "by a stand-in" in plan.notices
+    assert plan.sets_measured == len(source.network.sets)
+    # The last set has flows of all hosts.
+    assert {name for flow in source.network.sets[-1].flows for name in flow.hosts} == {
+        "h0",
+        "h1",
+        "h2",
+    }
+
+
+def test_a_host_with_slower_nics_is_named_and_gets_a_class_of_its_own():
+    plan, told = planned(Hosts("h0", "h1", "h2", "h3", slow=("h2",)))
+    assert any(text.startswith("host h2: ") for text in told)
+    classes = plan.cluster.host_classes
+    alone = [name for name, number in classes.items() if number == classes["h2"]]
+    assert alone == ["h2"]
+    # The ring goes through all hosts.
+    assert plan.rate_gbps == pytest.approx(SLOW_GBPS * plan.ring_count)
+
+
+def test_uplinks_of_named_switches_are_known_from_the_pairs_measured(tmp_path):
+    switches = tmp_path / "switches.yaml"
+    switches.write_text(
+        "switches:\n  - {name: a, hosts: [h0, h1]}\n  - {name: b, hosts: [h2, h3]}\n"
+    )
+    source = Hosts("h0", "h1", "h2", "h3", across=SLOW_GBPS)
+    plan, told = planned(source, switches)
+    tree = plan.cluster.switches
+    uplinks = {switch.name: switch.uplink_gbps for switch in tree.all_switches}
+    assert uplinks["a"] == uplinks["b"] == pytest.approx(SLOW_GBPS)
+    assert sum("the uplink of switch" in text for text in told) == 2
+
+
+def test_hosts_without_addresses_for_tcp_are_planned_for_without_samples():
+    plan, told = planned(Hosts("h0", "h1", network="tcp", addresses=False))
+    assert len(told) == 1 and "without an address" in told[0]
+    assert told[0] in plan.notices
+    assert set(plan.host_order) == {"h0", "h1"}
+
+
+def test_rings_that_cannot_be_measured_at_once_leave_a_notice():
+    plan, _ = planned(Hosts("h0", "h1", "h2", together=False))
+    assert plan.whole_ring_gbps is None
+    assert any("could not be measured all at once" in notice for notice in plan.notices)
