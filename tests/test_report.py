@@ -19,6 +19,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.report.contents import (
     fastest_alone,
     fastest_bounces,
+    heat_maps,
     read_contents,
     slowest_together,
     viridis,
@@ -27,6 +28,7 @@ from tccl_py.report.contents import (
 from tccl_py.report.hops import chain_ends, drawn_hops, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import report_html
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed
@@ -447,3 +449,19 @@ def test_a_clusters_page_has_its_hosts_and_the_chains_of_each_class(tmp_path):
     assert "N0 → " in page.words
     assert "nccl/order" in page.words
     assert "tccl env" not in page.words
+
+
+@pytest.mark.parametrize("name", [SMALL, "amd-3090"])
+def test_the_map_of_pairs_of_a_simulated_plan_is_complete_with_equal_channels(name, tmp_path):
+    plan = load_plan(PLANS / f"{name}.json")
+    write_plan(plan, tmp_path, models={plan.machine.name: load_bundled(name)})
+    first = heat_maps(read_contents(tmp_path).pairs, plan.gpus, (0, 1))[0]
+    assert set(first.readings) == set(itertools.permutations(plan.gpus, 2))
+    assert {one.flow.blocks for one in first.readings.values()} == {None}
+
+
+def test_pairs_of_the_most_usual_number_of_channels_are_shown():
+    found = journal(("0:1", 9), ("0:1,blocks=4", 5), ("1:0,blocks=4", 6), ("1:2,blocks=8", 7))
+    first = heat_maps(found, (0, 1, 2), ())[0]
+    assert {ends: one.gbps for ends, one in first.readings.items()} == {(0, 1): 5.0, (1, 0): 6.0}
+    assert "--all-pairs" in first.caption

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -17,13 +18,16 @@ from tccl_py.health.host import Host
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
+from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.pairs import pair_flow, pair_sets
 from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
 from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
 from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
@@ -47,8 +51,9 @@ ONE_HOST: Hosts = ("",)
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """A plan's directory; None stands for a missing file.
 
-    `driver` is that of the measured host, and `now` has the links of its PCIe devices as they are,
-    where the report is made there. `notices` are sentences.
+    `pairs` are rates of pairs of GPUs beyond the journal. `driver` is that of the measured host,
+    and `now` has the links of its PCIe devices as they are, where the report is made there.
+    `notices` are sentences.
     """
 
     directory: Path
@@ -57,6 +62,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     explanation: Explanation | None
     verification: Verification | None
     evaluation: Evaluation | None
+    pairs: Journal
     planned: str
     driver: str
     now: dict[str, PciLink]
@@ -95,6 +101,7 @@ def read_contents(directory: Path) -> Contents:
         explanation=explanation,
         evaluation=evaluation,
         verification=verification,
+        pairs=simulated_pairs(plan, directory),
         planned=f"{day:%Y-%m-%d}",
         driver=known.driver if known is not None else "",
         now=links_now(plan.machine, known, Host()) if known is not None else {},
@@ -263,7 +270,8 @@ def heat_maps(
     journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
 ) -> list[HeatMap]:
     """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
-    alone = _within(fastest_alone(journal, hosts), gpus, gpus)
+    comparable = with_equal_channels(journal, hosts)
+    alone = _within(fastest_alone(comparable, hosts), gpus, gpus)
     together = _within(slowest_together(journal, hosts), gpus, gpus)
     bounces = _within(fastest_bounces(journal, hosts), numa_nodes, gpus)
     # One scale for both: equal colours are equal rates.
@@ -271,7 +279,7 @@ def heat_maps(
     first = HeatMap(
         name="alone",
         title="Each pair of GPUs alone",
-        caption="The fastest mechanism from one GPU to another with nothing else running.",
+        caption=_alone_caption(alone, len(gpus)),
         readings=alone,
         largest=largest,
         rows=gpus,
@@ -299,6 +307,40 @@ def heat_maps(
         row_letter="C",
     )
     return [first, second, third]
+
+
+def _alone_caption(alone: Readings, gpus: int) -> str:
+    blocks = next((one.flow.blocks for one in alone.values()), None)
+    channels = "as many channels as help" if blocks is None else f"{blocks} channels"
+    said = f"The fastest mechanism from one GPU to another alone, each with {channels}."
+    if len(alone) == gpus * (gpus - 1):
+        return said
+    return f"{said} For all: `tccl measure --all-pairs --journal DIR/measurements.jsonl`."
+
+
+def with_equal_channels(journal: Journal, hosts: Hosts = ONE_HOST) -> Journal:
+    """Return the sets of one flow with the number of channels by which most pairs were measured."""
+    pairs: dict[int | None, set[tuple[int, int]]] = {}
+    for one in _singles(journal, hosts):
+        pairs.setdefault(one.flow.blocks, set()).add(_ends(one.flow))
+    if not pairs:
+        return {}
+    most = max(pairs, key=lambda blocks: (len(pairs[blocks]), blocks is None, blocks or 0))
+    singles = (transfers for transfers in journal if len(transfers) == 1)
+    return {one: journal[one] for one in singles if one.flows[0].blocks == most}
+
+
+def simulated_pairs(plan: Plan, directory: Path) -> Journal:
+    """Return every pair of GPUs alone by the model of a simulated plan; empty without a model."""
+    if not plan.simulated or len(plan.cluster.classes) > 1:
+        return {}
+    model = planned_model(plan, directory)
+    if model is None:
+        return {}
+    facts = model.machine, model.knowledge
+    ends = itertools.permutations(plan.class_gpus[0], 2)
+    sets = pair_sets([pair_flow(*facts, *pair) for pair in ends])
+    return {found.transfers: [found] for found in Simulator(model).measure(sets)}
 
 
 def _within(readings: Readings, rows: Sequence[int], columns: Sequence[int]) -> Readings:

@@ -178,7 +178,8 @@ def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
     machine, layout = part.machine, lay_out(part.machine, gpus)
-    journal = contents.journal.measurements if contents.journal is not None else {}
+    kept = contents.journal.measurements if contents.journal is not None else {}
+    journal = {**kept, **contents.pairs}
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
     # Sets without host names, as a simulated cluster has, are about equal hosts.
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
