@@ -314,6 +314,8 @@ def test_a_measured_clusters_chains_are_the_fastest_of_its_tables_by_equal_means
 def test_sets_of_gpus_and_nics_without_a_table_are_refused_or_named(measured_cluster):
     result = exported(measured_cluster, "--subsets", "0-3")
     assert {part.mask for part in parse_tccl_xml(result.stdout).inter} == {0b1111}
+    some = exported(measured_cluster, "--subsets", "0-3 0,3")
+    assert "no chain over GPUs 0, 3, and a job fails there" in some.stderr
     assert "no chain" in refused(measured_cluster, "--runtime", "tccl", "--subsets", "0,3")
     assert "no chain" in refused(measured_cluster, "--runtime", "tccl", "--nic", "9")
 

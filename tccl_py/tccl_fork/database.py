@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine, Nic
@@ -209,18 +210,16 @@ def make_database(
 ) -> MadeDatabase:
     """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
 
-    With the tables of a measured cluster nothing is searched: their chains are taken, and there are
-    no rings inside a node. InputError: hosts of several classes, unknown GPUs or NIC, indices too
-    large for the fork, or tables without usable chains.
+    Tables of a measured cluster give chains alone, and nothing is searched. InputError: hosts of
+    several classes, unknown GPUs or NIC, indices too large for the fork, or no chain in tables.
     """
     export = export or Export()
     check_plan_for_fork(plan)
     task = task_of(plan, source, export, reporter)
     wanted = export.nic
     if tables:
-        kept = kept_chains(tables, nic=export.nic, usable=export.subsets)
-        wanted, own = kept.nic, {"blocks": kept.blocks, "fifo_bytes": kept.fifo_bytes}
-        task = msgspec.structs.replace(task, **own)
+        kept = kept_chains(tables, nic=wanted, wanted=export.subsets)
+        wanted, task = kept.nic, replace(task, blocks=kept.blocks, fifo_bytes=kept.fifo_bytes)
     nic, count = _nic(task.machine, wanted), max(task.gpus) + 1
     numa = numa_ids(task.machine)
     bits = index_bits(count, max(numa.values()) + 1)
@@ -230,9 +229,7 @@ def make_database(
         search.find_rings()
     no_chains = _no_chains(task, nic, table_bytes(count, bits), known=bool(tables))
     if tables and not no_chains:
-        search.chains.update(kept.chains)
-        lacking = {table.gpus: "no table has one by this NIC" for table in tables}
-        search.missing_chains.update({k: v for k, v in lacking.items() if k not in kept.chains})
+        search.chains, search.missing_chains = kept.chains, kept.missing
     elif nic is not None and not no_chains:
         search.find_chains(nic)
     elif table_bytes(count, bits) > MUCH_MEMORY:
@@ -255,12 +252,10 @@ def make_database(
         inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
     )
     memory = table_bytes(count, bits)
-    notes = _notes(
-        plan, task, search, nic=nic, no_chains=no_chains, memory=memory, kept=bool(tables)
+    notes = tuple(
+        _notes(plan, task, search, nic=nic, no_chains=no_chains, memory=memory, kept=bool(tables))
     )
-    return MadeDatabase(
-        database=database, notes=tuple(notes), sets_measured=task.source.sets_measured
-    )
+    return MadeDatabase(database=database, notes=notes, sets_measured=task.source.sets_measured)
 
 
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:

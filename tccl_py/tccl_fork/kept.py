@@ -6,7 +6,7 @@ chain that was measured beside others is at least as fast by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -37,22 +37,24 @@ class KeptChains(msgspec.Struct, frozen=True, kw_only=True):
     nic: int
     blocks: int
     fifo_bytes: int
-    chains: Mapping[Order, Found]
+    chains: dict[Order, Found]
+    missing: dict[Order, str]
 
 
 def kept_chains(
-    tables: Iterable[HostTable], *, nic: int | None, usable: Collection[Order] | None
+    tables: Sequence[HostTable], *, nic: int | None, wanted: Collection[Order] | None
 ) -> KeptChains:
-    """Return the chains of tables for `usable` sets of GPUs (None: all), by `nic` (None: the best).
+    """Return the chains of tables for `wanted` sets of GPUs (None: all), by `nic` (None: the best).
 
     NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most
     GPUs. Raises InputError: the fork could use no chain.
     """
+    wanted = wanted or [table.gpus for table in tables]
     groups: dict[tuple[int, int, int], dict[Order, Found]] = {}
     for gpus, fifo_bytes, chain in _chains(tables):
         by, blocks = chain.entry_nic, chain.hops[0].flow.blocks or 1
         other = by is None or by != chain.exit_nic or by != (by if nic is None else nic)
-        if other or blocks > MOST_CHANNELS or gpus not in (usable or (gpus,)):
+        if other or blocks > MOST_CHANNELS or gpus not in wanted:
             continue
         if not _can_be_set_up(chain):
             continue
@@ -70,7 +72,10 @@ def kept_chains(
 
     best = max(groups, key=worth)
     by, blocks, fifo_bytes = best
-    return KeptChains(nic=by, blocks=blocks, fifo_bytes=fifo_bytes, chains=groups[best])
+    missing = {gpus: "no table has one" for gpus in wanted if gpus not in groups[best]}
+    return KeptChains(
+        nic=by, blocks=blocks, fifo_bytes=fifo_bytes, chains=groups[best], missing=missing
+    )
 
 
 def _chains(tables: Iterable[HostTable]) -> Iterator[tuple[Order, int, PlanChain]]:
