@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,8 +306,8 @@ def test_the_tuner_follows_what_a_process_tells_it_unless_nccl_forbids_the_choic
 class FakeJobs:
     """Jobs whose contests have a truth; keeps the environments and the number of ranks of each."""
 
-    def __init__(self, truth, *, fails=lambda ranks: False):
-        self.truth, self.fails, self.jobs = truth, fails, []
+    def __init__(self, truth, *, fails=lambda ranks: False, by_plugin=lambda row: 1.2):
+        self.truth, self.fails, self.by_plugin, self.jobs = truth, fails, by_plugin, []
 
     def rendezvous(self, host, count):
         return [None] * count
@@ -320,6 +321,9 @@ class FakeJobs:
             if self.fails(len(task.ranks)):
                 raise JobError("no device")
             free = "NCCL_TUNER_PLUGIN" not in task.environment
+            if "NCCL_ENV_PLUGIN" in task.environment:
+                outputs.append(self.of_plugin(spec, task))
+                continue
             times = tuple(
                 self.truth.contest(one.row, one.choices, one.rounds, free=free)
                 for one in spec.contests
@@ -328,6 +332,18 @@ class FakeJobs:
             text = encode_json(result)
             outputs.append(RankOutput(results=(text,) * len(task.ranks), log=""))
         return {host: outputs}
+
+    def of_plugin(self, spec, task):
+        assert all(one.table and one.choices == () for one in spec.contests)
+        index = Path(task.environment["TCCL_INDEX"]).read_text()
+        assert "NCCL_GRAPH_FILE" not in task.environment
+        times = tuple(
+            ContestTimes(row=one.row, seconds=((1e-4,) * 5, (1e-4 / self.by_plugin(one.row),) * 5))
+            for one in spec.contests
+        )
+        result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", contests=times)
+        log = "tuned by" if "tune " in index else ""
+        return RankOutput(results=(encode_json(result),) * len(task.ranks), log=log)
 
 
 def tuned_plan(directory, jobs, said, plan=None):
@@ -362,7 +378,8 @@ def test_a_tuned_plan_keeps_its_rows_and_gives_the_plugin_tables_of_equal_sets(t
     assert right == asked == 2
     # The swept arm and its fresh jobs have the tuner, default NCCL beside them has none.
     assert {ranks for ranks, _ in jobs.jobs} == {2, 4}
-    assert any("NCCL_TUNER_PLUGIN" not in environment for _, environment in jobs.jobs) == (
+    loads = {"NCCL_TUNER_PLUGIN", "NCCL_ENV_PLUGIN"}
+    assert any(not loads & set(environment) for _, environment in jobs.jobs) == (
         plan.recommended != "default"
     )
     assert "tune 0,1,2,3 all_reduce" in (tmp_path / "nccl" / "plugin.index").read_text()
@@ -434,3 +451,21 @@ def test_damaged_rows_are_refused(tmp_path, old, new):
     file.write_text(file.read_text().replace(old, new, 1))
     with pytest.raises(InputError):
         load_sizes(tmp_path)
+
+
+def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay(tmp_path):
+    def half_way(row):
+        return 0.9 if 64 * KIB < row.bytes < 128 * KIB else 1.2
+
+    truth = Truth(lambda one, choice: 1.3 if choice == wanted("ring", "ll", 2) else 0.8, seed=11)
+    (whole, others, _) = tuned_plan(tmp_path, FakeJobs(truth), [])
+    assert [(one.from_bytes, one.to_bytes) for one in whole.entries] == [(64 * KIB, 128 * KIB)]
+    sizes = [row.row.bytes for row in whole.by_plugin]
+    assert sizes == [64 * KIB, math.isqrt(64 * 128 * KIB * KIB), 128 * KIB]
+    assert all(row.fresh.middle == pytest.approx(1.2) for row in whole.by_plugin)
+    assert others.by_plugin
+    truth = Truth(truth.ratio, seed=11)
+    (whole, *_) = tuned_plan(tmp_path, FakeJobs(truth, by_plugin=half_way), [])
+    assert whole.entries == ()
+    assert not any(row.kept for row in whole.rows)
+    assert "tune 0,1,2,3 all_reduce" not in (tmp_path / "nccl" / "plugin.index").read_text()

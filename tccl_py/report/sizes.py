@@ -13,7 +13,7 @@ from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval
 from tccl_py.verify.size_table import SizeRow
 from tccl_py.verify.sizes import SizeTuning
-from tccl_py.verify.spec import Choice, bus_gbps, size_text
+from tccl_py.verify.spec import GIB, KIB, MIB, Choice, bus_gbps, size_text
 
 ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
 COLUMNS = (
@@ -37,6 +37,12 @@ def choice_text(choice: Choice | TunerEntry) -> str:
     return f"{choice.algorithm} {choice.protocol} {choice.channels or 'any'}"
 
 
+def _about(size: int) -> str:
+    """Return a number of bytes with three digits at least: ends half-way between sizes are odd."""
+    unit = next((unit for unit in (GIB, MIB, KIB) if size >= unit), 1)
+    return size_text(size) if size % unit == 0 else f"{size / unit:.1f} {size_text(unit)[2:]}"
+
+
 def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
     """Yield GPUs, collective, sizes, choice and gains over the plan alone of each entry."""
     gpus = ",".join(map(str, tuning.gpus))
@@ -50,7 +56,7 @@ def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
             and entry.from_bytes <= row.row.bytes <= entry.to_bytes
         ]
         gains = f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
-        ends = f"{size_text(entry.from_bytes)} to {size_text(entry.to_bytes)}"
+        ends = f"{_about(entry.from_bytes)} to {_about(entry.to_bytes)}"
         yield gpus, entry.collective, ends, choice_text(entry), gains
 
 
@@ -69,10 +75,13 @@ def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
 def tuning_facts(tuning: SizeTuning) -> list[str]:
     """Return the share of right predictions, and the cost."""
     right, asked = tuning.predictions
+    ratios = [row.fresh.middle for row in tuning.by_plugin if row.fresh is not None]
+    told = f"{min(ratios):.3f} to {max(ratios):.3f} times the plan" if ratios else "not timed"
     return [
         f"{len(tuning.entries)} entries over {tuning.arm}, measured on GPUs "
         f"{','.join(map(str, tuning.gpus))}; other sizes are NCCL's own choice",
         f"predictions of gains found right by {tuning.jobs} fresh jobs: {right} of {asked}",
+        *[f"by the plugin, at and between the sizes of entries: {told}"] * bool(tuning.entries),
         f"ranks differ by {tuning.skew:.1%} at most; {tuning.seconds:.0f} s",
     ]
 
@@ -86,6 +95,7 @@ def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
         "rows": [_row_json(row) for row in tuning.rows],
         "entries": tuning.entries,
         "predictions": {"right": right, "asked": asked},
+        "by_plugin": [_row_json(row) for row in tuning.by_plugin],
         "seconds": tuning.seconds,
     }
 

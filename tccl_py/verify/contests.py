@@ -30,16 +30,17 @@ BATCH_S = 0.003
 BESIDE_BYTES = (MIB, 64 * MIB)
 """Sizes that are also timed beside matrix multiplications, as training steps have them."""
 _BESIDE_ROUNDS, _BESIDE_S = 6, 0.003
-_TUNER = "NCCL_TUNER_PLUGIN"
+_TUNER, _PLUGIN = "NCCL_TUNER_PLUGIN", "NCCL_ENV_PLUGIN"
 _CHANNELS = re.compile(r" ([0-9]{1,2}) coll channels")
-_NCCL_CHOICE = -1
+_TABLE, _NO_TABLE = -1, -2
+"""What the tuner is told for no choice: its table, if any, or NCCL's own choice."""
 
 
 class Tuner:
     """The plugin's tuner in this process; without it NCCL chooses for every call."""
 
     def __init__(self) -> None:
-        path = os.environ.get(_TUNER)
+        path = os.environ.get(_TUNER) or os.environ.get(_PLUGIN)
         self._told: Any = None
         if path:
             # Algorithm, protocol, channels, and the number of calls that followed.
@@ -51,14 +52,16 @@ class Tuner:
         if self._told is None:
             yield
             return
-        if choice is not None:
+        if choice is None:
+            self._told[0] = _NO_TABLE
+        else:
             self._told[1] = PROTOCOLS.index(choice.protocol)
             self._told[2] = choice.channels
             self._told[0] = ALGORITHMS.index(choice.algorithm)
         try:
             yield
         finally:
-            self._told[0] = _NCCL_CHOICE
+            self._told[0] = _TABLE
 
     def follows(self, call: Call, choice: Choice) -> bool:
         """Call, and return whether NCCL allows the choice."""
@@ -91,10 +94,11 @@ def run_contests(
             refused = communicator.maxima(refused) if refused else []
             choices = [choice for choice, no in zip(asked, refused, strict=True) if not no]
             calls = [_told(tuner, choice, call) for choice in (None, *choices)]
+            calls += [call] * contest.table
             batches = [timed_batch(communicator, told, row.bytes, BATCH_S, None) for told in calls]
         # 2. Time the choices, then the finalists beside matrix multiplications.
         rounds = _Rounds(communicator, slot)
-        found = halve(len(choices), partial(rounds.run, batches), rounds=contest.rounds)
+        found = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
         beside: list[list[float]] = [[] for _ in found]
         if contest.beside and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
             beside = _beside(communicator, rounds, calls, found)

@@ -30,7 +30,7 @@ RANK_PROGRAM = "tccl_py.verify.rank"
 DEFAULT_TIMEOUT = 180.0
 THIS_HOST = ""
 """Name of the host of a job on one machine."""
-_GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _RANK_VARIABLES = {
     "NCCL_CONF_FILE": "/dev/null",
     "NCCL_GRAPH_REGISTER": "0",
@@ -153,8 +153,8 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
     def _task(self, host: HostRanks, arm: Arm, spec: JobSpec, slot: JobSlot) -> Task:
         variables, files = dict(arm.variables), {}
-        if _GRAPH_VARIABLE in variables:
-            variables[_GRAPH_VARIABLE] = f"{FOLDER}/{GRAPH_FILE}"
+        if GRAPH_VARIABLE in variables:
+            variables[GRAPH_VARIABLE] = f"{FOLDER}/{GRAPH_FILE}"
             files[GRAPH_FILE] = arm.graphs[host.name]
         gpus = host.gpus if self.backend == "cuda" else None
         environment = rank_environment(host.environment, gpus, variables, self.keep)

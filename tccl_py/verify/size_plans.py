@@ -8,24 +8,29 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.errors import undisturbed
 from tccl_py.files import read_text
 from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import subsets
-from tccl_py.plan.plugin import graph_files
+from tccl_py.plan.plugin import PLUGIN_VARIABLE, graph_files
 from tccl_py.plan.tuned import Tuning, keep_tuning
-from tccl_py.verify.jobs import THIS_HOST, JobError, Launcher
-from tccl_py.verify.size_table import table_order
+from tccl_py.verify.jobs import GRAPH_VARIABLE, THIS_HOST, JobError, Launcher
+from tccl_py.verify.size_table import NO_HARM, SizeRow, confirm, table_order
 from tccl_py.verify.sizes import (
     ALL_SIZES,
     SizeArms,
     SizeBudget,
     SizeTuning,
     arms_of,
+    fresh_jobs,
+    table_rows,
     tune_sizes,
+    without,
 )
 from tccl_py.verify.spec import SIZES, Collective
 from tccl_py.verify.target import Target
@@ -39,6 +44,8 @@ SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
 """No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
 
 Say = Callable[[str], None]
+EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
+"""The sets of GPUs that equal each measured set, itself included."""
 
 
 class SizeTunings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,13 +103,68 @@ def tune_by_size(
                 found.append(tune_sizes(*each, watch=watch)[0])
             except JobError as error:
                 say(f"not tuned by message size: {error}")
-    equal[target.gpus] = {target.gpus}
+        equal[target.gpus] = {target.gpus}
+        if library is not None and found:
+            _keep_tables(target, found, equal)
+            found = _checked(target, launcher, found, library, say=say, watch=watch)
+            _keep_tables(target, found, equal)
     keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
-    if launcher.backend == "cuda" and found:
-        tables = _tables(found, equal)
-        tuning = Tuning(choice=target.plan.recommended, nccl=found[0].nccl, tables=tables)
-        keep_tuning(replace(tuning, simulated=target.plan.simulated), target.plan, target.directory)
     return tuple(found)
+
+
+def _keep_tables(target: Target, found: Sequence[SizeTuning], equal: EqualSets) -> None:
+    plan = target.plan
+    tuning = Tuning(
+        choice=plan.recommended,
+        nccl=found[0].nccl,
+        tables=_tables(found, equal),
+        simulated=plan.simulated,
+    )
+    with undisturbed():
+        keep_tuning(tuning, plan, target.directory)
+
+
+def _checked(
+    target: Target,
+    launcher: Launcher,
+    found: Sequence[SizeTuning],
+    library: Path,
+    *,
+    say: Say,
+    watch: Say,
+) -> list[SizeTuning]:
+    """Time what all GPUs get by the plugin, and return the tunings without entries that harm.
+
+    Each job compares the table with NCCL's own choice: at measured sizes, half-way between them,
+    and at the ends of each entry. The plan's tables must be in its directory.
+    """
+    entries = [entry for one in found if one.gpus == target.gpus for entry in one.entries]
+    if not entries:
+        return list(found)
+    asked = {row: entry for entry in entries for row in table_rows(entry)}
+    plan = target.arm(target.plan.recommended)
+    index = target.directory.resolve() / "nccl" / INDEX_FILE
+    variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
+    variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
+    arm = msgspec.structs.replace(plan, variables=variables, graphs={})
+    watch("timing the plugin's table")
+    try:
+        jobs = fresh_jobs(launcher, arm, list(asked))
+    except JobError as error:
+        say(f"the plugin's table was not timed: {error}")
+        return list(found)
+    if not all("tuned by" in job.log for job in jobs):
+        say("the plugin's table was not timed: the plugin refused it, as TCCL_DEBUG=1 would tell")
+        return list(found)
+    timed = confirm(
+        [SizeRow(row=row) for row in asked],
+        {arm.name: [job.results[0].contests for job in jobs]},
+        plan=arm.name,
+    )
+    harmful = [
+        asked[row.row] for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM
+    ]
+    return [without(one, harmful, timed if one.gpus == target.gpus else ()) for one in found]
 
 
 def plugin_library(folder: Path, say: Say) -> Path | None:
@@ -145,20 +207,18 @@ def _over(
     if plan.graphs:
         file = graph_files(target.plan).get(gpus)
         variables = {
-            name: value for name, value in plan.variables.items() if name != "NCCL_GRAPH_FILE"
+            name: value for name, value in plan.variables.items() if name != GRAPH_VARIABLE
         }
         graphs = {}
         if file is not None:
             path = target.directory.resolve() / "nccl" / file
-            variables["NCCL_GRAPH_FILE"] = str(path)
+            variables[GRAPH_VARIABLE] = str(path)
             graphs = {THIS_HOST: read_text(path)}
         plan = replace(plan, variables=variables, graphs=graphs)
     return replace(arms, plan=plan), replace(launcher, hosts=(part,))
 
 
-def _tables(
-    found: Sequence[SizeTuning], equal: dict[tuple[int, ...], set[tuple[int, ...]]]
-) -> tuple[TunerTable, ...]:
+def _tables(found: Sequence[SizeTuning], equal: EqualSets) -> tuple[TunerTable, ...]:
     """Return the tables of all sets: those measured, and those equal to them."""
     tables = []
     for measured, images in equal.items():

@@ -5,15 +5,17 @@ Choices are relative to the recommended choice of the plan without a table, whos
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher, Outcome
 from tccl_py.verify.size_table import SizeRow, confirm, entries, predict
 from tccl_py.verify.spec import (
     FINAL_ROUNDS,
@@ -60,7 +62,8 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The rows of a set of GPUs, and the entries for the tuner that follow.
 
     `arm` is the choice under which rows were timed. `skew` is the largest median difference between
-    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm.
+    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm. `by_plugin` are
+    rows under the plugin's own table, whose `fresh` is the speed over NCCL's own choice.
     """
 
     gpus: tuple[int, ...]
@@ -70,14 +73,67 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rows: tuple[SizeRow, ...]
     entries: tuple[TunerEntry, ...]
     jobs: int
-    skew: float
-    seconds: float
+    by_plugin: tuple[SizeRow, ...] = ()
+    skew: float = 0.0
+    seconds: float = 0.0
 
     @property
     def predictions(self) -> tuple[int, int]:
         """Return how many predictions fresh jobs found right, of how many."""
         asked = [row for row in self.rows if row.row.dtype == _DTYPE and row.fresh is not None]
         return sum(row.right for row in asked), len(asked)
+
+
+def without(
+    tuning: SizeTuning, harmful: Sequence[TunerEntry], by_plugin: Sequence[SizeRow]
+) -> SizeTuning:
+    """Return a tuning without harmful entries, with the rows by the plugin that found these."""
+
+    def harms(row: SizeRow) -> bool:
+        return any(
+            entry.collective == row.row.collective
+            and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+            for entry in harmful
+        )
+
+    replace = msgspec.structs.replace
+    own = {row.row.collective for row in tuning.rows}
+    return replace(
+        tuning,
+        rows=tuple(replace(row, kept=row.kept and not harms(row)) for row in tuning.rows),
+        entries=tuple(entry for entry in tuning.entries if entry not in harmful),
+        by_plugin=tuple(row for row in by_plugin if row.row.collective in own),
+    )
+
+
+def table_rows(entry: TunerEntry) -> list[TimedRow]:
+    """Return rows to time of an entry: its ends, the measured sizes inside, and half-way sizes."""
+    between = [math.isqrt(low * high) for low, high in pairwise(ALL_SIZES)]
+    inside = {size for size in (*ALL_SIZES, *between) if entry.from_bytes <= size <= entry.to_bytes}
+    return [
+        TimedRow(collective=entry.collective, dtype=_DTYPE, bytes=size)
+        for size in sorted(inside | {entry.from_bytes, entry.to_bytes})
+    ]
+
+
+def fresh_jobs(launcher: Launcher, arm: Arm, rows: Sequence[TimedRow]) -> list[Outcome]:
+    """Run LEAST_JOBS jobs of an arm, which time the plugin's table against NCCL's own choice.
+
+    Raises JobError: a job failed.
+    """
+    contests = tuple(
+        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], beside=False, table=True)
+        for row in rows
+    )
+    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
+    found = []
+    for outcome in ConcurrentJobs(launcher, [row.bytes for row in rows]).run(
+        [arm] * LEAST_JOBS, spec
+    ):
+        if isinstance(outcome, JobError):
+            raise outcome
+        found.append(outcome)
+    return found
 
 
 class SizeArms(msgspec.Struct, frozen=True, kw_only=True):

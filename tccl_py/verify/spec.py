@@ -62,13 +62,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row to time under NCCL's own choice and under `choices`; None are `all_choices`.
 
-    `beside` times sizes of training steps beside matrix multiplications as well.
+    `beside` times sizes of training steps beside matrix multiplications as well. With `table` the
+    plugin's table is what is timed instead of choices.
     """
 
     row: TimedRow
     choices: tuple[Choice, ...] | None = None
     rounds: int = FINAL_ROUNDS
     beside: bool = True
+    table: bool = False
 
 
 class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
