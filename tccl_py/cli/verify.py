@@ -33,6 +33,7 @@ from tccl_py.report.sizes import (
 from tccl_py.report.verification import facts_of, headline, size_rows, verification_json
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
+from tccl_py.verify.nccl_tests import find_program, size_options
 from tccl_py.verify.plans import tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_plans import load_sizes
@@ -63,6 +64,9 @@ def verify(
     tune: Annotated[bool, flag("--tune", "Try other settings, and keep better ones.")] = False,
     no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
+    with_: Annotated[
+        str | None, opt("PROGRAM", "Run this program of nccl-tests; needs no torch.", "--with")
+    ] = None,
     backend: options.Backend = None,
     json: options.Json = False,
 ) -> None:
@@ -80,6 +84,10 @@ def verify(
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
     size. Rounds end early where all is clear, and go on, up to four times as many, where a verdict
     is open; 6 are always run.
+
+    `--with all_reduce_perf` runs jobs of nccl-tests, one process with all GPUs, one after another,
+    on hosts without torch; the program has to be built with the NCCL of the jobs in question. Its
+    own check of values counts, and smaller communicators are not timed.
 
     A cluster's plan is verified under mpirun or srun, with a rank on each host, from a directory
     that the first rank sees.
@@ -108,11 +116,25 @@ def verify(
 
         tccl verify my-plan
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
+        tccl verify my-plan --with all_reduce_perf
         mpirun -N 1 tccl verify my-cluster
     """
     in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
     in_range("--seconds", seconds, 86_400, least=0)
     one_of("--collective", collective, COLLECTIVES)
+    program = None
+    if with_ is not None:
+        program, own = find_program(with_)
+        refuse(
+            {
+                "--training": training,
+                "--tune": tune,
+                "--backend": backend,
+                "--collective": None if collective in ("all_reduce", own) else collective,
+            },
+            ("beside --with", "is about jobs of torch", "leave one of the two out"),
+        )
+        collective = own
     budget = RunBudget(
         rounds=rounds,
         sizes=SIZES if sizes is None else parse_sizes(sizes, "--sizes"),
@@ -121,6 +143,8 @@ def verify(
         checks=not no_checks,
         training=training,
     )
+    if program is not None:
+        size_options(budget.sizes)
     kind = check_backend(backend)
     pinned = pinned_names(pin_env or ())
     if choice is not None:
@@ -131,7 +155,10 @@ def verify(
     with ExitStack() as stack:
         several = in_job()
         if several:
-            refuse({"--choice": choice}, ("", "is for the plan of one machine", "leave it out"))
+            refuse(
+                {"--choice": choice, "--with": program},
+                ("", "is for the plan of one machine", "leave it out"),
+            )
             job = stack.enter_context(controlled_job())
         check_plan_directory(directory)
         if load_plan(directory).is_cluster != several:
@@ -144,6 +171,7 @@ def verify(
             job=job,
             backend=kind,
             pinned=pinned,
+            program=program,
             tune=tune,
             only=cast("ChoiceName | None", choice),
             say=notice,

@@ -116,7 +116,7 @@ def run_tasks(
                 started.append(_Rank(folder, rank, process))
         _wait(started, max(task.timeout for task in tasks), meanwhile)
         return tuple(
-            RankOutput(results=tuple(_result(folder, n) for n in task.ranks), log=_log(folder))
+            RankOutput(results=tuple(_result(folder, n) for n in task.ranks), log=nccl_log(folder))
             for task, folder in zip(tasks, folders, strict=True)
         )
 
@@ -213,6 +213,7 @@ def _result(folder: Path, rank: int) -> str:
         raise RanksError([rank], "ended without a result", _said(folder, rank)[1]) from None
 
 
-def _log(folder: Path) -> str:
+def nccl_log(folder: Path) -> str:
+    """Return NCCL's logs in a job's folder."""
     texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob(LOGS))]
     return "\n".join(texts)[:MAX_LOG_CHARACTERS]

@@ -103,11 +103,15 @@ class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs jobs on its hosts, rank 0's first; `keep` are caller's variables that jobs get."""
+    """Runs jobs on its hosts, rank 0's first, `most_at_once` at the same time.
+
+    `keep` are caller's variables that jobs get.
+    """
 
     backend: Backend
     hosts: tuple[HostRanks, ...]
     runner: Runner = LocalRunner()
+    most_at_once: int = _CONCURRENT
     keep: tuple[str, ...] = ()
     timeout: float = DEFAULT_TIMEOUT
     program: str = RANK_PROGRAM
@@ -181,7 +185,7 @@ class ConcurrentJobs:
         self._launcher = launcher
         most = max(len(host.ranks) for host in launcher.hosts)
         largest = max(sizes, default=1) * (most if launcher.backend == "host" else 1)
-        self.at_once = max(1, min(_CONCURRENT, _CONCURRENT_BYTES // largest))
+        self.at_once = max(1, min(launcher.most_at_once, _CONCURRENT_BYTES // largest))
 
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> list[Outcome | JobError]:
         """Return each arm's outcome, or the error of a job that fails alone."""

@@ -43,6 +43,7 @@ from tccl_py.verify.evaluation import (
     run_parts,
 )
 from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner
+from tccl_py.verify.nccl_tests import NcclTests
 from tccl_py.verify.record import Verification, keep_verification
 from tccl_py.verify.simulated import jobs_of_tables, predicted_cells, simulated_cells
 from tccl_py.verify.size_plans import SIZE_SECONDS, tune_by_size
@@ -105,20 +106,23 @@ def verify_plan(
     pinned: tuple[str, ...] = (),
     tune: bool = False,
     only: ChoiceName | None = None,
+    program: Path | None = None,
     say: Say = lambda _: None,
     watch: Watcher = lambda _: None,
 ) -> Verification:
     """Verify a plan on this machine, or a cluster's on the hosts of `job`; keep the result.
 
     Tuning a machine's plan ends with its table by message size. `pinned` are caller's variables
-    that jobs get. The other arguments are as for `run`.
+    that jobs get; jobs are of a `program` of nccl-tests, if one is given. The other arguments are
+    as for `run`.
 
     Raises:
         InputError: the plan is for another machine or other hosts, or torch is missing.
     """
     plan = load_plan(directory)
     check_files(directory)
-    with launcher_of(plan, directory, job=job, backend=backend, pinned=pinned, say=say) as launcher:
+    asked: dict[str, Any] = {"pinned": pinned, "say": say, "program": program}
+    with launcher_of(plan, directory, job=job, backend=backend, **asked) as launcher:
         target = read_target(plan, directory)
         found = run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
         if tune and not plan.is_cluster:
@@ -136,6 +140,7 @@ def launcher_of(
     job: Job | None,
     backend: Backend,
     pinned: tuple[str, ...] = (),
+    program: Path | None = None,
     say: Say,
 ) -> Iterator[Launcher]:
     """Yield the launcher of a plan's jobs here, or on the hosts of `job`; see `verify_plan`."""
@@ -143,6 +148,10 @@ def launcher_of(
         yield _hosts_launcher(plan, job, backend, pinned)
         return
     launcher = machine_launcher(plan, directory, backend, pinned, say)
+    if program is not None:
+        yield replace(launcher, runner=NcclTests(program), most_at_once=1)
+        return
+    check_torch()
     with ForkServer() as server:
         yield replace(launcher, runner=LocalRunner(server))
 
@@ -303,7 +312,6 @@ def machine_launcher(
     """Return the launcher of a plan's jobs on this machine, if the plan is for it."""
     if backend == "cuda":
         _check_here(plan, directory, say)
-    check_torch()
     ranks = tuple(range(len(plan.gpus)))
     here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
     return Launcher(backend=backend, hosts=(here,), keep=pinned)
