@@ -122,27 +122,16 @@ static void remove_folder(void) {
   rmdir(name); /* fails while there are boards */
 }
 
-/* Leave a board that was not decided on; it goes with the last who leaves. */
-void board_leave(int fd, uint64_t hash) {
-  char name[NAME_BYTES];
-  board_name(hash, name);
-  int folder = open_folder(false);
-  if (folder >= 0) {
-    remove_stale(folder, name, fd);
-    close(folder);
-    remove_folder();
-  }
-  close(fd);
-}
-
-/* Take a board's name away after the decision, which every rank makes from its open file. */
-void board_close(int fd, uint64_t hash) {
+/* Leave a board. After the decision, which every rank makes from its open file, its name goes at
+ * once; else the board goes with the last who leaves. */
+void board_leave(int fd, uint64_t hash, bool decided) {
   char name[NAME_BYTES];
   struct stat st;
   board_name(hash, name);
   int folder = open_folder(false);
   if (folder >= 0) {
-    if (stat_of(fd, &st) == 0 && st.st_nlink > 0) unlinkat(folder, name, 0);
+    if (!decided) remove_stale(folder, name, fd);
+    else if (stat_of(fd, &st) == 0 && st.st_nlink > 0) unlinkat(folder, name, 0);
     close(folder);
     remove_folder();
   }

@@ -89,12 +89,9 @@ size_t graph_text(const struct plan *plan, const struct decision *decision, char
     from = stop;
     if (!at) break;
     char *rest;
-    int nvml = (int)strtoul(from, &rest, 16);
-    for (int gpu = 0; gpu < plan->gpu_count; gpu++)
-      if (plan->gpus[gpu].nvml == nvml) {
-        size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu]);
-        break;
-      }
+    int gpu = gpu_number(plan, strtol(from, &rest, 16));
+    if (gpu < 0) return 0; /* never: names_its_gpus has found all */
+    size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu]);
     from = rest;
   }
   return size;
@@ -139,7 +136,7 @@ static void drop_memory(void) {
 /* Forget the communicator; a board that was never decided on goes with its last holder. */
 void forget(void) {
   if (member.phase == NOTHING) return;
-  if (member.phase == POSTED) board_leave(member.board, member.post.hash);
+  if (member.phase == POSTED) board_leave(member.board, member.post.hash, false);
   drop_memory();
   member.phase = NOTHING;
   member.graph = NULL;
@@ -211,7 +208,8 @@ static enum refusal identify(const struct plan *plan, struct post *post, char wh
   if (!current_gpu(&here, why)) return OTHER_GPU;
   for (int i = 0; i < plan->gpu_count; i++) {
     const struct gpu *gpu = &plan->gpus[i];
-    if (gpu->bus != here.bus || (gpu->has_uuid && memcmp(gpu->uuid, here.uuid, 16) != 0)) continue;
+    if (gpu->bus != here.bus) continue;
+    if (strcmp(gpu->uuid, "-") != 0 && strcmp(gpu->uuid, here.uuid) != 0) continue;
     post->gpu = i;
     post->nvml = here.nvml;
     return AGREES;
@@ -269,7 +267,7 @@ void conclude(bool topology) {
   if (member.phase != POSTED) return;
   ssize_t size = pread(member.board, posts, sizeof posts, 0);
   struct decision decision = decide(plan, &member.post, posts, size < 0 ? 0 : (size_t)size);
-  board_close(member.board, member.post.hash);
+  board_leave(member.board, member.post.hash, true);
   member.phase = topology ? DECIDED : EARLY;
   note_first(decision.agreed);
   size_t length = 0;

@@ -1,6 +1,7 @@
 /* BLAKE2b-256 (RFC 7693), as Python's hashlib.blake2b(digest_size=32); little-endian hosts only. */
 #include "plugin.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const uint64_t START[8] = {
@@ -73,13 +74,10 @@ uint64_t hash_of(const void *data, size_t size) {
   return hash;
 }
 
-bool digest_from_hex(const char *hex, uint8_t out[DIGEST_BYTES]) {
-  static const char digits[] = "0123456789abcdef";
-  if (strlen(hex) != 2 * DIGEST_BYTES) return false;
-  for (int i = 0; i < DIGEST_BYTES; i++) {
-    const char *high = strchr(digits, hex[2 * i]), *low = strchr(digits, hex[2 * i + 1]);
-    if (!high || !low) return false;
-    out[i] = (uint8_t)((high - digits) << 4 | (low - digits));
-  }
-  return true;
+/* Compute a digest, and compare it with hexadecimal digits. */
+bool digest_is(const char *hex, const void *data, size_t size, uint8_t out[DIGEST_BYTES]) {
+  char digits[2 * DIGEST_BYTES + 1];
+  digest_of(data, size, out);
+  for (int i = 0; i < DIGEST_BYTES; i++) sprintf(digits + 2 * i, "%02x", out[i]);
+  return strcmp(hex, digits) == 0;
 }

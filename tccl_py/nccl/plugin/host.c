@@ -86,6 +86,7 @@ static int nvml_index(const char *bus) {
 /* Identify the GPU of this thread's CUDA context, through the libcuda that NCCL has loaded. */
 bool current_gpu(struct here *here, char why[MAX_REASON]) {
   void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  uint8_t id[16];
   int device, (*current)(int *), (*bus_of)(char *, int, int), (*uuid_of)(void *, int);
   char bus[32] = "";
   if (!library) return explain(why, "libcuda.so.1 is not loaded");
@@ -95,9 +96,12 @@ bool current_gpu(struct here *here, char why[MAX_REASON]) {
   *(void **)&uuid_of = symbol(library, "cuDeviceGetUuid_v2", "cuDeviceGetUuid");
   bool found = current && bus_of && uuid_of && current(&device) == 0 &&
                bus_of(bus, sizeof bus, device) == 0 && parse_bus(bus, &here->bus) &&
-               uuid_of(here->uuid, device) == 0;
+               uuid_of(id, device) == 0;
   dlclose(library);
   if (!found) return explain(why, "CUDA does not say which GPU this thread uses");
+  char *to = here->uuid + sprintf(here->uuid, "GPU");
+  for (int i = 0; i < 16; i++)
+    to += sprintf(to, i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", id[i]);
   here->nvml = nvml_index(bus);
   return here->nvml >= 0 || explain(why, "NVML does not know GPU %s", bus);
 }

@@ -66,26 +66,12 @@ bool parse_bus(const char *text, uint64_t *bus) {
   return true;
 }
 
-/* Read `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi writes it. */
-static bool parse_uuid(const char *text, uint8_t uuid[16]) {
-  if (strlen(text) != 40 || strncmp(text, "GPU-", 4) != 0) return false;
-  text += 4;
-  for (int i = 0; i < 16; i++, text += 2) {
-    if (i == 4 || i == 6 || i == 8 || i == 10)
-      if (*text++ != '-') return false;
-    if (!isxdigit((unsigned char)text[0]) || !isxdigit((unsigned char)text[1])) return false;
-    uuid[i] = (uint8_t)strtoul((char[]){text[0], text[1], '\0'}, NULL, 16);
-  }
-  return true;
-}
-
 static bool parse_gpu(struct plan *plan, char **fields) {
   if (plan->gpu_count == MAX_GPUS) return false;
   struct gpu *gpu = &plan->gpus[plan->gpu_count];
   if (!whole_number(fields[1], MAX_NVML_INDEX, &gpu->nvml) || gpu->nvml < 0) return false;
   if (!parse_bus(fields[2], &gpu->bus)) return false;
-  gpu->has_uuid = strcmp(fields[3], "-") != 0;
-  if (gpu->has_uuid && !parse_uuid(fields[3], gpu->uuid)) return false;
+  gpu->uuid = fields[3];
   for (int i = 0; i < plan->gpu_count; i++)
     if (plan->gpus[i].nvml >= gpu->nvml || plan->gpus[i].bus == gpu->bus) return false;
   plan->gpu_count++;
@@ -109,16 +95,20 @@ static bool parse_variable(struct variables *to, const char *name, const char *v
   return true;
 }
 
+/* Return the number of the index's GPU with an NVML index, or -1. */
+int gpu_number(const struct plan *plan, int64_t nvml) {
+  for (int i = 0; i < plan->gpu_count; i++)
+    if (plan->gpus[i].nvml == nvml) return i;
+  return -1;
+}
+
 /* Read `0,2,5`: ascending NVML indices of the plan's GPUs. */
 static bool parse_gpus(const struct plan *plan, const char *text, uint64_t *gpus) {
   int64_t last = -1, nvml;
   *gpus = 0;
   for (;; text++) {
-    int found = -1;
     text = number(text, MAX_NVML_INDEX, &nvml);
-    if (!text || nvml <= last) return false;
-    for (int i = 0; i < plan->gpu_count; i++)
-      if (plan->gpus[i].nvml == nvml) found = i;
+    int found = text && nvml > last ? gpu_number(plan, nvml) : -1;
     if (found < 0) return false;
     *gpus |= UINT64_C(1) << found;
     last = nvml;
@@ -133,24 +123,20 @@ static bool names_its_gpus(const struct plan *plan, const struct graph *graph) {
   for (const char *at = graph->text; (at = strstr(at, tag));) {
     char *end;
     at += sizeof tag - 1;
-    unsigned long nvml = isxdigit((unsigned char)*at) ? strtoul(at, &end, 16) : MAX_NVML_INDEX + 1;
-    uint64_t bit = 0;
-    for (int i = 0; i < plan->gpu_count; i++)
-      if ((unsigned long)plan->gpus[i].nvml == nvml) bit = UINT64_C(1) << i;
-    if (!(bit & graph->gpus) || *end != '"') return false;
-    named |= bit;
+    int gpu = isxdigit((unsigned char)*at) ? gpu_number(plan, strtol(at, &end, 16)) : -1;
+    if (gpu < 0 || !(graph->gpus >> gpu & 1) || *end != '"') return false;
+    named |= UINT64_C(1) << gpu;
   }
   return named == graph->gpus && strlen(graph->text) == graph->size;
 }
 
 /* Read a set's graph file, now: what NCCL gets later does not depend on files any more. */
 static bool read_graph(struct plan *plan, struct graph *graph, const char *hex, char *why) {
-  uint8_t wanted[DIGEST_BYTES], found[DIGEST_BYTES];
-  if (graph->name[0] == '/' || !digest_from_hex(hex, wanted)) return false;
+  uint8_t found[DIGEST_BYTES];
+  if (graph->name[0] == '/') return false;
   graph->text = read_trusted(plan->folder, graph->name, MAX_GRAPH_BYTES, &graph->size, why);
   if (!graph->text) return false;
-  digest_of(graph->text, graph->size, found);
-  if (memcmp(wanted, found, DIGEST_BYTES) != 0 || !names_its_gpus(plan, graph))
+  if (!digest_is(hex, graph->text, graph->size, found) || !names_its_gpus(plan, graph))
     return explain(why, "%.200s is not the file of the index", graph->name);
   if (graph->size > plan->largest_graph) plan->largest_graph = graph->size;
   return true;
@@ -273,13 +259,11 @@ static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
 /* Check an index against its digest, then read it. */
 static bool parse_index(struct plan *plan, size_t size, char why[MAX_REASON]) {
   struct reader reader = {.at = plan->data};
-  uint8_t found[DIGEST_BYTES];
   if (strlen(plan->data) != size || !next_line(&reader) || !is(&reader, "tccl-index", 2) ||
-      strcmp(reader.fields[1], "1") != 0 || !next_line(&reader) || !is(&reader, "digest", 2) ||
-      !digest_from_hex(reader.fields[1], plan->digest))
+      strcmp(reader.fields[1], "1") != 0 || !next_line(&reader) || !is(&reader, "digest", 2))
     return explain(why, "%.200s is no index that this plugin reads", plan->path);
-  digest_of(reader.at, size - (size_t)(reader.at - plan->data), found);
-  if (memcmp(found, plan->digest, DIGEST_BYTES) != 0)
+  size_t rest = size - (size_t)(reader.at - plan->data);
+  if (!digest_is(reader.fields[1], reader.at, rest, plan->digest))
     return explain(why, "%.200s has another digest than it says", plan->path);
   why[0] = '\0';
   if (parse_head(plan, &reader) && parse_body(plan, &reader, why)) return true;

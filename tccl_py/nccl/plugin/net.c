@@ -42,12 +42,9 @@ struct network {
 };
 
 EXPORT struct network ncclNetPlugin_v11 = {"tccl", init, devices, properties, {0}, finalize, 0};
-EXPORT struct network ncclNetPlugin_v12 = {"tccl", init, devices, properties, {0}, finalize, 0};
+EXPORT extern struct network ncclNetPlugin_v12 __attribute__((alias("ncclNetPlugin_v11")));
 
 /* With NCCL_NET, NCCL initialises only networks of that name. */
 void name_network(const char *name) {
-  struct network *both[2] = {&ncclNetPlugin_v11, &ncclNetPlugin_v12};
-  for (int i = 0; i < 2; i++)
-    if (__atomic_load_n(&both[i]->name, __ATOMIC_RELAXED) != name)
-      __atomic_store_n(&both[i]->name, name, __ATOMIC_RELAXED);
+  __atomic_store_n(&ncclNetPlugin_v11.name, name, __ATOMIC_RELAXED);
 }

@@ -34,7 +34,7 @@ enum {
 
 /* digest.c: BLAKE2b (RFC 7693) with 256 bits and no key. */
 void digest_of(const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
-bool digest_from_hex(const char *hex, uint8_t out[DIGEST_BYTES]);
+bool digest_is(const char *hex, const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
 uint64_t hash_of(const void *data, size_t size);
 
 /* files.c: files that nobody but root and the caller can write. */
@@ -49,8 +49,7 @@ bool explain(char why[MAX_REASON], const char *format, ...) __attribute__((forma
 struct gpu {
   int nvml;         /* the NVML index, by which graph files name the GPU */
   uint64_t bus;     /* domain, bus, device and function */
-  uint8_t uuid[16]; /* of measured plans only */
-  bool has_uuid;
+  const char *uuid; /* `-`: any; otherwise as nvidia-smi writes it */
 };
 struct variable {
   const char *name, *value; /* `value` NULL: any */
@@ -96,6 +95,7 @@ void plan_free(struct plan *plan);
 const struct graph *plan_graph(const struct plan *plan, uint64_t gpus);
 const struct tune *plan_table(const struct plan *plan, uint64_t gpus);
 const char *variable_of(const struct variables *variables, const char *name);
+int gpu_number(const struct plan *plan, int64_t nvml);
 bool parse_bus(const char *text, uint64_t *bus);
 
 /* host.c: the host and this thread's GPU. */
@@ -104,7 +104,7 @@ uint64_t host_identity(const char *nccl_hostid);
 struct here {
   uint64_t bus;
   int nvml;
-  uint8_t uuid[16];
+  char uuid[41];
 };
 bool current_gpu(struct here *here, char why[MAX_REASON]);
 
@@ -122,8 +122,7 @@ struct post { /* 104 bytes without padding; written by one append */
   uint64_t tuned, spare, check; /* `tuned`: NCCL will ask our tuner; the hash of all before */
 };
 int board_post(const struct post *post, char why[MAX_REASON]);
-void board_close(int fd, uint64_t hash);
-void board_leave(int fd, uint64_t hash);
+void board_leave(int fd, uint64_t hash, bool decided);
 void board_seal(struct post *post);
 void boards_sweep(void);
 

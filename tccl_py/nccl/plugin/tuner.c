@@ -79,8 +79,8 @@ EXPORT struct tuner {
   int (*choose)(void *, int, size_t, int, float **, int, int, int, int *);
   int (*finalize)(void *);
   void *chunk_size;
-} ncclTunerPlugin_v5 = {"tccl", init, choose, finalize, NULL},
-  ncclTunerPlugin_v6 = {"tccl", init, choose, finalize, NULL};
+} ncclTunerPlugin_v5 = {"tccl", init, choose, finalize, NULL};
+EXPORT extern struct tuner ncclTunerPlugin_v6 __attribute__((alias("ncclTunerPlugin_v5")));
 
 /* Look for any version of a symbol in a library that NCCL would open by this name. */
 static bool has_symbol(const char *name, const char *stem) {
