@@ -54,6 +54,13 @@ static bool remove_stale(int folder, const char *name, int fd) {
   return true;
 }
 
+static int close_failed(int fd) {
+  int error = errno;
+  close(fd);
+  errno = error;
+  return -1;
+}
+
 /* Make a board that has a post from its first moment on; fails with EEXIST if there is one. */
 static int make_board(int folder, const char *name, const struct post *post) {
   char path[32];
@@ -63,10 +70,7 @@ static int make_board(int folder, const char *name, const struct post *post) {
   if (flock(fd, LOCK_SH | LOCK_NB) == 0 && append(fd, post) &&
       linkat(AT_FDCWD, path, folder, name, AT_SYMLINK_FOLLOW) == 0)
     return fd;
-  int error = errno;
-  close(fd);
-  errno = error;
-  return -1;
+  return close_failed(fd);
 }
 
 /* Open a board that others made and add a post; fails with EAGAIN if it just went away. */
@@ -74,23 +78,14 @@ static int join_board(int folder, const char *name, const struct post *post) {
   struct stat st;
   int fd = openat(folder, name, O_RDWR | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return -1;
-  errno = EAGAIN;
   if (stat_of(fd, &st) != 0 || !S_ISREG(st.st_mode) || st.st_uid != geteuid()) errno = EPERM;
   /* All its ranks are dead: the posts are of another communicator with this hash. */
-  else if (!remove_stale(folder, name, fd)) {
-    /* Under the shared lock nobody removes the board any more. */
-    if (flock(fd, LOCK_SH | LOCK_NB) == 0 && stat_of(fd, &st) == 0 && st.st_nlink > 0) {
-      if (append(fd, post)) return fd;
-    } else {
-      errno = EAGAIN;
-    }
-  } else {
+  else if (remove_stale(folder, name, fd)) errno = EAGAIN;
+  /* Under the shared lock nobody removes the board any more. */
+  else if (flock(fd, LOCK_SH | LOCK_NB) != 0 || stat_of(fd, &st) != 0 || st.st_nlink == 0)
     errno = EAGAIN;
-  }
-  int error = errno;
-  close(fd);
-  errno = error;
-  return -1;
+  else if (append(fd, post)) return fd;
+  return close_failed(fd);
 }
 
 /* Post; return the open board, or -1 and why. A rank without a post means default NCCL for all. */

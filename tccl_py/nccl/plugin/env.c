@@ -65,6 +65,14 @@ static bool enabled(const char *name) {
   return value && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
+static const char *another_value(const struct variables *of, bool needed) {
+  for (int i = 0; i < of->count; i++) {
+    const char *value = user_value(of->items[i].name);
+    if (value ? strcasecmp(value, of->items[i].value) != 0 : needed) return of->items[i].name;
+  }
+  return NULL;
+}
+
 /* Return the user's variable that contradicts the plan, or NULL. */
 const char *contradiction(const struct plan *of) {
   /* Communicators of NCCL_COMM_ID have the same hash in every job. */
@@ -74,15 +82,8 @@ const char *contradiction(const struct plan *of) {
   for (int i = 0; i < of->forbid.count; i++)
     if (user_value(of->forbid.items[i].name)) return of->forbid.items[i].name;
   /* Hosts of a job could not tell whether all have its variables: its launcher sets them. */
-  for (int i = 0; of->job && i < of->set.count; i++) {
-    const char *value = user_value(of->set.items[i].name);
-    if (!value || strcasecmp(value, of->set.items[i].value) != 0) return of->set.items[i].name;
-  }
-  for (int i = 0; i < of->must.count; i++) {
-    const char *value = user_value(of->must.items[i].name);
-    if (value && strcasecmp(value, of->must.items[i].value) != 0) return of->must.items[i].name;
-  }
-  return NULL;
+  const char *name = of->job ? another_value(&of->set, true) : NULL;
+  return name ? name : another_value(&of->must, false);
 }
 
 /* Put this library in front of the networks that NCCL would try. */
@@ -112,7 +113,8 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
 
 /* Return this host's index of the job that TCCL_JOB names, else TCCL_INDEX; NULL: neither. */
 static char *index_path(void) {
-  const char *job = getenv("TCCL_JOB"), *index = getenv("TCCL_INDEX"), *node = getenv("SLURMD_NODENAME");
+  const char *job = getenv("TCCL_JOB"), *index = getenv("TCCL_INDEX");
+  const char *node = getenv("SLURMD_NODENAME");
   char own[256] = "", *path = NULL;
   if (!job) return index ? strdup(index) : NULL; /* the environment may change */
   if (gethostname(own, sizeof own - 1) != 0) own[0] = '\0';
