@@ -6,7 +6,7 @@ Classes are searched and measured while this asks them, or answer from kept tabl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import msgspec
 
@@ -28,7 +28,7 @@ from tccl_py.plan.plan import (
     preferred,
     version_notices,
 )
-from tccl_py.plan.tables import HostChains, HostNode, OwnChains
+from tccl_py.plan.tables import HostChains, HostNode, HostTable, OwnChains
 from tccl_py.plan.variants import ends_as_measured, path_types
 
 CANDIDATES = 6
@@ -106,11 +106,15 @@ def _candidates(nodes: Sequence[HostNode]) -> Iterator[tuple[Settings, int, floa
             promises[key] = min(promises.get(key, float("inf")), found.rate_gbps)
     for node in nodes:
         best = node.choices[0][1].rate_gbps
-        promises = {k: min(hope, best) for k, hope in promises.items() if node.may_answer(*k)}
+        promises = {key: min(hope, best) for key, hope in promises.items()}
     ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}
     chosen = ranked[:CANDIDATES]
+    if not all(isinstance(node, HostTable) for node in nodes):
+        # Classes that are measured beside tables can answer what the tables have.
+        known = (one for one in ranked if all(node.may_answer(*one[0]) for node in nodes))
+        chosen = list(islice(known, CANDIDATES))
     chosen += [one for one in ranked[CANDIDATES:] if one[0] in own]
     for (settings, count), promise in chosen:
         yield settings, count, promise

@@ -13,6 +13,7 @@ from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
+from tccl_py.plan.table_images import image_of
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, read_tables
 from tccl_py.plan.variants import retuned
 from tccl_py.readers.hosts import HostSlots
@@ -60,7 +61,7 @@ def plan_of_job(
         name = class_name(text, {one.name for one in classes})
         classes.append(msgspec.structs.replace(known[number], name=name))
     nodes = [
-        HostTable(one, _table(tables, known[number].name, some))
+        HostTable(one, _table(tables, known[number], some))
         for one, (number, some) in zip(classes, keys, strict=True)
     ]
     tree = plan.cluster.switches
@@ -168,12 +169,19 @@ def _gpus(
     return tuple(sorted(some))
 
 
-def _table(tables: Collection[HostTable], name: str, gpus: tuple[int, ...]) -> KeptTable:
-    of_class = [one.kept for one in tables if one.node_class.name == name]
-    found = next((one for one in of_class if one.gpus == gpus), None)
+def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
+    """Return the table of a class for some GPUs, or that of GPUs which equal them."""
+    of_class = [table.kept for table in tables if table.node_class.name == one.name]
+    alike = [table for table in of_class if len(table.gpus) == len(gpus)]
+    found = next((table for table in alike if table.gpus == gpus), None)
+    if found is None and alike:
+        images = (image_of(table, one, gpus) for table in alike)
+        found = next((image for image in images if image is not None), None)
     if found is None:
-        there = ", ".join(gpus_text(one.gpus) for one in of_class) or "none"
+        there = ", ".join(gpus_text(table.gpus) for table in of_class) or "none"
         what = f"has no table for GPUs {gpus_text(gpus)}, but for {there}"
-        right = f"measure them: tccl plan --force --gpus-per-job ...,{gpus_text(gpus)}"
-        raise InputError(f"class {name}", what, right)
+        # A number alone would be a count.
+        some = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
+        right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {some}"
+        raise InputError(f"class {one.name}", what, right)
     return found
