@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations_with_replacement, islice
 from typing import Any
@@ -73,17 +73,10 @@ def make_cluster_plan(
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
-    tasks = _tasks(
-        cluster,
-        sources,
-        gpus,
-        version=version,
-        ring_counts=tuple(ring_counts or _ring_counts(cluster)),
-        strategy=strategy,
-        budget=budget,
-        reporter=reporter,
-        p2p_level=level,
-    )
+    counts = tuple(ring_counts or _ring_counts(cluster))
+    limits: dict[str, Any] = {"version": version, "p2p_level": level, "ring_counts": counts}
+    how: dict[str, Any] = {"strategy": strategy, "budget": budget, "reporter": reporter}
+    tasks = _tasks(cluster, sources, gpus, **limits, **how)
     wanted = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
     makers = [
         _Maker(one, task, [table for table in kept if table.node_class.name == one.name])
@@ -91,9 +84,9 @@ def make_cluster_plan(
     ]
     growing = not all(maker.table(all_) for maker, all_ in zip(makers, gpus, strict=True))
     nodes = [maker.node(all_, growing) for maker, all_ in zip(makers, gpus, strict=True)]
-    for node in nodes:
-        if isinstance(node, HostClass):
-            node.explore()
+    searches = [node for node in nodes if isinstance(node, HostClass)]
+    for node in searches:
+        node.explore()
     plan = plan_over(
         cluster,
         nodes,
@@ -102,20 +95,12 @@ def make_cluster_plan(
         ib_gid_index=ib_gid_index,
         pinned_env=pinned,
     )
-    cancelled = plan.cancelled or any(
-        node.cancelled for node in nodes if isinstance(node, HostClass)
-    )
+    cancelled = plan.cancelled or any(node.cancelled for node in searches)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
     told += _ceiling_notice(plan, nodes)
     if tables is not None and not cancelled:
-        try:
-            for maker, of_class in zip(makers, wanted, strict=True):
-                if not maker.kept or gpus_per_job is not None:
-                    nodes += maker.others(of_class, growing, told)
-                nodes += maker.left(nodes, growing)
-            _ask_for_pairs(cluster, nodes)
-        except KeyboardInterrupt:
-            cancelled = True
+        parts, chosen = zip(makers, wanted, strict=True), gpus_per_job is not None
+        cancelled = _interrupted_jobs(cluster, nodes, parts, told, growing=growing, chosen=chosen)
         tables += [node.table() for node in nodes]
     used = [task.source for task in tasks if task is not None]
     return msgspec.structs.replace(
@@ -255,6 +240,30 @@ def _shared(budget: Budget, parts: int) -> Budget:
     """Return the budget of one of so many other sets of GPUs."""
     sets = None if budget.sets is None else max(1, budget.sets // max(1, parts))
     return msgspec.structs.replace(budget, sets=sets)
+
+
+def _interrupted_jobs(
+    cluster: Cluster,
+    nodes: list[HostClass | HostTable],
+    parts: Iterable[tuple[_Maker, Sequence[tuple[int, ...]]]],
+    notices: list[str],
+    *,
+    growing: bool,
+    chosen: bool,
+) -> bool:
+    """Add the nodes of jobs over each class's sets of GPUs; return whether that was interrupted.
+
+    With `chosen` sets, classes with tables of earlier get tables of these sets too.
+    """
+    try:
+        for maker, of_class in parts:
+            if not maker.kept or chosen:
+                nodes += maker.others(of_class, growing, notices)
+            nodes += maker.left(nodes, growing)
+        _ask_for_pairs(cluster, nodes)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostNode]) -> None:

@@ -126,21 +126,10 @@ def verify_target(
         outcome = checked[arm.name]
         if arm.name not in failures and isinstance(outcome, Outcome):
             logs = [outcome, *_jobs_of(arm.name, rounds.jobs)]
-            result = msgspec.structs.replace(
-                result,
-                rows=_rows(target, spec, rounds, arm),
-                checked=sum(rank.checked for rank in outcome.results),
-                wrong=(
-                    *(wrong for rank in outcome.results for wrong in rank.wrong),
-                    *_wrong_training(_jobs_of("default", rounds.jobs), logs[1:]),
-                ),
-                rings=rings_of_jobs(target, launcher, arm, logs, checks=budget.checks),
-            )
-            result = msgspec.structs.replace(
-                result,
-                gbps=large_gbps([(row.bytes, row.gbps) for row in result.sizes]),
-                large=result.over(found[0]) if found else EQUAL,
-            )
+            rings = rings_of_jobs(target, launcher, arm, logs, checks=budget.checks)
+            rows = _rows(target, spec, rounds, arm)
+            result = msgspec.structs.replace(result, rows=rows, rings=rings)
+            result = _judged(result, logs, rounds, found[0] if found else None)
         found.append(result)
     letters = dict(zip(names, "ABC", strict=False))
     return Verification(
@@ -166,6 +155,22 @@ def verify_target(
             for _, job in rounds.jobs
         ),
         seconds=time.monotonic() - begun,
+    )
+
+
+def _judged(
+    result: ArmResult, logs: Sequence[Outcome], rounds: Rounds, baseline: ArmResult | None
+) -> ArmResult:
+    """Add the checked values of an arm's jobs, and its bandwidth beside the baseline's."""
+    ranks = logs[0].results
+    wrong = [wrong for rank in ranks for wrong in rank.wrong]
+    wrong += _wrong_training(_jobs_of("default", rounds.jobs), logs[1:])
+    return msgspec.structs.replace(
+        result,
+        checked=sum(rank.checked for rank in ranks),
+        wrong=tuple(wrong),
+        gbps=large_gbps([(row.bytes, row.gbps) for row in result.sizes]),
+        large=EQUAL if baseline is None else result.over(baseline),
     )
 
 
