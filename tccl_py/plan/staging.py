@@ -118,7 +118,10 @@ def check_if_listed(directory: Path, name: str) -> None:
         check_files(directory, [name])
 
 
-FINDINGS = ("verify.json", "tuning.json", "sizes.json", "explanation.json", "report.html")
+FINDINGS = (
+    *("verify.json", "evaluate.json", "tuning.json", "sizes.json", "explanation.json"),
+    "report.html",
+)
 """What other commands leave there of a plan; it says nothing of another one."""
 TABLES = "tables"
 FOLDERS = ("nccl", "machines", TABLES)

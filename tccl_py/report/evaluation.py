@@ -38,10 +38,7 @@ def evaluation_json(found: Evaluation) -> dict[str, Any]:
 
 def evaluation_lines(found: Evaluation) -> Iterator[str]:
     """Yield a line for each arm but default NCCL, and for each collective in it."""
-    kind = mark(simulated=found.simulated, assumed=found.assumed)
-    if not found.simulated and found.backend != "cuda":
-        kind = "a dry run over gloo: ratios say nothing about GPUs or NCCL"
-    yield f"{found.machine}, {kind}: ratios of bus bandwidth to default NCCL"
+    yield f"{found.machine}, {_kind(found)}: ratios of bus bandwidth to default NCCL"
     for arm in found.summaries:
         asked = ", recommended" if arm.arm == found.recommended else ""
         yield f"{CHOICE_WORDS[arm.arm]}{asked}: {_words(arm)}"
@@ -50,6 +47,12 @@ def evaluation_lines(found: Evaluation) -> Iterator[str]:
                 yield f"  {collective}: {_words(one)}"
     if found.recommended == "default":
         yield "default NCCL is recommended: its ratio is 1"
+
+
+def _kind(found: Evaluation) -> str:
+    if not found.simulated and found.backend != "cuda":
+        return "a dry run over gloo, which says nothing about GPUs or NCCL"
+    return mark(simulated=found.simulated, assumed=found.assumed)
 
 
 def _words(one: Summary) -> str:
@@ -73,7 +76,7 @@ def _ratio_map(found: Evaluation, arm: Summary) -> RatioMap:
     return RatioMap(
         arm=arm.arm,
         title=f"{CHOICE_WORDS[arm.arm]} over default NCCL",
-        mark=mark(simulated=found.simulated, assumed=found.assumed),
+        mark=_kind(found),
         columns=tuple(size_text(size) if size else f"{gpus} GPUs" for size, gpus in places),
         rows={
             collective: tuple(
