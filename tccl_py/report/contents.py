@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
@@ -18,16 +19,18 @@ from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
 from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
 from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
+from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
 from tccl_py.verify.sizes import SizeTuning
 
 _SLOWED = 0.99
@@ -81,14 +84,15 @@ def read_contents(directory: Path) -> Contents:
     explanation = load_explanation(directory)
     if explanation is None and (directory / EXPLANATION_FILE).exists():
         notices.append(f"{EXPLANATION_FILE} is left out: it is of an earlier plan")
-    evaluation = None
-    if (directory / EVALUATION_FILE).exists():
-        try:
-            evaluation = load_evaluation(directory)
-            why = "" if evaluation else "is of an earlier plan"
-        except InputError as error:
-            why = error.what
-        notices += [f"{EVALUATION_FILE} is left out: it {why}"] if why else []
+    evaluation, why = _evaluation(directory)
+    notices += [f"{EVALUATION_FILE} is left out: it {why}"] if why else []
+    verification, more = _verification(directory)
+    known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
+    day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
+    sizes = load_sizes(directory)
+    if any(tuning.backend != "cuda" for tuning in sizes):
+        sizes = ()
+        notices.append(f"{SIZES_FILE} is left out: it is a dry run without GPUs")
     return Contents(
         directory=directory,
         plan=plan,
@@ -103,6 +107,16 @@ def read_contents(directory: Path) -> Contents:
         sizes=sizes,
         notices=(*notices, *more),
     )
+
+
+def _evaluation(directory: Path) -> tuple[Evaluation | None, str]:
+    """Return the evaluation of this plan, or why it is left out."""
+    try:
+        found = load_evaluation(directory)
+    except InputError as error:
+        return None, error.what
+    old = found is None and (directory / EVALUATION_FILE).exists()
+    return found, "is of an earlier plan" if old else ""
 
 
 def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]:
