@@ -1,4 +1,4 @@
-"""`tccl doctor`: what on this host will hang NCCL or spoil measurements."""
+"""`tccl doctor` and `tccl advise`: what hangs or slows NCCL on a host, and what to try first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import typer
 from rich.padding import Padding
 
 from tccl_py.cli import options
-from tccl_py.cli.options import opt
+from tccl_py.cli.options import MACHINE_HELP, opt
 from tccl_py.cli.output import BAD, DOUBT, GOOD, grid, results
-from tccl_py.cli.process import ANSWER_IS_NO, print_json
-from tccl_py.errors import InputError
+from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
+from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.health.doctor import Diagnosis, examine, this_host
 from tccl_py.health.host import DriverState, Host
+from tccl_py.simulator.descriptions import load_machine
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import measured_machine
 
 _ROOT = "name one with sys, proc, etc and dev in it"
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
@@ -59,6 +62,48 @@ def doctor(
         _print(found)
     if not found.healthy:
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def advise(
+    machine: Annotated[
+        str | None, typer.Argument(metavar="MACHINE", help=f"This one if not given. {MACHINE_HELP}")
+    ] = None,
+    *,
+    json: options.Json = False,
+) -> None:
+    """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
+
+    This machine's GPUs are measured, by a small part of what `tccl plan` measures, and the host is
+    examined as by `tccl doctor`. With MACHINE a model answers, anywhere: for a topology XML or
+    `tccl discover -o FILE` by assumed parameters.
+
+    Examples:
+
+        tccl advise
+        tccl advise topology.xml
+    """
+    from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415 (slow)
+    from tccl_py.plan.nccl_here import version_to_plan  # noqa: PLC0415
+
+    with interrupts_put_off():
+        if machine is None:
+            try:
+                place = measured_machine()
+            except InputError as error:
+                right = "name a MACHINE, as in `tccl advise topology.xml`"
+                raise InputError(error.where, error.what, right) from error
+            diagnosis, version = examine(this_host()), version_to_plan(notice)
+            with open_source(place) as source:
+                found = advice_on(place, source, diagnosis, version=version)
+        else:
+            model = load_machine(machine)
+            found = advice_on(model, open_source(model))
+    if json:
+        print_json(found)
+        return
+    console = results()
+    for name, text in found.lines():
+        console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
 
 
 def _print(found: Diagnosis) -> None:

@@ -29,6 +29,7 @@ from tccl_py.cli.process import (
 from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
 
 COMMANDS = {
+    "advise": ("doctor:advise", "Say in ten lines what to try first on a machine."),
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),
     "machines": ("machines:machines", "List the bundled machine models, or show one machine."),
     "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
@@ -49,7 +50,7 @@ COMMANDS = {
     "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
-_PANELS = {"discover": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
+_PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
 """The panels of `tccl --help`, by their first commands."""
 
 # The class of every usage error; typer has it from click or from its own copy of click.

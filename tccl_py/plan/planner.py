@@ -70,6 +70,7 @@ def make_plan(
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
     own_rings: Callable[[Settings], DefaultChoice] | None = None,
+    subsets: bool = True,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -95,6 +96,7 @@ def make_plan(
         pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
             plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under settings; None computes them by its rules.
+        subsets: whether smaller sets of GPUs get rings too.
 
     Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
@@ -123,7 +125,7 @@ def make_plan(
     search.cancelled = own.cancelled
     if not own.cancelled:
         search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    plan = _assembled(task, own, search)
+    plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
 
@@ -149,7 +151,7 @@ def check_strategy(strategy: str) -> str:
     return strategy
 
 
-def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
+def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: bool) -> Plan:
     source = task.source
     best, measurement = _final(task, own.rated[0], search.best)
     planned: tuple[SubsetRings, ...] = ()
@@ -158,7 +160,8 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch) -> Plan:
         # More are worth their time only where graph files are.
         others = max(choice.rate_gbps or 0.0 for choice in (own.default, own.variables))
         few = len(task.gpus) <= ALL_SUBSETS_UP_TO
-        if not cancelled and (few or best.rate_gbps > others * (1 + AS_GOOD)):
+        worth = subsets and not cancelled
+        if worth and (few or best.rate_gbps > others * (1 + AS_GOOD)):
             planned = subset_rings(task, best.settings, best.orders)
     except KeyboardInterrupt:
         cancelled = True

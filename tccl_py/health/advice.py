@@ -1,0 +1,168 @@
+"""Advice in ten lines: a machine, default NCCL on it, what to try first, the gain, how sure."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import msgspec
+
+from tccl_py.errors import MeasurementError
+from tccl_py.health.doctor import Diagnosis
+from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.nccl.settings import environment_text
+from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.view import view
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.planner import make_plan
+from tccl_py.search.problem import Budget, Progress
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.model import MachineModel, gpu_names, provenances
+from tccl_py.sources.profiled import MeasuredMachine
+
+SECONDS = 40.0
+"""Seconds after which a search gives its best: an answer within a minute."""
+BUDGET = Budget(sets=150, idle_sets=40)
+_RING_COUNTS = (1, 2)
+_MECHANISMS = {"NET": "over the network", "SHM": "through host memory"}
+_PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known."""
+
+    machine: str
+    default: str
+    default_gbps: float | None
+    recommended: str
+    advice: str
+    environment: str
+    rate_gbps: float | None
+    gain: float | None
+    bound_gbps: float | None
+    simulated: bool
+    sure: str
+    problems: tuple[str, ...]
+    alike: str
+    following: str
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield a name and a text for each line."""
+        yield "Machine", self.machine
+        yield "NCCL now", self.default
+        yield "Try first", self.advice
+        if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
+            rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
+            yield "Gain", f"{self.gain:.2f}x: {rates}"
+        if self.bound_gbps is not None:
+            yield "At best", f"{self.bound_gbps:.1f} GB/s by any rings under these settings"
+        yield "How sure", self.sure
+        for text in self.problems[:2]:
+            yield "Fix first", text
+        if self.alike:
+            yield "Alike", self.alike
+        yield "Next", self.following
+
+
+def advise(
+    place: MachineModel | MeasuredMachine,
+    source: BandwidthSource,
+    diagnosis: Diagnosis | None = None,
+    *,
+    version: str = LATEST,
+    seconds: float = SECONDS,
+) -> Advice:
+    """Plan a machine in `seconds` with a small budget, and say what to try first.
+
+    Raises InputError: fewer than two GPUs. SearchError, MeasurementError: as `make_plan`.
+    """
+    ends = time.monotonic() + seconds
+
+    def in_time(_: Progress) -> None:
+        if time.monotonic() > ends:
+            raise KeyboardInterrupt
+
+    task: dict[str, Any] = {
+        "version": version,
+        "ring_counts": _RING_COUNTS,
+        "budget": BUDGET,
+        "subsets": False,
+    }
+    try:
+        facts = place.machine, place.knowledge, source
+        plan = make_plan(*facts, reporter=in_time, subsets=False, **task)
+    except KeyboardInterrupt:
+        if time.monotonic() < ends:
+            raise
+        raise MeasurementError(f"no ring of default NCCL was rated in {seconds:g} s") from None
+    chosen = plan.choices[plan.recommended]
+    findings = diagnosis.findings if diagnosis is not None else ()
+    problems = [one for one in findings if one.severity != "note"]
+    return Advice(
+        machine=_machine_words(place),
+        default=_default_words(plan),
+        default_gbps=plan.stock.rate_gbps,
+        recommended=plan.recommended,
+        advice=plan.advice,
+        environment=environment_text(chosen.settings),
+        rate_gbps=chosen.rate_gbps,
+        gain=plan.gain(plan.recommended),
+        bound_gbps=plan.bound_gbps,
+        simulated=plan.simulated,
+        sure=_sure(plan, place),
+        problems=tuple(f"{one.severity.upper()} {one.what}; {one.fix}" for one in problems),
+        alike=_alike(place.machine),
+        following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
+    )
+
+
+def _machine_words(place: MachineModel | MeasuredMachine) -> str:
+    machine = place.machine
+    pairs = list(permutations(machine.gpu_indices, 2))
+    direct = sum(place.knowledge.can_access(machine, *pair) for pair in pairs)
+    nodes = len(machine.numa_nodes)
+    linked = "NVLink" if machine.nvlinks else "no NVLink"
+    return (
+        f"{machine.name}: {len(machine.gpus)} GPUs ({gpu_names(machine)}), {nodes} NUMA "
+        f"node{'s' * (nodes != 1)}, {linked}; P2P between {direct} of {len(pairs)} ordered pairs"
+    )
+
+
+def _default_words(plan: Plan) -> str:
+    """Return what default NCCL does: rings, transports of their hops, and bandwidth."""
+    stock = plan.stock
+    if not stock.rings:
+        return stock.note or "not known"
+    seen = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
+    rings = list(dict.fromkeys(stock.rings))
+    hops = {(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    kinds = Counter(str(pair_mechanism(seen, *hop)).partition("/")[0] for hop in sorted(hops))
+    ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
+    rate = "not rated" if stock.rate_gbps is None else f"{stock.rate_gbps:.1f} GB/s"
+    order = " ".join(map(str, rings[0]))
+    more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
+    return f"{rate} ({plan.provenance}): ring {order}{more}, hops {ways}"
+
+
+def _sure(plan: Plan, place: MachineModel | MeasuredMachine) -> str:
+    cut = "; the search was cut short" if plan.cancelled else ""
+    if isinstance(place, MachineModel):
+        counts = provenances(place)
+        known = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        level = "low" if plan.assumed else "medium"
+        return f"{level}: by a model with {known} parameters{cut}"
+    error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
+    return f"medium: {plan.sets_measured} sets measured here{error}; no NCCL job ran{cut}"
+
+
+def _alike(machine: Machine) -> str:
+    """Return the bundled models of other machines with the same GPUs."""
+    known = set(bundled_names()) - {machine.name}
+    kinds = gpu_names(machine)
+    alike = [name for name in sorted(known) if gpu_names(load_bundled(name).machine) == kinds]
+    return f"bundled models with these GPUs: {', '.join(alike)}" if alike else ""
