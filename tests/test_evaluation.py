@@ -237,6 +237,7 @@ def test_the_table_in_the_docs_is_of_the_models_as_they_are(name):
         (("--gpus-per-job", "0+9", "--gpus-per-job", "x"), "--gpus-per-job"),
         (("--sizes", "4K,x"), "--sizes"),
         (("--rounds", "2"), "--rounds"),
+        (("--csv", "/none/there.csv"), "--csv /none/there.csv"),
     ],
 )
 def test_wrong_options_are_refused(place, words, where):

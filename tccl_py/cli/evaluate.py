@@ -22,7 +22,7 @@ from tccl_py.plan.staging import locked
 from tccl_py.report.evaluation import evaluation_json, evaluation_lines
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import check_backend
-from tccl_py.verify.evaluation import DEFAULT_SECONDS, Sweep, csv_text
+from tccl_py.verify.evaluation import DEFAULT_SECONDS, Evaluation, Sweep, csv_text
 from tccl_py.verify.plans import evaluate_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, Collective, Dtype, parse_sizes
@@ -88,6 +88,8 @@ def evaluate(
     )
     if sizes is not None:
         sweep = replace(sweep, sizes=parse_sizes(sizes, "--sizes"))
+    if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
+        raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
     kind = None if backend is None else check_backend(backend)
     pinned = pinned_names(pin_env or ())
     with ExitStack() as stack:
@@ -107,6 +109,13 @@ def evaluate(
             say=notice,
             watch=stack.enter_context(ProgressLine()).say,
         )
+    _write(found, directory, csv, json=json)
+    if found.wrong or found.failures:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _write(found: Evaluation, directory: Path, csv: Path | None, *, json: bool) -> None:
+    """Print an evaluation, and write its rows as CSV."""
     if csv is not None:
         write_result(csv_text(found), csv)
     if json:
@@ -117,5 +126,3 @@ def evaluate(
     notice(f"wrote {directory / 'evaluate.json'}" + ("" if csv is None else f" and {csv}"))
     notice_each(f"failed: {text}" for text in found.failures)
     notice_each(f"left out, the time is up: {text}" for text in found.left_out)
-    if found.wrong or found.failures:
-        raise typer.Exit(ANSWER_IS_NO)
