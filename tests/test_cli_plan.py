@@ -40,7 +40,7 @@ def done(*arguments):
 def directory(tmp_path_factory):
     """A plan of four GPUs, in a place whose name a shell must be kept from reading."""
     place = tmp_path_factory.mktemp("plans") / 'it\'s $HOME; "my" plan'
-    write_plan(plan_of(PCIE), place_of(place), models=as_only(load_bundled(PCIE)))
+    write_plan(plan_of(SMALL), place_of(place), models=as_only(load_bundled(SMALL)))
     return place
 
 

@@ -157,7 +157,8 @@ def assert_transports(plan):
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         way = pair_mechanism(seen, hop.source, hop.target)
         blocks = hop.flow.blocks
-        flow = mechanism_flow(seen, way, hop.source, hop.target, blocks=blocks)
+        node = hop.flow.through if plan.settings.shm_placement else None
+        flow = mechanism_flow(seen, way, hop.source, hop.target, blocks=blocks, node=node)
         assert flow == hop.flow
         farthest = max(farthest, PathType[way.path])
     assert plan.paths[0].type_intra == farthest.name

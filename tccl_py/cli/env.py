@@ -59,7 +59,8 @@ def env(
 
     With --plugin the lines load the plan's plugin, for NCCL 2.28.7 and later: it gives each
     communicator of the job, over whatever GPUs, the graph file of exactly these, or none, and sets
-    the variables of the recommended choice. `tccl show --sets` lists who gets what.
+    the variables of the recommended choice. `tccl show --sets` lists who gets what. A choice that
+    places bounce buffers loads it without the option, as only the plugin can place them.
 
     If the GPUs, the driver's major version, the NUMA layout or NCCL's version differ from the
     plan's, a measured plan is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why,

@@ -16,11 +16,12 @@ from tccl_py.health.fitness import planned_or_installed, why_elsewhere
 from tccl_py.installation.install import Installed, Kind, form_of, removal
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import user_file
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import plugin_variables, why_no_plugin
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
 
@@ -103,7 +104,7 @@ def _installed(plan: Plan, directory: Path, *, alike: bool, plugin: dict[str, st
         uuids = tuple(known[gpu] for gpu in plan.gpus if gpu in known)
     return Installed(
         directory=place,
-        settings=plan.job_settings,
+        settings=plan.plain_settings,
         provenance=plan.provenance,
         plugin=plugin,
         alike=alike,

@@ -16,12 +16,13 @@ from tccl_py.model.cluster import shown
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import job_environment
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.plan.plugin import plugin_variables, why_no_plugin
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
@@ -235,6 +236,8 @@ def job_environment_of(
     there are no variables, or others than were asked for.
     """
     listed = check_files(directory).files
+    taken = choice or plan.recommended
+    placed = taken == "graph" and plan.settings.shm_placement
     loading = plugin_variables(directory, alike=alike) if plugin else {}
     if plan.is_cluster:
         loading |= job_environment(plan.job_settings) if plugin else {}
@@ -251,21 +254,22 @@ def job_environment_of(
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
             disabled = why_disabled(plan, directory, nccl, alike=alike, say=say)
-        if plugin and not disabled:
+        if (plugin or placed) and not disabled:
             disabled = why_no_plugin(nccl or planned_or_installed(plan))
         file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         off = {**subject, "off": disabled}
         return JobEnvironment(plan=plan, subject=off, variables={}, refused=True)
-    taken = choice or plan.recommended
     missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
     if missing:
         say(_lacking(host, subject))
     if missing and not plan.is_cluster:
         taken = "variables"
     graph = None
-    if taken == "graph" and not missing:
+    if taken == "graph" and not missing and placed:
+        loading = loading or plugin_variables(directory, alike=alike)
+    elif taken == "graph" and not missing:
         graph = PurePosixPath(directory.resolve() / "nccl" / file)
     return JobEnvironment(
         plan=plan,

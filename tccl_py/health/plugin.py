@@ -19,8 +19,9 @@ from tccl_py.nccl.plugin.index import (
     MAX_INDEX_BYTES,
     digest,
 )
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines, home
-from tccl_py.plan.plugin import PLUGIN_VARIABLE, why_no_plugin, why_not_trusted
+from tccl_py.plan.plugin import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.plan.staging import MANIFEST_FILE
 
 ENVIRONMENT = "the environment"

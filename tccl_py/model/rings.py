@@ -82,7 +82,10 @@ def ring_set(rings: Sequence[Ring]) -> RingSet:
 
 
 def ring_like(space: HopSpace, known: Ring) -> Ring:
-    """Return the ring over the same GPUs and NICs, each hop by the space's mechanism."""
+    """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
+
+    A bounce keeps its NUMA node, if the space has that.
+    """
     hops = []
     for hop in known.hops:
         choices = space.between(hop.source, hop.target)
@@ -90,7 +93,7 @@ def ring_like(space: HopSpace, known: Ring) -> Ring:
         alike = [choice for choice in choices if nics_of(choice) == nics]
         if not alike:
             raise SearchError(f"{space.name} has no hop from GPU {hop.source} to GPU {hop.target}")
-        hops.append(alike[0])
+        hops.append(next((o for o in alike if o.flow.through == hop.flow.through), alike[0]))
     return ring(hops)
 
 

@@ -142,6 +142,12 @@ class Flow(TextValue):
         return len(self.transfers) == 2 and not self.is_network
 
     @property
+    def through(self) -> int | None:
+        """The NUMA node of a bounce's host memory; None for other flows."""
+        host = self.transfers[0].destination
+        return host.index if self.is_bounce and host.kind == "C" else None
+
+    @property
     def is_network(self) -> bool:
         """True if a NIC moves the bytes."""
         return any(transfer.executor.kind == "N" for transfer in self.transfers)

@@ -51,6 +51,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     GPUs and writes elsewhere. `channels` are ring channels in the graph file; the final number is
     more (`final_channels`), within `min_channels` and `max_channels`. `buffsize` is a channel's
     FIFO in bytes. `shm_disable` sends pairs without P2P over NICs; no plan chooses it.
+    `shm_placement` lets the NCCL plugin choose the NUMA node of each rank's bounce buffers, which
+    are then the sender's.
 
     NICs reach GPU memory up to `net_gdr_level` (LOC: never), when sending only if `net_gdr_read`
     lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on one rail, 1 lets
@@ -66,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shm_locality: Side = "receiver"
     shm_copy_engine: CopyEngineSide | None = None
     shm_disable: bool = False
+    shm_placement: bool = False
     net_disable_intra: bool = False
     channels: int = 1
     min_channels: int | None = None
@@ -92,6 +95,9 @@ def check_settings(settings: Settings) -> Settings:
     if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
         right = "leave shm_copy_engine out, or use NCCL 2.28"
         raise InputError(where, "bounces cannot use a copy engine", right)
+    if settings.shm_placement and settings.shm_locality != "sender":
+        right = "the plugin places what the sender allocates: set shm_locality to sender"
+        raise InputError(where, "shm_placement is true", right)
     if not 1 <= settings.channels <= facts.max_channels:
         right = f"a graph file holds 1 to {facts.max_channels}"
         raise InputError(where, f"channels is {settings.channels}", right)
@@ -174,6 +180,7 @@ _VARIABLES: dict[str, tuple[str, Read]] = {
     "shm_locality": ("NCCL_SHM_LOCALITY", _at_one("sender")),
     "shm_copy_engine": (_SHM_MODE, lambda _, n: _SHM_MODES.get(n, "sender")),
     "shm_disable": ("NCCL_SHM_DISABLE", _at_one(True)),
+    "shm_placement": ("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
     "net_disable_intra": ("NCCL_NET_DISABLE_INTRA", _at_one(True)),
     "min_channels": ("NCCL_MIN_NCHANNELS", _within(1, 10**18)),
     "max_channels": ("NCCL_MAX_NCHANNELS", _within(1, 10**18)),
@@ -209,6 +216,8 @@ def environment(settings: Settings) -> dict[str, str]:
             found["NCCL_P2P_DISABLE"] = "1"
         elif field == "shm_locality":
             found[name] = "1"
+        elif field == "shm_placement":
+            found[name] = "0"
         elif field == "shm_copy_engine":
             mode = next(code for code, side in _SHM_MODES.items() if side == value)
             found |= {_SHM_COPY: "1", _SHM_MODE: str(mode)}
@@ -244,6 +253,8 @@ def settings_from_environment(
         found.setdefault("shm_copy_engine", "sender")
     else:
         found.pop("shm_copy_engine", None)
+    if "shm_locality" not in found:
+        found.pop("shm_placement", None)
     for end in found.keys() & {"min_channels", "max_channels"}:
         found[end] = min(found[end], facts.max_final_channels)
     if found.get("sockets_per_thread", 0) * found.get("socket_threads", 1) > _MAX_SOCKETS:

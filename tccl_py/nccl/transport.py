@@ -94,7 +94,8 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     """Return one hop per ordered pair, by the mechanism the settings give the pair.
 
     The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts.
-    Every hop is moved by the final channels' blocks, shared evenly by the rings of a set.
+    Every hop is moved by the final channels' blocks, shared evenly by the rings of a set. With
+    placement a bounce has a hop for each NUMA node, the sender's own first.
     """
     settings = check_settings(seen.settings)
     if rings_in_set < 1:
@@ -102,21 +103,38 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     channels = settings_channels(settings, sm=seen.system.sm_min)
     blocks = max(1, channels // rings_in_set)
     hops = {}
-    for source, target in permutations(seen.gpus, 2) if not seen.by_network else ():
-        flow = mechanism_flow(
-            seen, pair_mechanism(seen, source, target), source, target, blocks=blocks
+    for pair in permutations(seen.gpus, 2) if not seen.by_network else ():
+        mechanism = pair_mechanism(seen, *pair)
+        hops[pair] = tuple(
+            Hop(*pair, mechanism_flow(seen, mechanism, *pair, blocks=blocks, node=node))
+            for node in _nodes(seen, mechanism, pair[0])
         )
-        hops[source, target] = (Hop(source, target, flow),)
     switches = [f"{name}={value}" for name, value in environment(settings).items()]
     name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
     return HopSpace(name=name, gpus=seen.gpus, hops=hops)
 
 
-def mechanism_flow(
-    seen: NcclView, mechanism: Mechanism, source: int, target: int, *, blocks: int
-) -> Flow:
-    """Return the flow of a mechanism; a bounce buffer lies on the allocating GPU's NUMA node.
+def _nodes(seen: NcclView, mechanism: Mechanism, source: int) -> tuple[int | None, ...]:
+    """Return the NUMA nodes open to a hop's buffer, NCCL's own choice first (None: only this)."""
+    if mechanism.kind != "bounce" or not seen.settings.shm_placement:
+        return (None,)
+    own = seen.machine.numa_of(f"G{source}")
+    nodes = [node.index for node in seen.machine.numa_nodes if node.index != own]
+    return (own, *nodes)
 
+
+def mechanism_flow(
+    seen: NcclView,
+    mechanism: Mechanism,
+    source: int,
+    target: int,
+    *,
+    blocks: int,
+    node: int | None = None,
+) -> Flow:
+    """Return the flow of a mechanism.
+
+    A bounce buffer lies on NUMA node `node`, by default that of the allocating GPU.
     NCCL_BUFFSIZE is the size of direct hops' FIFOs too, which lie in GPU memory (p2p.cc).
     """
     start, end = Place("G", source), Place("G", target)
@@ -129,7 +147,7 @@ def mechanism_flow(
         make = direct_read if mechanism.kind == "read" else direct_write
         return make(source, target, blocks=blocks, fifo=Fifo(bytes=size))
     owner = target if mechanism.side == "receiver" else source
-    host = Place("C", seen.machine.numa_of(f"G{owner}"))
+    host = Place("C", seen.machine.numa_of(f"G{owner}") if node is None else node)
     fifo = Fifo(bytes=size, side=mechanism.side or "receiver")
     return Flow((Transfer(start, sender, host), Transfer(host, receiver, end)), blocks, fifo)
 

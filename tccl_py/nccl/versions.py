@@ -209,3 +209,20 @@ def speeds(sm: int, *, nodes: int, rules: GraphRules) -> Sequence[float]:
     table = _INTER_100 if sm >= 100 else _INTER_90 if sm >= 90 else _INTER
     new = {86.0: rules.rate_86, 80.0: rules.rate_80}
     return tuple(rate for rate in table if new.get(rate, True)) + _SLOW_NET
+
+
+FIRST_WITH_PLUGIN = (2, 28, 7)
+
+
+def why_no_plugin(version: str) -> str:
+    """Return why a version of NCCL does not load the plugin, as a clause; "" if it does.
+
+    Missing numbers are taken for favourable ones.
+
+    >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
+    ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
+    """
+    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    if numbers >= FIRST_WITH_PLUGIN[: len(numbers)]:
+        return ""
+    return f"NCCL {version} has no environment plugins, which came with 2.28.7"

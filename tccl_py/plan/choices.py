@@ -68,15 +68,15 @@ class SettingsSearch:
         2. Settle channels and FIFO size for the rings of each search.
         """
         try:
-            left = self._explore(sets)
+            left = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
             if not self.cancelled:
                 self._settle(max(left, sets // 2))
         except KeyboardInterrupt:
             self.cancelled = True
 
-    def _explore(self, left: int) -> int:
+    def _explore(self, waiting: list[Settings], left: int) -> int:
         """Search under one mechanism after the other; return the number of sets left."""
-        task, waiting = self._task, list(mechanisms(self._task))
+        task = self._task
         while waiting and left > 0 and not self.cancelled:
             settings = max(waiting, key=lambda one: _promise(task, one, self._known))
             waiting.remove(settings)
@@ -131,6 +131,20 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
     return tuple(
         kind for kind in kinds if not kind.p2p_copy_engine and kind.shm_copy_engine is None
     )
+
+
+def placements(task: Task) -> tuple[Settings, ...]:
+    """Return settings under which the NCCL plugin places bounce buffers, if nodes differ."""
+    nodes = {node.numa_id for node in task.machine.numa_nodes}
+    if not task.placement or len(nodes) < 2 or -1 in nodes:
+        return ()
+    replace = msgspec.structs.replace
+    bouncing = (
+        replace(kind, shm_locality="sender", shm_placement=True)
+        for kind in mechanisms(task)
+        if any(hop.flow.is_bounce for hop in task.space(kind, 1))
+    )
+    return tuple(dict.fromkeys(bouncing))
 
 
 def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[float, int]:

@@ -42,6 +42,9 @@ def subset_file(gpus: Sequence[int]) -> str:
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
+_PLUGIN_NOTE = "# This is the best without the NCCL plugin; `tccl env DIR` loads it.\n"
+
+
 def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
 
@@ -63,9 +66,11 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
         for subset in plan.subsets:
             files[subset_file(subset.gpus)] = subset_graph(plan, subset)
         text_of, named = env_text, place / GRAPH_FILE
-    graph = named if plan.recommended == "graph" else None
-    files["env.sh"] = text_of(plan.job_settings, graph, provenance=plan.provenance)
-    files["nccl.conf"] = conf_text(plan.job_settings, provenance=plan.provenance)
+    graph = named if plan.recommended == "graph" and not plan.needs_plugin else None
+    files["env.sh"] = text_of(plan.plain_settings, graph, provenance=plan.provenance)
+    if plan.needs_plugin:
+        files["env.sh"] += _PLUGIN_NOTE
+    files["nccl.conf"] = conf_text(plan.plain_settings, provenance=plan.provenance)
     return files
 
 

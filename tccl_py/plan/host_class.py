@@ -83,7 +83,7 @@ class HostTask(Task, frozen=True, kw_only=True):
         whole = automorphisms(self.machine, self.knowledge, gpus=self.gpus)
         return whole if self.pairing is None else symmetry_keeping(whole, self.pairing)
 
-    def rule(self, count: int, /) -> SetRule:
+    def rule(self, _settings: Settings, count: int, /) -> SetRule:
         """Return the rule for the NICs."""
         return self.pairing or EvenUse(self.nics, count, same=self.same_nic)
 

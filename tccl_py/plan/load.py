@@ -236,6 +236,9 @@ def _check_orders(plan: Plan, where: str) -> None:
         for ring in subset.rings:
             _check_order(ring, subset.gpus, where)
         _check_count(len(subset.rings), plan.settings.channels, where)
+        known = {node.index for node in plan.machine.numa_nodes}
+        fits = len(subset.nodes) in (0, len(subset.gpus)) and known.issuperset(subset.nodes)
+        _need(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(known)}")
 
 
 def _check_order(order: Sequence[int], gpus: Sequence[int], where: str) -> None:

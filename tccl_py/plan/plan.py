@@ -18,6 +18,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, Host, NodeClass, check_cluster, class_name
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.rings import Ring
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.versions import version_facts
@@ -139,11 +140,15 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s."""
+    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
+
+    `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
+    """
 
     gpus: tuple[int, ...]
     rings: tuple[tuple[int, ...], ...]
     rate_gbps: float
+    nodes: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -350,6 +355,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.choices[self.recommended].settings
 
     @property
+    def needs_plugin(self) -> bool:
+        """Whether only jobs with the NCCL plugin get the recommended choice."""
+        return self.job_settings.shm_placement
+
+    @property
+    def plain_settings(self) -> Settings:
+        """The settings of jobs without the plugin and without a graph file."""
+        return self.variables.settings if self.needs_plugin else self.job_settings
+
+    @property
     def advice(self) -> str:
         """The recommendation, in a sentence or two."""
         name, gain = self.recommended, self.gain(self.recommended)
@@ -367,6 +382,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return f"Leave NCCL as it is. No variable or {file} is clearly faster."
         if name == "variables":
             return f"Set {variables}{times}. No {file} is needed."
+        if self.needs_plugin:
+            return f"Load the NCCL plugin, which places bounce buffers on NUMA nodes{times}."
         if not variables:
             return f"Use the {file}{times}."
         return f"Use the {file} and set {variables}{times}."
@@ -409,7 +426,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the rings planned for exactly these GPUs of a single host, or None."""
         wanted = tuple(sorted(gpus))
         if wanted == self.gpus:
-            return SubsetRings(gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps)
+            nodes = sender_nodes(self.machine, self.rings) if self.settings.shm_placement else ()
+            return SubsetRings(
+                gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes
+            )
         return next((one for one in self.subsets if one.gpus == wanted), None)
 
     def save(self, path: Path | str) -> None:
@@ -447,6 +467,25 @@ def version_notices(version: str) -> tuple[str, ...]:
     facts = version_facts(version)
     known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
     return () if facts.verified else (known,)
+
+
+def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[int, ...]:
+    """Return the NUMA node through which each GPU's bounces go, by GPU; its own without a bounce.
+
+    >>> from tccl_py.model.rings import Hop, Ring
+    >>> from tccl_py.model.transfer import bounce
+    >>> from tccl_py.simulator.descriptions import load_bundled
+    >>> ring = Ring((Hop(0, 1, bounce(0, 1, 2)), Hop(1, 0, bounce(1, 0, 0))))
+    >>> sender_nodes(load_bundled("amd-3090").machine, [ring])
+    (2, 0)
+    """
+    nodes: dict[int, int] = {}
+    for hop in (hop for ring in rings for hop in ring.hops):
+        through = hop.flow.through
+        if through is not None or hop.source not in nodes:
+            own = machine.numa_of(f"G{hop.source}")
+            nodes[hop.source] = own if through is None else through
+    return tuple(node for _, node in sorted(nodes.items()))
 
 
 def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:

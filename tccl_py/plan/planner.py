@@ -27,7 +27,7 @@ from tccl_py.model.transfer import (
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
-from tccl_py.nccl.versions import LATEST, version_facts
+from tccl_py.nccl.versions import LATEST, version_facts, why_no_plugin
 from tccl_py.plan.choices import OwnChoices, SettingsSearch, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     AS_GOOD,
@@ -39,6 +39,7 @@ from tccl_py.plan.plan import (
     PlannedHost,
     SubsetRings,
     is_proven,
+    sender_nodes,
     single_host,
     version_notices,
 )
@@ -117,6 +118,7 @@ def make_plan(
         reporter=reporter,
         p2p_level=pinned_level(pinned),
         own_rings=own_rings,
+        placement=not why_no_plugin(version),
     )
     check_settings(task.default_settings)
     own = own_choices(task)
@@ -318,20 +320,25 @@ def _subset(
     if result.cancelled:
         raise KeyboardInterrupt
     rings = tuple(one.gpus for one in result.rings.rings)
-    return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps)
+    nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
+    return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
 
 
 def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
     """The plan of a subset carried over to all subsets that look the same."""
-    column = {int(p[1:]): i for i, p in enumerate(symmetry.points) if p.startswith("G")}
-    gpu_at = {i: gpu for gpu, i in column.items()}
-    moved = symmetry.elements[:, [column[gpu] for gpu in planned.gpus]]
+    column = {point: i for i, point in enumerate(symmetry.points)}
+    number = [int(point[1:]) for point in symmetry.points]
+    moved = symmetry.elements[:, [column[f"G{gpu}"] for gpu in planned.gpus]]
     _, rows = np.unique(np.sort(moved, axis=1), axis=0, return_index=True)
     images = {planned.gpus: planned}
     for row in symmetry.elements[rows].tolist():
-        rings = tuple(tuple(gpu_at[row[column[gpu]]] for gpu in ring) for ring in planned.rings)
+        image = {point: number[row[at]] for point, at in column.items()}
+        rings = tuple(tuple(image[f"G{gpu}"] for gpu in ring) for ring in planned.rings)
         gpus = tuple(sorted(rings[0]))
-        images.setdefault(gpus, SubsetRings(gpus=gpus, rings=rings, rate_gbps=planned.rate_gbps))
+        places = zip(planned.gpus, planned.nodes, strict=False)
+        nodes = dict(sorted((image[f"G{gpu}"], image[f"C{node}"]) for gpu, node in places))
+        found = {"gpus": gpus, "rings": rings, "nodes": tuple(nodes.values())}
+        images.setdefault(gpus, msgspec.structs.replace(planned, **found))
     return images
 
 

@@ -34,8 +34,6 @@ PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
 JOB_VARIABLE = "TCCL_JOB"
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
-FIRST_NCCL = (2, 28, 7)
-"""The first NCCL with environment plugins."""
 _MAX_PATH = 254
 """Of a network plugin's path (plugin.h); the library is one as well."""
 _BUILD = "python -m tccl_py.nccl.plugin.build"
@@ -89,11 +87,24 @@ def _index(
     own = {n: value for n, value in variables.items() if names and n in PER_COMMUNICATOR}
     major = "" if known is None else known.driver.partition(".")[0]
     must, forbid = env_rules(plan.job_settings)
+    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+
+    def nodes(gpus: tuple[int, ...]) -> dict[int, int]:
+        found = plan.subset(gpus)
+        placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
+        return {gpu: numa_ids[node] for gpu, node in placed}
+
     return PluginIndex(
         simulated=plan.simulated,
         gpus=gpus,
         sets=tuple(
-            IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), variables=own)
+            IndexedSet(
+                gpus=gpus,
+                file=name,
+                text=texts[name].encode(),
+                nodes=nodes(gpus),
+                variables=own,
+            )
             for gpus, name in names.items()
         ),
         variables={name: value for name, value in variables.items() if name not in own},
@@ -195,17 +206,3 @@ def why_not_trusted(path: Path) -> str:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return f"others can write {place}"
     return ""
-
-
-def why_no_plugin(version: str) -> str:
-    """Return why a version of NCCL does not load the plugin, as a clause; "" if it does.
-
-    Missing numbers are taken for favourable ones.
-
-    >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
-    ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
-    """
-    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
-    if numbers >= FIRST_NCCL[: len(numbers)]:
-        return ""
-    return f"NCCL {version} has no environment plugins, which came with 2.28.7"

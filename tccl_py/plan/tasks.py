@@ -14,6 +14,7 @@ from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import (
+    Hop,
     HopSpace,
     Ring,
     RingSet,
@@ -48,8 +49,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The input of planning.
 
     `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under settings;
-    None computes them by NCCL's rules. `nics` are those of chains over several hosts. `spaces`
-    caches hop spaces.
+    None computes them by NCCL's rules. `nics` are those of chains over several hosts. With
+    `placement` the jobs load the NCCL plugin, which places bounce buffers. `spaces` caches hop
+    spaces.
     """
 
     machine: Machine
@@ -64,6 +66,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     nics: tuple[int, ...] = ()
     p2p_level: Level | None = None
     own_rings: Callable[[Settings], DefaultChoice] | None = None
+    placement: bool = False
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
     @property
@@ -91,9 +94,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """The symmetry of the machine as far as it exchanges the GPUs."""
         return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
 
-    def rule(self, _count: int, /) -> SetRule | None:
+    def rule(self, settings: Settings, count: int, /) -> SetRule | None:
         """Return the rule for sets of so many rings, if any."""
-        return None
+        return OneNode() if settings.shm_placement and count > 1 else None
+
+
+class OneNode(SetRule):
+    """All bounces from a GPU go through one NUMA node: its process places its buffers."""
+
+    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
+        """Return whether no GPU bounces through two nodes."""
+        nodes = {(hop.source, hop.flow.through) for ring in rings for hop in ring}
+        bounces = [source for source, node in nodes if node is not None]
+        return len(set(bounces)) == len(bounces)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +235,7 @@ def search_under(
         sets: the limit of measured sets.
     """
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    rules = {count: rule for count in counts if (rule := task.rule(count)) is not None}
+    rules = {count: rule for count in counts if (rule := task.rule(settings, count)) is not None}
     try:
         problem = SearchProblem(
             spaces={count: task.space(settings, count) for count in counts},

@@ -22,12 +22,13 @@ from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_clas
 from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import Fingerprint, normal_bus_id
 from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import plugin_variables, why_no_plugin
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
@@ -66,7 +67,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def variables(self) -> dict[str, str]:
         """Return the settings of all communicators."""
-        return job_environment(self.plan.job_settings)
+        return job_environment(self.plan.plain_settings)
 
     def loading(self, nccl: str) -> dict[str, str]:
         """Return the variables that load the plan's plugin; none if this process cannot."""
@@ -80,7 +81,8 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def graph(self, members: Sequence[Member], own: Member) -> Path | None:
         """Return the graph file of `own` in a group of these members; None is default NCCL."""
-        if self.plan.recommended != "graph" or len({member.plan for member in members}) != 1:
+        none = self.plan.recommended != "graph" or self.plan.needs_plugin
+        if none or len({member.plan for member in members}) != 1:
             return None
         name = (
             self._host_graph(members, own) if self.plan.is_cluster else self._machine_graph(members)
@@ -219,7 +221,7 @@ def _listed(settings: Mapping[str, str] | None) -> str:
 
 def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
     """Return why a plan does not fit this rank, as a clause; "" if it does."""
-    settings = opened.plan.job_settings
+    settings = opened.plan.plain_settings
     found = _other_host(opened, here, name) or why_not_with(settings, here.nccl)
     if found:
         return found

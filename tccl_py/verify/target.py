@@ -23,6 +23,7 @@ from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, host_graphs, nccl_files
 from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.tables import kept_files
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.verify.jobs import THIS_HOST, Arm
@@ -82,13 +83,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             variables = dict(self.plan.pinned_env)
             if name != "default":
                 graph = file if name == "graph" else None
-                variables |= job_environment(choice.settings, graph=graph)
+                variables |= (
+                    plugin_variables(self.directory)
+                    if choice.settings.shm_placement
+                    else job_environment(choice.settings, graph=graph)
+                )
             arm = Arm(
                 name=name,
                 variables=variables,
                 settings=choice.settings,
                 predicted_gbps=choice.best_known_gbps,
-                graphs=dict(self.graphs) if name == "graph" else {},
+                graphs=dict(self.graphs) if "NCCL_GRAPH_FILE" in variables else {},
             )
             arms.setdefault(tuple(sorted(variables.items())), arm)
         found = tuple(arms.values())

@@ -1,0 +1,160 @@
+"""Plans whose bounce buffers the NCCL plugin places on NUMA nodes (simulated, assumed figures)."""
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.model.rings import Hop, ring, ring_set
+from tccl_py.model.transfer import bounce
+from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.plan import sender_nodes
+from tccl_py.plan.planner import make_plan
+from tccl_py.plan.tasks import OneNode
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.planned import PCIE, as_only, plan_of
+
+PLACED = Settings(shm_locality="sender", shm_placement=True)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(PCIE)
+
+
+@pytest.fixture(scope="module")
+def directory(plan, tmp_path_factory):
+    place = tmp_path_factory.mktemp("plans") / "placed"
+    place.mkdir()
+    write_plan(plan, place, models=as_only(load_bundled(PCIE)))
+    return place
+
+
+def all_rates(model, settings):
+    """Yield the rate of each single ring over all GPUs, through any NUMA nodes."""
+    space = hop_space(view(model.machine, model.knowledge, settings))
+    first, *rest = space.gpus
+    source = Simulator(model)
+    for order in itertools.permutations(rest):
+        pairs = itertools.pairwise((first, *order, first))
+        for hops in itertools.product(*(space.between(*pair) for pair in pairs)):
+            found = ring_set([ring(hops)])
+            (measurement,) = source.measure([found.flows])
+            yield found.rate(measurement)
+
+
+def test_bounces_through_chosen_nodes_are_three_times_default_nccl_on_a_simulated_machine(plan):
+    assert plan.recommended == "graph"
+    assert plan.needs_plugin
+    assert plan.gain("graph") >= 3
+    assert plan.simulated and plan.assumed
+
+
+def test_no_choice_of_nodes_is_faster(plan):
+    settings = msgspec.structs.replace(plan.settings, channels=1)
+    best = max(all_rates(load_bundled(PCIE), settings))
+    alone = make_plan_of_one_ring()
+    assert alone.rate_gbps == pytest.approx(best)
+
+
+def make_plan_of_one_ring():
+    model = load_bundled(PCIE)
+    return make_plan(model.machine, model.knowledge, Simulator(model), ring_counts=(1,))
+
+
+def test_each_gpu_bounces_through_one_node_in_all_rings():
+    def hops(*nodes):
+        pairs = [(0, 1), (1, 2), (2, 0)]
+        return [Hop(*pair, bounce(*pair, node)) for pair, node in zip(pairs, nodes, strict=False)]
+
+    rule = OneNode()
+    assert rule.admits([hops(0, 1, 1)])
+    assert rule.admits([hops(0, 1, 1), hops(0, 1)])
+    assert not rule.admits([hops(0, 1, 1), hops(0, 0)])
+
+
+def test_rings_of_a_set_share_the_nodes_of_their_gpus():
+    model = load_bundled(PCIE)
+    found = make_plan(model.machine, model.knowledge, Simulator(model), ring_counts=(2,))
+    nodes = {(hop.source, hop.flow.through) for one in found.rings for hop in one.hops}
+    if found.settings.shm_placement:
+        assert len(nodes) == len(found.gpus)
+    assert found.gain(found.recommended) >= 1
+
+
+@pytest.mark.parametrize("version", ["2.18", "2.27", "2.28.3"])
+def test_versions_without_plugins_get_no_placement(version):
+    model = load_bundled(PCIE)
+    found = make_plan(model.machine, model.knowledge, Simulator(model), version=version)
+    assert not any(one.settings.shm_placement for one in found.alternatives)
+    assert not found.needs_plugin
+
+
+def test_machines_without_numa_ids_get_no_placement():
+    model = load_bundled(PCIE)
+    nodes = tuple(msgspec.structs.replace(one, numa_id=-1) for one in model.machine.numa_nodes)
+    machine = msgspec.structs.replace(model.machine, numa_nodes=nodes)
+    found = make_plan(machine, model.knowledge, Simulator(model))
+    assert not found.needs_plugin
+
+
+def test_settings_with_placement_are_read_back_and_need_the_senders_side():
+    assert settings_from_environment(environment(PLACED)) == PLACED
+    assert not settings_from_environment({"NCCL_CUMEM_HOST_ENABLE": "0"}).shm_placement
+    with pytest.raises(InputError):
+        check_settings(Settings(shm_placement=True))
+
+
+def test_the_index_has_the_nodes_of_the_planned_hops(plan, directory):
+    lines = (directory / "nccl" / "plugin.index").read_text().splitlines()
+    sets = {line.split()[1]: line.split() for line in lines if line.startswith("set ")}
+    ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+    assert len(sets) == len(plan.subsets) + 1
+    whole = sender_nodes(plan.machine, plan.rings)
+    for gpus, nodes in ((plan.gpus, whole), *((one.gpus, one.nodes) for one in plan.subsets)):
+        named = ",".join(str(ids[node]) for node in nodes)
+        assert f"NODES={named}" in sets[",".join(map(str, gpus))]
+    assert "variable NCCL_CUMEM_HOST_ENABLE 0" in lines
+    assert "variable NCCL_SHM_LOCALITY 1" in lines
+
+
+def test_rates_of_subsets_are_those_of_their_nodes(plan):
+    source = Simulator(load_bundled(PCIE))
+    for one in plan.subsets:
+        space = hop_space(
+            view(plan.machine, plan.knowledge, plan.settings, gpus=one.gpus),
+            rings_in_set=len(one.rings),
+        )
+        node = dict(zip(one.gpus, one.nodes, strict=True))
+        rings = [
+            ring(
+                [
+                    next(hop for hop in space.between(*pair) if hop.flow.through == node[pair[0]])
+                    for pair in itertools.pairwise((*order, order[0]))
+                ]
+            )
+            for order in map(tuple, one.rings)
+        ]
+        (measurement,) = source.measure([ring_set(rings).flows])
+        assert ring_set(rings).rate(measurement) == pytest.approx(one.rate_gbps)
+
+
+def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):
+    script = (directory / "nccl" / "env.sh").read_text()
+    assert "export" not in script
+    assert "NCCL_" not in (directory / "nccl" / "nccl.conf").read_text()
+    found = CliRunner().invoke(app, ["env", str(directory), "--json"])
+    if (directory / "nccl" / LIBRARY).exists():
+        assert found.exit_code == 0
+        assert set(json.loads(found.stdout)["environment"]) == {"NCCL_ENV_PLUGIN", "TCCL_INDEX"}
+    else:
+        assert found.exit_code == 2
