@@ -95,7 +95,7 @@ def advise(
     }
     try:
         facts = place.machine, place.knowledge, source
-        plan = make_plan(*facts, reporter=in_time, subsets=False, **task)
+        plan = make_plan(*facts, reporter=in_time, **task)
     except KeyboardInterrupt:
         if time.monotonic() < ends:
             raise
