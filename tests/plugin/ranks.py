@@ -256,6 +256,17 @@ class Job:
         self._cuda.cudaFree(buffer)
         self.made.append(made)
 
+    def time_calls(self, comm, size, count):
+        """Record the least mean seconds of a call of ten times `count` all-reduces of bytes."""
+        buffer, least = ctypes.c_void_p(), float("inf")
+        self._cuda.cudaMalloc(ctypes.byref(buffer), ctypes.c_size_t(size))
+        values = buffer, buffer, ctypes.c_size_t(size), 0, 0, comm.handle, None
+        for _ in range(10):
+            start = time.perf_counter()
+            codes = {self._nccl.ncclAllReduce(*values) for _ in range(count)}
+            least = min(least, (time.perf_counter() - start) / count)
+        self.made.append(Made(name="calls", gpus=[], rank=0, code=max(codes), seconds=least))
+
     def barrier(self, name):
         """Wait for all ranks of the job."""
         (self.folder / f"at.{name}.{self.rank}").touch()

@@ -25,6 +25,12 @@ def few(job):
         job.init(f"pair{first}", [first, first + 1])
 
 
+def calls(job):
+    """Many all-reduces of 64 KiB; the record's seconds are the least mean of a call of ten runs."""
+    comm = job.init("world", range(job.size))
+    job.time_calls(comm, 1 << 16, job.argument)
+
+
 def many(job):
     """World, pairs, a single GPU, triples, then some again without blocking."""
     job.init("world", range(job.size))
