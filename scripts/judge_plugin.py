@@ -132,9 +132,9 @@ def kills(folder: Path, count: str, first: str = "0", *only: str) -> int:
 
 
 def mutations(folder: Path, count: str, seed: str = "1") -> int:
-    """Mutate indices, boards and cost tables, a fifth of the number each, under ASan and UBSan."""
-    for kind in ("board", "board job", "index", "index job", "tuner"):
-        print(f"{kind}: {fuzz(folder, kind, int(count) // 5, int(seed))}", flush=True)
+    """Mutate indices, boards and cost tables, a sixth of the number each, under ASan and UBSan."""
+    for kind in ("board", "board job", "index", "index job", "tuner", "tuner wide"):
+        print(f"{kind}: {fuzz(folder, kind, int(count) // 6, int(seed))}", flush=True)
     return 0
 
 

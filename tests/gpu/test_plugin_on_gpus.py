@@ -7,9 +7,11 @@ TCCL_KEEP names a folder in which NCCL's logs are kept.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -17,9 +19,11 @@ import pytest
 
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
+from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plugin import plugin_variables
+from tccl_py.plan.tuned import Tuning, keep_tuning
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.planned import needing_a_graph
@@ -77,7 +81,7 @@ def run_job(way, size, conf, folder, **variables):
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_CONF_FILE": str(conf),
         "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
+        "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV,TUNING",
     }
     program = [sys.executable, "-m", "tests.gpu.plugin_rank", way]
     commands = [[*program, rank, size, folder] for rank in range(size)]
@@ -117,6 +121,30 @@ def test_communicators_of_unmodified_programs_run_the_rings_of_their_gpus(planne
     assert wanted <= counts.keys(), counts
     print(f"{size} GPUs, {way}: communicators by GPUs {dict(counts)}")
     assert boards() <= before
+
+
+CHOICE = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+) channel{Lo..Hi}={0..(\d+)}")
+
+
+def test_collectives_of_unmodified_programs_run_what_the_tables_say(planned, tmp_path):
+    """Against NCCL's own choices: Simple for small messages and LL for large ones."""
+    size, plan, fingerprint = planned
+    conf = tmp_path / "nccl.conf"
+    conf.write_text(install(tmp_path / "plan", plan, fingerprint))
+    given = {"collective": "all_reduce", "algorithm": "ring"}
+    entries = (
+        TunerEntry(from_bytes=4096, to_bytes=8192, protocol="simple", channels=1, **given),
+        TunerEntry(from_bytes=4 << 20, to_bytes=4 << 20, protocol="ll", channels=2, **given),
+    )
+    sets = [found for n in range(2, size + 1) for found in combinations(range(size), n)]
+    tables = tuple(TunerTable(gpus=gpus, measured_on=gpus, entries=entries) for gpus in sets)
+    tuning = Tuning(choice=plan.recommended, nccl=plan.settings.version, tables=tables)
+    keep_tuning(tuning, plan, tmp_path / "plan")
+    logs = "".join(run_job("eager", size, conf, tmp_path))
+    assert logs.count(": tuned by ") >= 2 * size
+    found = {choice for choice in CHOICE.findall(logs) if choice[0] in ("4108", str(4 << 20))}
+    assert found == {("4108", "RING", "SIMPLE", "0"), (str(4 << 20), "RING", "LL", "1")}
+    print(f"{size} GPUs: {logs.count(': tuned by ')} memberships tuned, {sorted(found)}")
 
 
 def boards():

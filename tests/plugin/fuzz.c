@@ -206,6 +206,9 @@ static void check_choice(const struct plan *plan, const struct tune *table, long
   }
   if (right && pipelined == 1) wanted = right->algorithm * PROTOCOLS + right->protocol;
   if (wanted >= 0 && before[wanted] < 0) wanted = -1; /* NCCL does not allow it */
+  if (wanted >= 0 && __builtin_popcountll(table->gpus) > 8 &&
+      cheapest(before) / PROTOCOLS != right->algorithm)
+    wanted = -1; /* FP8 */
   if (cheapest(costs) != (wanted < 0 ? cheapest(before) : wanted)) fail("another choice", number);
   if (channels != (wanted < 0 ? 0 : right->channels)) fail("other channels", number);
   for (int i = 0; i < COSTS; i++)

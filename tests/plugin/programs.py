@@ -155,7 +155,7 @@ def file_answer(plan, ranks):
 def fuzz(folder, kind, count, seed, *, sanitizer="address"):
     """Run the fuzzer, under ASan and UBSan; return its last line.
 
-    "index job" and "board job" are of a job over several hosts.
+    "index job" and "board job" are of a job over several hosts, "tuner wide" is of nine GPUs.
     """
     sources = sorted(SOURCES.glob("*.c"))
     program = compile_program(folder, "fuzz", f"-I{SOURCES}", *sources, sanitizer=sanitizer)
@@ -163,7 +163,8 @@ def fuzz(folder, kind, count, seed, *, sanitizer="address"):
     plan = folder / f"plan{seed}{job}"
     if job:
         shutil.rmtree(plan, ignore_errors=True)
-        stand_in_plan(plan, gpus=2, job=6)
+        wide = {"gpus": 9, "sizes": (9,), "tables": random_tables(seed, 9)[-1:]}
+        stand_in_plan(plan, **(wide if job == "wide" else {"gpus": 2, "job": 6}))
     elif not plan.exists():
         rules = {"must": {"NCCL_P2P_LEVEL": "SYS"}, "forbid": ("NCCL_CROSS_NIC", "NCCL_X")}
         nodes = {gpu: gpu % 2 for gpu in range(4)}

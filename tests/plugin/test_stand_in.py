@@ -183,7 +183,9 @@ def uuid(digits):
     return f"GPU-{'-'.join(parts)}"
 
 
-@pytest.mark.parametrize("kind", ["index", "index job", "board", "board job", "tuner"])
+@pytest.mark.parametrize(
+    "kind", ["index", "index job", "board", "board job", "tuner", "tuner wide"]
+)
 def test_mutated_files_boards_and_cost_tables_break_nothing(folder, kind):
     count = {"index": 1500, "board": 60_000, "tuner": 100_000}[kind.split()[0]]
     assert fuzz(folder, kind, count, seed=5).startswith(f"{count} ")
