@@ -1,0 +1,66 @@
+"""Tuning by message size on GPUs without P2P: entries gain by the plugin, and harm nowhere.
+
+TCCL_KEEP names a folder in which the rows of both runs are kept.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.tuned import load_tuning
+from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
+from tests.gpu.ranks import REPOSITORY
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
+
+SIZES = "128K,256K,512K,1M,8M"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["without P2P", "as it is"])
+def tuned(request, tmp_path_factory):
+    """A plan of this machine, tuned, and its tunings."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    place = tmp_path_factory.mktemp("tuned") / "plan"
+    variables = {**os.environ, **({"NCCL_P2P_DISABLE": "1"} if request.param else {})}
+    pinned = ["--pin-env", "NCCL_P2P_DISABLE"] if request.param else []
+    for words in (
+        ["plan", "-o", place, "--max-sets", "60", *pinned],
+        ["verify", place, "--tune", "--sizes", SIZES, "--seconds", "40", *pinned],
+    ):
+        command = [sys.executable, "-m", "tccl_py", *map(str, words)]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, 1), done.stderr
+    if keep := os.environ.get("TCCL_KEEP"):
+        shutil.copy(place / SIZES_FILE, Path(keep) / f"{request.node.name}.json".replace(" ", "-"))
+    return place, load_sizes(place)
+
+
+def test_the_plugins_table_is_nowhere_slower_than_nccls_own_choice(tuned):
+    place, tunings = tuned
+    entries = [entry for tuning in tunings for entry in tuning.entries]
+    assert (load_tuning(load_plan(place), place).tables != ()) == bool(entries)
+    if any(tuning.entries for tuning in tunings[:2]):
+        assert any(tuning.by_plugin for tuning in tunings), "the plugin's table was not timed"
+    for tuning in tunings:
+        for row in tuning.by_plugin:
+            inside = [
+                entry
+                for entry in tuning.entries
+                if entry.collective == row.row.collective
+                and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+            ]
+            assert not inside or row.fresh.middle >= 0.99
+
+
+def test_predictions_of_gains_hold_in_fresh_jobs(tuned):
+    _, tunings = tuned
+    right, asked = map(sum, zip(*(tuning.predictions for tuning in tunings), strict=True))
+    assert asked
+    assert right >= 0.9 * asked, f"{right} of {asked}"
