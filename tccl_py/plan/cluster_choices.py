@@ -308,6 +308,7 @@ def _notices(best: ClusterRings, nodes: Sequence[HostNode], settings: Settings) 
         names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
         if names:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
-    if not best.order_proven:
-        yield "another order of the hosts may be better: not all could be ruled out"
+    most = best.order_bound_gbps
+    if most is not None:
+        yield f"another order of the hosts may reach up to {most:.2f} GB/s: not all were ruled out"
     yield from version_notices(settings.version)

@@ -124,7 +124,8 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
     `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together.
     No set of as many rings under these settings exceeds `bound_gbps`, in any order of hosts and
     over any NICs, if NICs carry equal numbers of rings or one more; None is not known.
-    `order_proven`: no order of hosts is better for these chains, or the order was given.
+    No order of hosts exceeds `order_bound_gbps` with these chains; None: no order is better, or the
+    order was given.
     """
 
     settings: Settings
@@ -134,7 +135,7 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
     chains: tuple[HostChains, ...]
     rate_gbps: float
     bound_gbps: float | None
-    order_proven: bool
+    order_bound_gbps: float | None
 
 
 def cluster_rings(
@@ -184,7 +185,7 @@ def cluster_rings(
         rate_gbps=float(rate),
         # With noise, chains with other NICs may do better than the best of all were thought to.
         bound_gbps=None if bound is None else float(max(min(bound, most), rate)),
-        order_proven=ring.proven,
+        order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
     )
 
 
