@@ -59,9 +59,9 @@ static int choose(void *table, int collective, size_t bytes, int pipelined, floa
   if (tune->channels && collective == ALL_GATHER && nccl_version() >= FIRST_CLAMPLESS)
     return SUCCESS;
   float *cost = (float *)costs; /* NCCL's type; an array of arrays, in fact */
-  int wanted = tune->algorithm * protocols + tune->protocol, best = wanted;
+  int wanted = tune->algorithm * protocols + tune->protocol, best = -1; /* NCCL's own choice */
   for (int i = 0; i < algorithms * protocols; i++)
-    if (cost[i] >= 0 && cost[i] < cost[best]) best = i;
+    if (cost[i] >= 0 && (best < 0 || cost[i] < cost[best])) best = i;
   if (!(cost[wanted] >= 0) || !(cost[best] > 0)) return SUCCESS;
   /* There NCCL keeps sums of FP8 precise by the algorithm (updateCollCostTable in enqueue.cc). */
   if (__builtin_popcountll(tune->gpus) > PRECISE_RANKS && best / protocols != tune->algorithm)
