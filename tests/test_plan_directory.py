@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
+from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.directory import machine_file, output_directory, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.plugin import plugin_variables
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
@@ -381,3 +384,24 @@ def test_exported_files_appear_together_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="No space left on device"):
         write_nccl_files(plan, tmp_path / "c" / "d")
     assert set(held(tmp_path)) == before
+
+
+def test_a_plan_without_a_model_or_of_measurements_has_none_to_simulate_by(tmp_path):
+    plan = plan_of(SMALL)
+    write_plan(plan, tmp_path)
+    measured = msgspec.structs.replace(plan, simulated=False)
+    assert planned_model(measured, tmp_path) is None
+    machine_file(plan, tmp_path).unlink()
+    (tmp_path / "manifest.json").unlink()
+    assert planned_model(plan, tmp_path) is None
+
+
+def test_the_plugin_is_refused_without_index_or_library_and_where_nccl_cannot_open_it(tmp_path):
+    folder = tmp_path / "of, two" / "nccl"
+    folder.mkdir(parents=True)
+    for name, what in ((INDEX_FILE, INDEX_FILE), (LIBRARY, "library"), (None, "cannot open")):
+        with pytest.raises(InputError) as caught:
+            plugin_variables(folder.parent)
+        assert what in caught.value.what
+        if name is not None:
+            (folder / name).write_bytes(b"")

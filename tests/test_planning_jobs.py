@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
-from tccl_py.plan.job import cluster_of_job, plan_job
+from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.search.problem import Budget
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import RememberingSource
 from tests.cluster_plans import PAIR as MACHINE
 
@@ -133,3 +134,15 @@ def test_rings_that_cannot_be_measured_at_once_leave_a_notice():
     plan, _ = planned(Hosts("h0", "h1", "h2", together=False))
     assert plan.whole_ring_gbps is None
     assert any("could not be measured all at once" in notice for notice in plan.notices)
+
+
+def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("gpu1\ngpu2\ngpu3\n")
+    model = load_bundled("nvswitch-8gpu-8nic")
+    assert simulated_cluster(model, 2, None, None).names == ("node1", "node2")
+    assert simulated_cluster(model, 3, hosts, None).names == ("gpu1", "gpu2", "gpu3")
+    for nodes, path in ((2, hosts), (1, None), (None, None)):
+        with pytest.raises(InputError) as caught:
+            simulated_cluster(model, nodes, path, None)
+        assert caught.value.where == "--nodes"
