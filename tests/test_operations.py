@@ -1,0 +1,158 @@
+"""Files to run tccl on many machines: each parses, and names only what the product has."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tccl_py.cli.main import COMMANDS, load_command
+from tccl_py.health.drift import Drift, prometheus_text
+from tccl_py.health.drift_statistics import Comparison
+from tccl_py.model.transfer import parse_set
+from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin.index import INDEX_VARIABLE
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plugin import PLUGIN_VARIABLE
+from tccl_py.verify.preflight import BusRate, CollectivesChecked, Preflight, preflight_metrics
+
+ROOT = Path(__file__).parent.parent
+FILES = ROOT / "examples" / "operations"
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+
+
+def manifest(name):
+    return yaml.safe_load((FILES / "kubernetes" / f"{name}.yaml").read_text())
+
+
+def containers(found):
+    pod = found["spec"]["template"]["spec"]
+    return [*pod.get("initContainers", ()), *pod["containers"]], pod
+
+
+def typed_commands():
+    """Command lines of `tccl` in all files, with the file's name."""
+    for path in sorted(FILES.rglob("*")):
+        text = path.read_text().replace("{{ tccl }}", "tccl") if path.is_file() else ""
+        for match in re.finditer(r"\btccl ([a-z]+) ([^\n#]*)", text):
+            if match[1] in COMMANDS:
+                yield path.name, f"{match[1]} {match[2]}"
+    for name in ("plan", "train", "check"):
+        for container in containers(manifest(name))[0]:
+            if container["image"] == "tccl" and "command" not in container:
+                yield f"{name}.yaml", " ".join(container["args"])
+
+
+def test_every_file_is_on_the_page_and_every_one_there_is():
+    named = set(re.findall(r"^\| `([^|]+)` \|", PAGE, flags=re.MULTILINE))
+    listed = {part.strip("`, ") for row in named for part in re.split(r"`, `", row)}
+    names = {str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file()}
+    assert {Path(name).name for name in listed} == {Path(name).name for name in names}
+
+
+@pytest.mark.parametrize("file, line", list(typed_commands()))
+def test_commands_and_options_exist(file, line):
+    name, *words = line.split()
+    options = {one for param in load_command(name).params for one in param.opts}
+    assert {word for word in words if re.fullmatch(r"--?[a-z][a-z-]*", word)} <= options, file
+
+
+def test_commands_are_found_in_every_kind_of_file():
+    assert {file for file, _ in typed_commands()} == {
+        "Dockerfile", "check.yaml", "plan.yaml", "train.yaml", "playbook.yml", "tccl-check.service",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["plan", "train", "check"])
+def test_manifests_mount_what_they_declare_and_share_memory(name):
+    found = manifest(name)
+    assert found["kind"] in ("Job", "DaemonSet")
+    every, pod = containers(found)
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in every:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) <= set(volumes)
+        if container["name"] != "unpack":
+            assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+            assert mounts["shm"] == "/dev/shm"
+
+
+def test_the_config_map_of_the_job_is_unpacked_before_the_plugin_reads_it():
+    every, pod = containers(manifest("train"))
+    assert [container["name"] for container in every] == ["unpack", "preflight", "train"]
+    variables = {one["name"]: one["value"] for one in every[-1]["env"]}
+    assert Path(variables[PLUGIN_VARIABLE]).name == LIBRARY
+    assert Path(variables[INDEX_VARIABLE]).name == "plugin.index"
+    assert "config" not in {mount["name"] for mount in every[-1]["volumeMounts"]}
+    (generated,) = manifest("kustomization")["configMapGenerator"]
+    assert generated["name"] == next(
+        volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume
+    )
+    assert f"/config/{generated['files'][0]}" in every[0]["args"][0]
+    assert {"train.yaml", "check.yaml"} == set(manifest("kustomization")["resources"])
+
+
+def test_the_playbook_runs_in_order_and_copies_the_units_that_there_are():
+    (play,) = yaml.safe_load((FILES / "playbook.yml").read_text())
+    commands = [
+        task["ansible.builtin.command"].split()[3]
+        for task in play["tasks"]
+        if "ansible.builtin.command" in task
+    ]
+    assert commands == ["doctor", "plan", "verify", "install"]
+    (copied,) = (task["loop"] for task in play["tasks"] if "loop" in task)
+    assert all((FILES / name).is_file() for name in copied)
+
+
+def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
+    text = (FILES / "grafana.json").read_text()
+    panels = json.loads(text)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    asked = set(re.findall(r"\btccl_[a-z_]+", text)) - {"tccl_check"}
+    one = parse_set("G0->G0->G1")
+    row = Comparison(transfers=one, flow=one.flows[0], was_gbps=2.0, is_gbps=1.0, p=0.001)
+    drift = Drift(rows=(row,), changes=(row,), points_to="", lost={}, skipped=(), seconds=1.0)
+    jobs = CollectivesChecked(rates=(BusRate(bytes=1, gbps=1.0, expected_gbps=2.0, p=1.0),))
+    found = Preflight(drift=drift, collectives=jobs, seconds=1.0)
+    printed = prometheus_text(drift, machine="m", simulated=False, now=1.0)
+    printed += preflight_metrics(found, machine="m", simulated=False)
+    assert asked <= set(re.findall(r"^# TYPE (\S+)", printed, flags=re.MULTILINE))
+    for panel in panels:
+        assert panel["targets"][0]["expr"]
+
+
+def test_the_units_are_good(tmp_path):
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("needs systemd-analyze, which is not here")
+    for name in ("tccl-check.service", "tccl-check.timer"):
+        shutil.copy(FILES / name, tmp_path)
+    units = [str(tmp_path / name) for name in ("tccl-check.service", "tccl-check.timer")]
+    done = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_image_installs_an_extra_that_there_is_and_runs_the_command():
+    text = (FILES / "Dockerfile").read_text()
+    extras = re.findall(r"/src\[([a-z0-9,]+)\]", text)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert extras
+    for extra in extras[0].split(","):
+        assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE)
+    assert json.loads(text.partition("ENTRYPOINT ")[2].splitlines()[0]) == ["tccl"]
+
+
+def test_expected_gains_are_those_of_the_reference_plans():
+    text = (ROOT / "docs" / "machines.md").read_text()
+    rows = re.findall(
+        r"^\| [^|]+ \| ([a-z0-9-]+) \| ([A-Za-z ]+) \| ([0-9.]+) \| simulated", text, re.MULTILINE
+    )
+    words = {"default": "default NCCL", "variables": "variables only", "graph": "graph file"}
+    assert {name for name, *_ in rows} == {path.stem for path in (ROOT / "plans").glob("*.json")}
+    for name, choice, gain in rows:
+        plan = load_plan(ROOT / "plans" / f"{name}.json")
+        assert choice == words[plan.recommended], name
+        assert gain == f"{plan.gain(plan.recommended):.2f}", name
