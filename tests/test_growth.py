@@ -10,10 +10,12 @@ from tccl_py.files import encode_json
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.model.transfer import parse_set
+from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.growth import Sample, Sampler, joined
+from tccl_py.plan.growth import Sample, Sampler, joined, part_of
+from tccl_py.plan.job import journal_by_class
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.probe_hosts import PlacedSource, placements
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import read_tables
 from tccl_py.search.problem import Budget
@@ -271,6 +273,20 @@ def test_a_journal_of_more_hosts_holds_for_fewer_and_no_others():
     alone = JournalHeader(machine="box", identity="GPUs x | driver 1", simulated=False)
     assert not both.covers(alone)
     assert not alone.covers(header("h1"))
+
+
+def test_a_class_is_found_in_the_journal_whatever_hosts_it_was_measured_on(two, hosts, tmp_path):
+    done("plan", "-o", two, "--extend", "--hosts", hosts("a3"))
+    plan = load_plan(two)
+    (path, *_) = plan.paths
+    wanted = transfer_set(hop.flow for chain in path.chains for hop in chain.hops)
+    journal = JournalFile(tmp_path / "journal", header("a1", "a2", "a3"))
+    source = RememberingSource(Hosts({"a2": 5.0, "a3": 5.0}), journal=journal)
+    (place,) = placements(part_of(plan.cluster, ("a3", "a2")))
+    PlacedSource(source, place).measure([wanted])
+    source.close()
+    (found,) = journal_by_class(plan, read_journal(tmp_path / "journal"))
+    assert [one.rate_gbps for one in found[wanted]] == [5.0]
 
 
 def test_a_widened_journal_keeps_its_measurements(tmp_path):

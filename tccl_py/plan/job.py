@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import combinations
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,18 +270,37 @@ def journal_by_class(
     carriers = ((True, False), (False, False), (False, True))
     known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
     for carried, over_sockets in carriers:
-        places = placements(plan.cluster, carried=carried, over_sockets=over_sockets)
+        options: dict[str, Any] = {"carried": carried, "over_sockets": over_sockets}
+        places = placements(plan.cluster, **options)
         for path in plan.paths:
             flows = [hop.flow for chain in path.chains for hop in chain.hops]
             wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
             wanted += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
             wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
-            source = PlacedSource(base, places[path.node_class])
             found = known[path.node_class]
-            for transfers in dict.fromkeys(wanted):
-                if transfers not in found and (known_there := _repeated(source, transfers)):
-                    found[transfers] = known_there
+            further = _measured_pairs(plan.cluster, path.node_class, journal.header)
+            others = (placements(pair, **options)[0] for pair in further)
+            for place in chain([places[path.node_class]], others):
+                source = PlacedSource(base, place)
+                for transfers in dict.fromkeys(wanted):
+                    if transfers not in found and (known_there := _repeated(source, transfers)):
+                        found[transfers] = known_there
+                if not found.keys().isdisjoint(wanted):
+                    break
     return known
+
+
+def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Iterator[Cluster]:
+    """Yield pairs of measured hosts, the first of a class: new classes were measured with others.
+
+    Hosts that a plan was extended by had the partners at hand.
+    """
+    classes = cluster.host_classes
+    measured = [name for name in header.machine.split(",") if name in classes]
+    own = [name for name in measured if classes[name] == number][:MOST_ODD]
+    for host, partner in product(own, measured[:MOST_SAMPLED]):
+        if host != partner:
+            yield part_of(cluster, (host, partner))
 
 
 def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measurement]:
