@@ -151,6 +151,14 @@ def test_an_edited_plan_is_refused_by_one_sentence(path, value, sentence, tmp_pa
     assert sentence in refused(data, tmp_path)
 
 
+def test_a_chain_has_to_begin_where_it_enters_its_host(tmp_path):
+    data = saved(mixed())
+    chains, first = at(data, CHAIN)
+    *rest, last = chains[first]["hops"]
+    chains[first]["hops"] = [last, *rest]
+    assert "stays on its host" in refused(data, tmp_path)
+
+
 def test_a_host_that_is_missing_from_the_order_is_named(tmp_path):
     data = saved(mixed())
     del data["hosts"][-1]
