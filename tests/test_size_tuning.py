@@ -28,6 +28,7 @@ from tccl_py.plan.tuned import load_tuning
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
+from tccl_py.verify.contests import Tuner
 from tccl_py.verify.halving import FINALISTS, all_choices, halve
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher
 from tccl_py.verify.size_plans import load_sizes, tune_by_size
@@ -267,11 +268,40 @@ def test_too_few_fresh_jobs_confirm_nothing():
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def built(tmp_path_factory):
     try:
-        return ctypes.CDLL(str(build_plugin(tmp_path_factory.mktemp("plugin"))))
+        return str(build_plugin(tmp_path_factory.mktemp("plugin")))
     except BuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def library(built):
+    return ctypes.CDLL(built)
+
+
+def test_a_rank_tells_the_tuner_for_its_calls_alone_and_asks_whether_nccl_follows(
+    built, library, monkeypatch
+):
+    told = (ctypes.c_int * 4).in_dll(library, "tccl_told")
+    monkeypatch.setenv("NCCL_TUNER_PLUGIN", built)
+    tuner, seen = Tuner(), []
+    assert list(told[:1]) == [-1]
+    with tuner.told(wanted("tree", "simple", 4)):
+        seen.append(list(told[:3]))
+    with tuner.told(None):
+        seen.append(list(told[:1]))
+    assert seen == [[ALGORITHMS.index("tree"), PROTOCOLS.index("simple"), 4], [-2]]
+    assert told[0] == -1
+
+    def followed():
+        told[3] += 1
+
+    assert tuner.follows(followed, wanted("ring", "ll", 1))
+    assert not tuner.follows(lambda: None, wanted("ring", "ll128", 1))
+    with pytest.raises(ZeroDivisionError), tuner.told(wanted("ring", "ll", 1)):
+        raise ZeroDivisionError
+    assert told[0] == -1
 
 
 def test_the_tuner_follows_what_a_process_tells_it_unless_nccl_forbids_the_choice(library):

@@ -16,7 +16,7 @@ import pytest
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, LocalRunner, rank_environment
-from tccl_py.verify.spec import COLLECTIVES, JobSpec
+from tccl_py.verify.spec import COLLECTIVES, Choice, Contest, JobSpec, TimedRow
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -248,3 +248,30 @@ def test_wrong_values_are_found_and_told_by_their_place(server):
     }  # fmt: skip
     assert {one.rank for one in wrong} == {1}
     assert any("the first at 2: " in one.what for one in wrong)
+
+
+@needs_torch
+def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_times(server):
+    row = TimedRow(collective="all_gather", dtype="bfloat16", bytes=4096)
+    choice = Choice(algorithm="ring", protocol="ll", channels=2)
+    contests = (
+        Contest(row=row, choices=(choice,), rounds=3, beside=False),
+        Contest(row=TimedRow(dtype="bfloat16", bytes=1 << 20), choices=(), rounds=2),
+        Contest(row=row, choices=(), rounds=2, beside=False, table=True),
+    )
+    spec = JobSpec(contests=contests, contest_seconds=1e9)
+    for outcome in run_jobs(spec, 2, [{}, {}], server=server):
+        one, other = (result.contests for result in outcome.results)
+        assert one == other
+        assert [times.row for times in one] == [contest.row for contest in contests]
+        assert [list(map(len, times.seconds)) for times in one] == [[3, 3], [2], [2, 2]]
+        assert [len(values) for values in one[1].beside] == [6]
+        assert all(value > 0 for times in one for values in times.seconds for value in values)
+
+
+@needs_torch
+def test_no_contest_begins_after_its_time(server):
+    contests = tuple(Contest(row=TimedRow(bytes=1024), choices=(), rounds=1) for _ in range(3))
+    spec = JobSpec(contests=contests, contest_seconds=0.0)
+    outcome = run_job(spec, 2, server=server)
+    assert outcome.results[0].contests == ()
