@@ -11,8 +11,10 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, ring, ring_set
 from tccl_py.model.transfer import bounce
+from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.plugin.build import LIBRARY
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
@@ -21,6 +23,7 @@ from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import OneNode
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.verify.simulated import simulated_cells
 from tests.planned import PCIE, as_only, plan_of
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)
@@ -146,6 +149,21 @@ def test_rates_of_subsets_are_those_of_their_nodes(plan):
         ]
         (measurement,) = source.measure([ring_set(rings).flows])
         assert ring_set(rings).rate(measurement) == pytest.approx(one.rate_gbps)
+
+
+def test_no_collective_over_any_gpus_is_slower_than_default_nccl(plan):
+    sets = [one.gpus for one in plan.subsets] + [plan.gpus]
+    source = Simulator(load_bundled(PCIE))
+    cells = simulated_cells(plan, source, sets, ("all_reduce", "broadcast", "all_to_all"))
+    ratios = [cell.ratio for cell in cells if cell.arm == "graph"]
+    assert min(ratios) > 0.999
+    assert max(ratios) >= 3
+
+
+def test_flows_through_nodes_without_gpus_have_a_path(plan):
+    # Node 2 of this machine has no device, so NCCL's own graph of it leaves the node out.
+    assert path_types(plan.machine)["C2", "G3"] is PathType.SYS
+    assert path_types(plan.machine)["C2", "C3"] is PathType.SYS
 
 
 def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):

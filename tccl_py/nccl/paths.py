@@ -98,8 +98,15 @@ def shortest_paths(system: System) -> Paths:
 
 @lru_cache(maxsize=16)
 def path_types(machine: Machine) -> dict[tuple[str, str], PathType]:
-    """Return the path type from each CPU, GPU and NIC to each, without settings and policy."""
-    return {pair: path.type for pair, path in shortest_paths(build_system(machine)).items()}
+    """Return the path type from each CPU, GPU and NIC to each, without settings and policy.
+
+    NCCL leaves out CPUs without a device, to which all paths lead over other CPUs.
+    """
+    found = {pair: path.type for pair, path in shortest_paths(build_system(machine)).items()}
+    known = {name for pair in found for name in pair}
+    for node in (node.id for node in machine.numa_nodes if node.id not in known):
+        found |= {pair: PathType.SYS for name in known for pair in ((node, name), (name, node))}
+    return found
 
 
 def _paths_to(

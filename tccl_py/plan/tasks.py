@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate, chain
 from math import gcd
 from typing import TypeVar
@@ -50,8 +50,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under settings;
     None computes them by NCCL's rules. `nics` are those of chains over several hosts. With
-    `placement` the jobs load the NCCL plugin, which places bounce buffers. `spaces` caches hop
-    spaces.
+    `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes` by GPU where
+    these are known. `spaces` caches hop spaces.
     """
 
     machine: Machine
@@ -67,6 +67,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     p2p_level: Level | None = None
     own_rings: Callable[[Settings], DefaultChoice] | None = None
     placement: bool = False
+    nodes: Mapping[int, int] = {}
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
 
     @property
@@ -87,7 +88,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     def hops(self, seen: NcclView, count: int) -> HopSpace:
         """Return the hops of a view; a host of several adds those over its NICs."""
-        return hop_space(seen, rings_in_set=count)
+        space = hop_space(seen, rings_in_set=count)
+        if not self.nodes:
+            return space
+        open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
+        hops = {
+            pair: tuple(hop for hop in found if hop.flow.through in open_to[pair[0]])
+            for pair, found in space.hops.items()
+        }
+        return msgspec.structs.replace(space, hops=hops)
 
     @property
     def symmetry(self) -> Symmetry:

@@ -75,6 +75,8 @@ def _rates(
             orders = condensed(own.rings)
         elif planned is not None:
             orders = planned.rings
+            nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
+            task = msgspec.structs.replace(task, nodes=nodes, spaces={})
         else:
             return {}
         rings = orders_under(task, settings, orders).rings
