@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -39,15 +40,39 @@ int accept(int fd, struct sockaddr *address, socklen_t *length) {
   return result;
 }
 
-static int launch(void) { return 0; }
+static int nothing(void) { return 0; }
+
+/* CUDA's virtual memory, as far as NCCL_CUMEM_ENABLE=1 needs it. */
+static int granularity(size_t *size, const void *of, int which) {
+  (void)of, (void)which;
+  return *size = 1 << 16, 0;
+}
+static int reserve(void **to, size_t size) {
+  *to = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return *to == MAP_FAILED ? 2 : 0;
+}
+
+static const struct {
+  const char *start;
+  int (*function)();
+} pretended[] = {
+    {"cuLaunchKernel", nothing},     {"cuMemGetAllocationGranularity", granularity},
+    {"cuMemAddressReserve", reserve}, {"cuMemCreate", nothing},
+    {"cuMemMap", nothing},           {"cuMemSetAccess", nothing},
+    {"cuMemRelease", nothing},       {"cuMemUnmap", nothing},
+    {"cuMemAddressFree", nothing},
+};
 
 int cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned version,
                                      unsigned long long flags, int *found) {
   static int (*real)(const char *, void **, unsigned, unsigned long long, int *);
   if (!real)
     *(void **)&real = dlsym(dlopen("libcudart.so.13", RTLD_LAZY), "cudaGetDriverEntryPointByVersion");
-  if (strncmp(name, "cuLaunchKernel", 14) != 0) return real(name, entry, version, flags, found);
-  *(int (**)(void))entry = launch;
-  if (found) *found = 0;
-  return 0;
+  for (size_t i = 0; i < sizeof pretended / sizeof *pretended; i++)
+    if (strncmp(name, pretended[i].start, strlen(pretended[i].start)) == 0) {
+      *(int (**)())entry = pretended[i].function;
+      if (found) *found = 0;
+      return 0;
+    }
+  return real(name, entry, version, flags, found);
 }

@@ -2,8 +2,9 @@
 
 usage: placed.py FOLDER NAME... Rank r of two runs on the CPU of node r, next to its GPUs r and
 r + 2, and makes the named communicators: over GPUs 0 and 1, over 2 and 3, and over 0 and 1 where
-the thread has a memory policy of its own. Each rank prints one line of JSON. Needs the standard
-library alone: starting Python is slow there.
+the thread has a memory policy of its own, each with an all-reduce, at which NCCL makes the FIFOs
+unless it did before. Each rank prints one line of JSON. Needs the standard library alone: starting
+Python is slow there.
 """
 
 import ctypes
@@ -113,14 +114,17 @@ def be_rank(rank, folder, names):
             both = ctypes.byref(ctypes.c_ulong(3))
             ctypes.CDLL(None).syscall(SET_MEMPOLICY, INTERLEAVE, both, 65)
         code = nccl.ncclCommInitRank(ctypes.byref(comm), 2, unique, rank)
-        found = {"code": code, "policy": policy(), "during": watcher.end()}
+        early = len(_FIFO.findall(log.read_text()[seen:]))
+        data = ctypes.create_string_buffer(4096)
+        code |= nccl.ncclAllReduce(data, data, ctypes.c_size_t(1024), 7, 0, comm, None)
+        found = {"code": code, "early": early, "policy": policy(), "during": watcher.end()}
         os.sched_setaffinity(0, {rank})
         found["after"], found["policies"] = nodes_of([block()]), sorted(watcher.policies)
         files, text = mapped(), log.read_text()[seen:]
         seen += len(text)
         fifos, created = set(_FIFO.findall(text)), set(_MADE.findall(text))
-        for kind, names in (("fifos", fifos), ("files", created - fifos)):
-            found[kind] = [sum(files[path][node] for path in names) for node in range(2)]
+        for kind, paths in (("fifos", fifos), ("files", created - fifos)):
+            found[kind] = [sum(files[path][node] for path in paths) for node in range(2)]
         change = zip(files["anonymous"], start["anonymous"], strict=True)
         record[name] = found | {"anonymous": [after - before for after, before in change]}
     record["said"] = re.findall(r"tccl: rank \d of 2: (host buffers .*)", log.read_text())

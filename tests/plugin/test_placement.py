@@ -21,26 +21,27 @@ CPU = """<cpu host_hash="0x1" numaid="{node}" affinity="0000000{mask}" arch="x86
 vendor="AuthenticAMD" familyid="143" modelid="49">{gpus}</cpu>"""
 JOB = """
 export PATH=/usr/bin:/bin HOME=/run FAKE_GPUS=4 FAKE_BUSES={buses}
-export NCCL_SOCKET_IFNAME=lo NCCL_RAS_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0
+export NCCL_SOCKET_IFNAME=lo NCCL_RAS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0
 export NCCL_NVLS_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_MAX_NCHANNELS=1 NCCL_BUFFSIZE=262144
 export NCCL_LL_BUFFSIZE=65536 NCCL_LL128_BUFFSIZE=122880
 export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,SHM,ALLOC,ALLOC_HOST NCCL_SHM_LOCALITY=1
 export NCCL_TOPO_FILE={folder}/topology.xml
 cp -r {folder}/plan /run/plan; chmod 755 /run /run/plan
-own=own
-for version in {versions}; do
-  export LD_LIBRARY_PATH={host}/$version:{host}/cuda LD_PRELOAD={patience}
-  echo "run $version"
-  NCCL_ENV_PLUGIN={plugin} TCCL_INDEX=/run/plan/plugin.index {python} {program} \
-    /run/$version planned default $own
-  own=
-done
+play() {{ # NAME VERSION NCCL_CUMEM_ENABLE COMMUNICATOR...
+  name=$1 library={host}/$2 NCCL_CUMEM_ENABLE=$3; shift 3
+  echo "run $name"
+  NCCL_CUMEM_ENABLE=$NCCL_CUMEM_ENABLE LD_LIBRARY_PATH=$library:{host}/cuda LD_PRELOAD={patience} \
+    NCCL_ENV_PLUGIN={plugin} TCCL_INDEX=/run/plan/plugin.index {python} {program} /run/$name "$@"
+}}
+play at-init 2.28.9 0 planned default own
+play at-first-call 2.30.7 1 planned default
+play at-first-call-of-2.28 2.28.9 1 planned
 """
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The records of both ranks, by version of NCCL."""
+    """The records of both ranks, by run."""
     folder = tmp_path_factory.mktemp("placement")
     for version in VERSIONS:
         needs_host(version)
@@ -54,7 +55,6 @@ def ranks(tmp_path_factory):
         buses=",".join(BUSES.values()),
         folder=folder,
         host=FOLDER.resolve(),
-        versions=" ".join(VERSIONS),
         plugin=plugin_library(),
         patience=patience(),
         python=f"{Path(sys.executable).resolve()} -S -E",
@@ -70,24 +70,32 @@ def ranks(tmp_path_factory):
     return found
 
 
-PLANNED_OR_NOT = pytest.mark.parametrize("name", ["planned", "default"])
-EACH_VERSION = pytest.mark.parametrize("version", VERSIONS)
+EACH = pytest.mark.parametrize(
+    "run, name",
+    [
+        ("at-init", "planned"),
+        ("at-init", "default"),
+        ("at-first-call", "planned"),
+        ("at-first-call", "default"),
+        ("at-first-call-of-2.28", "planned"),
+    ],
+)
 
 
-@EACH_VERSION
-@PLANNED_OR_NOT
-def test_all_pages_of_fifos_are_on_the_planned_node_or_where_nccl_puts_them(ranks, version, name):
-    for rank, record in ranks[version].items():
+@EACH
+def test_all_pages_of_fifos_are_on_the_planned_node_or_where_nccl_puts_them(ranks, run, name):
+    assert len(ranks[run]) == 2
+    for rank, record in ranks[run].items():
         node = NODES[rank] if name == "planned" else rank
         assert record[name]["code"] == 0
+        assert (record[name]["early"] > 0) == (run == "at-init")
         assert record[name]["fifos"][node] > 100
         assert record[name]["fifos"][1 - node] == 0
 
 
-@EACH_VERSION
-@PLANNED_OR_NOT
-def test_memory_of_the_program_stays_on_its_own_node(ranks, version, name):
-    for rank, record in ranks[version].items():
+@EACH
+def test_memory_of_the_program_stays_on_its_own_node(ranks, run, name):
+    for rank, record in ranks[run].items():
         for pages in (record["before"], record[name]["during"], record[name]["after"]):
             assert pages[rank] > 0
             assert pages[1 - rank] == 0
@@ -95,14 +103,14 @@ def test_memory_of_the_program_stays_on_its_own_node(ranks, version, name):
         assert record[name]["policies"] == [[0, 0]]
 
 
-@EACH_VERSION
-def test_little_else_is_on_the_planned_node(ranks, version):
-    for rank, record in ranks[version].items():
-        assert record["planned"]["anonymous"][NODES[rank]] < 1024
+def test_little_else_is_on_the_planned_node(ranks):
+    for run in ranks.values():
+        for rank, record in run.items():
+            assert record["planned"]["anonymous"][NODES[rank]] < 1024
 
 
 def test_a_memory_policy_of_the_user_is_kept(ranks):
-    for record in ranks[VERSIONS[0]].values():
+    for record in ranks["at-init"].values():
         assert record["own"]["code"] == 0
         assert record["own"]["policy"] == [3, 3]
         pages = record["own"]["fifos"]
