@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.load import load_plan
     from tccl_py.plan.plan import Plan
     from tccl_py.plan.planner import make_plan
+    from tccl_py.plan.study import diff
     from tccl_py.readers.live import discover_machine
     from tccl_py.readers.switches import read_switches
     from tccl_py.search.strategies import find_rings
@@ -48,6 +49,7 @@ _NAMES = {
     "plan.load": "load_plan",
     "plan.plan": "Plan",
     "plan.planner": "make_plan",
+    "plan.study": "diff",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
     "search.strategies": "find_rings",
@@ -66,6 +68,7 @@ __all__ = [
     "TcclError",
     "bundled_names",
     "cluster_of",
+    "diff",
     "discover_machine",
     "find_rings",
     "load_machine",
@@ -81,7 +84,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the name's module."""
+    """Load a public name from the name's module; `__version__` is the package's."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("tccl-py")
     if name not in _HOMES:
         raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
     return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)

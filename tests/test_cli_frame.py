@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app
-from tccl_py.cli.options import gpus_argument, parse_gpus
+from tccl_py.cli.options import gpus_argument
 from tccl_py.cli.output import ProgressLine
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
+from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.words import mark as provenance

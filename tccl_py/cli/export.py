@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 from tccl_py.cli import options
-from tccl_py.cli.options import flag, in_range, one_of, opt, parse_gpus, refuse
+from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import read_text
 from tccl_py.model.cluster import shown
+from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import machine_file, write_job, write_nccl_files
 from tccl_py.plan.files import GRAPH_FILE, nccl_files

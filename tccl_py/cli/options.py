@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import MAX_GPUS, Machine
+from tccl_py.model.machine import Machine, parse_gpus
 
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
@@ -82,8 +81,6 @@ _WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHI
 _OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
 OF_CLUSTER = ("", "is for the plan of a machine, this one is of a cluster", "leave it out")
 
-_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
-
 
 def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
     """Refuse given options (not None or False) for: a contradicting option, reason, remedy."""
@@ -127,30 +124,6 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
     for index in indices:
         machine.gpu(index)
     return indices
-
-
-def parse_gpus(text: str) -> tuple[int, ...]:
-    """Parse a list of GPU indices and ranges of them.
-
-    >>> parse_gpus("4,0-2")
-    (4, 0, 1, 2)
-    """
-    where = f"GPU list {text[:60]!r}"
-    indices: list[int] = []
-    for part in map(str.strip, text.split(",")):
-        match = _GPU_RANGE.fullmatch(part)
-        if match is None:
-            raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
-        if last - first >= MAX_GPUS:
-            raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
-        indices += range(first, last + 1)
-    twice = next((index for index in indices if indices.count(index) > 1), None)
-    if twice is not None:
-        raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
-    return tuple(indices)
 
 
 def check_quoted(sets: Iterable[str], example: str) -> None:

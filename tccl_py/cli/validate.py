@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, parse_gpus, refuse
+from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import picked, read_text
-from tccl_py.model.machine import Machine
+from tccl_py.model.machine import Machine, parse_gpus
 from tccl_py.nccl import validator
 from tccl_py.nccl.versions import LATEST, known_versions, version_facts
 from tccl_py.plan.nccl_here import verdict_here

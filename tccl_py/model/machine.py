@@ -385,3 +385,30 @@ def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
         found[nic] = min(machine.gpu_indices, key=far)
         users[found[nic]] += 1
     return found
+
+
+_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Parse a list of GPU indices and ranges of them.
+
+    >>> parse_gpus("4,0-2")
+    (4, 0, 1, 2)
+    """
+    where = f"GPU list {text[:60]!r}"
+    indices: list[int] = []
+    for part in map(str.strip, text.split(",")):
+        match = _GPU_RANGE.fullmatch(part)
+        if match is None:
+            raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
+        if last - first >= MAX_GPUS:
+            raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
+        indices += range(first, last + 1)
+    twice = next((index for index in indices if indices.count(index) > 1), None)
+    if twice is not None:
+        raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
+    return tuple(indices)

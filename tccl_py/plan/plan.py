@@ -6,11 +6,11 @@ chain on each host, from an entry NIC to an exit NIC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -23,7 +23,13 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.versions import version_facts
 
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from tccl_py.model.measurement import BandwidthSource
+
 FORMAT_VERSION = 2
+_SHOWN_GPUS = 16
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
 PROOF = 0.0101
@@ -196,6 +202,45 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pinned_env: dict[str, str] = {}
     cancelled: bool = False
     winner: ChoiceName | None = None
+
+    def __repr__(self) -> str:
+        """Describe the plan in three lines."""
+        where = f"{len(self.hosts)} hosts with {self.cluster.ranks} GPUs"
+        if not self.is_cluster:
+            where = f"{self.machine.name}, GPUs {','.join(map(str, self.gpus))}"
+        name, slowest = self.bottleneck
+        order = " ".join(map(str, self.orders[0][:_SHOWN_GPUS]))
+        more = " ..." if len(self.orders[0]) > _SHOWN_GPUS else ""
+        count = f"{self.ring_count} rings, the first" if self.ring_count > 1 else "ring"
+        return (
+            f"Plan for {where}: {self.provenance}\n{self.advice}\n"
+            f"{count} {order}{more}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
+        )
+
+    def write(self, directory: Path | str) -> None:
+        """Write all files of the plan into a new directory; see `tccl_py.write_plan`."""
+        from tccl_py.plan.directory import output_directory, write_plan  # noqa: PLC0415
+
+        with output_directory(Path(directory), force=False):
+            write_plan(self, Path(directory))
+
+    def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
+        """Return the bandwidth of another ring order; see `tccl_py.plan.study.what_if`."""
+        from tccl_py.plan.study import what_if  # noqa: PLC0415
+
+        return what_if(self, order, source)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return a row for each hop; see `tccl_py.plan.study.rows`."""
+        from tccl_py.plan.study import rows  # noqa: PLC0415
+
+        return rows(self)
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """Return the rings as a graph; see `tccl_py.plan.study.graph`."""
+        from tccl_py.plan.study import graph  # noqa: PLC0415
+
+        return graph(self)
 
     @property
     def is_cluster(self) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Ring, RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms
@@ -63,7 +63,7 @@ def make_plan(
     knowledge: Knowledge,
     source: BandwidthSource,
     *,
-    gpus: Sequence[int] | None = None,
+    gpus: Sequence[int] | str | None = None,
     version: str = LATEST,
     ring_counts: Sequence[int] | None = None,
     strategy: str = "best-first",
@@ -88,7 +88,7 @@ def make_plan(
         machine: the node.
         knowledge: what is known of it beyond structure.
         source: answers transfer sets.
-        gpus: NVML indices of the GPUs to join; None is all.
+        gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
@@ -132,7 +132,8 @@ def make_plan(
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
 
 
-def _chosen(machine: Machine, gpus: Sequence[int] | None) -> tuple[int, ...]:
+def _chosen(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
+    gpus = parse_gpus(gpus) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
     if len(chosen) < 2:

@@ -13,8 +13,8 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
@@ -125,6 +125,11 @@ class OpenedSource(RememberingSource):
         found = self._header if self.profiled is None else self.profiled.header
         assert found is not None
         return found
+
+    def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
+        """Measure each set; a set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`."""
+        given = [sets] if isinstance(sets, str) else sets
+        return super().measure([parse_set(one) if isinstance(one, str) else one for one in given])
 
     def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
         """Answer from a journal file, and append new measurements; return notices on the file.

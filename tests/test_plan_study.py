@@ -1,0 +1,77 @@
+"""Plans in Python: their text, rows, graph, other orders, differences, and writing."""
+
+from importlib import metadata
+
+import pytest
+
+import tccl_py
+from tccl_py.errors import InputError
+from tccl_py.model.transfer import parse_flow
+from tccl_py.plan.study import way
+from tccl_py.simulator.descriptions import load_bundled
+from tests.planned import ASUS, SMALL, plan_of
+
+
+def test_a_plan_describes_itself_in_three_lines():
+    for plan in (plan_of(SMALL), plan_of(ASUS)):
+        lines = repr(plan).splitlines()
+        assert len(lines) == 3
+        assert plan.machine.name in lines[0]
+        assert plan.advice == lines[1]
+        assert f"{plan.rate_gbps:.2f}" in lines[2]
+
+
+def test_rows_and_edges_are_the_hops():
+    plan = plan_of(ASUS)
+    rows = plan.to_dict()
+    hops = [hop for ring in plan.rings for hop in ring.hops]
+    assert [(row["from"], row["to"], row["gbps"]) for row in rows] == [
+        (hop.source, hop.target, hop.gbps) for hop in hops
+    ]
+    graph = plan.to_networkx()
+    assert graph.number_of_edges() == len(hops)
+    for row in rows:
+        assert row["links"][0] == f"G{row['from']}"
+        assert row["links"][-1] == f"G{row['to']}"
+        assert set(row["numa"]) <= {"C0", "C1"}
+
+
+def test_the_way_of_a_flow_takes_nvlinks_and_the_bounces_memory():
+    linked = load_bundled(SMALL).machine
+    assert not any(device.startswith("C") for device in way(linked, parse_flow("0:1")))
+    assert "C0" in way(linked, parse_flow("0:C0:1"))
+
+
+def test_what_if_rates_the_plans_order_as_a_plan_of_one_ring_and_refuses_other_gpus():
+    model = load_bundled(SMALL)
+    source = tccl_py.Simulator(model)
+    plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus="0-2", ring_counts=[1])
+    assert plan.gpus == (0, 1, 2)
+    order = plan.rings[0].gpus
+    assert plan.what_if(order, source) == pytest.approx(plan.rate_gbps)
+    assert plan.what_if((*order[1:], order[0]), source) == pytest.approx(plan.rate_gbps)
+    for wrong in ((0, 1), (0, 1, 3), (0, 1, 2, 2)):
+        with pytest.raises(InputError):
+            plan.what_if(wrong, source)
+
+
+def test_a_difference_names_what_changed_alone(tmp_path):
+    plan = plan_of(SMALL)
+    plan.write(tmp_path / "plan")
+    assert tccl_py.diff(plan, tccl_py.load_plan(tmp_path / "plan")) == {}
+    assert {"machines", "gpus", "rate_gbps"} <= set(tccl_py.diff(plan, plan_of(ASUS)))
+    with pytest.raises(InputError):
+        plan.write(tmp_path / "plan")
+
+
+def test_texts_are_taken_where_the_command_line_takes_them():
+    source = tccl_py.open_source(SMALL)
+    (one,), (two,) = source.measure("0:1"), source.measure([tccl_py.parse_set("G0->G0->G1")])
+    assert one == two
+    assert len(source.measure(["0:1", "1:0+0:1"])) == 2
+    with pytest.raises(InputError):
+        source.measure("0-1")
+
+
+def test_the_version_is_the_packages():
+    assert tccl_py.__version__ == metadata.version("tccl-py")
