@@ -12,12 +12,13 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.growth import Sample, Sampler, joined, part_of
 from tccl_py.plan.job import journal_by_class
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.probe_hosts import PlacedSource, placements
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import read_tables
+from tccl_py.plan.tables import kept_files, read_tables
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
@@ -157,6 +158,17 @@ def test_extensions_that_are_refused_leave_the_plan(words, said, two, hosts, tmp
     assert (result.exit_code, result.stdout) == (2, ""), result.stderr
     assert said in result.stderr
     assert (two / "plan.json").read_bytes() == before
+
+
+def test_simulated_hosts_do_not_join_measured_ones(two, hosts, tmp_path):
+    plan = load_plan(two)
+    stock = msgspec.structs.replace(plan.stock, assumed=False)
+    measured = msgspec.structs.replace(plan, simulated=False, stock=stock)
+    write_plan(measured, two, tables=kept_files(two))
+    words = ("--extend", "--simulate", "amd-v100", "--hosts", hosts("a3"))
+    result = tccl("plan", "-o", two, *words)
+    assert result.exit_code == 2
+    assert "measured rates" in result.stderr
 
 
 def test_only_a_plan_of_hosts_can_grow(tmp_path, hosts):

@@ -213,7 +213,7 @@ def plan(
                 if not (extend and made.cancelled):
                     write_plan(made, output, **facts)
             if not made.cancelled:
-                made = _tuned(made, output, subject, tune or (False if extend else tune))
+                made = _tuned(made, output, subject, tune)
     if json:
         print_json(plan_json(made))
     else:
@@ -266,6 +266,11 @@ def _subject(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> 
     asked.known = read_known_plan(asked.output) if asked.extend else None
     if asked.known is not None:
         task |= asked.known.task
+        simulated = asked.known.plan.simulated
+        mixed = asked.in_job if simulated else asked.simulate is not None
+        if mixed:
+            what = f"has {'simulated' if simulated else 'measured'} rates"
+            raise InputError(str(asked.output), what, "add hosts with such rates")
     if asked.in_job:
         return _job(asked, task, stack)
     if asked.simulate is not None:
@@ -394,6 +399,9 @@ def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Pl
     hosts, job = subject.job
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
+            away = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})
+            if away:
+                raise InputError(f"host {away[0]}", "is not in this job", "verify all hosts")
             check_tuning(job)
             tune = True
         except InputError as error:

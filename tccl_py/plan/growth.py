@@ -20,6 +20,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan, PlanChain
 from tccl_py.plan.probe_hosts import PlacedSource, placements
 from tccl_py.plan.tables import HostTable, read_tables
+from tccl_py.plan.variants import TUNED_NOTE
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.readers.switches import read_switches
 from tccl_py.sources.journal import RememberingSource
@@ -121,7 +122,9 @@ def extended_plan(
     """
     of_classes = [sources.get(one.name) for one in cluster.classes]
     made = make_cluster_plan(cluster, of_classes, kept=known.tables, **task)
-    told = dict.fromkeys((*known.plan.notices, *made.notices, *notices))
+    # The rings over all hosts are planned again, under settings that no job has tuned.
+    before = (one for one in known.plan.notices if one != TUNED_NOTE)
+    told = dict.fromkeys((*before, *made.notices, *notices))
     return msgspec.structs.replace(made, notices=tuple(told))
 
 

@@ -21,7 +21,7 @@ from tccl_py.nccl.view import NcclView
 from tccl_py.plan.files import class_view
 from tccl_py.plan.plan import WORLD, HostPath, Plan, PlanChain
 
-_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
+TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
 
 
 def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbps: float) -> bool:
@@ -127,7 +127,7 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
         # These were measured under the settings before.
         whole_ring_gbps=None,
         limit_gbps=None,
-        notices=(*(one for one in plan.notices if one != _NOTE), _NOTE),
+        notices=(*(one for one in plan.notices if one != TUNED_NOTE), TUNED_NOTE),
     )
 
 
