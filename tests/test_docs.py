@@ -48,7 +48,7 @@ def shown_commands() -> list[tuple[Path, str, list[str]]]:
 
 def shown_files() -> dict[str, str]:
     """The files that pages show, which have a title; commands on the pages read them."""
-    fence = r'^```[a-z]+ title="([a-z.]+)"\n(.*?)^```$'
+    fence = r'^```[a-z]+ title="([a-z.-]+)"\n(.*?)^```$'
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     found = [one for text in texts for one in re.findall(fence, text, re.MULTILINE | re.DOTALL)]
     assert len(dict(found)) == len(found), "two pages show a file of one name"
