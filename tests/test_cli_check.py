@@ -134,6 +134,7 @@ BAD = {
     "no time": (("--max-seconds", "0"), "--max-seconds: is 0; above 0, at most 86400"),
     "NaN": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0, at most 86400"),
     "seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
+    "a program for nothing": (("--with", "all_reduce_perf"), "--with: is for --preflight; add"),
 }
 
 

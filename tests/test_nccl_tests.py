@@ -10,9 +10,12 @@ import tccl_py.verify.plans as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.nccl_tests import PROGRAMS, find_program, read_table, size_options
+from tccl_py.verify.preflight import check_collectives
 from tccl_py.verify.record import load_verification
+from tccl_py.verify.target import read_target
 from tests.planned import as_only, plan_of
 
 NAME = "intel-v100"
@@ -148,3 +151,18 @@ def test_wrong_use_is_a_sentence(place, case):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert not (place / "verify.json").exists()
+
+
+def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
+    path = program(place)
+    assert tccl("verify", place, "--with", path, "--rounds", "6").exit_code == 0
+    plan, verified = load_plan(place), load_verification(place)
+    more = {"job": None, "backend": "host", "say": lambda _: None}
+    with module.launcher_of(plan, place, program=path, **more) as launcher:
+        target = read_target(plan, place)
+        healthy = check_collectives(target, launcher, verified, timed="all_reduce")
+        path.write_text(path.read_text().replace("(100 +", "2 * (100 +"))
+        slow = check_collectives(target, launcher, verified, timed="all_reduce")
+    assert healthy.problems == () and healthy.checked == 5
+    assert not any(row.slower for row in healthy.rates)
+    assert all(row.slower for row in slow.rates)

@@ -145,6 +145,15 @@ def test_the_image_installs_an_extra_that_there_is_and_runs_the_command():
     assert json.loads(text.partition("ENTRYPOINT ")[2].splitlines()[0]) == ["tccl"]
 
 
+def test_the_image_has_no_complaint_of_hadolint():
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("needs hadolint, which is not here")
+    file = str(FILES / "Dockerfile")
+    done = subprocess.run([hadolint, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_expected_gains_are_those_of_the_reference_plans():
     text = (ROOT / "docs" / "machines.md").read_text()
     rows = re.findall(

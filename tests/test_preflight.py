@@ -71,6 +71,24 @@ def test_a_plan_that_was_not_verified_has_no_expected_bandwidth(host):
     assert {row.expected_gbps for row in found.rates} == {None}
 
 
+def test_a_second_job_that_hangs_is_a_finding_as_well(host):
+    class Hanging(FakeJobs):
+        def run(self, tasks):
+            if self.jobs:
+                raise JobError("rank 0 did not end in 5 s")
+            return super().run(tasks)
+
+    found = host.checked(Hanging(lambda size, _: 1.5 * (1e-4 + size / 1e10)))
+    assert not preflight(found).ok
+
+
+def test_bandwidths_of_another_program_are_no_expectation(host):
+    launcher = dry_run(host.plan, jobs(lambda number: 9.0))
+    target = read_target(host.plan, host.directory)
+    found = check_collectives(target, launcher, host.verified, timed="all_reduce")
+    assert {row.expected_gbps for row in found.rates} == {None}
+
+
 def test_wrong_values_name_the_gpu_that_has_them(host):
     wrong = tuple(
         WrongValue(case=f"all-reduce, float32 x {n}", rank=2, what="9 of 9") for n in (1, 3)

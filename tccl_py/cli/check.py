@@ -29,6 +29,7 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
+from tccl_py.verify.nccl_tests import find_program
 from tccl_py.verify.preflight import (
     FAMILIES,
     Preflight,
@@ -54,6 +55,9 @@ def check(
     preflight: Annotated[bool, flag("--preflight", "Check NCCL's collectives as well.")] = False,
     max_seconds: Annotated[
         float | None, opt("S", "Seconds at most; 120 if not given, 60 with --preflight.")
+    ] = None,
+    with_: Annotated[
+        str | None, opt("PROGRAM", "For --preflight: one of nccl-tests; needs no torch.", "--with")
     ] = None,
     seed: Annotated[int, opt("N", "Seed of the sample; another each day sees more sets.")] = 0,
     prometheus: Annotated[bool, flag("--prometheus", "Print metrics for Prometheus.")] = False,
@@ -97,6 +101,8 @@ def check(
         raise InputError("--output", "is for machines", "add --json or --prometheus")
     seconds = (_PREFLIGHT_S if preflight else _CHECK_S) if max_seconds is None else max_seconds
     in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
+    if with_ is not None and not preflight:
+        raise InputError("--with", "is for --preflight", "add --preflight")
     if seed < 0:
         raise InputError("--seed", f"is {seed}", "0 or more")
     check_plan_directory(directory)
@@ -113,6 +119,7 @@ def check(
             effort,
             preflight=preflight,
             job=job,
+            program=find_program(with_) if with_ is not None else None,
             say=notice,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )

@@ -32,6 +32,8 @@ PROGRAMS: dict[str, Collective] = {
     "alltoall_perf": "all_to_all",
     "sendrecv_perf": "send_recv",
 }
+NO_TORCH = "none"
+"""How the version of torch begins in results of these programs."""
 _CHECKED = tuple(KIB << shift for shift in range(0, 17, 4))
 """Sizes of the job that compares values."""
 _ROW = re.compile(
@@ -138,7 +140,7 @@ class NcclTests(NamedTuple):
         devices = [visible(match["name"].strip()) for match in _DEVICE.finditer(text)]
         shared = JobResult(
             rank=0,
-            torch=f"none, but {name}",
+            torch=f"{NO_TORCH}, but {name}",
             nccl=parse_log(log, where="NCCL's log").version or "",
             # Smaller communicators are not timed.
             timings=(*(row.seconds for row in timed), *[()] * (len(spec.rows) - len(timed))),

@@ -57,6 +57,7 @@ _SIZES = (64 * MIB, 256 * MIB)
 """Sizes of a plan that was not verified."""
 _CLOSING_S, _LEAST_S = 5.0, 5.0
 """Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
+_LEAST_S = 5.0
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
 
 
@@ -139,17 +140,33 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_collectives(
-    target: Target, launcher: Launcher, verified: Verification | None
+    target: Target,
+    launcher: Launcher,
+    verified: Verification | None,
+    *,
+    until: float = math.inf,
+    timed: Collective | None = None,
 ) -> CollectivesChecked:
-    """Check values and bandwidth of collectives in a job of the plan's recommended choice."""
+    """Check values and bandwidth of collectives in a job of the plan's recommended choice.
+
+    A job may take half of the time to `until`, by the monotonic clock. `timed` is the collective of
+    a program of nccl-tests that runs the job; None is torch. Bandwidths are compared with a
+    verification by the same.
+    """
     arm = target.arm(target.plan.recommended)
-    earlier = verified.arm(arm.name) if verified and verified.backend == launcher.backend else None
-    rows = earlier.sizes if earlier else ()
+    rows = _verified_rows(verified, arm, launcher, timed)
     expected = {row.bytes: row for row in [one for one in rows if is_large(one.bytes)] or rows[-1:]}
-    collective = cast(Collective, verified.collective if verified and expected else "all_reduce")
+    collective = timed or cast(Collective, verified.collective if verified else "all_reduce")
     spec = JobSpec(checks=True, sizes=tuple(expected) or _SIZES, collectives=(collective,))
+    before = {size: _logs(row.seconds) for size, row in expected.items()}
     try:
-        (job,) = launcher.run([arm], spec)
+        (job,) = _limited(launcher, until).run([arm], spec)
+        p = _chances(before, spec, job)
+        if min(p.values(), default=1.0) <= FALSE_ALARM_RATE:
+            again = msgspec.structs.replace(spec, checks=False)
+            (second,) = _limited(launcher, until).run([arm], again)
+            confirming = _chances(before, again, second)
+            p = {size: max(first, confirming[size]) for size, first in p.items()}
     except JobError as error:
         fault = Problem(
             what="collectives",
@@ -158,13 +175,6 @@ def check_collectives(
             measured="a rank failed or took too long",
         )
         return CollectivesChecked(collective=collective, problems=(fault,))
-    before = {size: _logs(row.seconds) for size, row in expected.items()}
-    p = _chances(before, spec, job)
-    if min(p.values(), default=1.0) <= FALSE_ALARM_RATE:
-        again = msgspec.structs.replace(spec, checks=False)
-        (second,) = launcher.run([arm], again)
-        confirming = _chances(before, again, second)
-        p = {size: max(first, confirming[size]) for size, first in p.items()}
     rates = tuple(
         BusRate(
             bytes=row.bytes,
@@ -180,6 +190,24 @@ def check_collectives(
         problems=(*_wrong(launcher, job), *_not_as_planned(target, launcher, arm, job)),
         rates=rates,
     )
+
+
+def _verified_rows(
+    verified: Verification | None, arm: Arm, launcher: Launcher, timed: Collective | None
+) -> Sequence[Row]:
+    """Return the sizes of an arm's verification by the same program; () if there was none."""
+    if verified is None or verified.backend != launcher.backend:
+        return ()
+    by_torch = not verified.versions.get("torch", "").startswith(NO_TORCH)
+    if by_torch != (timed is None) or timed not in (None, verified.collective):
+        return ()
+    found = verified.arm(arm.name)
+    return found.sizes if found is not None else ()
+
+
+def _limited(launcher: Launcher, until: float) -> Launcher:
+    left = max((until - time.monotonic()) / 2, _LEAST_S)
+    return msgspec.structs.replace(launcher, timeout=min(left, launcher.timeout))
 
 
 def _logs(seconds: Sequence[float]) -> list[float]:
@@ -232,12 +260,14 @@ def measure_plan_again(
     *,
     preflight: bool,
     job: Job | None,
+    program: tuple[Path, Collective] | None = None,
     say: Callable[[str], None],
     watching: Callable[[], Callable[[int], None]],
 ) -> tuple[Drift, CollectivesChecked | None]:
     """Return the drift and, of a preflight, what a job of collectives found before.
 
-    `job` is the MPI job of a measured cluster's plan; `watching` begins to show sets measured.
+    `job` is the MPI job of a measured cluster's plan, `program` one of nccl-tests that runs in
+    place of torch; `watching` begins to show sets measured.
     """
     until = time.monotonic() + effort.seconds
     journal = journal_of(plan, directory)
@@ -251,17 +281,16 @@ def measure_plan_again(
     with ExitStack() as stack:
         if preflight:
             backend: Backend = "host" if is_dry_run(journal.header) else "cuda"
-            jobs = _collectives(
-                plan, directory, effort.seconds / 2, job=job, say=say, backend=backend
-            )
+            more: dict[str, Any] = {"job": job, "backend": backend, "say": say}
+            jobs = _collectives(plan, directory, until, program, **more)
         watch = watching()
         known: Sequence[Journal] = [journal.measurements]
         if job is not None:
             source: OpenedSource = stack.enter_context(hosts_again(plan, journal.header, job))
             known = journal_by_class(plan, journal)
         else:
-            source, more = measuring_again(plan, directory, journal.header, effort.seed)
-            tell(more)
+            source, told = measuring_again(plan, directory, journal.header, effort.seed)
+            tell(told)
             stack.enter_context(source)
         source.watch(watch)
         left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
@@ -275,20 +304,21 @@ def measure_plan_again(
 def _collectives(
     plan: Plan,
     directory: Path,
-    seconds: float,
+    until: float,
+    program: tuple[Path, Collective] | None,
     *,
-    job: Job | None,
-    backend: Backend,
     say: Callable[[str], None],
+    **more: Any,
 ) -> CollectivesChecked | None:
     """Run the jobs of a preflight; a job that hangs leaves time to find a culprit."""
     if plan.simulated:
         say("no collectives are run: the plan is simulated")
         return None
-    with launcher_of(plan, directory, job=job, backend=backend, say=say) as launcher:
-        limited = msgspec.structs.replace(launcher, timeout=seconds)
+    path, timed = program or (None, None)
+    with launcher_of(plan, directory, program=path, say=say, **more) as launcher:
         verified = load_verification(directory)
-        return check_collectives(read_target(plan, directory), limited, verified)
+        target = read_target(plan, directory)
+        return check_collectives(target, launcher, verified, until=until, timed=timed)
 
 
 def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
