@@ -42,8 +42,9 @@ from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import Backend, is_dry_run
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
+from tccl_py.verify.nccl_tests import NO_TORCH
 from tccl_py.verify.plans import launcher_of
-from tccl_py.verify.record import Verification, load_verification
+from tccl_py.verify.record import Row, Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
