@@ -212,8 +212,9 @@ static const char *get(const char *name) {
     forget(); /* the last question of a communicator (graph/tuning.cc) */
   }
   if (value) return value;
-  if (plan->placed && strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
-    return others_have("profiler", "ncclProfiler_v") ? NULL : own_path;
+  /* Unasked, NCCL would take the profiler of this library, as of any network library. */
+  if (strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
+    return others_have("profiler", "ncclProfiler_v") ? NULL : plan->placed ? own_path : "none";
   if (!answer && !plan->job && !some_rank_disagreed() && !contradiction(plan))
     answer = variable_of(&plan->set, name);
   return answer;
