@@ -33,7 +33,7 @@ from tccl_py.verify.halving import FINALISTS, all_choices, halve
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher
 from tccl_py.verify.size_plans import load_sizes, tune_by_size
 from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
-from tccl_py.verify.sizes import with_spots
+from tccl_py.verify.sizes import contests_again, with_spots
 from tccl_py.verify.spec import (
     FINAL_ROUNDS,
     KIB,
@@ -88,7 +88,7 @@ class Truth:
             besides = [
                 tuple(
                     float(1e-3 / share * math.exp(x))
-                    for x in self._random.normal(0, self._noise / 4, 6)
+                    for x in self._random.normal(0, self._noise / 4, 12)
                 )
                 if len(times) == len(seconds[0])
                 else ()
@@ -105,7 +105,11 @@ class Truth:
     def tuned(self, sizes=SIZES, jobs=8):
         """The rows and entries that a sweep and fresh jobs come to."""
         sweep = [self.contest(row(size)) for size in sizes]
-        predicted = with_spots(predict(sweep))
+        again = [
+            [self.contest(one.row, one.choices, one.rounds) for one in contests_again(sweep)]
+            for _ in range(12)
+        ]
+        predicted = with_spots(predict(sweep, again))
         fresh = [
             [
                 self.contest(one.row, () if one.choice is None else (one.choice,), rounds=5)

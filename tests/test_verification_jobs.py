@@ -265,7 +265,7 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
         assert one == other
         assert [times.row for times in one] == [contest.row for contest in contests]
         assert [list(map(len, times.seconds)) for times in one] == [[3, 3], [2], [2, 2]]
-        assert [len(values) for values in one[1].beside] == [6]
+        assert [len(values) for values in one[1].beside] == [12]
         assert all(value > 0 for times in one for values in times.seconds for value in values)
 
 

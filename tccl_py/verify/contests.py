@@ -29,7 +29,7 @@ BATCH_S = 0.003
 """Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""
 BESIDE_BYTES = (MIB, 64 * MIB)
 """Sizes that are also timed beside matrix multiplications, as training steps have them."""
-_BESIDE_ROUNDS, _BESIDE_S = 6, 0.003
+_BESIDE_ROUNDS, _BESIDE_S = 12, 0.003
 _TUNER, _PLUGIN = "NCCL_TUNER_PLUGIN", "NCCL_ENV_PLUGIN"
 _CHANNELS = re.compile(r" ([0-9]{1,2}) coll channels")
 _TABLE, _NO_TABLE = -1, -2

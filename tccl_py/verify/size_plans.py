@@ -27,7 +27,8 @@ from tccl_py.verify.sizes import (
     SizeBudget,
     SizeTuning,
     arms_of,
-    fresh_jobs,
+    run_jobs,
+    table_contests,
     table_rows,
     tune_sizes,
     without,
@@ -149,7 +150,7 @@ def _checked(
     arm = msgspec.structs.replace(plan, variables=variables, graphs={})
     watch("timing the plugin's table")
     try:
-        jobs = fresh_jobs(launcher, arm, list(asked))
+        jobs = run_jobs(launcher, arm, table_contests(list(asked)))
     except JobError as error:
         say(f"the plugin's table was not timed: {error}")
         return list(found)

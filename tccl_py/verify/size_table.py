@@ -1,6 +1,8 @@
 """The tuner's table from contests: predictions, fresh contests that decide, and ranges of sizes.
 
-1. A sweep of one job predicts the best choice of each row, and whether the row gains by it.
+1. A sweep of one job leaves few choices of each row, and predicts the best, and whether the row
+   gains by it. Of small messages, whose times depend on the process, jobs with the finalists alone
+   predict that.
 2. Fresh jobs time just NCCL's own choice and that one. A predicted gain stays if the lower end of
    its interval is above 1. So a choice that a sweep picked by luck is not believed twice.
 3. Adjacent sizes with the same choice make a range. A range ends at a measured size, or half-way to
@@ -42,15 +44,17 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `swept` is the sweep's ratio, from which the prediction `gains` follows, and `fresh` that of the
     fresh jobs, one value a job; None where none ran. `beside` is the sweep's ratio beside matrix
-    multiplications. `seconds` per call are by arm, one value a fresh job, and `kept` is whether the
-    table has an entry for the row. `plan` is the arm whose jobs follow choices.
+    multiplications, and `harms` whether those are slower. `seconds` per call are by arm, one value
+    a fresh job, and `kept` is whether the table has an entry for the row. `plan` is the arm whose
+    jobs follow choices.
     """
 
     row: TimedRow
     plan: ChoiceName = "default"
     choice: Choice | None = None
     swept: Interval = NOTHING
-    beside: float | None = None
+    beside: Interval | None = None
+    harms: bool = False
     gains: bool = False
     fresh: Interval | None = None
     seconds: dict[str, tuple[float, ...]] = {}
@@ -84,12 +88,17 @@ class _Scored(msgspec.Struct, frozen=True):
 
     choice: Choice
     ratio: Interval
-    beside: float | None
+    beside: Interval | None
 
     @property
-    def usable(self) -> bool:
-        """Return whether the choice gains, and does not slow down multiplications."""
-        return self.ratio.low >= LEAST_GAIN and (self.beside is None or self.beside >= NO_HARM)
+    def gains(self) -> bool:
+        """Return whether the choice is faster beyond chance."""
+        return self.ratio.low >= LEAST_GAIN
+
+    @property
+    def harms(self) -> bool:
+        """Return whether multiplications beside the calls are slower, beyond chance."""
+        return self.beside is not None and self.beside.middle < NO_HARM and self.beside.high < 1
 
 
 def ratio_of(own: Sequence[float], chosen: Sequence[float], *, level: float = 0.95) -> Interval:
@@ -100,12 +109,23 @@ def ratio_of(own: Sequence[float], chosen: Sequence[float], *, level: float = 0.
     return Interval(low=low, middle=middle, high=high)
 
 
-def predict(sweep: Sequence[ContestTimes]) -> list[SizeRow]:
+def finalists(times: ContestTimes) -> tuple[Choice, ...]:
+    """Return the choices of a sweep's row that were not dropped."""
+    pairs = zip(times.choices, times.seconds[1:], strict=True)
+    return tuple(choice for choice, seconds in pairs if len(seconds) == len(times.seconds[0]))
+
+
+Jobs = Sequence[Sequence[ContestTimes]]
+
+
+def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
     """Return each row of a sweep with its predicted best choice.
 
-    A usable choice nearly as good as the best stands for it where the next sizes can share it.
+    `jobs` have the finalists of some rows, whose sweep does not count then. A choice nearly as good
+    as the best stands for it where the next sizes can share it.
     """
-    scores = {times.row: _scores(times) for times in sweep}
+    again = _by_row(jobs)
+    scores = {times.row: _scores(times, again.get(times.row, ())) for times in sweep}
     found: dict[TimedRow, SizeRow] = {}
     for rows in _series(scores):
         run: list[TimedRow] = []
@@ -119,28 +139,40 @@ def predict(sweep: Sequence[ContestTimes]) -> list[SizeRow]:
                 run.append(row)
                 shared = shared & good or good
             elif row is not None:
-                found[row] = _size_row(row, _fastest(scores[row]), gains=False)
+                fastest = max(
+                    scores[row].values(), key=lambda found: found.ratio.middle, default=None
+                )
+                found[row] = SizeRow(row=row) if fastest is None else _size_row(row, fastest)
     return [found[times.row] for times in sweep]
 
 
-def _scores(times: ContestTimes) -> dict[Choice, _Scored]:
-    """Return the finalists with their ratios."""
+def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, _Scored]:
+    """Return the finalists with their ratios, by rounds of the sweep or by jobs, if enough ran."""
     own, *others = times.seconds or ((),)
     alone, *besides = times.beside or ((),) * len(times.seconds)
-    return {
-        choice: _Scored(
+    found = {}
+    for choice, seconds, beside in zip(times.choices, others, besides, strict=True):
+        ratios = [a / b for a, b in zip(own, seconds, strict=False)][-times.final :]
+        if choice not in finalists(times):
+            continue
+        if len(jobs) >= _ROUNDS:
+            ratios = [_job_ratio(job, choice) for job in jobs]
+        found[choice] = _Scored(
             choice,
-            ratio_of(own[-times.final :], seconds[-times.final :], level=_SURE),
-            ratio_of(alone, beside).middle if beside else None,
+            ratio_of(ratios, [1.0] * len(ratios), level=_SURE),
+            ratio_of(alone, beside) if beside else None,
         )
-        for choice, seconds, beside in zip(times.choices, others, besides, strict=True)
-        if len(seconds) == len(own) >= _ROUNDS
-    }
+    return found
+
+
+def _job_ratio(times: ContestTimes, choice: Choice) -> float:
+    chosen = times.seconds[1 + times.choices.index(choice)]
+    return _middle([a / b for a, b in zip(times.seconds[0], chosen, strict=True)])
 
 
 def _good(scores: Mapping[Choice, _Scored]) -> set[Choice]:
     """Return the choices that may stand for the best one."""
-    usable = [found for found in scores.values() if found.usable]
+    usable = [found for found in scores.values() if found.gains and not found.harms]
     if not usable:
         return set()
     best = max(usable, key=lambda found: found.ratio.middle)
@@ -154,13 +186,17 @@ def _good(scores: Mapping[Choice, _Scored]) -> set[Choice]:
         and found.beside is not None
     ]
     if alike:
-        best = max(alike, key=lambda found: found.beside or 0.0)
-    limit, least = best.ratio.middle * _AS_GOOD, (best.beside or 0.0) * _AS_GOOD
+        best = max(alike, key=_beside)
+    limit, least = best.ratio.middle * _AS_GOOD, _beside(best) * _AS_GOOD
     return {
         found.choice
         for found in usable
-        if found.ratio.middle >= limit and (found.beside or math.inf) >= least
+        if found.ratio.middle >= limit and (found.beside is None or _beside(found) >= least)
     }
+
+
+def _beside(found: _Scored) -> float:
+    return 0.0 if found.beside is None else found.beside.middle
 
 
 def _run(
@@ -173,22 +209,18 @@ def _run(
         sorted(shared, key=repr),
         key=lambda choice: math.prod(scores[row][choice].ratio.middle for row in run),
     )
-    return {row: _size_row(row, scores[row][best], gains=True) for row in run}
+    return {row: _size_row(row, scores[row][best]) for row in run}
 
 
-def _fastest(scores: Mapping[Choice, _Scored]) -> _Scored | None:
-    return max(scores.values(), key=lambda found: found.ratio.middle, default=None)
-
-
-def _size_row(row: TimedRow, found: _Scored | None, *, gains: bool) -> SizeRow:
-    if found is None:
-        return SizeRow(row=row)
+def _size_row(row: TimedRow, found: _Scored) -> SizeRow:
     return SizeRow(
-        row=row, choice=found.choice, swept=found.ratio, beside=found.beside, gains=gains
+        row=row,
+        choice=found.choice,
+        swept=found.ratio,
+        beside=found.beside,
+        harms=found.harms,
+        gains=found.gains,
     )
-
-
-Jobs = Sequence[Sequence[ContestTimes]]
 
 
 def confirm(
@@ -212,7 +244,10 @@ def confirm(
     return [
         msgspec.structs.replace(
             row,
-            kept=row.gains and row.gained and (row.row.collective, row.row.bytes) not in slower,
+            kept=row.gains
+            and row.gained
+            and not row.harms
+            and (row.row.collective, row.row.bytes) not in slower,
         )
         for row in found
     ]
