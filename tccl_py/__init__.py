@@ -18,6 +18,7 @@ The names below suffice for most programs; each is loaded at first use.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.study import diff
     from tccl_py.readers.live import discover_machine
     from tccl_py.readers.switches import read_switches
+    from tccl_py.report.notebook import drawing
     from tccl_py.search.strategies import find_rings
     from tccl_py.simulator.descriptions import bundled_names, load_machine
     from tccl_py.simulator.source import Simulator
@@ -52,6 +54,7 @@ _NAMES = {
     "plan.study": "diff",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
+    "report.notebook": "drawing",
     "search.strategies": "find_rings",
     "simulator.descriptions": "bundled_names load_machine",
     "simulator.source": "Simulator",
@@ -70,6 +73,7 @@ __all__ = [
     "cluster_of",
     "diff",
     "discover_machine",
+    "drawing",
     "find_rings",
     "load_machine",
     "load_plan",
@@ -87,6 +91,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name from the name's module; `__version__` is the package's."""
     if name == "__version__":
         return import_module("importlib.metadata").version("tccl-py")
+    if "IPython" in sys.modules:
+        import_module("tccl_py.report.notebook")
     if name not in _HOMES:
         raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
     return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)

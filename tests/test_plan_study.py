@@ -1,7 +1,10 @@
 """Plans in Python: their text, rows, graph, other orders, differences, and writing."""
 
+import html
+import sys
 from importlib import metadata
 
+import msgspec
 import pytest
 
 import tccl_py
@@ -75,3 +78,23 @@ def test_texts_are_taken_where_the_command_line_takes_them():
 
 def test_the_version_is_the_packages():
     assert tccl_py.__version__ == metadata.version("tccl-py")
+
+
+def test_in_notebooks_machines_and_plans_are_drawn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", object())
+    plan = plan_of(ASUS)
+    tccl_py.load_machine(SMALL)
+    page = html.unescape(plan._repr_html_())
+    assert page.count("<svg") >= 1 + plan.ring_count
+    assert plan.advice in page
+    machine = html.unescape(plan.machine._repr_html_())
+    assert machine.count("<svg") == 1
+    assert machine.count("<iframe") == 1
+
+
+def test_a_name_in_a_machine_ends_no_frame():
+    machine = load_bundled(SMALL).machine
+    evil = msgspec.structs.replace(machine, name='"></iframe><script>alert(1)</script>')
+    shown = tccl_py.drawing(evil)
+    assert shown.count("<iframe") == shown.count("</iframe>") == 1
+    assert "<script" not in html.unescape(shown)

@@ -88,7 +88,7 @@ def report_html(contents: Contents) -> str:
     plan = contents.plan
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
-        _templates()
+        templates()
         .get_template("report.html")
         .render(
             generator=Markup(_GENERATOR),
@@ -204,7 +204,8 @@ def _node(contents: Contents, number: int) -> NodeView:
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def templates() -> jinja2.Environment:
+    """Return the environment of the report's templates."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("tccl_py.report"),
         autoescape=True,
