@@ -351,12 +351,15 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     keep_verification(on_gpus, place)
     words = page_of(place).words
     assert "Verified:" in words.partition("Choices")[0]
+    assert 'class="verdict good"' in report_html(read_contents(place))
     assert "301.50" in words
     assert "222.25" in words
     assert words.count(", achieved") >= 2
     failed = msgspec.structs.replace(graph, gbps=None, failure="rank 1 ended with code 1")
-    keep_verification(msgspec.structs.replace(on_gpus, arms=(default, failed)), place)
+    asked = msgspec.structs.replace(on_gpus, arms=(default, failed), chosen="graph")
+    keep_verification(asked, place)
     assert "rank 1 ended" in page_of(place).words
+    assert 'class="verdict bad"' in report_html(read_contents(place))
     (place / "verify.json").write_text('{"something": "else"}')
     assert "does not fit" in page_of(place).words
 
