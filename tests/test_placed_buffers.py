@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +22,7 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import sender_nodes
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import OneNode
@@ -94,12 +99,53 @@ def test_rings_of_a_set_share_the_nodes_of_their_gpus():
     assert found.gain(found.recommended) >= 1
 
 
-@pytest.mark.parametrize("version", ["2.18", "2.27", "2.28.3"])
-def test_versions_without_plugins_get_no_placement(version):
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    """A plan for an NCCL without plugins."""
+    place = tmp_path_factory.mktemp("plans")
     model = load_bundled(PCIE)
-    found = make_plan(model.machine, model.knowledge, Simulator(model), version=version)
-    assert not any(one.settings.shm_placement for one in found.alternatives)
-    assert not found.needs_plugin
+    write_plan(plan_of(PCIE, version="2.26"), place, models=as_only(model))
+    return place
+
+
+def run(directory, **variables):
+    """Run `tccl run`; return its stderr, the job's graph file, and the job's memory policy."""
+    script = "echo ${NCCL_GRAPH_FILE-none}; head -n 1 /proc/self/numa_maps | cut -d' ' -f2"
+    known = {name: text for name, text in os.environ.items() if "RANK" not in name}
+    clean = {name: text for name, text in known.items() if not name.startswith("NCCL_")}
+    command = [sys.executable, "-m", "tccl_py", "run", directory, "--nccl", "2.26", "--"]
+    done = subprocess.run(
+        [*map(str, command), "sh", "-c", script],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stderr, *done.stdout.split()
+
+
+def test_without_plugins_a_rank_that_tccl_run_starts_prefers_its_node(old):
+    said, graph, policy = run(old, OMPI_COMM_WORLD_LOCAL_RANK="0")
+    assert graph == f"{old}/nccl/graph.xml"
+    if "cannot be preferred" in said:
+        pytest.skip("this host forbids memory policies")
+    assert policy == "prefer:0"
+    assert "all memory" in said
+
+
+def test_a_node_that_is_not_there_cannot_be_preferred(old):
+    said, graph, policy = run(old, SLURM_LOCALID="1", CUDA_VISIBLE_DEVICES="3,2,1,0")
+    if Path("/sys/devices/system/node/node2").exists():
+        pytest.skip("node 2 is there")
+    assert "NUMA node 2 cannot be preferred" in said
+    assert (graph, policy) == (f"{old}/nccl/graph.xml", "default")
+
+
+def test_without_plugins_a_launcher_of_ranks_gets_variables_alone(old):
+    said, graph, policy = run(old)
+    assert (graph, policy) == ("none", "default")
+    assert "variables alone" in said
+    assert "tccl run" in load_plan(old).advice
 
 
 def test_machines_without_numa_ids_get_no_placement():

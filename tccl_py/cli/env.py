@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,13 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, gpus_argument, opt, refuse
-from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
+from tccl_py.cli.process import (
+    ANSWER_IS_NO,
+    flush_output,
+    notice,
+    prefer_numa_node,
+    print_json,
+)
 from tccl_py.errors import InputError
 from tccl_py.files import refused
 from tccl_py.health.fitness import ALIKE_VARIABLE, JobEnvironment, job_environment_of
@@ -23,6 +30,8 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES, Plan
 
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
@@ -102,18 +111,28 @@ def run(
     they are. Where they contradict the plan, or the plan does not apply, COMMAND runs without the
     plan, and stderr says why.
 
+    A choice that places bounce buffers on NUMA nodes needs the plugin, which is then loaded. For
+    NCCL without plugins each rank has to be started by `tccl run`: the planned node is preferred
+    for all memory of the rank, as by `numactl --preferred`, and not for NCCL's buffers alone.
+
     Examples:
 
         tccl run my-plan -- torchrun --nproc-per-node 8 train.py
         tccl run my-plan --plugin -- python train.py
+        mpirun -n 8 tccl run my-plan -- python train.py
     """
-    found = _environment(directory, gpus, host, nccl, choice, plugin=plugin, alike=alike)
+    how = {"plugin": plugin, "alike": alike}
+    found = _environment(directory, gpus, host, nccl, choice, is_rank=True, **how)
     settings = found.plan.choices[found.subject.get("choice", "default")].settings
     variables = found.variables
     against = () if plugin or not variables else env_conflicts(settings, os.environ)
     if against:
         notice(f"the plan is disabled, as your environment has another {', '.join(against)}")
         variables = {}
+    elif found.numa_id is not None:
+        why = prefer_numa_node(found.numa_id)
+        where = f"all memory of this rank is on NUMA node {found.numa_id} by preference"
+        notice(f"NUMA node {found.numa_id} cannot be preferred: {why}" if why else where)
     program = shutil.which(command[0])
     if program is None:
         where = f"command {command[0][:60]!r}"
@@ -126,7 +145,14 @@ def run(
 
 
 def _environment(
-    directory: Path, gpus: str | None, host: str | None, nccl: str | None, choice: Any, **how: bool
+    directory: Path,
+    gpus: str | None,
+    host: str | None,
+    nccl: str | None,
+    choice: Any,
+    *,
+    is_rank: bool = False,
+    **how: bool,
 ) -> JobEnvironment:
     """Return a job's variables; notices say why there are none."""
     check_plan_directory(directory)
@@ -140,10 +166,23 @@ def _environment(
     else:
         refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
         chosen = gpus_argument(gpus, plan.machine)
-    wanted = None if choice is None else choice.value
-    return job_environment_of(
-        plan, directory, gpus=chosen, host=host, nccl=nccl, choice=wanted, say=notice, **how
-    )
+    given: dict[str, Any] = {"gpus": chosen, "host": host, "nccl": nccl, **how}
+    given["choice"] = None if choice is None else choice.value
+    if is_rank and not plan.is_cluster:
+        given["gpu_of_rank"] = _gpu_of_rank(chosen or plan.gpus)
+    return job_environment_of(plan, directory, say=notice, **given)
+
+
+def _gpu_of_rank(gpus: Sequence[int]) -> int | None:
+    """Return the GPU of this process by its launcher's variables; None if it is no single rank."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
+        gpus = [int(gpu) for gpu in visible.split(",")]
+    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    rank = next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
+    if rank is None:
+        return None
+    return gpus[0] if len(gpus) == 1 else gpus[rank] if rank < len(gpus) else None
 
 
 def _print(

@@ -164,7 +164,7 @@ def _choice_text(plan: Plan, name: ChoiceName, choice: PlanChoice, mark: str) ->
         "variables": f"with {variables}" if variables else "no variable helps",
         "graph": f"with a graph file of {_channels(choice.settings.channels)}"
         + (f" and {variables}" if variables else "")
-        + (", placed by the plugin" if choice.settings.shm_placement else ""),
+        + (" with placed bounce buffers" if choice.settings.shm_placement else ""),
     }[name]
     note = f"; {choice.note}" if choice.note else ""
     here = " <- recommended" if name == plan.recommended else ""

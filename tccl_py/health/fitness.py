@@ -209,13 +209,15 @@ def planned_or_installed(plan: Plan) -> str:
 class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """A job's variables, its GPUs or host, and whether what was asked for is not there.
 
-    `subject` is as in the JSON of `tccl env`: `off` says why the plan is disabled.
+    `subject` is as in the JSON of `tccl env`: `off` says why the plan is disabled. `numa_id` is the
+    NUMA node for the memory of this rank, where NCCL has no plugin that places bounce buffers.
     """
 
     plan: Plan
     subject: dict[str, Any]
     variables: Mapping[str, str]
     refused: bool
+    numa_id: int | None = None
 
 
 def job_environment_of(
@@ -229,13 +231,15 @@ def job_environment_of(
     plugin: bool,
     alike: bool,
     say: Say,
+    gpu_of_rank: int | None = None,
 ) -> JobEnvironment:
     """Return the variables of a job over GPUs of a machine's plan, or on a host of a cluster.
 
-    None is all GPUs, this host, the installed NCCL, and the recommended choice. `say` is told why
-    there are no variables, or others than were asked for.
+    None is all GPUs, this host, the installed NCCL, and the recommended choice. `gpu_of_rank` is
+    the GPU of this process, if it is one of the job's ranks. `say` is told why there are no
+    variables, or others than were asked for.
     """
-    listed = check_files(directory).files
+    listed, numa_id = check_files(directory).files, None
     taken = choice or plan.recommended
     placed = taken == "graph" and plan.settings.shm_placement
     loading = plugin_variables(directory, alike=alike) if plugin else {}
@@ -254,8 +258,14 @@ def job_environment_of(
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
             disabled = why_disabled(plan, directory, nccl, alike=alike, say=say)
-        if (plugin or placed) and not disabled:
-            disabled = why_no_plugin(nccl or planned_or_installed(plan))
+        why = why_no_plugin(nccl or planned_or_installed(plan)) if plugin or placed else ""
+        if plugin and not disabled:
+            disabled = why
+        elif placed and why:
+            placed, numa_id = False, _numa_id(plan, chosen, gpu_of_rank)
+            taken = "variables" if numa_id is None else taken
+            if numa_id is None and not disabled:
+                say(f"variables alone, as `tccl run` starts no single rank, and {why}")
         file = GRAPH_FILE if chosen == plan.gpus else subset_file(chosen)
     if disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
@@ -276,7 +286,16 @@ def job_environment_of(
         subject={**subject, "choice": taken},
         variables=loading or job_environment(plan.choices[taken].settings, graph=graph),
         refused=missing and (plan.is_cluster or choice is not None),
+        numa_id=numa_id if graph is not None else None,
     )
+
+
+def _numa_id(plan: Plan, gpus: Sequence[int], gpu: int | None) -> int | None:
+    """Return the NUMA node that a plan names for a GPU of a job; None if it names none."""
+    found = plan.subset(gpus)
+    nodes = {} if found is None else dict(zip(found.gpus, found.nodes, strict=False))
+    ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+    return ids[nodes[gpu]] if gpu in nodes else None
 
 
 def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ def subset_file(gpus: Sequence[int]) -> str:
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
-_PLUGIN_NOTE = "# This is the best without the NCCL plugin; `tccl env DIR` loads it.\n"
+_PLUGIN_NOTE = "# The best without placed bounce buffers, which jobs get by `tccl run`.\n"
 
 
 def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:

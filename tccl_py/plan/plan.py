@@ -21,7 +21,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Ring
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
-from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.versions import version_facts, why_no_plugin
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -401,7 +401,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether only jobs with the NCCL plugin get the recommended choice."""
+        """Whether the recommended choice needs the NCCL plugin, or else `tccl run`."""
         return self.job_settings.shm_placement
 
     @property
@@ -428,7 +428,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if name == "variables":
             return f"Set {variables}{times}. No {file} is needed."
         if self.needs_plugin:
-            return f"Load the NCCL plugin, which places bounce buffers on NUMA nodes{times}."
+            by = "Load the NCCL plugin"
+            if why_no_plugin(self.settings.version):
+                by = "Start each rank by `tccl run`"
+            return f"{by}, which places bounce buffers on NUMA nodes{times}."
         if not variables:
             return f"Use the {file}{times}."
         return f"Use the {file} and set {variables}{times}."

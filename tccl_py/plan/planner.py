@@ -27,7 +27,7 @@ from tccl_py.model.transfer import (
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
-from tccl_py.nccl.versions import LATEST, version_facts, why_no_plugin
+from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import OwnChoices, SettingsSearch, as_graph, interval, own_choices
 from tccl_py.plan.plan import (
     AS_GOOD,
@@ -118,7 +118,7 @@ def make_plan(
         reporter=reporter,
         p2p_level=pinned_level(pinned),
         own_rings=own_rings,
-        placement=not why_no_plugin(version),
+        placement=True,
     )
     check_settings(task.default_settings)
     own = own_choices(task)

@@ -16,6 +16,7 @@ from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.variables import job_environment, pinned_level
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl.view import view
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint
@@ -85,7 +86,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 graph = file if name == "graph" else None
                 variables |= (
                     plugin_variables(self.directory)
-                    if choice.settings.shm_placement
+                    if choice.settings.shm_placement and not why_no_plugin(choice.settings.version)
                     else job_environment(choice.settings, graph=graph)
                 )
             arm = Arm(
