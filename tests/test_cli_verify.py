@@ -22,12 +22,13 @@ from tests.verified import FakeJobs, by_plan
 NAME = "intel-v100"
 KEYS = [
     "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "tried",
-    "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions", "by_size",
+    "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions", "notices",
+    "by_size",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",
-    "environment", "settings", "sizes", "groups", "training", "not_recommended", "checked", "wrong",
-    "rings", "failure",
+    "environment", "settings", "sizes", "groups", "training", "transfers", "not_recommended",
+    "checked", "wrong", "rings", "failure",
 ]  # fmt: skip
 SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict"]
 
@@ -118,6 +119,7 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
     for arm in arms.values():
         assert list(arm) == ARM_KEYS
         assert [list(one) for one in arm["sizes"]] == [SIZE_KEYS] * 2
+        assert [list(one) for one in arm["transfers"]] == [SIZE_KEYS]
         assert [list(one) for one in arm["groups"]] == [["groups", *SIZE_KEYS]] * len(arm["groups"])
     assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
     assert (found["accepted"], found["winner"]) == (False, "default")
@@ -231,6 +233,44 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert (place / "plan.json").read_bytes() == before
     assert load_verification(place).winner == "graph"
     assert not list(place.glob(".*"))
+
+
+def small_fifos(fastest, second):
+    """Seconds, and factors of send/recv: FIFOs of 256 and 512 KiB, as two H200 without P2P."""
+    gains = {"262144": fastest, "524288": second}
+
+    def seconds(size, told):
+        gain = gains.get(told.get("NCCL_BUFFSIZE"), 1.0)
+        return (1e-4 + size / 1e10) / (gain if size > 1 << 20 else 1.0)
+
+    def transfers(told):
+        ratio = {"262144": 0.75, "524288": 0.9}.get(told.get("NCCL_BUFFSIZE"), 1.0)
+        return gains.get(told.get("NCCL_BUFFSIZE"), 1.0) / ratio
+
+    return seconds, transfers
+
+
+@pytest.mark.parametrize(("second", "buffsize"), [(1.39, 512), (1.3, 256)])
+def test_of_fifo_sizes_that_hardly_differ_the_kindest_to_send_recv_is_taken(
+    place, jobs, second, buffsize
+):
+    seconds, transfers = small_fifos(1.4, second)
+    fake = jobs(lambda _: 1.0, transfers=transfers, noise=0.001)
+    fake.seconds = seconds
+    found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M", "--json")
+    assert found.exit_code == 0, found.stderr
+    assert load_plan(place).variables.settings.buffsize == buffsize << 10
+    answer = json.loads(found.stdout)
+    (arm,) = (one for one in answer["arms"] if one["name"] == "variables")
+    (row,) = arm["transfers"]
+    assert row["ratio"] == pytest.approx({512: 0.9, 256: 0.75}[buffsize], rel=0.01)
+    tried = {one["settings"].get("buffsize"): one["transfer_ratio"] for one in answer["tried"]}
+    assert tried[256 << 10] == pytest.approx(0.75, rel=0.02)
+    (told,) = (text for text in answer["notices"] if "send/recv" in text)
+    # A slower FIFO size that harms less is named, as default NCCL for such jobs.
+    assert ("NCCL_BUFFSIZE=524288" in told) == (buffsize == 256)
+    assert "--choice default" in told and told in found.stderr
+    assert told in " ".join(tccl("show", place).stdout.split())
 
 
 def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jobs):

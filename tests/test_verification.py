@@ -216,6 +216,31 @@ def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best(
     assert found.accepted == (variables >= 1)
 
 
+@pytest.mark.parametrize(("ratio", "told"), [(0.75, True), (0.98, False), (1.2, False)])
+def test_slower_send_recv_is_told_and_changes_neither_rates_nor_winner(boxed, box, ratio, told):
+    fake = FakeJobs(
+        by_plan(lambda _: 1.3, variables=lambda _: 1.3),
+        noise=0.001,
+        transfers=lambda environment: 1.3 / ratio if by_variables(environment) else 1.0,
+    )
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget(sizes=(4096, 256 << 20)))
+    assert (found.winner, found.accepted) == ("variables", True)
+    assert found.judged.large.ratio == pytest.approx(1.3, rel=0.01)
+    assert [one.bytes for one in found.judged.sizes] == [4096, 256 << 20]
+    (row,) = found.judged.transfers
+    assert (row.bytes, row.compared.ratio) == (64 << 20, pytest.approx(ratio, rel=0.01))
+    assert [f"{ratio:.2f}" in notice for notice in found.transfer_notices] == [True] * told
+    # An unclear row of send/recv is no reason for more rounds.
+    assert found.rounds <= 10
+
+
+def test_send_recv_is_timed_once_where_it_is_the_collective(plan, place):
+    budget = RunBudget(sizes=(64 << 20,), collective="send_recv")
+    found = run_verification(plan, place, dry_run(plan, FakeJobs(by_plan(lambda _: 1.2))), budget)
+    assert {arm.transfers for arm in found.arms} == {()}
+    assert found.transfer_notices == ()
+
+
 def test_a_tuned_plan_recommends_the_winner_of_its_jobs_whatever_its_rates(boxed):
     assert boxed.recommended == "variables"
     assert changed(boxed, winner="default").recommended == "default"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from tccl_py.errors import MeasurementError
+from tccl_py.files import decode_json
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
@@ -184,7 +185,7 @@ class FakeHosts:
         return left
 
     def _left(self, task):
-        order = json.loads(task.spec)
+        order = decode_json(task.spec, JobSpec, where="spec")
         # As noise, each job of a kind differs from the one before.
         noise = 1 + 0.001 * math.sin(len(self.tasks))
         answers = [
@@ -192,8 +193,8 @@ class FakeHosts:
                 {
                     "rank": rank,
                     "torch": "2",
-                    "checked": 5 if order["checks"] else 0,
-                    "timings": [[self._seconds(size, task) * noise] * 3 for size in order["sizes"]],
+                    "checked": 5 if order.checks else 0,
+                    "timings": [[self._seconds(row.bytes, task) * noise] * 3 for row in order.rows],
                 }
             )
             for rank in task.ranks

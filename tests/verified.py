@@ -19,7 +19,8 @@ PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_US
 class FakeJobs:
     """Jobs that take `seconds(size, environment)`, times noise; counts what it was asked.
 
-    Calls in smaller groups take `grouped(groups, environment)` times as long.
+    Calls in smaller groups take `grouped(groups, environment)` times as long, and send/recv
+    `transfers(environment)` times.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class FakeJobs:
         fails=lambda environment: "",
         wrong=(),
         grouped=lambda groups, environment: 1.0,
+        transfers=lambda environment: 1.0,
         trained=lambda environment: 4.001,
     ):
         self.seconds, self._noise, self._fails, self._wrong = seconds, noise, fails, wrong
-        self._grouped, self._trained = grouped, trained
+        self._grouped, self._trained, self._transfers = grouped, trained, transfers
         self._random = np.random.default_rng(seed)
         self.jobs = []
 
@@ -68,6 +70,8 @@ class FakeJobs:
             seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if row.groups:
                 seconds *= self._grouped(row.groups, environment)
+            if row.collective == "send_recv":
+                seconds *= self._transfers(environment)
             # A graph file fails smaller communicators.
             left_out = row.groups and "NCCL_GRAPH_FILE" in environment
             timings.append(() if left_out else (seconds,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import flag
 from tccl_py.cli.output import GOOD, grid, results
 from tccl_py.cli.process import notice, print_json, write_result
+from tccl_py.errors import InputError
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.load import load_plan
@@ -21,6 +23,7 @@ from tccl_py.plan.plugin import graph_files
 from tccl_py.plan.words import CHOICE_WORDS, plan_json, subset_files
 from tccl_py.readers.hosts import compress
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
+from tccl_py.verify.record import load_verification
 from tccl_py.verify.size_plans import load_sizes
 
 _MOST_PATHS = 16
@@ -54,6 +57,10 @@ def show(
         return
     console = results()
     print_plan(plan, console)
+    with suppress(InputError):
+        verified = load_verification(directory)
+        for text in verified.transfer_notices if verified is not None else ():
+            console.print(f"note: {text}")
     entries = [cells for tuning in by_size for cells in entry_cells(tuning)]
     if entries:
         table = Table(*ENTRY_COLUMNS, title="algorithm, protocol and channels by message size")

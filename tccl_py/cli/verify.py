@@ -83,7 +83,8 @@ def verify(
     The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
     size. Rounds end early where all is clear, and go on, up to four times as many, where a verdict
-    is open; 6 are always run.
+    is open; 6 are always run. Send/recv of 64 MiB is timed beside: if it is slower than by default
+    NCCL, as with small FIFOs, a notice tells by how much, and the recommendation stays.
 
     `--with all_reduce_perf` runs jobs of nccl-tests, one process with all GPUs, one after another,
     on hosts without torch; the program has to be built with the NCCL of the jobs in question. Its
@@ -106,11 +107,11 @@ def verify(
     --json has the keys `machine`, `accepted`, `winner`, `recommended`, `chosen`, `arms` (a list of
     `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,
     `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
-    `verdict`), `groups`, `training`, `not_recommended` (sizes in bytes), `checked`, `wrong`,
-    `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`, `arm`, `rows`,
-    `entries`, `predictions`, `seconds`), `simulated`, `tried`, `rounds`, `seconds`, `hosts`
-    (in rank order; none of a single machine), `backend`, `collective`, `devices` (names in rank
-    order), `versions`.
+    `verdict`), `groups`, `training`, `transfers` (send/recv), `not_recommended` (sizes in bytes),
+    `checked`, `wrong`, `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`,
+    `arm`, `rows`, `entries`, `predictions`, `seconds`), `simulated`, `tried`, `rounds`, `seconds`,
+    `hosts` (in rank order; none of a single machine), `backend`, `collective`, `devices` (names in
+    rank order), `versions`, `notices`.
 
     Examples:
 

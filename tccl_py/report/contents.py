@@ -146,7 +146,8 @@ def _verification(directory: Path) -> tuple[Verification | None, list[str]]:
     if found.backend != "cuda":
         return None, [f"{VERIFICATION_FILE} is left out: it is a dry run without GPUs"]
     failed = [arm for arm in found.arms if arm.failure]
-    return found, [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed]
+    told = [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed]
+    return found, [*told, *found.transfer_notices]
 
 
 def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:

@@ -37,7 +37,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
         **picked(found, "machine", "accepted", "winner", "recommended", "chosen"),
         "arms": [_arm_json(arm) for arm in found.arms],
         **picked(found, "simulated", "tried", "rounds", "seconds", "hosts"),
-        **picked(found, "backend", "collective", "devices", "versions"),
+        **picked(found, "backend", "collective", "devices", "versions", "notices"),
     }
 
 
@@ -50,6 +50,7 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
         "groups": [{**picked(row, "groups", "bytes"), **_row_json(row)} for row in arm.groups],
         "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
+        "transfers": [{"bytes": row.bytes, **_row_json(row)} for row in arm.transfers],
         "not_recommended": arm.worse_sizes,
         **picked(arm, "checked", "wrong"),
         "rings": None if arm.rings is None else picked(arm.rings, "same", "differences"),
@@ -168,4 +169,5 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
         told = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
         lines.append(f"communicators over {groups_text(groups)}: {told}")
     lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
+    lines += [f"send/recv of {size_text(row.bytes)}: {_verdict(row)}" for row in arm.transfers]
     return [f"{arm.name}: {line}" for line in lines]

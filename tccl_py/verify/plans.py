@@ -289,7 +289,7 @@ def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -
     cuda = found.backend == "cuda"
     versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
     nccl = found.versions.get("nccl", "")
-    said = [*found.notices]
+    said = [*found.notices, *found.transfer_notices]
     if not cuda:
         said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
     elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):

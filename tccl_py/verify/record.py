@@ -18,6 +18,7 @@ import msgspec
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import AS_GOOD, ChoiceName
+from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.statistics import hodges_lehmann, holm, signed_rank_p
 from tccl_py.verify.rings import RingsFound
 from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large, size_text
@@ -33,6 +34,10 @@ FALSE_RATE = 0.05
 LEAST_ROUNDS = 6
 """Fewer rounds have no 95 % interval."""
 MAX_ROUNDS = 40
+SLOW_TRANSFERS = 0.97
+"""Send/recv is told to be slow if its interval lies wholly below this share of default NCCL."""
+_KINDER = 1.02
+"""FIFO sizes harm send/recv less if it is faster by this factor."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +122,8 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Results of real collectives in one arm.
 
     `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, and `large`
-    the speed over default NCCL's there. `failure` says why a job failed; nothing is timed then.
+    the speed over default NCCL's there. `transfers` are send/recv to the next rank, which are no
+    part of any judgement. `failure` says why a job failed; nothing is timed then.
     """
 
     name: ChoiceName
@@ -127,6 +133,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gbps: float | None = None
     large: Compared = EQUAL
     rows: tuple[Row, ...] = ()
+    transfers: tuple[Row, ...] = ()
     checked: int = 0
     wrong: tuple[WrongValue, ...] = ()
     rings: RingsFound | None = None
@@ -156,6 +163,11 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def losses(self) -> tuple[Row, ...]:
         """Return rows whose interval lies below default NCCL, if only by chance."""
         return tuple(row for row in self.rows if row.compared.loses)
+
+    @property
+    def slow_transfers(self) -> tuple[Row, ...]:
+        """Return send/recv whose interval lies wholly below SLOW_TRANSFERS of default NCCL."""
+        return tuple(row for row in self.transfers if row.compared.high < SLOW_TRANSFERS)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -196,14 +208,29 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A candidate of the sweep: bus bandwidth at the large sizes, or why its job failed.
 
-    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL.
+    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL, and
+    `transfer_ratio` that of send/recv to the job beside, 1.0 where it was not timed.
     """
 
     arm: ChoiceName
     settings: Settings
     gbps: float = 0.0
     worst_ratio: float = 0.0
+    transfer_ratio: float = 1.0
     failed: str = ""
+
+    def kinder(self, others: Sequence[Tried]) -> tuple[Tried, ...]:
+        """Return candidates of another FIFO size alone that harm send/recv less."""
+        if self.transfer_ratio >= SLOW_TRANSFERS:
+            return ()
+        replace = msgspec.structs.replace
+        return tuple(
+            trial
+            for trial in others
+            if trial.arm == self.arm
+            and replace(trial.settings, buffsize=self.settings.buffsize) == self.settings
+            and trial.transfer_ratio > self.transfer_ratio * _KINDER
+        )
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,6 +285,37 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def accepted(self) -> bool:
         """Return whether the choice in question may be used."""
         return self.judged.accepted
+
+    @property
+    def transfer_notices(self) -> tuple[str, ...]:
+        """Return how much the choice in question slows send/recv, and how to avoid that."""
+        return tuple(
+            f"with {CHOICE_WORDS[self.chosen]}, send/recv of {size_text(row.bytes)} runs at "
+            f"{row.compared.ratio:.2f} ({row.compared.low:.2f} to {row.compared.high:.2f}) times "
+            "default NCCL, and all-to-all moves by the same transfers: run pipeline- and "
+            "expert-parallel jobs by default NCCL (`tccl env DIR --choice default`)"
+            + self._kinder_fifo()
+            for row in self.judged.slow_transfers[-1:]
+        )
+
+    def _kinder_fifo(self) -> str:
+        """Return the tried FIFO size that slows send/recv least, if all-reduce still gains."""
+        default = self.tried[0].gbps if self.tried else 0.0
+        found = [
+            trial
+            for used in self.tried
+            if (used.arm, used.settings) == (self.chosen, self.judged.settings)
+            for trial in used.kinder(self.tried)
+            if trial.gbps > default * (1 + SMALLEST_EFFECT)
+        ]
+        if not found:
+            return ""
+        best = max(found, key=lambda trial: trial.transfer_ratio)
+        return (
+            f", or with NCCL_BUFFSIZE={best.settings.buffsize}: a job each had "
+            f"{best.transfer_ratio:.2f} times default NCCL in send/recv and "
+            f"{best.gbps / default:.2f} times in {self.collective}"
+        )
 
     @property
     def rounds(self) -> int:

@@ -95,7 +95,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `sizes` are bytes of the whole buffer; each is timed for about `seconds`, in each of
     `collectives` and `dtypes`. `group_sizes` are timed in each of `groups`, except under a graph
-    file, which fails communicators over fewer GPUs.
+    file, which fails communicators over fewer GPUs. Send/recv of `transfer_sizes` comes last.
     No contest begins after `contest_seconds`; all ranks have the same times of contests.
     Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
     have a `slot` each.
@@ -111,6 +111,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds: float = 0.08
     groups: tuple[Groups, ...] = ()
     group_sizes: tuple[int, ...] = ()
+    transfer_sizes: tuple[int, ...] = ()
     collectives: tuple[Collective, ...] = ("all_reduce",)
     dtypes: tuple[Dtype, ...] = ("float32",)
     training: bool = False
@@ -124,12 +125,18 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             *(((), size) for size in self.sizes),
             *itertools.product(self.groups, self.group_sizes),
         ]
-        return tuple(
+        collectives = (
             TimedRow(collective=collective, dtype=dtype, bytes=size, groups=groups)
             for collective in self.collectives
             for dtype in self.dtypes
             for groups, size in places
         )
+        return (*collectives, *self.transfers)
+
+    @property
+    def transfers(self) -> tuple[TimedRow, ...]:
+        """Return the rows of `transfer_sizes`."""
+        return tuple(TimedRow(collective="send_recv", bytes=size) for size in self.transfer_sizes)
 
 
 class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

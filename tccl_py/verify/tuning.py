@@ -33,6 +33,8 @@ WHOLE_SECONDS = 480.0
 ATTEMPTS = 2
 """Comparisons after the sweep: of the best settings, and of the best with other channels if those
 harm a training step or a size, about which one job says little."""
+_AS_FAST = 0.98
+"""Of FIFO sizes this close to the fastest, send/recv decides."""
 _LEAST = 0.9
 """Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
 a candidate has one job."""
@@ -168,15 +170,18 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
 def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     """Return the fastest candidate at large sizes that is not much slower than default NCCL.
 
-    Of equally fast ones it is the first.
+    Of equally fast ones it is the first; of FIFO sizes that hardly differ, which harm send/recv,
+    the kindest.
     """
+    usable = [trial for trial in trials if trial.arm == name and trial.worst_ratio >= _LEAST]
     best: Tried | None = None
-    for trial in trials:
-        if trial.arm != name or trial.worst_ratio < _LEAST:
-            continue
+    for trial in usable:
         if best is None or trial.gbps > best.gbps * (1 + SMALLEST_EFFECT):
             best = trial
-    return best
+    if best is None:
+        return None
+    kinder = [trial for trial in best.kinder(usable) if trial.gbps >= best.gbps * _AS_FAST]
+    return max(kinder, key=lambda trial: trial.transfer_ratio, default=best)
 
 
 def _channels(trial: Tried) -> tuple[int, int | None]:
@@ -214,9 +219,14 @@ class Sweep:
     ) -> None:
         self._target, self._watch = target, watch
         self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        self._spec = JobSpec(sizes=budget.few_sizes, collectives=(budget.collective,))
+        self._spec = JobSpec(
+            sizes=budget.few_sizes,
+            collectives=(budget.collective,),
+            transfer_sizes=budget.transfer_sizes,
+        )
         self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
         self._default: tuple[float, ...] = ()
+        self._transfers: tuple[float, ...] = ()
         self._default_gbps: list[float] = []
 
     @property
@@ -241,7 +251,7 @@ class Sweep:
             default = outcomes.pop(0)
             if isinstance(default, JobError):
                 raise default
-            self._default = self._seconds(default)
+            self._default, self._transfers = self._seconds(default)
         self._default_gbps += [self._gbps(self._default)] * len(candidates)
         return [
             self._rated(*candidate, outcome)
@@ -257,13 +267,20 @@ class Sweep:
     def _rated(self, name: ChoiceName, settings: Settings, outcome: Outcome | JobError) -> Tried:
         if isinstance(outcome, JobError):
             return Tried(arm=name, settings=settings, failed=str(outcome))
-        seconds = self._seconds(outcome)
+        seconds, transfers = self._seconds(outcome)
         worst = min(
             max(default, self._slowest.get(size, 0.0)) / taken
             for size, taken, default in zip(self._spec.sizes, seconds, self._default, strict=True)
         )
         rate = self._gbps(seconds)
-        return Tried(arm=name, settings=settings, gbps=rate, worst_ratio=worst)
+        ratios = [own / taken for own, taken in zip(self._transfers, transfers, strict=True)]
+        return Tried(
+            arm=name,
+            settings=settings,
+            gbps=rate,
+            worst_ratio=worst,
+            transfer_ratio=min(ratios, default=1.0),
+        )
 
     def _gbps(self, seconds: Sequence[float]) -> float:
         """Return the bus bandwidth at the large sizes."""
@@ -273,8 +290,11 @@ class Sweep:
         ]
         return large_gbps(rates) or 0.0
 
-    def _seconds(self, outcome: Outcome) -> tuple[float, ...]:
-        return tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
+    def _seconds(self, outcome: Outcome) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the seconds of each size of the collective, and those of send/recv."""
+        found = tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
+        count = len(self._spec.sizes)
+        return found[:count], found[count:]
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:

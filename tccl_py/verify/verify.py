@@ -41,6 +41,8 @@ DEFAULT_SECONDS = 300.0
 """Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
+_TRANSFER_BYTES = 64 << 20
+"""Size of send/recv, which no sweep of sizes has: small FIFOs slow it alike from 16 MiB up."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 _alike = partial(math.isclose, rel_tol=5e-3)
@@ -70,6 +72,12 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     def few_sizes(self) -> tuple[int, ...]:
         """Return some sizes up to the largest one."""
         return tuple(size for size in FEW_SIZES if size <= max(self.sizes)) or self.sizes
+
+    @property
+    def transfer_sizes(self) -> tuple[int, ...]:
+        """Return the size at which send/recv is timed as well; () where it is the collective."""
+        own = self.collective == "send_recv"
+        return () if own else (min(_TRANSFER_BYTES, max(self.sizes)),)
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +116,7 @@ def verify_target(
         sizes=budget.sizes,
         groups=groups_of(target.world) if with_groups else (),
         group_sizes=budget.few_sizes[:4],
+        transfer_sizes=budget.transfer_sizes,
         collectives=(budget.collective,),
         training=budget.training,
     )
@@ -128,7 +137,9 @@ def verify_target(
             logs = [outcome, *_jobs_of(arm.name, rounds.jobs)]
             rings = rings_of_jobs(target, launcher, arm, logs, checks=budget.checks)
             rows = _rows(target, spec, rounds, arm)
-            result = msgspec.structs.replace(result, rows=rows, rings=rings)
+            transfers = tuple(row for timed, row in rows.items() if timed in spec.transfers)
+            judged = tuple(row for timed, row in rows.items() if timed not in spec.transfers)
+            result = msgspec.structs.replace(result, rows=judged, transfers=transfers, rings=rings)
             result = _judged(result, logs, rounds, found[0] if found else None)
         found.append(result)
     letters = dict(zip(names, "ABC", strict=False))
@@ -187,12 +198,12 @@ def rings_of_jobs(
     return next((rings for rings in found if not rings.same), found[0])
 
 
-def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row, ...]:
-    rows = []
+def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> dict[TimedRow, Row]:
+    rows = {}
     for timed, seconds in row_seconds(spec, _jobs_of(arm.name, rounds.jobs)).items():
         compared = rounds.compared.get((arm.name, timed), EQUAL)
         ranks = len(timed.groups[0]) if timed.groups else target.world
-        row = Row(
+        rows[timed] = Row(
             bytes=timed.bytes,
             groups=tuple(tuple(target.gpus[rank] for rank in group) for group in timed.groups),
             mode=timed.mode,
@@ -201,8 +212,7 @@ def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> tuple[Row,
             compared=compared,
             verdict=compared.verdict,
         )
-        rows.append(row)
-    return tuple(rows)
+    return rows
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
@@ -267,7 +277,8 @@ def run_rounds(
             continue
         # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
         compared = _compare_arms(spec, {arm.name: _jobs_of(arm.name, ran) for arm in running})
-        if _enough(budget, compared, count) or time.monotonic() - begun > budget.seconds:
+        judged = {key: row for key, row in compared.items() if key[1] not in spec.transfers}
+        if _enough(budget, judged, count) or time.monotonic() - begun > budget.seconds:
             break
     return Rounds(
         jobs=ran,
