@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tuned import load_tuning
 from tccl_py.rank_processes.tasks import RankOutput
@@ -524,3 +526,14 @@ def test_the_decode_benchmark_says_what_it_needs(tmp_path, words):
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("benchmark-decode: ")
+
+
+def test_a_plan_for_another_nccl_gets_no_table_and_keeps_its_rows(tmp_path):
+    said, plan = [], plan_of(SMALL)
+    measured = msgspec.structs.replace(
+        plan, simulated=False, settings=msgspec.structs.replace(plan.settings, version="2.28")
+    )
+    found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=12)), said, measured)
+    assert load_sizes(tmp_path) == found
+    assert any("no table by message size" in text for text in said)
+    assert load_tuning(load_plan(tmp_path), tmp_path) is None

@@ -125,10 +125,17 @@ def verify_plan(
     with launcher_of(plan, directory, job=job, backend=backend, **asked) as launcher:
         target = read_target(plan, directory)
         found = run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
-        if tune and not plan.is_cluster:
+        if tune and program is None and not plan.is_cluster:
             target = read_target(load_plan(directory), directory)
             seconds = min(budget.seconds, SIZE_SECONDS)
-            tune_by_size(target, launcher, budget.sizes, seconds=seconds, say=say, watch=watch)
+            with interrupts_put_off(CTRL_C_AND_SIGTERM):
+                try:
+                    tune_by_size(
+                        target, launcher, budget.sizes, seconds=seconds, say=say, watch=watch
+                    )
+                except (KeyboardInterrupt, Terminated):
+                    say("interrupted: the verification is kept, without a table by message size")
+                    raise
         return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import undisturbed
+from tccl_py.errors import InputError, undisturbed
 from tccl_py.files import read_text
 from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
@@ -105,24 +105,29 @@ def tune_by_size(
             except JobError as error:
                 say(f"not tuned by message size: {error}")
         equal[target.gpus] = {target.gpus}
-        if library is not None and found:
-            _keep_tables(target, found, equal)
-            found = _checked(target, launcher, found, library, say=say, watch=watch)
-            _keep_tables(target, found, equal)
-    keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
+        try:
+            _keep(target, found, equal, tables=library is not None)
+            if library is not None and found:
+                found = _checked(target, launcher, found, library, say=say, watch=watch)
+                _keep(target, found, equal, tables=True)
+        except InputError as error:
+            say(f"the plugin gets no table by message size: {error}")
     return tuple(found)
 
 
-def _keep_tables(target: Target, found: Sequence[SizeTuning], equal: EqualSets) -> None:
+def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets, *, tables: bool) -> None:
+    """Write the rows, and the plugin's tables if asked to."""
     plan = target.plan
-    tuning = Tuning(
-        choice=plan.recommended,
-        nccl=found[0].nccl,
-        tables=_tables(found, equal),
-        simulated=plan.simulated,
-    )
     with undisturbed():
-        keep_tuning(tuning, plan, target.directory)
+        keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
+        if tables and found:
+            tuning = Tuning(
+                choice=plan.recommended,
+                nccl=found[0].nccl,
+                tables=_tables(found, equal),
+                simulated=plan.simulated,
+            )
+            keep_tuning(tuning, plan, target.directory)
 
 
 def _checked(
