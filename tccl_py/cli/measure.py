@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,89 +112,90 @@ def measure(
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
         mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
     """
+    asked = SimpleNamespace(**locals())
     of_pairs = {"--bidirectional": bidirectional, "--via": via, "--gpus": gpus, "--csv": csv}
-    how = measurement_options(target=target, meeting=meeting, check=check)
-    if all_pairs:
-        of_sets = {"--meeting": meeting, "--interfaces": interfaces, "--network": network}
-        refuse(
-            {"SET": sets or None, **of_sets}, ("beside --all-pairs", "is for sets", "leave it out")
-        )
-        options.check_source(locals(), in_job=False)
-        place = measured_machine(backend, devices) if simulate is None else load_machine(simulate)
-        kept: dict[str, Any] = {"options": how, "noise": noise or 0.0, "seed": seed or 0}
-        _measure_pairs(place, of_pairs, journal, json=json, **kept)
-        return
-    refuse(of_pairs, ("without --all-pairs", "is for all pairs", "add --all-pairs"))
-    if not sets:
-        raise InputError("SET", "is missing", "name flows, as 0:1, or add --all-pairs")
     with ExitStack() as stack:
         # Joined before anything can go wrong: of a job's ranks, the controller alone reports.
         job = stack.enter_context(controlled_job()) if simulate is None and in_job() else None
-        check_quoted(sets, "G0->G0->G1")
-        wanted = [parse_set(text) for text in sets]
-        options.check_source(locals(), in_job=job is not None)
-        if simulate is not None:
-            model = load_machine(simulate)
-            # Sets that the machine cannot run are refused before the journal is touched.
-            Simulator(model).measure(wanted)
-            source: OpenedSource = open_source(model, noise=noise or 0.0, seed=seed or 0)
-            title = model.name
-        elif job is None:
-            place = measured_machine(backend, devices)
-            source = open_source(place, gpus=gpus_of(place.machine, wanted), options=how)
-            title = place.machine.name
-        else:
-            nets: dict[str, Any] = {"interfaces": interfaces, "network": network}
-            hosts = open_hosts(job, backend=backend, devices=devices, options=how, **nets)
-            source = stack.enter_context(hosts)
-            title = f"hosts {', '.join(source.use_only(wanted))}"
-        with source:
-            found = _measured(source, wanted, journal)
-            conditions = source.conditions
-        texts = [" ".join(flow_texts(text)) for text in sets]
-        rows = list(zip(texts, found, strict=True))
-        if json:
-            print_json([_entry(*row) for row in rows])
-        else:
-            _print_table(title, conditions, rows)
-        # When it is closed, the source has looked at the GPUs once more.
-        notice_each(source.notices)
-        for row in rows:
-            notice_each(doubts(*row))
+        options.check_source(vars(asked), in_job=job is not None)
+        asked.how = measurement_options(target=target, meeting=meeting, check=check)
+        asked.model = {"noise": noise or 0.0, "seed": seed or 0}
+        if all_pairs:
+            given = {"SET": sets or None, "--meeting": meeting}
+            refuse(given, ("beside --all-pairs", "is for sets", "leave it out"))
+            refuse({"--all-pairs": job}, ("", "is about one host", "start the command by itself"))
+            _measure_pairs(asked)
+            return
+        refuse(of_pairs, ("without --all-pairs", "is for all pairs", "add --all-pairs"))
+        if not sets:
+            raise InputError("SET", "is missing", "name flows, as 0:1, or add --all-pairs")
+        _measure_sets(asked, sets, job, stack)
 
 
-def _measure_pairs(
-    place: MachineModel | MeasuredMachine,
-    asked: Mapping[str, Any],
-    journal: Path | None,
-    *,
-    json: bool,
-    **how: Any,
+def _measure_sets(
+    asked: SimpleNamespace, sets: Sequence[str], job: Job | None, stack: ExitStack
 ) -> None:
+    """Measure sets and print them."""
+    check_quoted(sets, "G0->G0->G1")
+    wanted = [parse_set(text) for text in sets]
+    if asked.simulate is not None:
+        model = load_machine(asked.simulate)
+        # Sets that the machine cannot run are refused before the journal is touched.
+        Simulator(model).measure(wanted)
+        source: OpenedSource = open_source(model, **asked.model)
+        title = model.name
+    elif job is None:
+        place = measured_machine(asked.backend, asked.devices)
+        source = open_source(place, gpus=gpus_of(place.machine, wanted), options=asked.how)
+        title = place.machine.name
+    else:
+        named = ("backend", "devices", "interfaces", "network")
+        hosts = open_hosts(job, options=asked.how, **{name: vars(asked)[name] for name in named})
+        source = stack.enter_context(hosts)
+        title = f"hosts {', '.join(source.use_only(wanted))}"
+    with source:
+        found = _measured(source, wanted, asked.journal)
+        conditions = source.conditions
+    texts = [" ".join(flow_texts(text)) for text in sets]
+    rows = list(zip(texts, found, strict=True))
+    if asked.json:
+        print_json([_entry(*row) for row in rows])
+    else:
+        _print_table(title, conditions, rows)
+    # When it is closed, the source has looked at the GPUs once more.
+    notice_each(source.notices)
+    for row in rows:
+        notice_each(doubts(*row))
+
+
+def _measure_pairs(asked: SimpleNamespace) -> None:
     """Measure all pairs of GPUs and print them."""
-    machine = place.machine
-    if in_job():
-        raise InputError("--all-pairs", "is about one host", "start the command by itself")
-    if asked["--via"] is not None:
-        options.one_of("--via", asked["--via"], ("host",))
-    if asked["--csv"] and json:
+    if asked.via is not None:
+        options.one_of("--via", asked.via, ("host",))
+    if asked.csv and asked.json:
         raise InputError("--csv beside --json", "are two forms", "leave one of the two out")
-    gpus = gpus_argument(asked["--gpus"], machine) or machine.gpu_indices
-    source = open_source(place, gpus=gpus, **how)
-    choice = {"via_host": asked["--via"] is not None, "bidirectional": asked["--bidirectional"]}
+    place: MachineModel | MeasuredMachine
+    if asked.simulate is None:
+        place = measured_machine(asked.backend, asked.devices)
+    else:
+        place = load_machine(asked.simulate)
+    machine = place.machine
+    gpus = gpus_argument(asked.gpus, machine) or machine.gpu_indices
+    source = open_source(place, gpus=gpus, options=asked.how, **asked.model)
+    choice = {"via_host": asked.via is not None, "bidirectional": asked.bidirectional}
     with source, ProgressLine() as line:
-        notice_each(() if journal is None else source.keep_in(journal))
+        notice_each(() if asked.journal is None else source.keep_in(asked.journal))
         facts = machine, place.knowledge, source, gpus
         pairs, assumed, failures = all_pairs_of(*facts, **choice, watch=line.measured)
         conditions = source.conditions
     notice_each((*source.notices, *failures))
-    if json:
+    if asked.json:
         print_json(pairs)
-    elif asked["--csv"]:
+    elif asked.csv:
         print(pairs_csv(pairs), end="")
     else:
         mark = provenance(simulated=source.simulated, assumed=assumed)
-        beside = ", beside the other direction" if asked["--bidirectional"] else ""
+        beside = ", beside the other direction" if asked.bidirectional else ""
         _print_pairs(pairs, f"{machine.name}, {mark}{beside}", conditions)
 
 
