@@ -24,6 +24,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.tuned import Tuning, keep_tuning
+from tccl_py.plan.variants import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.planned import needing_a_graph
@@ -145,6 +146,28 @@ def test_collectives_of_unmodified_programs_run_what_the_tables_say(planned, tmp
     found = {choice for choice in CHOICE.findall(logs) if choice[0] in ("4108", str(4 << 20))}
     assert found == {("4108", "RING", "SIMPLE", "0"), (str(4 << 20), "RING", "LL", "1")}
     print(f"{size} GPUs: {logs.count(': tuned by ')} memberships tuned, {sorted(found)}")
+
+
+def test_placed_buffers_change_nothing_on_the_nodes_that_nccl_takes(planned, tmp_path):
+    """Every hop bounces, and the planned node of each GPU is its own: node 0 where none is told."""
+    size, plan, fingerprint = planned
+    replace = msgspec.structs.replace
+    nodes = [replace(node, numa_id=max(0, node.numa_id)) for node in plan.machine.numa_nodes]
+    machine = replace(plan.machine, numa_nodes=tuple(nodes))
+    only = replace(plan.cluster.classes[0], machine=machine)
+    plan = replace(plan, cluster=replace(plan.cluster, classes=(only,)))
+    placed = {"p2p_level": "LOC", "shm_locality": "sender", "shm_placement": True}
+    plan = retuned(plan, replace(plan.settings, **placed))
+    conf = tmp_path / "nccl.conf"
+    conf.write_text(install(tmp_path / "plan", plan, fingerprint))
+    logs = run_job("lazy", size, conf, tmp_path)
+    assert_own_rings(plan, logs)
+    for gpu, log in enumerate(logs):
+        node = plan.machine.numa_nodes[plan.machine.numa_of(f"G{gpu}")].numa_id
+        said = re.findall(r"host buffers (on NUMA node \d+|where NCCL .*)", log)
+        assert said and set(said) <= {f"on NUMA node {node}"}
+        assert "PROFILER/Plugin: Loaded tccl" in log
+    print(f"{size} GPUs: buffers placed on {set(said)}")
 
 
 def boards():
