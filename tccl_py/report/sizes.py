@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval
-from tccl_py.verify.size_table import SizeRow
+from tccl_py.verify.size_table import SizeRow, ratio_of
 from tccl_py.verify.sizes import SizeTuning
 from tccl_py.verify.spec import GIB, KIB, MIB, Choice, bus_gbps, size_text
 
@@ -138,7 +138,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeChart(msgspec.Struct, frozen=True, kw_only=True):
-    """A value by message size, both axes logarithmic; ticks are places and labels."""
+    """Values by message size, both axes logarithmic; ticks are places and labels."""
 
     id: str
     title: str
@@ -154,67 +154,97 @@ class SizeChart(msgspec.Struct, frozen=True, kw_only=True):
     bottom: float = _HEIGHT - _BOTTOM
 
 
+Spans = dict[str, Interval]
+"""Intervals by kind of series."""
+
+
 def size_charts(tunings: Sequence[SizeTuning]) -> list[SizeChart]:
-    """Return charts of latency and of bus bandwidth for each set of GPUs and collective."""
+    """Return charts of speed, latency and bus bandwidth for each set of GPUs and collective."""
     found = []
     for number, tuning in enumerate(tunings):
         rows = [row for row in tuning.rows if row.row.dtype == "bfloat16" and row.tuned_seconds]
         for collective in dict.fromkeys(row.row.collective for row in rows):
-            own = [row for row in rows if row.row.collective == collective]
-            gpus = ",".join(map(str, tuning.gpus))
-            of = f"{collective.replace('_', '-')}, bfloat16, GPUs {gpus}"
-
-            def gbps(row: SizeRow, seconds: float, ranks: int = len(tuning.gpus)) -> float:
-                return bus_gbps(row.row.collective, ranks, row.row.bytes, seconds)
-
-            name = f"size-{number}-{collective}"
-            found.append(_chart(f"{name}-us", f"Latency in us: {of}", own, lambda _, s: s * 1e6))
-            found.append(_chart(f"{name}-gbps", f"Bus bandwidth in GB/s: {of}", own, gbps))
+            own = sorted(
+                (row for row in rows if row.row.collective == collective),
+                key=lambda row: row.row.bytes,
+            )
+            of = f"{collective.replace('_', '-')}, bfloat16, GPUs {','.join(map(str, tuning.gpus))}"
+            ranks = len(tuning.gpus)
+            spans = {
+                "Speed over default NCCL": [_over_default(row) for row in own],
+                "Latency in us": [_values(row, lambda _, seconds: seconds * 1e6) for row in own],
+                "Bus bandwidth in GB/s": [
+                    _values(row, lambda size, s: bus_gbps(collective, ranks, size, s))  # noqa: B023
+                    for row in own
+                ],
+            }
+            for at, (title, each) in enumerate(spans.items()):
+                points = {row.row.bytes: span for row, span in zip(own, each, strict=True)}
+                if any(points.values()):
+                    found.append(
+                        _chart(f"size-{number}-{collective}-{at}", f"{title}: {of}", points)
+                    )
     return found
 
 
-def _chart(
-    name: str, title: str, rows: Sequence[SizeRow], value: Callable[[SizeRow, float], float]
-) -> SizeChart:
-    bands: dict[str, list[tuple[int, Interval]]] = {}
-    for row in sorted(rows, key=lambda row: row.row.bytes):
-        seconds = {kind: row.seconds.get(kind, ()) for kind in ("default", "variables")}
-        seconds |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
-        for kind, values in seconds.items():
-            if values and not (kind == "variables" and row.plan == "variables"):
-                span = median_interval([value(row, one) for one in values])
-                bands.setdefault(kind, []).append((row.row.bytes, span))
-    sizes = sorted({size for points in bands.values() for size, _ in points})
-    ends = [v for points in bands.values() for _, span in points for v in (span.low, span.high)]
-    low, high = 10 ** math.floor(math.log10(min(ends))), 10 ** math.ceil(math.log10(max(ends)))
+def _seconds(row: SizeRow) -> dict[str, tuple[float, ...]]:
+    found = {kind: row.seconds.get(kind, ()) for kind in ("default", "variables")}
+    if row.plan == "variables":
+        del found["variables"]
+    found |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
+    return {kind: values for kind, values in found.items() if values}
+
+
+def _values(row: SizeRow, value: Callable[[int, float], float]) -> Spans:
+    return {
+        kind: median_interval([value(row.row.bytes, one) for one in values])
+        for kind, values in _seconds(row).items()
+    }
+
+
+def _over_default(row: SizeRow) -> Spans:
+    seconds = _seconds(row)
+    default = seconds.pop("default", ())
+    return {kind: ratio_of(default, values) for kind, values in seconds.items() if default}
+
+
+def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:
+    ends = [
+        end for spans in points.values() for span in spans.values() for end in (span.low, span.high)
+    ]
+    sizes, ticks = list(points), _ticks(min(ends), max(ends))
     x = _scale(sizes[0], sizes[-1], _LEFT, _WIDTH - _RIGHT)
-    y = _scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    y = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+    series = []
+    for kind, words in SERIES.items():
+        line = [(x(size), found[kind]) for size, found in points.items() if kind in found]
+        around = [(at, y(span.high)) for at, span in line]
+        around += [(at, y(span.low)) for at, span in reversed(line)]
+        if line:
+            middle = _path((at, y(span.middle)) for at, span in line)
+            series.append(Series(kind=kind, name=words, line=middle, band=_path(around) + "Z"))
     return SizeChart(
         id=name,
         title=title,
-        description="Both axes are logarithmic; bands are 95 % intervals of medians over jobs.",
-        series=tuple(
-            Series(
-                kind=kind,
-                name=SERIES[kind],
-                line=_path((x(size), y(span.middle)) for size, span in bands[kind]),
-                band=_path(
-                    [
-                        *((x(size), y(span.high)) for size, span in bands[kind]),
-                        *((x(size), y(span.low)) for size, span in reversed(bands[kind])),
-                    ]
-                )
-                + "Z",
-            )
-            for kind in SERIES
-            if kind in bands
-        ),
+        description="Both axes are logarithmic; bands are 95 % intervals over jobs.",
+        series=tuple(series),
         across=tuple((x(size), size_text(size)) for size in sizes[:: max(1, len(sizes) // 6)]),
-        up=tuple(
-            (y(10.0**power), f"{10.0**power:g}")
-            for power in range(round(math.log10(low)), round(math.log10(high)) + 1)
-        ),
+        up=tuple((y(tick), f"{tick:g}") for tick in ticks),
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round values around an interval: powers of 10, or tenths of a narrow one.
+
+    >>> _ticks(3.0, 200.0), _ticks(0.95, 1.12)
+    ([1.0, 10.0, 100.0, 1000.0], [0.9, 1.0, 1.1, 1.2])
+    """
+    if high / low < 4:
+        step = 0.1 if high < 2 else 0.5
+        first, last = math.floor(low / step), math.ceil(high / step)
+        return [round(at * step, 1) for at in range(max(1, first), max(last, first + 1) + 1)]
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
 def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
