@@ -29,6 +29,8 @@ from tccl_py.plan.tasks import OneNode
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify.simulated import simulated_cells
+from tccl_py.verify.target import read_target
+from tccl_py.verify.tuning import stages
 from tests.planned import PCIE, as_only, plan_of
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)
@@ -210,6 +212,15 @@ def test_flows_through_nodes_without_gpus_have_a_path(plan):
     # Node 2 of this machine has no device, so NCCL's own graph of it leaves the node out.
     assert path_types(plan.machine)["C2", "G3"] is PathType.SYS
     assert path_types(plan.machine)["C2", "C3"] is PathType.SYS
+
+
+def test_settings_of_placed_buffers_are_not_tuned_and_run_with_the_plugin(plan, directory):
+    if not (directory / "nccl" / LIBRARY).exists():
+        pytest.skip("no C compiler was there")
+    target = read_target(plan, directory)
+    assert set(target.arm("graph").variables) == {"NCCL_ENV_PLUGIN", "TCCL_INDEX"}
+    assert [list(stage(plan.settings)) for stage in stages(target, "graph")] == [[]] * 5
+    assert any(list(stage(plan.variables.settings)) for stage in stages(target, "variables"))
 
 
 def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):

@@ -298,7 +298,10 @@ class Sweep:
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
-    """Return the stages of a choice's sweep."""
+    """Return the stages of a choice's sweep.
+
+    Where the plugin places bounce buffers, its index holds for the planned settings alone.
+    """
     facts = version_facts(target.choices[name].version)
 
     def sockets(base: Settings) -> Iterator[Settings]:
@@ -335,7 +338,12 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
         if kinds & {"read", "write"}:
             yield _valid(base, p2p_copy_engine=True)
 
-    return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
+    found = sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
+    return (_no_settings,) * len(found) if target.choices[name].shm_placement else found
+
+
+def _no_settings(_base: Settings) -> Iterator[Settings]:
+    yield from ()
 
 
 def _valid(base: Settings, **changes: object) -> Settings:

@@ -187,6 +187,19 @@ def _visible(gpus):
 
 
 LACKS = {"rank_env": {2: {"NCCL_ENV_PLUGIN": None}}}
+
+
+def _hosts_buffers(placed):
+    """Return a check that all logs, or none, tell where NCCL's host buffers are."""
+
+    def check(result, folder):
+        logs = [path.read_text() for path in sorted((folder / "run").glob("log.*"))]
+        told = {"host buffers" in log for log in logs}
+        return [] if told == {placed} else [f"host buffers are told of by {told}"]
+
+    return check
+
+
 CASES = (
     *(Case(name=f"world{size}", size=size) for size in range(2, 9)),
     Case(name="many4", scenario="many"),
@@ -272,5 +285,17 @@ CASES = (
         check=_alike,
     ),
     Case(name="other environment plugin", prepare=_other_env, check=_other_env_answers),
+    Case(
+        name="placed buffers",
+        scenario="many",
+        plan={"nodes": dict.fromkeys(range(8), 0)},
+        check=_hosts_buffers(True),
+    ),
+    Case(
+        name="another profiler",
+        plan={"nodes": dict.fromkeys(range(8), 0)},
+        options={"env": {"NCCL_PROFILER_PLUGIN": "none"}},
+        check=_hosts_buffers(False),
+    ),
     Case(name="NCCL_COMM_ID", default=True, options={"env": {"NCCL_COMM_ID": "127.0.0.1:51234"}}),
 )
