@@ -152,8 +152,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `timings` are seconds per call for each timed row, one value a batch (none for a rank outside
     all groups); `checked` counts compared cases; `left_out` names collectives that the backend
-    lacks; `training` has seconds per step by mode, and `trained` the last step's loss and norms of
-    gradients, None where they are no numbers.
+    lacks; `training` has seconds per step by mode, and `trained` loss and norms of gradients after
+    a few steps, None where they are no numbers.
     """
 
     rank: int

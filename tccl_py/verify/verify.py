@@ -46,7 +46,7 @@ _TRANSFER_BYTES = 64 << 20
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 _alike = partial(math.isclose, rel_tol=5e-3)
-"""Losses and gradients of some forty training steps: sums in another order differ by rounding."""
+"""Losses and gradients of a few training steps: sums in another order differ by rounding."""
 
 Watcher = Callable[[str], None]
 """Receives a line on the current work."""

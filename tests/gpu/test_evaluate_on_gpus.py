@@ -1,6 +1,6 @@
 """`tccl evaluate` on real NCCL without P2P: every collective by size, and the steps of a GPT.
 
-Needs two GPUs or more and torch with NCCL; takes about three minutes.
+Needs two GPUs or more and torch with NCCL; takes about four minutes.
 """
 
 import csv
@@ -18,6 +18,9 @@ from tccl_py.verify.spec import COLLECTIVES, JobSpec
 from tccl_py.verify.target import read_target
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+BY_RING = ("all_reduce", "all_gather", "reduce_scatter")
+"""They gain from many channels with small FIFOs. Broadcast and reduce are as fast by default, and
+transfers between pairs are slower: on two H200 0.75 times default NCCL."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 OFF = {"NCCL_P2P_DISABLE": "1"}
 
@@ -52,13 +55,20 @@ def test_every_collective_has_a_ratio_at_every_size_and_no_value_is_wrong(plan, 
     for cell in cells:
         if cell["arm"] != "default":
             print(*(cell[name] for name in ("arm", "collective", "bytes", "us", "gbps", "ratio")))
-    best = next(one for one in found["arms"] if one["arm"] == found["recommended"])
-    assert best["mean"] > 1.05
-    large = [one for one in found["cells"] if one["bytes"] == 256 << 20]
-    by_ring = ("all_reduce", "all_gather", "reduce_scatter")
-    for cell in large:
-        if cell["arm"] == found["recommended"] and cell["collective"] in by_ring:
-            assert cell["low"] > 1.0, cell
+    large = {
+        cell["collective"]: cell
+        for cell in found["cells"]
+        if cell["bytes"] == 256 << 20 and cell["arm"] == found["recommended"]
+    }
+    for collective in BY_RING:
+        assert large[collective]["ratio"] > 1.05 and large[collective]["low"] > 1.0, collective
+    # Where send/recv is slower, verification says so, and recommends the same.
+    done = tccl("verify", plan, "--sizes", "64M,256M", "--no-checks", "--seconds", "60", "--json")
+    answer = json.loads(done.stdout)
+    print(done.returncode, answer["notices"], [one["transfers"] for one in answer["arms"]])
+    assert (done.returncode, answer["accepted"]) == (0, True)
+    told = [text for text in answer["notices"] if "send/recv" in text]
+    assert len(told) == (large["send_recv"]["high"] < 0.97)
 
 
 def test_a_gpt_learns_the_same_in_every_arm_eagerly_and_as_a_cuda_graph(plan):
@@ -71,6 +81,12 @@ def test_a_gpt_learns_the_same_in_every_arm_eagerly_and_as_a_cuda_graph(plan):
             assert list(result.training) == modes
             for mode in modes:
                 expected = jobs[0].results[rank].trained[mode]
-                assert result.trained[mode] == pytest.approx(expected, rel=5e-3)
                 seconds = sorted(result.training[mode])
                 print(arm.name, rank, mode, f"{seconds[len(seconds) // 2] * 1e3:.2f} ms", expected)
+                found = result.trained[mode]
+                print(
+                    "  relative differences",
+                    [a / b - 1 for a, b in zip(found, expected, strict=True)],
+                )
+                # After a few steps only rounding differs, which more steps would amplify.
+                assert found == pytest.approx(expected, rel=1e-3)
