@@ -89,6 +89,14 @@ def test_bandwidths_of_another_program_are_no_expectation(host):
     assert {row.expected_gbps for row in found.rates} == {None}
 
 
+def test_sizes_that_take_too_long_for_a_preflight_are_left_out(host):
+    slow = jobs(lambda number: 8.0)  # 256 MiB then take 0.2 s
+    verified = run_verification(host.plan, host.directory, dry_run(host.plan, slow), BUDGET)
+    launcher = dry_run(host.plan, jobs(lambda number: 8.0, seed=3))
+    found = check_collectives(read_target(host.plan, host.directory), launcher, verified)
+    assert [row.bytes for row in found.rates] == [64 * MIB]
+
+
 def test_wrong_values_name_the_gpu_that_has_them(host):
     wrong = tuple(
         WrongValue(case=f"all-reduce, float32 x {n}", rank=2, what="9 of 9") for n in (1, 3)
