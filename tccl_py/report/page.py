@@ -103,7 +103,7 @@ def report_html(contents: Contents) -> str:
             mark=plan.provenance,
             notices=_notices(contents),
             variables=environment(plan.settings),
-            exports=env_sh(plan.job_settings),
+            exports=env_sh(plan.plain_settings),
             directory=shlex.quote(str(contents.directory)),
             # Drawings
             nodes=nodes,
