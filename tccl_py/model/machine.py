@@ -333,9 +333,10 @@ def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Kn
         for index in (fact.source, fact.target):
             if index not in machine.gpu_indices:
                 raise InputError(where, f"speaks of GPU {index}", f"{machine.name} has no such GPU")
+    known = {device.id for device in machine.devices}
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
-            if end not in machine.graph:
+            if end not in known:
                 raise InputError(where, f"a hidden link ends at {end}", "name a device or bus id")
     return knowledge
 
