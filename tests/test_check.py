@@ -93,7 +93,9 @@ def test_a_slower_link_is_found_and_named(case, gpu, left):
     now = exact_rates(with_slower_link(case.model, f"G{gpu}", left))
     drift = checked(case, noise=0.02, seed=7, now=now)
     assert drift.drifted
-    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link (downtrained?)")
+    # Noise hides a tenth in some sets: then one direction of the link may explain as much.
+    doubt = " (downtrained?)" if left < 0.9 else ""
+    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link{doubt}")
     assert [row.ratio for row in drift.changes] == sorted(row.ratio for row in drift.changes)
 
 

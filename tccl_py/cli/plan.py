@@ -17,8 +17,8 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
 from tccl_py.cli.options import ADVANCED, advanced, flag, gpus_argument, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import INTERRUPTED, notice, notice_each, print_json
-from tccl_py.cli.show import print_plan
+from tccl_py.cli.process import INTERRUPTED, notice, notice_each
+from tccl_py.cli.show import print_plan, print_plan_json
 from tccl_py.cli.verify import tuned_plan
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
@@ -50,7 +50,6 @@ from tccl_py.plan.nccl_here import (
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.plan.words import plan_json
 from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
@@ -215,7 +214,7 @@ def plan(
             if not made.cancelled:
                 made = _tuned(made, output, subject, tune)
     if json:
-        print_json(plan_json(made))
+        print_plan_json(made, output)
     else:
         print_plan(made, results())
     if made.cancelled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -51,9 +52,8 @@ def show(
         tccl show my-plan --hops
     """
     plan = load_plan(directory)
-    by_size = load_sizes(directory)
     if json:
-        print_json(plan_json(plan) | {"by_size": [tuning_json(tuning) for tuning in by_size]})
+        print_plan_json(plan, directory)
         return
     console = results()
     print_plan(plan, console)
@@ -61,7 +61,7 @@ def show(
         verified = load_verification(directory)
         for text in verified.transfer_notices if verified is not None else ():
             console.print(f"note: {text}")
-    entries = [cells for tuning in by_size for cells in entry_cells(tuning)]
+    entries = [cells for tuning in load_sizes(directory) for cells in entry_cells(tuning)]
     if entries:
         table = Table(*ENTRY_COLUMNS, title="algorithm, protocol and channels by message size")
         for cells in entries:
@@ -71,6 +71,12 @@ def show(
         console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
     if sets and graph_files(plan):
         console.print(_sets_table(plan))
+
+
+def print_plan_json(plan: Plan, directory: Path) -> None:
+    """Print a plan as JSON, with the choices by message size that tuning found."""
+    by_size = [tuning_json(tuning) for tuning in load_sizes(directory)]
+    print_json(plan_json(plan) | {"by_size": by_size})
 
 
 def print_plan(plan: Plan, console: Console) -> None:
