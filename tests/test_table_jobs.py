@@ -11,19 +11,35 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
+from tccl_py.plan.bounded_jobs import bound_of
 from tccl_py.plan.cluster_choices import plan_over
+from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_class import paired_chain_set
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.table_jobs import as_achieved, plan_of_job
-from tccl_py.plan.tables import ChainSet, HostTable, KeptChains, KeptSettings, KeptTable, OwnChains
+from tccl_py.plan.tables import (
+    ChainSet,
+    HostTable,
+    KeptChains,
+    KeptSettings,
+    KeptTable,
+    OwnChains,
+    gpus_text,
+    table_files,
+)
 from tccl_py.readers.hosts import HostSlots, listed_hosts
+from tccl_py.search.problem import Budget
+from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.source import Simulator
 from tests.effort import soon
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
@@ -228,7 +244,6 @@ def test_the_files_of_a_job_with_unlike_gpus_close_into_its_rings(four, tmp_path
     [
         (("--hosts", "node1"), "names 1 host"),
         (("--hosts", "node[1-5]"), "node5"),
-        (("--hosts", "node[1-2]", "--gpus", "0-2"), "--gpus-per-job"),
         (("--hosts", "node[1-2]", "--gpus", "0-7"), "has 4 GPUs"),
         (("--hosts", "node[1-2]:3", "--gpus", "0-1"), "3 ranks"),
         (("--hosts", "node[1-2]", "--gpus", "node3:0-1"), "names 'node3'"),
@@ -243,6 +258,97 @@ def test_jobs_that_are_refused(words, said, four, tmp_path):
     assert (result.exit_code, result.stdout) == (2, ""), result.stderr
     assert said in result.stderr
     assert not (tmp_path / "job").exists()
+
+
+def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_rate(four, tmp_path):
+    place = tmp_path / "job"
+    result = done(
+        "export", four, "--hosts", "node[1,3]", "--gpus", "node1:0-2;node3:0,1", "-o", place
+    )
+    assert "--extend --gpus-per-job 0-2" in result.stderr
+    assert "at most" in result.stderr
+    check_files(place)
+    assert not list(place.rglob("*.xml"))
+    assert (place / "nccl/order/hosts.txt").read_text() == "node1\nnode3\n"
+    script = (place / "nccl/env.sh").read_text()
+    assert "unset NCCL_GRAPH_FILE" in script and "export" not in script
+    told = json.loads(done("show", place, "--json").stdout)
+    kept = json.loads((place / "plan.json").read_text())
+    assert told["bounded"] and told["recommended"] == "default"
+    assert told["rate_gbps"] is told["choices"]["default"]["rate_gbps"] is None
+    assert told["bound_gbps"] == kept["bound_gbps"] > 0
+    assert told["gpus"] == {"node1": [0, 1, 2], "node3": [0, 1]}
+    assert json.loads(done("show", four, "--json").stdout)["bounded"] is False
+    text = done("show", place).stdout
+    assert "not known, at most" in text and "--gpus-per-job" in text
+    # Nothing else takes it for a plan with rates.
+    refused = tccl("env", place)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    with pytest.raises(InputError, match="not known"):
+        load_plan(place)
+
+
+@pytest.mark.parametrize("name, gpus", [("amd-v100", "0-2"), ("nvswitch-8gpu-8nic", "0+2+5")])
+def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name, gpus):
+    def tables_for(sets):
+        found = []
+        make_cluster_plan(pair, [source], budget=Budget(sets=8), tables=found, gpus_per_job=sets)
+        return [HostTable(pair.classes[0], one) for one in found]
+
+    model = load_machine(name)
+    source = Simulator(model)
+    pair = cluster_of(
+        [HostReport(host=h, machine=model.machine, knowledge=model.knowledge) for h in "ab"]
+    )
+    measured = tables_for(gpus)[-1]
+    assert gpus_text(measured.gpus) == gpus
+    rate = measured.stock.rate_gbps
+    bound = bound_of(pair, [measured.gpus], [tables_for("1")])
+    assert rate <= bound < 400
+    # A class with a table bounds the job by its own rate.
+    assert bound_of(pair, [measured.gpus], [[measured]]) == min(bound, measured.plain.rate_gbps)
+
+
+# Of equal hosts all pairs are the same job: the third is of another machine.
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory):
+    """A plan of three hosts whose searches measured all that can be faster, and its maker."""
+
+    def made(names, **more):
+        reports = [
+            HostReport(host=name, machine=one.machine, knowledge=one.knowledge)
+            for name, one in ((name, models[name[0]]) for name in names)
+        ]
+        cluster = cluster_of(reports)
+        kinds = dict.fromkeys(name[0] for name in names)
+        sources = [Simulator(models[kind]) for kind in kinds]
+        return make_cluster_plan(
+            cluster, sources, ring_counts=(1,), budget=Budget(sets=20_000), **more
+        )
+
+    models = {"a": load_machine("amd-v100"), "b": load_machine("intel-v100")}
+    tables = []
+    plan = made(["a1", "a2", "b1"], tables=tables)
+    place = tmp_path_factory.mktemp("unlike") / "plan"
+    place.mkdir()
+    write_plan(plan, place, tables=table_files(tables))
+    return place, made
+
+
+@pytest.mark.parametrize("pair", [("a1", "a2"), ("a1", "b1")])
+def test_a_pair_gets_exactly_what_its_fresh_plan_has_where_searches_end_by_themselves(pair, unlike):
+    place, made = unlike
+    job, _ = plan_of_job(load_plan(place), place, [HostSlots(name) for name in pair])
+    fresh = made(pair, gpus_per_job="4")
+    # Both searches are exhausted: with fewer sets the fresh plan could be worse than the tables.
+    assert fresh.proven
+    assert job.rate_gbps == fresh.rate_gbps
+    assert job.paths == fresh.paths and job.settings == fresh.settings
+    for name in ("default", "variables"):
+        assert job.choices[name].rate_gbps == fresh.choices[name].rate_gbps
+    assert job.recommended == fresh.recommended
 
 
 def test_a_job_needs_a_place_and_a_plan_of_a_cluster(four, tmp_path):

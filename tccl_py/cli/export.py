@@ -52,7 +52,8 @@ def export(
     With --hosts, these are the files of a job over some hosts of a cluster's plan, with plan.json:
     as if the job's hosts were planned alone, but by the tables in DIR, so nothing is measured, and
     no GPU is needed. LIST has the form of any hostfile, or of $SLURM_JOB_NODELIST; slots are the
-    number of GPUs, lowest indices first. Hosts may use different GPUs.
+    number of GPUs, lowest indices first. Hosts may use different GPUs. GPUs that no table is for,
+    nor for GPUs equal to them, get default NCCL, with an upper bound in place of a rate.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
     moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
@@ -174,7 +175,13 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
-    from tccl_py.plan.table_jobs import as_achieved, plan_of_job  # noqa: PLC0415 (slow)
+    from tccl_py.plan.bounded_jobs import write_bounded_job  # noqa: PLC0415 (slow)
+    from tccl_py.plan.table_jobs import (  # noqa: PLC0415 (slow)
+        NoTableError,
+        as_achieved,
+        bounded_job,
+        plan_of_job,
+    )
     from tccl_py.verify.record import load_verification  # noqa: PLC0415 (slow)
 
     if output is None:
@@ -184,7 +191,14 @@ def _export_job(
     plan = load_plan(directory)
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = _gpus_of_hosts(gpus, [host.name for host in listed])
-    made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
+    try:
+        made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
+    except NoTableError as missing:
+        job = bounded_job(plan, directory, listed, of_hosts, missing)
+        notice(f"wrote {write_bounded_job(job, output)} files to {output}: rate {job.rate_text}")
+        notice(job.advice)
+        notice_each(job.notices)
+        return
     seen = load_verification(directory)
     if seen is not None and seen.backend == "cuda" and not seen.simulated:
         achieved = {arm.name: arm.gbps for arm in seen.arms if arm.gbps is not None}

@@ -18,6 +18,7 @@ from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.variables import pinned_env_text
+from tccl_py.plan.bounded_jobs import BoundedJob, read_bounded_job
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.plugin import graph_files
@@ -51,6 +52,9 @@ def show(
 
         tccl show my-plan --hops
     """
+    if (job := read_bounded_job(directory)) is not None:
+        _print_bounded(job, json=json)
+        return
     plan = load_plan(directory)
     if json:
         print_plan_json(plan, directory)
@@ -71,6 +75,21 @@ def show(
         console.print(_flows_table(plan) if plan.is_cluster else _hops_table(plan))
     if sets and graph_files(plan):
         console.print(_sets_table(plan))
+
+
+def _print_bounded(job: BoundedJob, *, json: bool) -> None:
+    if json:
+        print_json(job.to_json())
+        return
+    console = results()
+    count = sum(len(host.gpus) for host in job.hosts)
+    console.print(f"Job of {len(job.hosts)} hosts with {count} GPUs, which was not measured")
+    console.print(job.advice, style=GOOD)
+    rows = [("host order", f"as given: {compress([host.name for host in job.hosts])}")]
+    rows += [("rate", job.rate_text), ("NCCL", job.settings.version)]
+    console.print(grid(rows))
+    for text in job.notices:
+        console.print(f"note: {text}")
 
 
 def print_plan_json(plan: Plan, directory: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
+from tccl_py.plan.bounded_jobs import BoundedHost, BoundedJob, bound_of
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.table_images import image_of
@@ -22,6 +23,10 @@ _Key = tuple[int, tuple[int, ...]]
 """The number of a class, and the GPUs of a job on its hosts."""
 _OF_THE_JOB = ("cross_nic", "ib_hca", "socket_ifname")
 """Settings that follow from a job's rings and hosts."""
+
+
+class NoTableError(InputError):
+    """A job uses GPUs of a class that no table is for."""
 
 
 def plan_of_job(
@@ -44,36 +49,17 @@ def plan_of_job(
         keep_order: leave the hosts in the given order.
 
     Raises:
-        InputError: a plan of one host, an unknown host, fewer than 2 hosts, or GPUs that no table
-            of the host's class is for.
+        NoTableError: no table of a host's class is for its GPUs; see `bounded_job`.
+        InputError: a plan of one host, an unknown host, or fewer than 2 hosts.
         SearchError: no ring exists.
     """
-    used = _used(plan, hosts, gpus or {})
-    keys = list(dict.fromkeys(used.values()))
-    numbers = {key: number for number, key in enumerate(keys)}
+    keys, cluster = _cluster(plan, hosts, gpus or {})
     known = plan.cluster.classes
-    of_plan = [known[number] for number in dict.fromkeys(number for number, _ in keys)]
-    tables = read_tables(directory, of_plan)
-    classes: list[NodeClass] = []
-    for number, some in keys:
-        alone = sum(other == number for other, _ in keys) == 1
-        text = known[number].name if alone else f"{known[number].name}-gpus-{gpus_text(some)}"
-        name = class_name(text, {one.name for one in classes})
-        classes.append(msgspec.structs.replace(known[number], name=name))
+    tables = read_tables(directory, [known[number] for number in {number for number, _ in keys}])
     nodes = [
         HostTable(one, _table(tables, known[number], some))
-        for one, (number, some) in zip(classes, keys, strict=True)
+        for one, (number, some) in zip(cluster.classes, keys, strict=True)
     ]
-    tree = plan.cluster.switches
-    cluster = Cluster(
-        hosts=tuple(
-            Host(name=name, node_class=numbers[key], slots=len(key[1]))
-            for name, key in used.items()
-        ),
-        classes=tuple(classes),
-        switches=None if tree is None else restricted(tree, used),
-        rails=plan.cluster.rails,
-    )
     made = plan_over(
         cluster,
         nodes,
@@ -82,8 +68,35 @@ def plan_of_job(
         ib_gid_index=plan.settings.ib_gid_index,
         pinned_env=plan.pinned_env,
     )
-    names = {one.name: known[key[0]].name for one, key in zip(classes, keys, strict=True)}
+    names = {one.name: known[key[0]].name for one, key in zip(cluster.classes, keys, strict=True)}
     return made, names
+
+
+def bounded_job(
+    plan: Plan,
+    directory: Path,
+    hosts: Sequence[HostSlots],
+    gpus: Mapping[str, tuple[int, ...]],
+    missing: NoTableError,
+) -> BoundedJob:
+    """Return default NCCL for a job that `plan_of_job` refused because tables are `missing`.
+
+    Raises InputError: a class without any table.
+    """
+    keys, cluster = _cluster(plan, hosts, gpus)
+    known = plan.cluster.classes
+    of_classes = [read_tables(directory, [known[number]]) for number, _ in keys]
+    if not all(of_classes):
+        raise missing
+    sets = [some for _, some in keys]
+    return BoundedJob(
+        hosts=tuple(BoundedHost(host.name, sets[host.node_class]) for host in cluster.hosts),
+        settings=of_classes[0][0].default_settings,
+        bound_gbps=bound_of(cluster, sets, of_classes),
+        simulated=plan.simulated,
+        notices=(f"the rate is not known: {missing}",),
+        pinned_env=plan.pinned_env,
+    )
 
 
 def as_achieved(
@@ -135,6 +148,30 @@ def as_achieved(
     )
 
 
+def _cluster(
+    plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
+) -> tuple[list[_Key], Cluster]:
+    """Return a job's hosts, and the key of each of its classes."""
+    used = _used(plan, hosts, gpus)
+    keys = list(dict.fromkeys(used.values()))
+    numbers = {key: number for number, key in enumerate(keys)}
+    classes: list[NodeClass] = []
+    for number, some in keys:
+        known = plan.cluster.classes[number]
+        alone = sum(other == number for other, _ in keys) == 1
+        text = known.name if alone else f"{known.name}-gpus-{gpus_text(some)}"
+        name = class_name(text, {one.name for one in classes})
+        classes.append(msgspec.structs.replace(known, name=name))
+    tree = plan.cluster.switches
+    placed = tuple(
+        Host(name=name, node_class=numbers[key], slots=len(key[1])) for name, key in used.items()
+    )
+    switches = None if tree is None else restricted(tree, used)
+    return keys, Cluster(
+        hosts=placed, classes=tuple(classes), switches=switches, rails=plan.cluster.rails
+    )
+
+
 def _used(
     plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
 ) -> dict[str, _Key]:
@@ -183,5 +220,5 @@ def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...])
         # A number alone would be a count.
         some = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
         right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {some}"
-        raise InputError(f"class {one.name}", what, right)
+        raise NoTableError(f"class {one.name}", what, right)
     return found

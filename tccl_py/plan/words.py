@@ -98,6 +98,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         limit = {"limit_gbps": plan.limit_gbps}
     return {
         **subject,
+        "bounded": False,
         "rings": plan.channel_rings,
         **picked(plan, "rate_gbps", "bound_gbps"),
         **limit,
