@@ -87,7 +87,7 @@ def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
     if plan.is_cluster:
-        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
+        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order, "bounded": False}
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
     else:
         subject = {"machine": plan.machine.name, "gpus": plan.gpus}
@@ -98,7 +98,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         limit = {"limit_gbps": plan.limit_gbps}
     return {
         **subject,
-        "bounded": False,
         "rings": plan.channel_rings,
         **picked(plan, "rate_gbps", "bound_gbps"),
         **limit,
