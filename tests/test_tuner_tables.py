@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.nccl.plugin.build import LIBRARY
 from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.staging import check_files, read_manifest
@@ -112,6 +113,22 @@ def test_tables_reach_the_index_and_other_findings_stay(tmp_path):
     assert index.read_bytes() == plain
     write_plan(plan, tmp_path)
     assert not (tmp_path / TUNING_FILE).exists()
+
+
+def test_a_library_built_beside_a_plan_stays_whatever_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("tccl_py.plan.plugin.SOURCES", tmp_path / "none")
+    plan = plan_of(SMALL)
+    write_plan(plan, tmp_path)
+    library = tmp_path / "nccl" / LIBRARY
+    assert not library.exists()
+    library.write_bytes(b"built")
+    for write in (
+        lambda: keep_tuning(tuning_of(plan), plan, tmp_path),
+        lambda: write_plan(plan, tmp_path),
+    ):
+        write()
+        assert library.read_bytes() == b"built"
+        check_files(tmp_path)
 
 
 @pytest.mark.parametrize(

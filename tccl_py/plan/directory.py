@@ -125,7 +125,7 @@ def write_plan(
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
     texts = nccl_files(plan, directory)
-    nccl = {**texts, **plugin_files(plan, texts, fingerprint)}
+    nccl = {**texts, **plugin_files(plan, texts, fingerprint, directory=directory)}
     files = {f"nccl/{name}": content for name, content in nccl.items()} | dict(tables or {})
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)

@@ -44,12 +44,14 @@ def plugin_files(
     texts: Mapping[str, str],
     fingerprint: Fingerprint | None,
     tables: Sequence[TunerTable] = (),
+    *,
+    directory: Path,
 ) -> dict[str, str | bytes]:
-    """Return names (below `nccl/`) and contents of the plugin's files.
+    """Return names (below `nccl/` of `directory`) and contents of the plugin's files.
 
     `texts` are the files of `nccl_files`, `tables` the tuner's. There are none for a plan of
-    several hosts, and for measured GPUs that no UUID identifies; the library is left out where none
-    was built.
+    several hosts, and for measured GPUs that no UUID identifies. The library is the installed one,
+    else one that was built in `directory`, if any: nccl.conf may name it.
     """
     files: dict[str, str | bytes] = {}
     with suppress(InputError):
@@ -59,8 +61,8 @@ def plugin_files(
                 gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
                 alike = msgspec.structs.replace(index, gpus=gpus)
                 files[ALIKE_INDEX_FILE] = alike.encode().decode()
-    library = SOURCES / LIBRARY
-    if files and library.is_file():
+    built = [path / LIBRARY for path in (SOURCES, directory / "nccl")]
+    if files and (library := next(filter(Path.is_file, built), None)):
         files[LIBRARY] = library.read_bytes()
     return files
 

@@ -72,7 +72,7 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
         if name.endswith(".xml")
     }
     known = None if plan.simulated else planned_fingerprint(plan, directory)
-    renewed = plugin_files(plan, texts, known, tuning.tables)
+    renewed = plugin_files(plan, texts, known, tuning.tables, directory=directory)
     files = held | {f"nccl/{name}": content for name, content in renewed.items()}
     write_with_plan(files, directory, check=load_plan, findings=())
     return kept
