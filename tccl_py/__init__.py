@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tccl_py.errors import InputError, TcclError
+    from tccl_py.explanation.explain import explain
     from tccl_py.model.cluster import Cluster
     from tccl_py.model.reports import HostReport, cluster_of
     from tccl_py.model.transfer import parse_flow, parse_set
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "plan.cluster_planner": "make_cluster_plan",
     "errors": "InputError TcclError",
+    "explanation.explain": "explain",
     "model.cluster": "Cluster",
     "model.reports": "HostReport cluster_of",
     "model.transfer": "parse_flow parse_set",
@@ -74,6 +76,7 @@ __all__ = [
     "diff",
     "discover_machine",
     "drawing",
+    "explain",
     "find_rings",
     "load_machine",
     "load_plan",

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explain.findings import load_explanation
+from tccl_py.explanation.findings import load_explanation
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explain.causes import NEAR, Sharing, find_causes, is_hurt
-from tccl_py.explain.explain import explain
-from tccl_py.explain.findings import kind_of, load_explanation, save_explanation, short
-from tccl_py.explain.probing import Prober, SymmetryKeys
+from tccl_py.explanation.causes import NEAR, Sharing, find_causes, is_hurt
+from tccl_py.explanation.explain import explain
+from tccl_py.explanation.findings import kind_of, load_explanation, save_explanation, short
+from tccl_py.explanation.probing import Prober, SymmetryKeys
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explain.build import by_mechanism
-from tccl_py.explain.explain import explain, node_of, subjects
+from tccl_py.explanation.build import by_mechanism
+from tccl_py.explanation.explain import explain, node_of, subjects
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import ring_from_order, ring_set

@@ -9,10 +9,13 @@ import pytest
 
 import tccl_py
 from tccl_py.errors import InputError
+from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
+from tccl_py.plan.directory import JOURNAL_FILE, write_plan
+from tccl_py.plan.plan import WORLD, PlanChain, PlanHop
 from tccl_py.plan.study import way
 from tccl_py.simulator.descriptions import load_bundled
-from tests.planned import ASUS, SMALL, plan_of
+from tests.planned import ASUS, SMALL, as_only, plan_of
 
 
 def test_a_plan_describes_itself_in_three_lines():
@@ -90,6 +93,42 @@ def test_in_notebooks_machines_and_plans_are_drawn(monkeypatch):
     machine = html.unescape(plan.machine._repr_html_())
     assert machine.count("<svg") == 1
     assert machine.count("<iframe") == 1
+
+
+def test_a_ring_is_drawn_with_an_arrow_for_each_hop_and_its_slowest_marked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", object())
+    tccl_py.load_machine(SMALL)
+    ring = plan_of(ASUS).rings[0]
+    page = html.unescape(ring._repr_html_())
+    assert page.count("<circle") == page.count('class="head') == len(ring.hops)
+    assert 'slowest"><title>' not in page
+    bare = Ring(hops=tuple(Hop(hop.source, hop.target, hop.flow) for hop in ring.hops))
+    assert html.unescape(bare._repr_html_()).count('class="head') == len(ring.hops)
+    hops = (
+        PlanHop(source=WORLD, target=0, flow=parse_flow("N0->N0->G0"), gbps=2.0),
+        PlanHop(source=0, target=WORLD, flow=parse_flow("G0->N1->N1"), gbps=3.0),
+    )
+    chain = PlanChain(hops=hops, entry_nic=0, exit_nic=1)
+    page = html.unescape(tccl_py.drawing(chain))
+    assert page.count('slowest"><title>') == 1
+    assert page.count('class="nic"') == page.count('class="head') == 2
+
+
+def test_a_plan_is_explained_by_a_source_or_by_its_journal_alone(tmp_path):
+    model = load_bundled("amd-v100")
+    source = tccl_py.open_source(model, journal=tmp_path / JOURNAL_FILE)
+    with source:
+        plan = tccl_py.make_plan(model.machine, model.knowledge, source)
+        found = tccl_py.explain(plan, source)
+    assert [ring.name for ring in found.rings] == ["plan", "stock"]
+    lines = repr(found).splitlines()
+    assert "simulated" in lines[0]
+    assert all(one.sentence in repr(found) for ring in found.rings for one in ring.findings)
+    write_plan(plan, tmp_path, models=as_only(model))
+    again = tccl_py.explain(plan, tmp_path)
+    assert (again.rings, again.sets_measured) == (found.rings, 0)
+    with pytest.raises(InputError):
+        tccl_py.explain(plan, tmp_path / "nowhere")
 
 
 def test_a_name_in_a_machine_ends_no_frame():

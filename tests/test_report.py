@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import Fingerprint, NvLink, PciLink, check

@@ -15,21 +15,26 @@ from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, interrupts_put_off
-from tccl_py.explain.explain import DEFAULT_BUDGET, MOST_FINDINGS
-from tccl_py.explain.explain import explain as explanation_of
-from tccl_py.explain.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
+from tccl_py.explanation.explain import explain as explanation_of
+from tccl_py.explanation.findings import (
+    WHOSE,
+    Explanation,
+    Finding,
+    RingExplanation,
+    save_explanation,
+)
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import journal_of, journal_source, source_again
+from tccl_py.plan.again import source_again
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import JOURNAL_FILE
-from tccl_py.plan.job import class_sources, journal_sources
+from tccl_py.plan.job import class_sources
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import RememberingSource, read_journal
-
-_WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
+from tccl_py.sources.journal import read_journal
+from tccl_py.sources.opening import OpenedSource
 
 
 def explain(
@@ -63,13 +68,11 @@ def explain(
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
+        source: OpenedSource | None = None
         if no_measure:
-            contents = journal_of(plan, directory)
-            notice_each(contents.notices)
-            source: RememberingSource = journal_source(contents)
-            sources: Sequence[BandwidthSource] = [source] * len(plan.cluster.classes)
-            if plan.is_cluster and not plan.simulated:
-                sources = [*journal_sources(plan, contents)]
+            sources: Sequence[BandwidthSource]
+            sources, notices = sources_of_journal(plan, directory)
+            notice_each(notices)
         elif plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
             hosts = planned_hosts(plan, header, stack)
@@ -85,7 +88,7 @@ def explain(
             source = stack.enter_context(again)
             sources = [source] * len(plan.cluster.classes)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
-    notice_each(source.notices)
+    notice_each(source.notices if source is not None else ())
     try:
         found = save_explanation(found, directory)
     except InputError as error:
@@ -118,7 +121,7 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
 
 def _print_ring(ring: RingExplanation, mark: str, console: Console) -> None:
     many = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}" if ring.rings > 1 else ""
-    whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
+    whose = WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
     console.print()
     console.print(f"{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
     if ring.sentence:

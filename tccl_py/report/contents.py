@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.explain.findings import EXPLANATION_FILE, Explanation, load_explanation
+from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import PciLink

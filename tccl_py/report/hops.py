@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tccl_py.explain.findings import Finding, kind_of
+from tccl_py.explanation.findings import Finding, kind_of
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, PciLink
 from tccl_py.model.transfer import Flow, Place
@@ -192,7 +192,7 @@ def drawn_hops(machine: Machine, ends: Sequence[Ends], layout: Layout) -> Drawn:
             target=target,
             flow=flow,
             gbps=gbps,
-            kind=_kind(flow) if flow is not None else "",
+            kind=line_kind(flow) if flow is not None else "",
             path=_path(machine, source, target, flow),
             slowest=gbps is not None and gbps <= least < most,
             wire=wire,
@@ -203,7 +203,8 @@ def drawn_hops(machine: Machine, ends: Sequence[Ends], layout: Layout) -> Drawn:
     )
 
 
-def _kind(flow: Flow) -> str:
+def line_kind(flow: Flow) -> str:
+    """Return the kind of a flow's line: write, read, bounce or net."""
     if flow.is_network:
         return "net"
     return "bounce" if flow.is_bounce else flow.transfers[0].operation

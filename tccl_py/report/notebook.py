@@ -1,13 +1,15 @@
-"""Machines and plans as drawings in notebooks: importing this module gives them `_repr_html_`."""
+"""Machines, plans and rings as drawings: importing this module gives them `_repr_html_`."""
 
 from __future__ import annotations
 
+import math
 from html import escape
 from types import SimpleNamespace
 
 from tccl_py.model.machine import Machine
-from tccl_py.plan.plan import Plan
-from tccl_py.report.hops import ring_views
+from tccl_py.model.rings import Ring
+from tccl_py.plan.plan import Plan, PlanChain
+from tccl_py.report.hops import Ends, chain_ends, line_kind, ring_views
 from tccl_py.report.machine import lay_out, machine_sentence, nvlinks
 from tccl_py.report.page import templates
 
@@ -20,23 +22,39 @@ _DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
 <g id="{{ node.id }}-parts">{{ machine(node.layout) }}</g>{{ nvlink_parts(node.nvlinks, node.layout)
 }}{% endcall %}
 {% for ring in node.rings %}{{ hops(ring, node) }}{% endfor %}
-{% endfor %}"""
+{% endfor %}
+{% if ring %}{% call svg("ring", "Ring", lines|join(" "), ring.size, ring.size) %}
+{% for one in ring.arrows %}<path d="{{ one.line }}" class="hop {{ one.kind }}"><title>{{ one.flow
+}}</title></path><path d="M0 0l-9 -4.5v9z" transform="translate({{ one.at }}) rotate({{ one.turn
+}})" class="head hop {{ one.kind }}"/>{% endfor %}
+{% for one in ring.ends %}<circle cx="{{ one.x|px }}" cy="{{ one.y|px }}" r="18" class="{{ one.kind
+}}"/><text x="{{ one.x|px }}" y="{{ (one.y + 5)|px }}" class="{{ one.kind }}-name">{{ one.name
+}}</text>{% endfor %}
+{% endcall %}{% endif %}"""
 _HEIGHT = 640
+_RADIUS = 22.0
+"""Lines end at this distance from the centre of a device."""
 
 
-def drawing(subject: Machine | Plan) -> str:
-    """Return HTML with SVG drawings of a machine, or of a plan's machines and rings.
+def drawing(subject: Machine | Plan | PlanChain | Ring) -> str:
+    """Return HTML with SVG drawings of a machine, of a ring, or of a plan's machines and rings.
 
     The page is inside an iframe, so that its style and the notebook's do not meet.
     """
-    if isinstance(subject, Plan):
+    nodes, ring = [], None
+    if isinstance(subject, (PlanChain, Ring)):
+        ring = _circle(subject)
+        lines = [" → ".join(one.name for one in ring.ends)]
+        lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
+    elif isinstance(subject, Plan):
         classes = zip(subject.cluster.classes, subject.class_gpus, strict=True)
         nodes = [_node(part.machine, n, gpus, subject) for n, (part, gpus) in enumerate(classes)]
         lines = repr(subject).splitlines()
     else:
         nodes, lines = [_node(subject, 0)], [subject.name]
-    page = templates().from_string(_DRAWING).render(nodes=nodes, lines=lines)
-    style = f"width:100%;height:{_HEIGHT}px;border:0;resize:vertical"
+    page = templates().from_string(_DRAWING).render(nodes=nodes, ring=ring, lines=lines)
+    height = _HEIGHT if ring is None else ring.size + 90
+    style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
     return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
 
 
@@ -54,5 +72,43 @@ def _node(
     )
 
 
-for _kind in (Machine, Plan):
+def _circle(ring: PlanChain | Ring) -> SimpleNamespace:
+    """Return a ring's devices on a circle, and an arrow for each hop; the slowest is marked."""
+    ends: list[Ends] = [(f"G{one.source}", f"G{one.target}", one.flow, None) for one in ring.hops]
+    slowest = None
+    if isinstance(ring, PlanChain):
+        ends = chain_ends(ring)
+        # As in reports, no hop is marked where all are equally fast.
+        if len({hop.gbps for hop in ring.hops}) > 1:
+            slowest = ring.rate
+    names = list(dict.fromkeys(name for one in ends for name in one[:2]))
+    radius = max(70.0, len(names) * 4 * _RADIUS / math.tau)
+    middle = radius + 2 * _RADIUS
+    turns = [math.tau * place / len(names) - math.pi / 2 for place in range(len(names))]
+    at = {
+        name: complex(middle + radius * math.cos(turn), middle + radius * math.sin(turn))
+        for name, turn in zip(names, turns, strict=True)
+    }
+    arrows = []
+    for source, target, flow, gbps in ends:
+        ahead = at[target] - at[source]
+        ahead /= abs(ahead) or 1
+        start, end = at[source] + _RADIUS * ahead, at[target] - _RADIUS * ahead
+        arrows.append(
+            SimpleNamespace(
+                line=f"M{start.real:.1f} {start.imag:.1f}L{end.real:.1f} {end.imag:.1f}",
+                at=f"{end.real:.1f} {end.imag:.1f}",
+                turn=f"{math.degrees(math.atan2(ahead.imag, ahead.real)):.1f}",
+                kind=(line_kind(flow) if flow else "") + " slowest" * (gbps == slowest is not None),
+                flow=f"{flow}: {gbps:.2f} GB/s" if gbps is not None else str(flow),
+            )
+        )
+    shown = [
+        SimpleNamespace(name=name, x=at[name].real, y=at[name].imag, kind=kind)
+        for name, kind in ((name, "nic" if name.startswith("N") else "gpu") for name in names)
+    ]
+    return SimpleNamespace(size=2 * middle, arrows=arrows, ends=shown)
+
+
+for _kind in (Machine, Plan, PlanChain, Ring):
     setattr(_kind, "_repr_html_", drawing)  # noqa: B010 (mypy knows no such attribute)

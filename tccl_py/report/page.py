@@ -16,7 +16,7 @@ import msgspec
 from markupsafe import Markup
 
 from tccl_py.errors import InputError, visible
-from tccl_py.explain.findings import Finding
+from tccl_py.explanation.findings import Finding
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.explain.probing import Flows, Prober
+from tccl_py.explanation.probing import Flows, Prober
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import Flow, Transfer, TransferSet, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError, smallest_slow_part

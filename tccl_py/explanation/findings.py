@@ -12,9 +12,11 @@ import msgspec
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.words import mark
 
 FORMAT_VERSION = 1
 EXPLANATION_FILE = "explanation.json"
+WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 COLLAPSE = 0.75
 """Flows with less bandwidth together than this share of one alone do more than share."""
 _SHOWN = 4
@@ -102,6 +104,19 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     notices: tuple[str, ...] = ()
     plan_digest: str = ""
     format_version: int = FORMAT_VERSION
+
+    def __repr__(self) -> str:
+        """Describe the explanation in sentences: rings, the slowdowns of each, and pitfalls."""
+        marked = mark(simulated=self.simulated, assumed=self.assumed)
+        lines = [f"Slowdowns on {self.machine}: {marked}"]
+        for ring in self.rings:
+            whose = WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
+            lines += [f"{whose}: {ring.rate_gbps:.2f} GB/s", ring.sentence]
+            lines += [f"  {one.sentence}" for one in ring.findings]
+            lines += [f"Left open: {ring.unexplained}"] if ring.unexplained else []
+        if self.pitfalls:
+            lines += ["Worst sets of other rings:", *(f"  {one.sentence}" for one in self.pitfalls)]
+        return "\n".join(filter(None, lines))
 
 
 def save_explanation(explanation: Explanation, directory: Path) -> Explanation:

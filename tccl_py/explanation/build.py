@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.explain.causes import (
+from tccl_py.explanation.causes import (
     Cause,
     ContradictionError,
     Shared,
@@ -19,7 +19,7 @@ from tccl_py.explain.causes import (
     find_causes,
     is_hurt,
 )
-from tccl_py.explain.findings import (
+from tccl_py.explanation.findings import (
     COLLAPSE,
     Finding,
     Instead,
@@ -27,7 +27,7 @@ from tccl_py.explain.findings import (
     finding_sentence,
     kind_of,
 )
-from tccl_py.explain.probing import Flows, Key, Prober, Rate
+from tccl_py.explanation.probing import Flows, Key, Prober, Rate
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.explain.build import Builder, Node
-from tccl_py.explain.causes import HURT, Causes, ContradictionError, find_causes, is_hurt
-from tccl_py.explain.findings import (
+from tccl_py.explanation.build import Builder, Node
+from tccl_py.explanation.causes import HURT, Causes, ContradictionError, find_causes, is_hurt
+from tccl_py.explanation.findings import (
     Explanation,
     Finding,
     RingExplanation,
@@ -18,19 +19,22 @@ from tccl_py.explain.findings import (
     instead_text,
     short,
 )
-from tccl_py.explain.probing import Prober, SymmetryKeys
+from tccl_py.explanation.probing import Prober, SymmetryKeys
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
+from tccl_py.plan.again import journal_of, journal_source
+from tccl_py.plan.job import journal_sources
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import remembering
 
+Sources = Sequence[BandwidthSource]
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4
 _NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
@@ -84,7 +88,7 @@ def node_of(plan: Plan, number: int = 0) -> Node:
 
 def explain(
     plan: Plan,
-    source: BandwidthSource | Sequence[BandwidthSource],
+    source: BandwidthSource | Sources | Path | str,
     *,
     budget: Budget = DEFAULT_BUDGET,
     most: int = MOST_FINDINGS,
@@ -92,11 +96,23 @@ def explain(
     """Find the smallest sets of transfers that show each slowdown of a plan's and default's rings.
 
     `source` answers sets, or one source for each class of hosts, whose flows over the network are
-    those of one host; a RememberingSource's known sets are not measured again. `budget` limits sets
-    beyond these, `most` the findings for each set of rings. Raises MeasurementError: the source
-    cannot measure the rings themselves.
+    those of one host; a RememberingSource's known sets are not measured again. The plan's directory
+    as `source` answers by its journal alone. `budget` limits sets beyond these, `most` the findings
+    for each set of rings. Raises MeasurementError: the source cannot measure the rings themselves.
+
+    >>> import tccl_py
+    >>> model = tccl_py.load_machine("amd-v100")
+    >>> source = tccl_py.open_source(model)
+    >>> plan = tccl_py.make_plan(model.machine, model.knowledge, source)
+    >>> explain(plan, source).rings[1].findings[0].kinds
+    ('bounce',)
     """
-    sources = source if isinstance(source, Sequence) else [source]
+    told: tuple[str, ...] = ()
+    given: Any = source
+    if isinstance(given, (str, Path)):
+        given, told = sources_of_journal(plan, Path(given))
+        budget = msgspec.structs.replace(budget, sets=0)
+    sources: Sources = given if isinstance(given, Sequence) else [given]
     builders = [_builder(plan, number, one, budget) for number, one in enumerate(sources)]
     explained: list[RingExplanation] = []
     chosen = list(subjects(plan))
@@ -110,9 +126,12 @@ def explain(
     for number, builder in enumerate(builders):
         builder.prober.share_out(1)
         rings = (ring for ring, one in zip(explained, chosen, strict=True) if one.number == number)
-        told = [finding for ring in rings for finding in ring.findings]
-        pitfalls += builder.pitfalls(told, most=most)
-    notices = () if len(chosen) > 1 else (_NO_STOCK,)
+        known = [finding for ring in rings for finding in ring.findings]
+        pitfalls += builder.pitfalls(known, most=most)
+    if plan.is_cluster:
+        told += (_NO_DEFAULT,)
+    elif len(chosen) == 1:
+        told += (_NO_STOCK,)
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
         simulated=builders[0].prober.source.simulated,
@@ -120,8 +139,16 @@ def explain(
         rings=tuple(explained),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
         sets_measured=sum(builder.prober.sets_measured for builder in builders),
-        notices=(_NO_DEFAULT,) if plan.is_cluster else notices,
+        notices=told,
     )
+
+
+def sources_of_journal(plan: Plan, directory: Path) -> tuple[Sources, tuple[str, ...]]:
+    """Return a source for each class of hosts by the journal of a plan alone, and its notices."""
+    contents = journal_of(plan, directory)
+    if plan.is_cluster and not plan.simulated:
+        return [*journal_sources(plan, contents)], contents.notices
+    return [journal_source(contents)] * len(plan.cluster.classes), contents.notices
 
 
 def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:
