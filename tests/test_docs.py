@@ -159,3 +159,6 @@ def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, m
     assert list(check.faults(tmp_path)) == []
     for name in COMMANDS:
         assert (tmp_path / "commands" / f"{name}.html").exists()
+    api = (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert api.count("&gt;&gt;&gt;") > 10
+    assert "<blockquote>" not in api

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,12 @@ SAYS = {
 }
 
 
+SHOWN = {
+    "plan_and_read.ipynb": ("simulated from assumed figures", "graph", "ring 0: G0 to G"),
+    "explain_and_what_if.ipynb": ("simulated from assumed figures", "times slower", "(0, 1, 2, 3)"),
+}
+
+
 def run(name, *arguments):
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -39,6 +47,31 @@ def test_every_example_is_run():
 def test_an_example_runs_and_says_where_its_figures_are_from(name):
     printed = run(name)
     assert [text for text in SAYS[name] if text not in printed] == []
+
+
+def test_every_notebook_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.ipynb")} == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_cells_of_a_notebook_run_in_order_and_are_kept_without_outputs(name, capsys):
+    notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    space: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        *statements, last = ast.parse("".join(cell["source"])).body
+        if isinstance(last, ast.Expr):
+            # As a notebook does, a cell that ends with a value shows the value.
+            show = ast.parse("print(repr(0))").body[0]
+            show.value.args[0].args[0] = last.value
+            last = show
+        code = ast.fix_missing_locations(ast.Module(body=[*statements, last], type_ignores=[]))
+        exec(compile(code, name, "exec"), space)
+    printed = capsys.readouterr().out
+    assert [text for text in SHOWN[name] if text not in printed] == []
 
 
 def test_a_plan_from_text_keeps_its_assumptions(tmp_path):
