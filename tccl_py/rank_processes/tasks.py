@@ -19,6 +19,8 @@ from tccl_py.rank_processes.rank import SPEC_FILE, result_file, slots_file, writ
 
 TORCH = ("torch", "torch.distributed", "torch.nn.parallel")
 """Imports that take most of a torch rank's start."""
+TRAINING = (*TORCH, "torch._dynamo")
+"""The same where ranks train: torch's optimizers and DistributedDataParallel import it."""
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables by which a launcher describes another job."""
 FOLDER = "{folder}"

@@ -18,6 +18,7 @@ from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 from tccl_py.rank_processes.tasks import (
     FOLDER,
     TORCH,
+    TRAINING,
     RankOutput,
     Task,
     decoded,
@@ -170,7 +171,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             environment={**environment, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
             timeout=self.timeout,
             files=files,
-            imports=TORCH,
+            imports=TRAINING if spec.training else TORCH,
         )
 
 
