@@ -35,6 +35,16 @@ def plan_of(name, **more):
     return make_plan(model.machine, model.knowledge, Simulator(model), **{"budget": budget, **more})
 
 
+def through(space, subset):
+    """The space with the hops through the NUMA nodes that a plan names for a set of GPUs."""
+    nodes = dict(zip(subset.gpus, subset.nodes, strict=False))
+    hops = {
+        pair: tuple(h for h in found if h.flow.through == nodes.get(pair[0], h.flow.through))
+        for pair, found in space.hops.items()
+    }
+    return msgspec.structs.replace(space, hops=hops)
+
+
 def needing_a_graph(plan):
     """A plan whose rings are twice as fast as what NCCL does without a graph file."""
     half = plan.rate_gbps / 2

@@ -43,7 +43,7 @@ from tccl_py.sources.journal import RememberingSource
 from tccl_py.tccl_fork.database import make_database
 from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_nodes import with_nics
-from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of
+from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of, through
 from tests.toy import toy_machine
 
 OFF = {"NCCL_P2P_DISABLE": "1"}
@@ -256,6 +256,7 @@ def test_every_subset_bounces_too_and_gets_what_the_simulator_says(name):
             view(model.machine, model.knowledge, plan.settings, gpus=subset.gpus),
             rings_in_set=len(subset.rings),
         )
+        space = through(space, subset)
         rings = ring_set([ring_from_order(space, order) for order in subset.rings])
         assert all(flow.is_bounce for flow in rings.flows.flows)
         (measured,) = Simulator(model).measure([rings.flows])

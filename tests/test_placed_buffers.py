@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.rings import Hop, ring, ring_set
+from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.transfer import bounce
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.plugin.build import LIBRARY
@@ -31,7 +31,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.verify.simulated import simulated_cells
 from tccl_py.verify.target import read_target
 from tccl_py.verify.tuning import stages
-from tests.planned import PCIE, as_only, plan_of
+from tests.planned import PCIE, as_only, plan_of, through
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)
 
@@ -185,18 +185,9 @@ def test_rates_of_subsets_are_those_of_their_nodes(plan):
             view(plan.machine, plan.knowledge, plan.settings, gpus=one.gpus),
             rings_in_set=len(one.rings),
         )
-        node = dict(zip(one.gpus, one.nodes, strict=True))
-        rings = [
-            ring(
-                [
-                    next(hop for hop in space.between(*pair) if hop.flow.through == node[pair[0]])
-                    for pair in itertools.pairwise((*order, order[0]))
-                ]
-            )
-            for order in map(tuple, one.rings)
-        ]
-        (measurement,) = source.measure([ring_set(rings).flows])
-        assert ring_set(rings).rate(measurement) == pytest.approx(one.rate_gbps)
+        rings = ring_set([ring_from_order(through(space, one), order) for order in one.rings])
+        (measurement,) = source.measure([rings.flows])
+        assert rings.rate(measurement) == pytest.approx(one.rate_gbps)
 
 
 def test_no_collective_over_any_gpus_is_slower_than_default_nccl(plan):

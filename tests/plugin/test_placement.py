@@ -34,7 +34,7 @@ play() {{ # NAME VERSION NCCL_CUMEM_ENABLE COMMUNICATOR...
     NCCL_ENV_PLUGIN={plugin} TCCL_INDEX=/run/plan/plugin.index {python} {program} /run/$name "$@"
 }}
 play at-init 2.28.9 0 planned default own
-play at-first-call 2.30.7 1 planned default
+play at-first-call 2.30.7 1 planned
 play at-first-call-of-2.28 2.28.9 1 planned
 """
 
@@ -76,7 +76,6 @@ EACH = pytest.mark.parametrize(
         ("at-init", "planned"),
         ("at-init", "default"),
         ("at-first-call", "planned"),
-        ("at-first-call", "default"),
         ("at-first-call-of-2.28", "planned"),
     ],
 )
