@@ -78,6 +78,8 @@ class Watcher(threading.Thread):
         self.blocks, self.running, self.policies = [], True, set()
 
     def run(self):
+        # NCCL's threads, which ask again and again, would keep the only CPU from this one.
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         while self.running:
             self.blocks.append(block())
             self.policies.add(tuple(policy()))
