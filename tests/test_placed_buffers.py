@@ -169,13 +169,29 @@ def test_the_index_has_the_nodes_of_the_planned_hops(plan, directory):
     lines = (directory / "nccl" / "plugin.index").read_text().splitlines()
     sets = {line.split()[1]: line.split() for line in lines if line.startswith("set ")}
     ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
-    assert len(sets) == len(plan.subsets) + 1
+    gaining = [one for one in plan.subsets if one.gains]
+    assert len(sets) == len(gaining) + 1 < len(plan.subsets)
     whole = sender_nodes(plan.machine, plan.rings)
-    for gpus, nodes in ((plan.gpus, whole), *((one.gpus, one.nodes) for one in plan.subsets)):
+    for gpus, nodes in ((plan.gpus, whole), *((one.gpus, one.nodes) for one in gaining)):
         named = ",".join(str(ids[node]) for node in nodes)
         assert f"NODES={named}" in sets[",".join(map(str, gpus))]
     assert "variable NCCL_CUMEM_HOST_ENABLE 0" in lines
     assert "variable NCCL_SHM_LOCALITY 1" in lines
+
+
+def test_sets_of_gpus_that_gain_nothing_over_nccls_own_rings_get_no_file(plan, directory):
+    sets, source = [one.gpus for one in plan.subsets], Simulator(load_bundled(PCIE))
+    cells = list(simulated_cells(plan, source, sets, ["all_reduce"]))
+    # Variables alone are default NCCL here.
+    default = {cell.gpus: cell.gbps for cell in cells if cell.arm == "default"}
+    for one in plan.subsets:
+        assert one.gains == (one.rate_gbps > 1.01 * default[one.gpus])
+    for one in (one for one in plan.subsets if not one.gains):
+        gpus = ",".join(map(str, one.gpus))
+        answer = CliRunner().invoke(app, ["env", str(directory), "--json", "--gpus", gpus])
+        found = json.loads(answer.stdout)
+        assert (answer.exit_code, found["choice"], found["environment"]) == (0, "variables", {})
+    assert all(cell.ratio >= 0.99 for cell in cells)
 
 
 def test_rates_of_subsets_are_those_of_their_nodes(plan):

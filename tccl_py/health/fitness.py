@@ -240,7 +240,7 @@ def job_environment_of(
     variables, or others than were asked for.
     """
     listed, numa_id = check_files(directory).files, None
-    taken = choice or plan.recommended
+    taken = choice or _offered(plan, gpus)
     placed = taken == "graph" and plan.settings.shm_placement
     loading = plugin_variables(directory, alike=alike) if plugin else {}
     if plan.is_cluster:
@@ -288,6 +288,14 @@ def job_environment_of(
         refused=missing and (plan.is_cluster or choice is not None),
         numa_id=numa_id if graph is not None else None,
     )
+
+
+def _offered(plan: Plan, gpus: Sequence[int] | None) -> ChoiceName:
+    """Return the recommended choice for a job over these GPUs: no graph file without a gain."""
+    found = None if plan.is_cluster else plan.subset(gpus or plan.gpus)
+    if plan.recommended == "graph" and found is not None and not found.gains:
+        return "variables"
+    return plan.recommended
 
 
 def _numa_id(plan: Plan, gpus: Sequence[int], gpu: int | None) -> int | None:

@@ -372,6 +372,13 @@ def _rated(
     return stock(found, settings, rings, measurement)
 
 
+def own_gbps(task: Task, settings: Settings) -> float:
+    """Return the bandwidth of NCCL's own rings under settings; 0.0 where they cannot be rated."""
+    with suppress(SearchError, MeasurementError):
+        return _rated(task, settings, own_rings(task, settings)).rate_gbps
+    return 0.0
+
+
 def as_graph(own: Stock) -> Stock:
     """Return NCCL's own rings for a graph file with as many final channels."""
     settings = own.settings

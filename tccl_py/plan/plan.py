@@ -149,12 +149,14 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
 
     `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
+    Without `gains` NCCL's own rings are as fast, and no communicator gets the rings unasked.
     """
 
     gpus: tuple[int, ...]
     rings: tuple[tuple[int, ...], ...]
     rate_gbps: float
     nodes: tuple[int, ...] = ()
+    gains: bool = True
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -469,6 +471,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return "not proven best"
         among = "single rings" if self.ring_count == 1 else f"sets of {self.ring_count} rings"
         return f"proven best within 1 % among {among} under these settings"
+
+    def gains_over(self, gpus: Iterable[int]) -> bool:
+        """Return whether rings over just these GPUs are faster than NCCL's own, as far as known."""
+        found = self.subset(gpus)
+        return found is not None and found.gains
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs of a single host, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -28,7 +28,14 @@ from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
-from tccl_py.plan.choices import OwnChoices, SettingsSearch, as_graph, interval, own_choices
+from tccl_py.plan.choices import (
+    OwnChoices,
+    SettingsSearch,
+    as_graph,
+    interval,
+    own_choices,
+    own_gbps,
+)
 from tccl_py.plan.plan import (
     AS_GOOD,
     Alternative,
@@ -166,6 +173,8 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
         worth = subsets and not cancelled
         if worth and (few or best.rate_gbps > others * (1 + AS_GOOD)):
             planned = subset_rings(task, best.settings, best.orders)
+        if best.rate_gbps > others * (1 + AS_GOOD):
+            planned = _rated(task, planned, (best.settings, own.variables.settings))
     except KeyboardInterrupt:
         cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
@@ -282,6 +291,19 @@ def subset_rings(
             found.update(_images(planned, symmetry))
     # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
     return tuple(found[subset] for subset in wanted if subset in found)
+
+
+def _rated(
+    task: Task, planned: Iterable[SubsetRings], settings: Iterable[Settings]
+) -> tuple[SubsetRings, ...]:
+    """Return the subsets, with whether NCCL's own rings are slower under any of these settings."""
+    plain = dict.fromkeys(msgspec.structs.replace(one, shm_placement=False) for one in settings)
+
+    def gains(subset: SubsetRings) -> bool:
+        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
+        return any(subset.rate_gbps > own_gbps(part, one) * (1 + AS_GOOD) for one in plain)
+
+    return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
 
 
 def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:

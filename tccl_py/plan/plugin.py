@@ -163,7 +163,8 @@ def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
     if plan.is_cluster or plan.recommended != "graph":
         return {}
-    return {plan.gpus: GRAPH_FILE} | {one.gpus: subset_file(one.gpus) for one in plan.subsets}
+    gaining = (subset.gpus for subset in plan.subsets if subset.gains)
+    return {plan.gpus: GRAPH_FILE} | {gpus: subset_file(gpus) for gpus in gaining}
 
 
 def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:

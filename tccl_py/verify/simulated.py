@@ -68,17 +68,17 @@ def _rates(
     """Return the bus bandwidth of each collective in an arm; none where its rings have no rate."""
     settings, planned = plan.choices[name].settings, plan.subset(task.gpus)
     try:
-        if name != "graph":
+        if name != "graph" or planned is None or not planned.gains:
+            # A set of GPUs without a graph file gets the variables alone.
+            settings = msgspec.structs.replace(settings, shm_placement=False)
             own = own_rings(task, settings)
             # NCCL doubles the channels of its own search as it does a graph file's.
             settings = msgspec.structs.replace(settings, channels=max(1, own.channels // 2))
             orders = condensed(own.rings)
-        elif planned is not None:
+        else:
             orders = planned.rings
             nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
             task = msgspec.structs.replace(task, nodes=nodes, spaces={})
-        else:
-            return {}
         rings = orders_under(task, settings, orders).rings
         hops = [hop for ring in rings for hop in ring.hops]
         return {one: _gbps(task, settings, hops, len(rings), one) for one in collectives}

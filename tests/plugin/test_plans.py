@@ -6,7 +6,7 @@ from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plugin import plugin_variables
 from tccl_py.simulator.descriptions import load_bundled
-from tests.planned import ASUS, as_only, plan_of
+from tests.planned import ASUS, as_only, needing_a_graph, plan_of
 from tests.plugin.logs import assert_own_rings
 from tests.plugin.runs import needs_host, run_ranks
 
@@ -16,7 +16,7 @@ def directory(tmp_path_factory):
     """A simulated plan of eight GPUs, with the library beside it."""
     place = tmp_path_factory.mktemp("plans") / "asus"
     place.mkdir()
-    write_plan(plan_of(ASUS), place, models=as_only(load_bundled(ASUS)))
+    write_plan(needing_a_graph(plan_of(ASUS)), place, models=as_only(load_bundled(ASUS)))
     try:
         build_plugin(place / "nccl")
     except BuildError as error:
@@ -33,7 +33,7 @@ def test_communicators_run_the_rings_that_were_planned_for_their_gpus(
     result = run_ranks(tmp_path / "run", scenario, 4, plan=None, version=version, env=env)
     assert result.errors == [] and set(result.codes.values()) == {0}
     logs = [(tmp_path / "run" / f"log.{rank}").read_text() for rank in range(4)]
-    counts = assert_own_rings(plan_of(ASUS), logs)
+    counts = assert_own_rings(needing_a_graph(plan_of(ASUS)), logs)
     assert counts[tuple(range(4))] == (2 if scenario == "many" else 1)
     assert {(0, 1), (2, 3)} <= counts.keys()
     # Pairs of the other kind.
