@@ -29,6 +29,8 @@ from tccl_py.report.hops import chain_ends, drawn_hops, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import report_html
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.pairs import pair_flow
 from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed
@@ -455,12 +457,27 @@ def test_a_clusters_page_has_its_hosts_and_the_chains_of_each_class(tmp_path):
 
 
 @pytest.mark.parametrize("name", [SMALL, "amd-3090"])
-def test_the_map_of_pairs_of_a_simulated_plan_is_complete_with_equal_channels(name, tmp_path):
-    plan = load_plan(PLANS / f"{name}.json")
-    write_plan(plan, tmp_path, models={plan.machine.name: load_bundled(name)})
-    first = heat_maps(read_contents(tmp_path).pairs, plan.gpus, (0, 1))[0]
-    assert set(first.readings) == set(itertools.permutations(plan.gpus, 2))
-    assert {one.flow.blocks for one in first.readings.values()} == {None}
+def test_the_maps_of_a_simulated_plan_are_complete_with_equal_channels(name, tmp_path):
+    plan, model = load_plan(PLANS / f"{name}.json"), load_bundled(name)
+    write_plan(plan, tmp_path, models={name: model})
+    contents = read_contents(tmp_path)
+    nodes = tuple(node.index for node in model.machine.numa_nodes)
+    maps = heat_maps(contents.pairs, plan.gpus, nodes)
+    assert all(one.is_complete for one in maps)
+    assert {one.flow.blocks for shown in maps for one in shown.readings.values()} == {None}
+    assert "blank cell" not in report_html(contents)
+    flows = {
+        ends: pair_flow(model.machine, model.knowledge, *ends)
+        for ends in itertools.permutations(plan.gpus, 2)
+    }
+    for ends in ((0, 1), (1, 0), (3, 2)):
+        others = [other for at, other in flows.items() if at[0] != ends[0] and at[1] != ends[1]]
+        sets = [parse_set(f"{flows[ends]} {other}") for other in others]
+        rates = [
+            dict(zip(found.transfers.flows, found.gbps, strict=True))[flows[ends]]
+            for found in Simulator(model).measure(sets)
+        ]
+        assert maps[1].readings[ends].gbps == pytest.approx(min(rates))
 
 
 def test_pairs_of_the_most_usual_number_of_channels_are_shown():

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 
 import msgspec
-import numpy as np
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
@@ -17,7 +17,7 @@ from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
 from tccl_py.plan.directory import JOURNAL_FILE
@@ -36,6 +36,8 @@ from tccl_py.verify.sizes import SizeTuning
 _SLOWED = 0.99
 """Flows that keep more of their rate are not slowed: noise makes as much."""
 _WORST_PAIRS = 12
+_MOST_BESIDE = 16
+"""Pairs of hops are simulated for at most so many GPUs: 25,320 sets, in a second."""
 _VIRIDIS = (
     *((68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140)),
     *((34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37)),
@@ -275,6 +277,12 @@ class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
     column_word: str
     row_letter: str = "G"
 
+    @property
+    def is_complete(self) -> bool:
+        """True if every cell has a rate, but for those from a GPU to itself."""
+        own = set(self.rows).intersection(self.columns) if self.row_letter == "G" else ()
+        return len(self.readings) == len(self.rows) * len(self.columns) - len(own)
+
 
 def heat_maps(
     journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
@@ -283,6 +291,15 @@ def heat_maps(
     comparable = with_equal_channels(journal, hosts)
     alone = _within(fastest_alone(comparable, hosts), gpus, gpus)
     together = _within(slowest_together(journal, hosts), gpus, gpus)
+    usual = {reading.flow.blocks for reading in alone.values()}
+    equal = {
+        each: found
+        for each, found in journal.items()
+        if {one.blocks for one in each.flows} == usual
+    }
+    alike = _within(slowest_together(equal, hosts), gpus, gpus)
+    if len(alike) == len(together):
+        together = alike
     bounces = _within(fastest_bounces(journal, hosts), numa_nodes, gpus)
     # One scale for both: equal colours are equal rates.
     largest = max(_largest(alone), _largest(together))
@@ -341,15 +358,28 @@ def with_equal_channels(journal: Journal, hosts: Hosts = ONE_HOST) -> Journal:
 
 
 def simulated_pairs(plan: Plan, directory: Path) -> Journal:
-    """Return every pair of GPUs alone by the model of a simulated plan; empty without a model."""
+    """Return single hops, bounces and pairs of hops by the model of a simulated plan.
+
+    Single hops are each pair of GPUs, and bounces go through each NUMA node. Pairs of hops share
+    no sending and no receiving GPU. Without a model there is nothing.
+    """
     if not plan.simulated or len(plan.cluster.classes) > 1:
         return {}
     model = planned_model(plan, directory)
     if model is None:
         return {}
-    facts = model.machine, model.knowledge
-    ends = itertools.permutations(plan.class_gpus[0], 2)
-    sets = pair_sets([pair_flow(*facts, *pair) for pair in ends])
+    ends = list(itertools.permutations(plan.class_gpus[0], 2))
+    flows = [pair_flow(model.machine, model.knowledge, *pair) for pair in ends]
+    nodes = model.machine.numa_nodes
+    bounces = [bounce(*pair, node.index) for node in nodes for pair in ends]
+    sets = pair_sets([*dict.fromkeys([*flows, *bounces])])
+    if len(plan.class_gpus[0]) <= _MOST_BESIDE:
+        pairs = itertools.combinations(zip(ends, flows, strict=True), 2)
+        sets += [
+            transfer_set([flow, other])
+            for ((source, target), flow), ((start, end), other) in pairs
+            if source != start and target != end
+        ]
     return {found.transfers: [found] for found in Simulator(model).measure(sets)}
 
 
@@ -468,4 +498,4 @@ def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
 
 def _rates(measured: Sequence[Measurement]) -> list[float]:
     rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
-    return [float(np.median([rate for row in pooled for rate in row])) for pooled in rows]
+    return [median([rate for row in pooled for rate in row]) for pooled in rows]
