@@ -99,13 +99,13 @@ def test_every_set_was_measured_on_hosts_by_their_names(planned):
 def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     _, directory = planned
     plan = load_plan(directory)
-    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "4", hosts=GIVEN)
+    ran = namespaces.run("explain", str(directory), "--json", "--max-sets", "8", hosts=GIVEN)
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert not found["simulated"]
     assert {ring["node_class"] for ring in found["rings"]} == {plan.cluster.classes[0].name}
     assert all(ring["slowest"] for ring in found["rings"])
-    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "4", hosts=GIVEN)
+    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "12", hosts=GIVEN)
     assert ran.code in (0, 1), ran.stderr
     assert json.loads(ran.stdout)["sets_compared"] > 0
     ran = namespaces.run("check", str(directory), hosts=GIVEN[:2])
