@@ -147,6 +147,7 @@ def test_the_executor_makes_the_operation(text, operation):
         ("G0->G1->G4", "G1 cannot move it"),
         ("G0->G0->G0", "G0 sends to itself"),
         ("X0->G0->G1", "'X0' names no place"),
+        ("G0-G1", "a flow is G0->G0->G1, or 0:1"),
         ("G01->G01->G1", "'G01' names no place"),
         ("G0->G0->D1", "D1 holds no bytes"),
         ("G0->G0->C1->G0->G0", "returns to its source"),

@@ -305,7 +305,7 @@ def _long_form(text: str) -> str:
 def _parse_place(text: str, where: str) -> Place:
     match = _PLACE.fullmatch(text)
     if match is None:
-        right = "places are G2, D2, C1, N0 or, elsewhere, h3.G2"
+        right = "a flow is G0->G0->G1, or 0:1; places are G2, D2, C1, N0 or, elsewhere, h3.G2"
         raise InputError(where, f"{text[:40]!r} names no place", right)
     return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
 
