@@ -275,7 +275,7 @@ def split(cluster: Cluster, odd: Iterable[str]) -> Cluster:
     """Return the cluster with odd hosts in classes of their own, as far as others stay in theirs.
 
     >>> from tccl_py.model.machine import Machine
-    >>> box = NodeClass(name="box", machine=Machine(name="box"))
+    >>> box = NodeClass(name="box", machine=Machine(name="box", numa_nodes=(), gpus=()))
     >>> hosts = tuple(Host(name=f"h{n}", node_class=0, slots=1) for n in range(3))
     >>> found = split(Cluster(hosts=hosts, classes=(box,)), ["h0"])
     >>> [one.name for one in found.classes], list(found.host_classes.values())
