@@ -274,6 +274,7 @@ def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
 def split(cluster: Cluster, odd: Iterable[str]) -> Cluster:
     """Return the cluster with odd hosts in classes of their own, as far as others stay in theirs.
 
+    >>> from tccl_py.model.cluster import Host
     >>> from tccl_py.model.machine import Machine
     >>> box = NodeClass(name="box", machine=Machine(name="box", numa_nodes=(), gpus=()))
     >>> hosts = tuple(Host(name=f"h{n}", node_class=0, slots=1) for n in range(3))
