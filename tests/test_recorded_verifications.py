@@ -9,6 +9,7 @@ from rich.console import Console
 from tccl_py.cli.verify import print_verification
 from tccl_py.files import decode_json
 from tccl_py.verify.record import Verification, compare
+from tccl_py.verify.sizes import SizeTuning
 
 CASES = Path(__file__).parent / "cases" / "verification"
 NAMES = ("h200x2-vm", "h200x2-vm-no-p2p-tuned", "h200x2-vm-tuned")
@@ -120,3 +121,35 @@ def test_on_four_gpus_with_nvlink_a_graph_file_is_slower_nowhere_and_a_little_fa
     assert graph.rings.same
     assert graph.large.low >= 1.01
     assert min(one.compared.low for one in graph.sizes) >= 0.98
+
+
+def recorded_sizes():
+    path = CASES / "h200x2-vm-no-p2p-sizes.json"
+    return decode_json(path.read_text(), tuple[SizeTuning, ...], where=str(path))
+
+
+def test_entries_by_size_follow_from_the_times_of_fresh_jobs_and_nothing_is_slower_than_default():
+    for tuning in recorded_sizes():
+        for row in tuning.rows:
+            over_plan, over_default = row.over(row.plan), row.over("default")
+            assert over_default is None or over_default.high > 0.99
+            inside = [
+                entry
+                for entry in tuning.entries
+                if entry.collective == row.row.collective
+                and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+            ]
+            assert bool(inside) == row.kept
+            if row.kept:
+                assert over_plan.low > 1
+                assert row.choice.channels == inside[0].channels
+
+
+def test_predictions_by_size_held_and_the_plugins_tables_gained_as_measured():
+    tunings = recorded_sizes()
+    right, asked = map(sum, zip(*(tuning.predictions for tuning in tunings), strict=True))
+    assert (right, asked) == (28, 29)
+    fresh = [row.fresh for tuning in tunings for row in tuning.by_plugin]
+    assert len(fresh) == 18
+    assert min(one.middle for one in fresh) > 0.99
+    assert max(one.middle for one in fresh) > 1.15
