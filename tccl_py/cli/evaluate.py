@@ -10,17 +10,12 @@ import typer
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
-from tccl_py.cli.verify import OF_ONE, OF_SEVERAL, pinned_names
+from tccl_py.cli.verify import hold_plan, pinned_names
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import locked
 from tccl_py.report.evaluation import evaluation_json, evaluation_lines
-from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import check_backend
 from tccl_py.verify.evaluation import DEFAULT_SECONDS, Evaluation, Sweep, csv_text
 from tccl_py.verify.plans import evaluate_plan
@@ -93,13 +88,7 @@ def evaluate(
     kind = None if backend is None else check_backend(backend)
     pinned = pinned_names(pin_env or ())
     with ExitStack() as stack:
-        several = in_job()
-        job = stack.enter_context(controlled_job()) if several else None
-        check_plan_directory(directory)
-        plan = load_plan(directory)
-        if plan.is_cluster != several and not (plan.simulated and kind is None):
-            raise InputError(str(directory), *(OF_ONE if several else OF_SEVERAL))
-        stack.enter_context(locked(directory))
+        job = hold_plan(stack, directory, anywhere=lambda plan: plan.simulated and kind is None)
         found = evaluate_plan(
             directory,
             sweep,

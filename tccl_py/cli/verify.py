@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
-OF_ONE = ("is the plan of one machine", "start the command by itself there")
-OF_SEVERAL = (
+_OF_ONE = ("is the plan of one machine", "start the command by itself there")
+_OF_SEVERAL = (
     "is the plan of a cluster",
     "start the command by mpirun or srun, with a rank on each host",
 )
@@ -152,20 +152,13 @@ def verify(
         one_of("--choice", choice, ("variables", "graph"))
     if choice is not None and tune:
         raise InputError("--choice with --tune", "contradict", "--tune compares all choices")
-    job = None
+    if in_job():
+        refuse(
+            {"--choice": choice, "--with": program},
+            ("", "is for the plan of one machine", "leave it out"),
+        )
     with ExitStack() as stack:
-        several = in_job()
-        if several:
-            refuse(
-                {"--choice": choice, "--with": program},
-                ("", "is for the plan of one machine", "leave it out"),
-            )
-            job = stack.enter_context(controlled_job())
-        check_plan_directory(directory)
-        if load_plan(directory).is_cluster != several:
-            raise InputError(str(directory), *(OF_ONE if several else OF_SEVERAL))
-        # A plan that is written into it meanwhile would get the verdict of another one.
-        stack.enter_context(locked(directory))
+        job = hold_plan(stack, directory)
         found = verify_plan(
             directory,
             budget,
@@ -188,6 +181,24 @@ def verify(
     notice(f"wrote {directory / 'verify.json'}")
     if not found.accepted:
         raise typer.Exit(ANSWER_IS_NO)
+
+
+def hold_plan(
+    stack: ExitStack, directory: Path, *, anywhere: Callable[[Plan], bool] = lambda _: False
+) -> Job | None:
+    """Hold a plan's directory against other runs until `stack` closes; return the job under MPI.
+
+    Plans of several hosts need a job, and plans of one machine none, but those that run `anywhere`.
+    """
+    several = in_job()
+    job = stack.enter_context(controlled_job()) if several else None
+    check_plan_directory(directory)
+    plan = load_plan(directory)
+    if plan.is_cluster != several and not anywhere(plan):
+        raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
+    # A plan that is written into it meanwhile would get the results of another one.
+    stack.enter_context(locked(directory))
+    return job
 
 
 def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:

@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import Cluster, NodeClass, SwitchTree, class_name
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, canonical, cluster_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.nccl.network import Pairing
@@ -23,7 +23,7 @@ from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.variants import TUNED_NOTE
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.readers.switches import read_switches
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.journal import AnewSource, RememberingSource
 
 MOST_SAMPLED = 16
 """Hosts of a class that are compared with it in a first plan."""
@@ -179,25 +179,15 @@ def extended_by_model(
     return extended_plan(known, cluster, sources, noticed, **task)
 
 
-class _Fresh:
-    """Measures each set once more, whatever the journal has: a host may have changed since."""
-
-    def __init__(self, source: RememberingSource) -> None:
-        self._source, self.simulated = source, source.simulated
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set with a new measurement."""
-        return [self._source.measure([one] * (self._source.times_of(one) + 1))[-1] for one in sets]
-
-
 class Sampler:
     """Compares hosts of a job with the measured sets of their classes.
 
-    `measurable` are as of `probe_hosts.placements`.
+    `measurable` are as of `probe_hosts.placements`. Sets are measured anew, whatever the journal
+    has: a host may have changed since.
     """
 
     def __init__(self, source: RememberingSource, cluster: Cluster, **measurable: Any) -> None:
-        self._source, self._cluster, self._measurable = _Fresh(source), cluster, measurable
+        self._source, self._cluster, self._measurable = AnewSource(source), cluster, measurable
         tree = cluster.switches
         switches = () if tree is None else tree.all_switches
         self._switch = {host: switch.name for switch in switches for host in switch.hosts}

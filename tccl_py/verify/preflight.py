@@ -61,7 +61,6 @@ _LONGEST_S = 0.1
 """The longest call that is timed: a job makes a dozen of each size."""
 _CLOSING_S, _LEAST_S = 5.0, 5.0
 """Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
-_LEAST_S = 5.0
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
 
 
