@@ -124,7 +124,7 @@ def test_on_four_gpus_with_nvlink_a_graph_file_is_slower_nowhere_and_a_little_fa
 
 
 def recorded_sizes():
-    path = CASES / "h200x2-vm-no-p2p-sizes.json"
+    path = CASES.parent / "tuning" / "h200x2-vm-no-p2p.json"
     return decode_json(path.read_text(), tuple[SizeTuning, ...], where=str(path))
 
 
