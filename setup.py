@@ -18,6 +18,7 @@ class BuildWithPlugin(build_py):
     def run(self):
         """Build; a host without a compiler gets everything else."""
         super().run()
+        sys.path.insert(0, str(ROOT))
         build = runpy.run_path(str(PLUGIN / "build.py"))
         folder = PLUGIN if self.editable_mode else Path(self.build_lib, "tccl_py/nccl/plugin")
         try:

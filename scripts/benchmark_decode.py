@@ -21,10 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory, load_tuning, plugin_variables
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plugin import plugin_variables
-from tccl_py.plan.tuned import load_tuning
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import (
     Communicator,

@@ -61,7 +61,7 @@ def _own_environment(monkeypatch, tmp_path_factory):
     # Nor which NCCL is installed.
     monkeypatch.setattr("tccl_py.nccl_library.installed_nccls", lambda: iter(()))
     # Nor whether the plugin's library was built.
-    monkeypatch.setattr("tccl_py.plan.plugin.SOURCES", tmp_path_factory.getbasetemp())
+    monkeypatch.setattr("tccl_py.nccl.plugin.INSTALLED", tmp_path_factory.getbasetemp())
     # Nor what it does on this machine's GPUs.
     monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: None)
     monkeypatch.setattr("tccl_py.health.doctor.asked_here", lambda *_: "")

@@ -14,15 +14,16 @@ from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.communicators import same_rings
-from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import digest
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
-from tccl_py.plan.directory import machine_file, write_job, write_nccl_files, write_plan
+from tccl_py.plan.beside import plugin_variables
+from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
 from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plugin import plugin_variables
+from tccl_py.plan.table_jobs import write_job
 from tccl_py.plan.variants import for_version
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed

@@ -16,7 +16,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
 from tccl_py.model.transfer import bounce
 from tccl_py.nccl.paths import path_types
-from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
-from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.plan.again import planned_model
+from tccl_py.plan.beside import plugin_variables
 from tccl_py.plan.directory import machine_file, output_directory, write_nccl_files, write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plugin import plugin_variables
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
+from tccl_py.plan.beside import TUNING_FILE, Tuning, keep_tuning, load_tuning
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.staging import check_files, read_manifest
-from tccl_py.plan.tuned import TUNING_FILE, Tuning, keep_tuning, load_tuning
 from tests.planned import SMALL, plan_of
 
 K = 1024
@@ -116,7 +116,7 @@ def test_tables_reach_the_index_and_other_findings_stay(tmp_path):
 
 
 def test_a_library_built_beside_a_plan_stays_whatever_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("tccl_py.plan.plugin.SOURCES", tmp_path / "none")
+    monkeypatch.setattr("tccl_py.nccl.plugin.INSTALLED", tmp_path / "none")
     plan = plan_of(SMALL)
     write_plan(plan, tmp_path)
     library = tmp_path / "nccl" / LIBRARY

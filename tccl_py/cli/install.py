@@ -18,10 +18,9 @@ from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import user_file
-from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
+from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
 

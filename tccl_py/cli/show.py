@@ -19,9 +19,9 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.bounded_jobs import BoundedJob, read_bounded_job
+from tccl_py.plan.files import graph_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
-from tccl_py.plan.plugin import graph_files
 from tccl_py.plan.words import CHOICE_WORDS, plan_json, subset_files
 from tccl_py.readers.hosts import compress
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tccl_py.health.host import Finding, Found, Host, defect
-from tccl_py.nccl.plugin.build import LIBRARY
+from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import (
     INDEX_VARIABLE,
     MAX_GRAPH_BYTES,
@@ -21,7 +21,7 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import CONF_VARIABLE, HOST_FILE, ConfLine, conf_lines, home
-from tccl_py.plan.plugin import PLUGIN_VARIABLE, why_not_trusted
+from tccl_py.plan.beside import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.plan.staging import MANIFEST_FILE
 
 ENVIRONMENT = "the environment"

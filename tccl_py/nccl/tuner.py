@@ -64,6 +64,18 @@ ONE_CHANNEL = (
 )
 
 
+def tune_lines(tables: Sequence[TunerTable]) -> dict[tuple[int, ...], list[str]]:
+    """Return lines of the plugin's index for each set of GPUs."""
+    return {
+        table.gpus: [
+            f"{entry.collective} {entry.from_bytes} {entry.to_bytes} "
+            f"{entry.algorithm} {entry.protocol} {entry.channels}"
+            for entry in table.entries
+        ]
+        for table in tables
+    }
+
+
 def tuner_csv(tables: Sequence[TunerTable], gpus: Sequence[int]) -> tuple[str, int]:
     """Return a configuration of NCCL's example tuner, and the number of entries left out.
 

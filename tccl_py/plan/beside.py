@@ -1,19 +1,37 @@
-"""Findings beside a plan: files in its directory that hold for this plan alone."""
+"""A plan's directory in use: the plugin, the measured host, and what other commands keep there.
+
+A finding is a file beside plan.json that holds for this plan alone. One of them is tuning.json, the
+tuner's tables, as `tccl verify --tune` measured them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_bytes, read_text, write_atomically
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
-from tccl_py.plan.directory import machine_file
+from tccl_py.nccl.plugin import LIBRARY
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
+from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
+from tccl_py.plan.directory import ALIKE_INDEX_FILE, machine_file, plugin_files
+from tccl_py.plan.files import HOSTS_FOLDER
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, check_if_listed, read_manifest
+from tccl_py.plan.staging import (
+    MANIFEST_FILE,
+    PLAN_FILE,
+    check_files,
+    check_if_listed,
+    read_manifest,
+    write_with_plan,
+)
 
 
 def check_plan_directory(directory: Path) -> None:
@@ -94,3 +112,121 @@ def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
         raise InputError(str(path), what, f"this program reads {version}")
     found = decode_json(text, kind, where=str(path))
     return found if head.plan_digest == plan_digest(path.parent) else None
+
+
+TUNING_FILE = "tuning.json"
+TUNING_VERSION = 1
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tables measured with a choice of the plan and a version of NCCL.
+
+    `plan_digest` is the digest of the plan's files.
+    """
+
+    choice: Literal["default", "variables", "graph"]
+    nccl: str
+    tables: tuple[TunerTable, ...] = ()
+    simulated: bool = False
+    plan_digest: str = ""
+    format_version: int = TUNING_VERSION
+
+
+def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
+    """Return the tuning of the plan in a directory; None if none, or of an earlier plan.
+
+    Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
+    """
+    path = directory / TUNING_FILE
+    if not path.exists():
+        return None
+    found = read_beside_plan(path, Tuning, version=TUNING_VERSION)
+    if found is not None:
+        check_tables(found.tables, plan.gpus, where=str(path))
+    return found
+
+
+def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
+    """Write tuning.json into a plan's directory, and the tables into the plugin's index.
+
+    Each file is written whole or not at all; other findings of the plan stay. Return the content.
+    The caller holds the directory (`locked`).
+
+    Raises InputError: a table does not fit the plan, or a file of the plan was changed or cannot be
+    written.
+    """
+    path = directory / TUNING_FILE
+    check_tables(tuning.tables, plan.gpus, where=str(path))
+    made_for = plan.recommended, "" if plan.simulated else _series(plan.settings.version)
+    if (tuning.choice, "" if plan.simulated else _series(tuning.nccl)) != made_for:
+        what = f"was measured with the choice {tuning.choice} and NCCL {tuning.nccl}"
+        right = f"the plan recommends {plan.recommended} with NCCL {plan.settings.version}"
+        raise InputError(str(path), what, right)
+    held = {name: read_bytes(directory / name) for name in check_files(directory).files}
+    kept = keep_beside_plan(tuning, path)
+    texts = {
+        name.removeprefix("nccl/"): content.decode()
+        for name, content in held.items()
+        if name.endswith(".xml")
+    }
+    known = None if plan.simulated else planned_fingerprint(plan, directory)
+    lines = tune_lines(tuning.tables)
+    renewed = plugin_files(plan, texts, known, lines, directory=directory)
+    files = held | {f"nccl/{name}": content for name, content in renewed.items()}
+    write_with_plan(files, directory, check=load_plan, findings=())
+    return kept
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
+JOB_VARIABLE = "TCCL_JOB"
+_MAX_PATH = 254
+"""Of a network plugin's path (plugin.h); the library is one as well."""
+_BUILD = "python -m tccl_py.nccl.plugin.build"
+
+
+def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
+    """Return the variables by which a job loads the plugin with the plan in a directory.
+
+    With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
+
+    Raises:
+        InputError: the plan has no index, there is no library beside it, or the plugin would not
+            trust the files.
+    """
+    folder = directory.resolve() / "nccl"
+    index, library = folder / INDEX_FILE, folder / LIBRARY
+    named = {INDEX_VARIABLE: index}
+    if (of_hosts := sorted((folder / HOSTS_FOLDER).glob("*.index"))) and not index.is_file():
+        index, named = of_hosts[0], {JOB_VARIABLE: folder.parent}
+    if not index.is_file():
+        what = f"has no {INDEX_FILE}, as clusters' plans, which jobs have, and earlier programs'"
+        right = "do without the plugin, plan again, or make a job's files by tccl export --hosts"
+        raise InputError(str(folder), what, right)
+    if alike and (folder / ALIKE_INDEX_FILE).is_file():
+        index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
+    if not library.is_file():
+        what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
+        raise InputError(str(folder), what, f"{_BUILD} {folder}")
+    if "," in str(library) or len(str(library)) > _MAX_PATH:
+        right = f"at most {_MAX_PATH} characters without a comma"
+        raise InputError(str(library), "is a path that NCCL cannot open", right)
+    if why := why_not_trusted(index):
+        right = "let nobody but root and the user of the jobs write it, and the folders above it"
+        raise InputError(str(index), f"is not trusted by the plugin: {why}", right)
+    return {PLUGIN_VARIABLE: str(library)} | {name: str(path) for name, path in named.items()}
+
+
+def why_not_trusted(path: Path) -> str:
+    """Return who else can write a file or a folder above it, as a clause; "" if nobody can."""
+    for place in (path, *path.parents):
+        found = place.lstat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to user {found.st_uid}"
+        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            return f"others can write {place}"
+    return ""

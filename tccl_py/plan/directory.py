@@ -11,23 +11,32 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, encode_json, refused
 from tccl_py.model.machine import Fingerprint, description_to_json
-from tccl_py.plan.files import nccl_files
-from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.nccl.plugin import LIBRARY, found_library
+from tccl_py.nccl.plugin.index import (
+    INDEX_FILE,
+    PER_COMMUNICATOR,
+    IndexedGpu,
+    IndexedSet,
+    PluginIndex,
+)
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.variables import env_rules
+from tccl_py.plan.files import graph_files, nccl_files
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import job_files, plugin_files
 from tccl_py.plan.staging import (
     FOLDERS,
-    MANIFEST_FILE,
     PLAN_FILE,
     locked,
     make,
-    manifest_of,
     unmake,
     write_new_directory,
     write_with_plan,
 )
 
 JOURNAL_FILE = "measurements.jsonl"
+ALIKE_INDEX_FILE = "plugin-alike.index"
+"""The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 
 
 @contextmanager
@@ -138,25 +147,6 @@ def write_plan(
     write_with_plan(files, directory, check=load_plan)
 
 
-def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
-    """Write a job's plan with all its files to the new directory `output`; return their number.
-
-    `machines` are the texts of machines' files by the names of the plan's classes. Raises
-    InputError: parts of the plan do not fit together; or as `write_nccl_files`.
-    """
-    check_plan(plan, where=str(output))
-
-    def files_of(place: Path) -> Mapping[str, str | bytes]:
-        nccl = job_files(plan, nccl_files(plan, place))
-        files = {f"nccl/{name}": content for name, content in nccl.items()}
-        for number, one in enumerate(plan.cluster.classes):
-            files[str(machine_file(plan, Path(), number))] = machines[one.name]
-        files[PLAN_FILE] = encode_json(plan)
-        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
-
-    return write_new_directory(output, files_of)
-
-
 def write_nccl_files(plan: Plan, output: Path) -> int:
     """Write NCCL's and launchers' files to the new directory `output`; return their number.
 
@@ -165,4 +155,94 @@ def write_nccl_files(plan: Plan, output: Path) -> int:
     return write_new_directory(
         output,
         lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
+    )
+
+
+# The plugin's files: index and library.
+
+
+Tables = Mapping[tuple[int, ...], Sequence[str]]
+"""Lines of the tuner for sets of GPUs (`nccl.tuner.tune_lines`)."""
+
+
+def plugin_files(
+    plan: Plan,
+    texts: Mapping[str, str],
+    fingerprint: Fingerprint | None,
+    tables: Tables | None = None,
+    *,
+    directory: Path,
+) -> dict[str, str | bytes]:
+    """Return names (below `nccl/` of `directory`) and contents of the plugin's files.
+
+    `texts` are the files of `nccl_files`. There are none for a plan of several hosts, and for
+    measured GPUs that no UUID identifies. The library is the installed one, else one that was built
+    in `directory`, if any: nccl.conf may name it.
+    """
+    files: dict[str, str | bytes] = {}
+    known = None if plan.simulated else fingerprint
+    uuids = {} if known is None else known.uuids(plan.machine)
+    if plan.is_cluster or not (plan.simulated or set(plan.gpus) <= set(uuids)):
+        return files
+    with suppress(InputError):
+        index = _index(plan, texts, known, tables or {})
+        files[INDEX_FILE] = index.encode().decode()
+        if known is not None:
+            gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
+            alike = msgspec.structs.replace(index, gpus=gpus)
+            files[ALIKE_INDEX_FILE] = alike.encode().decode()
+        if library := found_library(directory / "nccl"):
+            files[LIBRARY] = library.read_bytes()
+    return files
+
+
+def _index(
+    plan: Plan, texts: Mapping[str, str], known: Fingerprint | None, tables: Tables
+) -> PluginIndex:
+    variables = environment(plan.job_settings)
+    names = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
+    own = {n: value for n, value in variables.items() if names and n in PER_COMMUNICATOR}
+    major = "" if known is None else known.driver.partition(".")[0]
+    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+
+    def nodes(gpus: tuple[int, ...]) -> dict[int, int]:
+        found = plan.subset(gpus)
+        placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
+        return {gpu: numa_ids[node] for gpu, node in placed}
+
+    sets = tuple(
+        IndexedSet(
+            gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes(gpus), variables=own
+        )
+        for gpus, name in names.items()
+    )
+    index = index_of_class(plan, 0, sets, {} if known is None else known.uuids(plan.machine))
+    return msgspec.structs.replace(
+        index,
+        variables={name: value for name, value in variables.items() if name not in own},
+        driver=int(major) if major.isdecimal() else None,
+        numa=None if known is None else known.numa_count,
+        tables=tables,
+    )
+
+
+def index_of_class(
+    plan: Plan, number: int, sets: tuple[IndexedSet, ...], uuids: Mapping[int, str]
+) -> PluginIndex:
+    """Return the plugin's index for hosts of a class, with graph files for `sets`."""
+    gpus = sorted(plan.cluster.classes[number].machine.gpus, key=lambda gpu: gpu.index)
+    must, forbid = env_rules(plan.job_settings)
+    return PluginIndex(
+        simulated=plan.simulated,
+        gpus=tuple(
+            IndexedGpu(nvml=gpu.index, bus_id=gpu.bus_id, uuid=uuids.get(gpu.index, ""))
+            for gpu in gpus
+            if gpu.index in plan.class_gpus[number]
+        ),
+        sets=sets,
+        variables=environment(plan.job_settings),
+        must=must,
+        forbid=forbid,
+        # Rates of a model do not depend on the version, and measured plans hold for their own.
+        nccl="" if plan.simulated else ".".join(plan.settings.version.split(".")[:2]),
     )

@@ -42,6 +42,14 @@ def subset_file(gpus: Sequence[int]) -> str:
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
+def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
+    """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
+    if plan.is_cluster or plan.recommended != "graph":
+        return {}
+    gaining = (subset.gpus for subset in plan.subsets if subset.gains)
+    return {plan.gpus: GRAPH_FILE} | {gpus: subset_file(gpus) for gpus in gaining}
+
+
 _PLUGIN_NOTE = "# The best without placed bounce buffers, which jobs get by `tccl run`.\n"
 
 

@@ -9,8 +9,8 @@ import msgspec
 
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.files import graph_files
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
-from tccl_py.plan.plugin import graph_files
 from tccl_py.readers.hosts import compress
 
 CHOICE_WORDS: dict[ChoiceName, str] = {

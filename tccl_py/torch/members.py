@@ -24,11 +24,10 @@ from tccl_py.model.machine import Fingerprint, normal_bus_id
 from tccl_py.nccl.variables import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import check_plan_directory, plugin_variables
 from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.plugin import plugin_variables
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of

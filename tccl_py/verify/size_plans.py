@@ -11,14 +11,20 @@ import msgspec
 from tccl_py.errors import InputError, undisturbed
 from tccl_py.files import read_text
 from tccl_py.model.symmetry import automorphisms, equal_sets
-from tccl_py.nccl.plugin.build import LIBRARY, SOURCES, BuildError, build_plugin
+from tccl_py.nccl.plugin import found_library
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
-from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import (
+    PLUGIN_VARIABLE,
+    Tuning,
+    keep_beside_plan,
+    keep_tuning,
+    read_beside_plan,
+)
+from tccl_py.plan.files import graph_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import subsets
-from tccl_py.plan.plugin import PLUGIN_VARIABLE, graph_files
-from tccl_py.plan.tuned import Tuning, keep_tuning
 from tccl_py.verify.jobs import GRAPH_VARIABLE, THIS_HOST, JobError, Launcher
 from tccl_py.verify.size_table import NO_HARM, SizeRow, confirm, table_order
 from tccl_py.verify.sizes import (
@@ -175,10 +181,8 @@ def _checked(
 
 def plugin_library(folder: Path, say: Say) -> Path | None:
     """Return the plugin's library, built in `folder` where the installation has none."""
-    if (SOURCES / LIBRARY).is_file():
-        return SOURCES / LIBRARY
     try:
-        return build_plugin(folder)
+        return found_library() or build_plugin(folder)
     except BuildError as error:
         say(f"not tuned by message size, which needs the NCCL plugin: {error}")
         return None

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.plan.beside import load_tuning
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.tuned import load_tuning
 from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
 from tests.gpu.ranks import REPOSITORY
 

@@ -15,6 +15,7 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.tuner import tune_lines
 from tccl_py.plan.files import graph_text
 from tests.nccl_host import FOLDER, TOPOLOGIES
 from tests.plugin.ranks import Made, Record, Spec
@@ -61,7 +62,9 @@ def bus_ids(topology=TOPOLOGY):
     }
 
 
-def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), nodes=None, **fields):
+def make_plan(
+    folder, *, buses=None, sizes=range(2, 9), missing=(), nodes=None, tables=(), **fields
+):
     """Write an index with graph files whose rings are random, and different in their channels.
 
     `nodes` has the NUMA node of each GPU's host buffers.
@@ -85,7 +88,7 @@ def make_plan(folder, *, buses=None, sizes=range(2, 9), missing=(), nodes=None, 
         sets.append(IndexedSet(gpus=gpus, file=name, text=text, nodes=places))
     gpus = tuple(IndexedGpu(nvml=nvml, bus_id=bus) for nvml, bus in sorted(buses.items()))
     values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "gpus": gpus}
-    index = PluginIndex(sets=tuple(sets), **(values | fields))
+    index = PluginIndex(sets=tuple(sets), tables=tune_lines(tables), **(values | fields))
     (folder / INDEX_FILE).write_bytes(index.encode())
     return MadePlan(folder=folder, orders=orders)
 

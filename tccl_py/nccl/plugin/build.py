@@ -2,7 +2,7 @@
 
 `python -m tccl_py.nccl.plugin.build FOLDER` writes libnccl-env-tccl.so to a folder, for hosts
 without Python too. setup.py runs this file where tccl_py's dependencies are not installed yet, so
-it uses the standard library alone.
+it uses the standard library alone, beside its own package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-LIBRARY = "libnccl-env-tccl.so"
+from tccl_py.nccl.plugin import LIBRARY
+
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
     "-std=c11",

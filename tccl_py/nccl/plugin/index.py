@@ -35,16 +35,12 @@ memory: a file that changes later changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError
-
-if TYPE_CHECKING:
-    from tccl_py.nccl.tuner import TunerTable
 
 INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
@@ -96,8 +92,8 @@ class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the plugin needs from a plan; None and "" are not known.
 
-    `must` and `forbid` name variables of users under which the plan does not hold. `tables` are
-    checked already (`check_tables`).
+    `must` and `forbid` name variables of users under which the plan does not hold. `tables` are the
+    tuner's for sets of GPUs (`nccl.tuner.tune_lines`).
     """
 
     simulated: bool
@@ -110,7 +106,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     driver: int | None = None
     numa: int | None = None
     job: int = 0
-    tables: tuple[TunerTable, ...] = ()
+    tables: Mapping[tuple[int, ...], Sequence[str]] = {}
 
     def encode(self) -> bytes:
         """Return the bytes of the index.
@@ -137,13 +133,9 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             own = f" NODES={nodes}" if nodes else ""
             own += "".join(f" {name}={value}" for name, value in found.variables.items())
             lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
-        for table in sorted(self.tables, key=lambda table: sum(place[gpu] for gpu in table.gpus)):
-            gpus = ",".join(map(str, table.gpus))
-            lines += [
-                f"tune {gpus} {entry.collective} {entry.from_bytes} {entry.to_bytes} "
-                f"{entry.algorithm} {entry.protocol} {entry.channels}"
-                for entry in table.entries
-            ]
+        for tuned in sorted(self.tables, key=lambda gpus: sum(place[gpu] for gpu in gpus)):
+            gpus = ",".join(map(str, tuned))
+            lines += [f"tune {gpus} {line}" for line in self.tables[tuned]]
         body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
         encoded = b"tccl-index 1\ndigest %s\n%s" % (digest(body).encode(), body)
         _require(len(encoded) <= MAX_INDEX_BYTES, "is too large", f"{MAX_INDEX_BYTES} bytes")
@@ -170,7 +162,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         _require(len(masks) == len(self.sets), "has a set twice", "one graph file for a set")
         for found in self.sets:
             _check_set(found, frozenset(indices), least=1 if self.job else 2)
-        ranges = sum(len(table.entries) for table in self.tables)
+        ranges = sum(map(len, self.tables.values()))
         _require(ranges <= MAX_TUNES, f"has {ranges} tuned ranges", f"at most {MAX_TUNES}")
 
 
