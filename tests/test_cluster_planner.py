@@ -22,8 +22,9 @@ from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
-from tccl_py.plan.host_class import HostClass, HostTask, used_nics
+from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
+from tccl_py.plan.tables import HostTable, KeptTable, OwnChains
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
@@ -43,9 +44,8 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
     return cluster_of(reports, rails=rails, switches=switches, where="test")
 
 
-def node_of(node_class, source, *, budget=SMALL):
-    return HostClass(
-        node_class,
+def search_of(node_class, source, *, budget=SMALL):
+    return ChainSearch(
         HostTask(
             machine=node_class.machine,
             knowledge=node_class.knowledge,
@@ -56,8 +56,25 @@ def node_of(node_class, source, *, budget=SMALL):
             strategy="best-first",
             budget=budget,
             nics=used_nics(node_class.machine),
-        ),
+        )
     )
+
+
+def node_of(node_class, source, *, budget=SMALL):
+    """A node without a table: all answers are searched."""
+    search = search_of(node_class, source, budget=budget)
+    empty = KeptTable(
+        node_class=node_class.name,
+        gpus=search.task.gpus,
+        nics=search.task.nics,
+        simulated=True,
+        default_settings=SETTINGS,
+        stock=OwnChains(settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0),
+        plain="not asked",
+        hops=(),
+        answers=(),
+    )
+    return HostTable(node_class, empty, search)
 
 
 @functools.cache
@@ -567,14 +584,14 @@ def test_few_sets_are_measured_where_few_are_allowed():
 def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     machine = networked_machine(gpus=6, nics=4, numa_nodes=2)
     one = cluster_with([machine, machine]).classes[0]
-    node = node_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40))
-    node.explore()
-    before = node.task.source.sets_measured
+    search = search_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40))
+    node = HostTable(one, search.explore("box"), search)
+    before = search.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
     passages = [node.chains_with(node.choices[0][0], pairing) for pairing in pairings]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
-    assert node.task.source.sets_measured - before < 100 + len(pairings)
+    assert search.task.source.sets_measured - before < 100 + len(pairings)
     assert None not in passages
 
 

@@ -156,14 +156,6 @@ def test_gpus_that_a_host_does_not_have_are_for_other_hosts():
     assert job_gpus("16,4-7,2", range(4), where="") == [(0, 1, 2, 3), (0, 1)]
 
 
-def test_planned_for_hosts_of_other_ranks_are_refused():
-    plan, tables = planned(cluster_with([(2, 1), (2, 1)]), 3)
-    hosts = tuple(Host(name=host.name, node_class=0, slots=1) for host in plan.cluster.hosts)
-    cluster = Cluster(hosts=hosts, classes=plan.cluster.classes)
-    with pytest.raises(InputError, match="host h0"):
-        plan_over(cluster, [HostTable(plan.cluster.classes[0], tables[0])], strategy="best-first")
-
-
 class Symmetric(MadeUp):
     """Flows that a machine's symmetry exchanges have one rate."""
 

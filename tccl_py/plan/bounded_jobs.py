@@ -123,7 +123,7 @@ def _bounds_of_class(
     for table in tables:
         if table.gpus == gpus and isinstance(table.plain, OwnChains):
             yield table.plain.rate_gbps
-    seen = view(one.machine, one.knowledge, tables[0].default_settings, gpus=gpus)
+    seen = view(one.machine, one.knowledge, tables[0].kept.default_settings, gpus=gpus)
     chains = default_choice_or_sys(seen, nodes=2).chains
     for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
         yield min(ports[nic] * len(ends) / count for nic, count in Counter(ends).items())

@@ -6,11 +6,11 @@ Classes are searched and measured while this asks them, or answer from kept tabl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import msgspec
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import SearchError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.nccl.graph_search import DefaultChain
@@ -28,7 +28,7 @@ from tccl_py.plan.plan import (
     preferred,
     version_notices,
 )
-from tccl_py.plan.tables import HostChains, HostNode, HostTable, OwnChains
+from tccl_py.plan.tables import HostChains, HostTable, OwnChains
 from tccl_py.plan.variants import ends_as_measured, path_types
 
 CANDIDATES = 6
@@ -37,7 +37,7 @@ CANDIDATES = 6
 
 def plan_over(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     *,
     strategy: str,
     keep_order: bool = False,
@@ -49,26 +49,16 @@ def plan_over(
     KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
 
     Raises:
-        InputError: a host with other ranks than its class has GPUs.
         SearchError: no ring exists.
         MeasurementError: a source cannot measure a needed set.
     """
-    _check_slots(cluster, nodes)
     best, cancelled = best_rings(cluster, nodes, keep_order=keep_order)
     plan = _assembled(cluster, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
     return msgspec.structs.replace(plan, pinned_env=dict(pinned_env or {}), cancelled=cancelled)
 
 
-def _check_slots(cluster: Cluster, nodes: Sequence[HostNode]) -> None:
-    for host in cluster.hosts:
-        count = len(nodes[host.node_class].gpus)
-        if host.slots != count:
-            what = f"has {host.slots} ranks, and {count} GPUs are planned for"
-            raise InputError(f"host {host.name}", what, "a GPU has one rank")
-
-
 def best_rings(
-    cluster: Cluster, nodes: Sequence[HostNode], *, keep_order: bool = False
+    cluster: Cluster, nodes: Sequence[HostTable], *, keep_order: bool = False
 ) -> tuple[ClusterRings, bool]:
     """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
 
@@ -94,7 +84,7 @@ def best_rings(
     return best, cancelled
 
 
-def _candidates(nodes: Sequence[HostNode]) -> Iterator[tuple[Settings, int, float]]:
+def _candidates(nodes: Sequence[HostTable]) -> Iterator[tuple[Settings, int, float]]:
     """Yield settings and ring counts, each with an upper estimate of its rate, best first.
 
     A class that was not searched under them may still turn out to be slower.
@@ -108,21 +98,17 @@ def _candidates(nodes: Sequence[HostNode]) -> Iterator[tuple[Settings, int, floa
         best = node.choices[0][1].rate_gbps
         promises = {key: min(hope, best) for key, hope in promises.items()}
     ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
+    known = [one for one in ranked if all(node.may_answer(*one[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}
-    chosen = ranked[:CANDIDATES]
-    if not all(isinstance(node, HostTable) for node in nodes):
-        # Classes that are measured beside tables can answer what the tables have.
-        known = (one for one in ranked if all(node.may_answer(*one[0]) for node in nodes))
-        chosen = list(islice(known, CANDIDATES))
-    chosen += [one for one in ranked[CANDIDATES:] if one[0] in own]
+    chosen = known[:CANDIDATES] + [one for one in known[CANDIDATES:] if one[0] in own]
     for (settings, count), promise in chosen:
         yield settings, count, promise
 
 
 def _realisable(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     settings: Settings,
     count: int,
     *,
@@ -147,14 +133,14 @@ def _preferred(one: ClusterRings, other: ClusterRings) -> bool:
     return preferred(one.rate_gbps, other.rate_gbps, less=less)
 
 
-def _view(node: HostNode, settings: Settings) -> NcclView:
+def _view(node: HostTable, settings: Settings) -> NcclView:
     one = node.node_class
     return view(one.machine, one.knowledge, settings, gpus=node.gpus)
 
 
 def _assembled(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     best: ClusterRings,
     *,
     strategy: str,
@@ -198,7 +184,7 @@ def _assembled(
 
 
 def _host_path(
-    node: HostNode, number: int, settings: Settings, host_chains: HostChains
+    node: HostTable, number: int, settings: Settings, host_chains: HostChains
 ) -> HostPath:
     """Return a path as it is saved, each hop with its rate with all others running."""
     type_intra, type_inter = path_types(_view(node, settings), host_chains.chains)
@@ -212,7 +198,7 @@ def _host_path(
 
 def _with_nics(
     settings: Settings,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     paths: Sequence[HostPath],
     ib_gid_index: int | None,
 ) -> Settings:
@@ -231,7 +217,7 @@ def _with_nics(
     )
 
 
-def _own_choices(cluster: Cluster, nodes: Sequence[HostNode]) -> tuple[PlanChoice, PlanChoice]:
+def _own_choices(cluster: Cluster, nodes: Sequence[HostTable]) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and NCCL with the variables without which its rings have no rate.
 
     The slowest class decides, and uplinks in the order given. Both are equal where all classes are
@@ -242,19 +228,19 @@ def _own_choices(cluster: Cluster, nodes: Sequence[HostNode]) -> tuple[PlanChoic
     if len(rated) == len(nodes):
         return _own_choice(cluster, nodes, rated), variables
     note = next(node.plain for node in nodes if isinstance(node.plain, str))
-    settings = nodes[0].default_settings
+    settings = nodes[0].kept.default_settings
     default = PlanChoice(settings=settings, rings=variables.rings, rate_gbps=None, note=note)
     return default, variables
 
 
 def _own_choice(
-    cluster: Cluster, nodes: Sequence[HostNode], own: Sequence[OwnChains]
+    cluster: Cluster, nodes: Sequence[HostTable], own: Sequence[OwnChains]
 ) -> PlanChoice:
     """Return NCCL's own rings over the hosts in the order given."""
     rate = min(stock.rate_gbps for stock in own)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
-    settings = nodes[0].default_settings
+    settings = nodes[0].kept.default_settings
     for stock in own:
         settings = msgspec.structs.replace(
             settings,
@@ -273,7 +259,7 @@ def _own_choice(
 
 
 def _own_rings(
-    cluster: Cluster, nodes: Sequence[HostNode], own: Sequence[OwnChains]
+    cluster: Cluster, nodes: Sequence[HostTable], own: Sequence[OwnChains]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of NCCL's own rings for each channel that every class has."""
     chains = [_chains_on(own[host.node_class], number) for number, host in enumerate(cluster.hosts)]
@@ -301,9 +287,9 @@ def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     return tuple(chains[channel ^ 1] for channel in range(len(chains)))
 
 
-def _notices(best: ClusterRings, nodes: Sequence[HostNode], settings: Settings) -> Iterator[str]:
+def _notices(best: ClusterRings, nodes: Sequence[HostTable], settings: Settings) -> Iterator[str]:
     for node in nodes:
-        yield from node.notices
+        yield from node.kept.notices
         machine = node.node_class.machine
         names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
         if names:

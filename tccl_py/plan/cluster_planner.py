@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations_with_replacement, islice
 from typing import Any
@@ -16,10 +16,10 @@ from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
-from tccl_py.plan.host_class import HostClass, HostTask, KeptClass, used_nics
+from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.plan import AS_GOOD, Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
-from tccl_py.plan.tables import HostNode, HostTable, KeptTable, gpus_text, job_gpus
+from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.journal import remembering
 
@@ -28,7 +28,6 @@ FEW_RINGS = 4
 MAX_RINGS = 8
 MAX_PAIRS = 100
 """Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
-Node = HostClass | HostTable
 
 
 def make_cluster_plan(
@@ -69,24 +68,17 @@ def make_cluster_plan(
     cannot measure a needed set.
     """
     gpus = _gpus(cluster)
-    check_strategy(strategy)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
-    counts = tuple(ring_counts or _ring_counts(cluster))
-    limits: dict[str, Any] = {"version": version, "p2p_level": level, "ring_counts": counts}
-    how: dict[str, Any] = {"strategy": strategy, "budget": budget, "reporter": reporter}
-    tasks = _tasks(cluster, sources, gpus, **limits, **how)
+    common: dict[str, Any] = {"version": version, "p2p_level": level, "budget": budget}
+    common |= {"strategy": check_strategy(strategy), "reporter": reporter}
+    common["ring_counts"] = tuple(ring_counts or _ring_counts(cluster))
+    of_classes = zip(cluster.classes, sources, gpus, strict=True)
+    classes = [_Class(*one, common, kept) for one in of_classes]
     wanted = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
-    makers = [
-        _Maker(one, task, [table for table in kept if table.node_class.name == one.name])
-        for one, task in zip(cluster.classes, tasks, strict=True)
-    ]
-    growing = not all(maker.table(all_) for maker, all_ in zip(makers, gpus, strict=True))
-    nodes = [maker.node(all_, growing) for maker, all_ in zip(makers, gpus, strict=True)]
-    searches = [node for node in nodes if isinstance(node, HostClass)]
-    for node in searches:
-        node.explore()
+    growing = not all(one.table_for(one.gpus) for one in classes)
+    nodes = [one.node(one.gpus, growing) for one in classes]
     plan = plan_over(
         cluster,
         nodes,
@@ -95,27 +87,35 @@ def make_cluster_plan(
         ib_gid_index=ib_gid_index,
         pinned_env=pinned,
     )
-    cancelled = plan.cancelled or any(node.cancelled for node in searches)
+    searches = [node.search for node in nodes if node.search is not None]
+    cancelled = plan.cancelled or any(search.cancelled for search in searches)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
     told += _ceiling_notice(plan, nodes)
     if tables is not None and not cancelled:
-        parts, chosen = zip(makers, wanted, strict=True), gpus_per_job is not None
-        cancelled = _interrupted_jobs(cluster, nodes, parts, told, growing=growing, chosen=chosen)
+        try:
+            for one, sets in zip(classes, wanted, strict=True):
+                # Tables of earlier get further sets of GPUs only if these are named.
+                named = [] if one.tables and gpus_per_job is None else sets
+                nodes += one.others(named, growing, told)
+            _ask_for_pairs(cluster, nodes)
+        except KeyboardInterrupt:
+            cancelled = True
         tables += [node.table() for node in nodes]
-    used = [task.source for task in tasks if task is not None]
+    used = [one.task.source for one in classes if one.task is not None]
+    searches = [node.search for node in nodes if node.search is not None]
     return msgspec.structs.replace(
         plan,
         notices=tuple(told),
         cancelled=cancelled,
         sets_measured=sum(source.sets_measured for source in used),
         sets_remembered=sum(source.sets_remembered for source in used),
-        sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
+        sets_by_symmetry=sum(search.sets_by_symmetry for search in searches),
     )
 
 
-def _ceiling_notice(plan: Plan, nodes: Sequence[HostNode]) -> Iterator[str]:
+def _ceiling_notice(plan: Plan, nodes: Sequence[HostTable]) -> Iterator[str]:
     """Yield what a plan may lose as tables have no chains under the settings of new classes."""
-    names = [node.node_class.name for node in nodes if type(node) is HostTable]
+    names = [node.node_class.name for node in nodes if node.search is None]
     best = min(node.choices[0][1].rate_gbps for node in nodes)
     if names and len(names) < len(nodes) and plan.rate_gbps < best * (1 - AS_GOOD):
         yield (
@@ -124,79 +124,72 @@ def _ceiling_notice(plan: Plan, nodes: Sequence[HostNode]) -> Iterator[str]:
         )
 
 
-class _Maker:
-    """Makes the nodes of a class, from `kept` tables or by its task."""
+class _Class:
+    """A class of hosts: its `gpus` in the plan, its `tables`, and its task if it has a source."""
 
-    def __init__(self, one: NodeClass, task: HostTask | None, kept: Sequence[HostTable]) -> None:
-        self.one, self.task, self.kept = one, task, kept
-
-    def table(self, gpus: tuple[int, ...]) -> HostTable | None:
-        """Return the table for these GPUs."""
-        return next((table for table in self.kept if table.gpus == gpus), None)
-
-    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> Node:
-        """Return the node for these GPUs; while the cluster is `growing`, tables may grow as well.
-
-        Raises:
-            InputError: there is no table, and none of the hosts can be measured.
-        """
-        table = self.table(gpus)
-        if self.task is None and table is None:
+    def __init__(
+        self,
+        known: NodeClass,
+        source: BandwidthSource | None,
+        gpus: tuple[int, ...],
+        common: Mapping[str, Any],
+        kept: Sequence[HostTable],
+    ) -> None:
+        self.known, self.gpus = known, gpus
+        self.tables = [table for table in kept if table.node_class.name == known.name]
+        self.task = None
+        if source is not None:
+            self.task = HostTask(
+                machine=known.machine,
+                knowledge=known.knowledge,
+                # A journal remembers, and must hear of it when a set is wanted once more.
+                source=remembering(source),
+                gpus=gpus,
+                nics=used_nics(known.machine),
+                **common,
+            )
+        if self.task is None and self.table_for(gpus) is None:
             what, right = "has no table, and no host to measure", "start a rank on a host of it"
-            raise InputError(f"class {self.one.name}", what, right)
+            raise InputError(f"class {known.name}", what, right)
+
+    def table_for(self, gpus: tuple[int, ...]) -> HostTable | None:
+        """Return the table for these GPUs."""
+        return next((table for table in self.tables if table.gpus == gpus), None)
+
+    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> HostTable:
+        """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
+
+        While the cluster is `growing`, tables may grow as well.
+        """
+        table = self.table_for(gpus)
         if self.task is None or (table is not None and not growing):
             assert table is not None
             return table
-        budget = self.task.budget if parts == 1 else _shared(self.task.budget, parts)
-        live = HostClass(self.one, msgspec.structs.replace(self.task, gpus=gpus, budget=budget))
-        return live if table is None else KeptClass(table, live)
+        sets = self.task.budget.sets
+        few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
+        search = ChainSearch(msgspec.structs.replace(self.task, gpus=gpus, budget=few))
+        kept = search.explore(self.known.name) if table is None else table.kept
+        return HostTable(self.known, kept, search)
 
     def others(
         self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
-    ) -> Iterator[Node]:
-        """Yield explored nodes for other GPUs that have no table; notices tell why one has none."""
-        new = [gpus for gpus in wanted if self.table(gpus) is None]
+    ) -> Iterator[HostTable]:
+        """Yield nodes for other GPUs: `wanted` ones without table, whose search may fail, and kept.
+
+        The notices get the reason where a search fails.
+        """
+        new = [gpus for gpus in wanted if self.table_for(gpus) is None]
         for gpus in new:
             try:
                 node = self.node(gpus, growing, parts=len(new))
-                assert isinstance(node, HostClass)
-                node.explore()
             except (InputError, SearchError, MeasurementError) as error:
-                name = f"{self.one.name}, GPUs {gpus_text(gpus)}"
+                name = f"{self.known.name}, GPUs {gpus_text(gpus)}"
                 notices.append(f"{name}: no jobs can be planned ({error})")
                 continue
             yield node
-            if node.cancelled:
+            if node.search is not None and node.search.cancelled:
                 raise KeyboardInterrupt
-
-    def left(self, nodes: Sequence[Node], growing: bool) -> list[Node]:
-        """Return nodes for the tables that no node has yet."""
-        name = self.one.name
-        there = {node.gpus for node in nodes if node.node_class.name == name}
-        return [self.node(t.gpus, growing) for t in self.kept if t.gpus not in there]
-
-
-def _tasks(
-    cluster: Cluster,
-    sources: Sequence[BandwidthSource | None],
-    gpus: Sequence[tuple[int, ...]],
-    **common: Any,
-) -> list[HostTask | None]:
-    """Return the planning task of each class with a source, over its GPUs."""
-    return [
-        None
-        if source is None
-        else HostTask(
-            machine=one.machine,
-            knowledge=one.knowledge,
-            # A journal remembers, and must hear of it when a set is wanted once more.
-            source=remembering(source),
-            gpus=of_class,
-            nics=used_nics(one.machine),
-            **common,
-        )
-        for one, source, of_class in zip(cluster.classes, sources, gpus, strict=True)
-    ]
+        yield from (self.node(t.gpus, growing) for t in self.tables if t.gpus != self.gpus)
 
 
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -233,46 +226,13 @@ def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({1, 2, FEW_RINGS} | ports))
 
 
-# Tables for other jobs.
-
-
-def _shared(budget: Budget, parts: int) -> Budget:
-    """Return the budget of one of so many other sets of GPUs."""
-    sets = None if budget.sets is None else max(1, budget.sets // max(1, parts))
-    return msgspec.structs.replace(budget, sets=sets)
-
-
-def _interrupted_jobs(
-    cluster: Cluster,
-    nodes: list[HostClass | HostTable],
-    parts: Iterable[tuple[_Maker, Sequence[tuple[int, ...]]]],
-    notices: list[str],
-    *,
-    growing: bool,
-    chosen: bool,
-) -> bool:
-    """Add the nodes of jobs over each class's sets of GPUs; return whether that was interrupted.
-
-    With `chosen` sets, classes with tables of earlier get tables of these sets too.
-    """
-    try:
-        for maker, of_class in parts:
-            if not maker.kept or chosen:
-                nodes += maker.others(of_class, growing, notices)
-            nodes += maker.left(nodes, growing)
-        _ask_for_pairs(cluster, nodes)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostNode]) -> None:
+def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostTable]) -> None:
     """Plan for two hosts of every pair of nodes, those with equal numbers of GPUs first.
 
     Two tables have answered already.
     """
     found = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in found if any(type(node) is not HostTable for node in pair)]
+    pairs = [pair for pair in found if any(node.search for node in pair)]
     pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
     for pair in islice(pairs, MAX_PAIRS):
         both = list(dict.fromkeys(pair))

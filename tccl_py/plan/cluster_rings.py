@@ -19,7 +19,7 @@ from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.plan import AS_GOOD as WORTH
-from tccl_py.plan.tables import ChainSet, HostChains, HostNode
+from tccl_py.plan.tables import ChainSet, HostChains, HostTable
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -140,7 +140,7 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
 
 def cluster_rings(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     settings: Settings,
     count: int,
     *,
@@ -191,7 +191,7 @@ def cluster_rings(
 
 def _merged(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     settings: Settings,
     choices: Sequence[ChainSet],
     nic_maps: Sequence[NicMap],
@@ -222,7 +222,7 @@ def _merged(
 
 
 def _table(
-    node: HostNode,
+    node: HostTable,
     settings: Settings,
     nic_maps: Sequence[NicMap],
     only: Collection[Pairing] | None,
@@ -271,7 +271,7 @@ def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
 
 def _chains_of_hosts(
     cluster: Cluster,
-    nodes: Sequence[HostNode],
+    nodes: Sequence[HostTable],
     settings: Settings,
     ring: MergedRing,
     nic_maps: Sequence[NicMap],

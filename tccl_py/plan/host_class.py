@@ -8,7 +8,6 @@ from itertools import pairwise
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import Symmetry, automorphisms
@@ -30,16 +29,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
 from tccl_py.plan.planner import plan_chains
-from tccl_py.plan.tables import (
-    BestChains,
-    ChainSet,
-    HostChains,
-    HostTable,
-    KeptTable,
-    OwnChains,
-    PairedChains,
-    kept_table,
-)
+from tccl_py.plan.tables import ChainSet, HostChains, KeptSettings, KeptTable, OwnChains
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -103,81 +93,96 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
 
-class HostClass:
-    """A class of hosts whose chains are searched and measured once, when asked (HostNode)."""
+class ChainSearch:
+    """The search for chains on hosts of a class, which measures when it is asked.
 
-    def __init__(self, node_class: NodeClass, task: HostTask) -> None:
-        self.node_class, self.task = node_class, task
-        self.gpus, self.nics = task.gpus, task.nics
-        self.default_settings = task.default_settings
+    `cancelled` tells of an interruption of `explore`.
+    """
+
+    def __init__(self, task: HostTask) -> None:
+        self.task = task
         self.cancelled = False
         self.sets_by_symmetry = 0
-        self.stock: OwnChains
-        self.plain: OwnChains | str
         self._left = task.budget.sets
         self._searched: list[Choice] = []
         self._best: dict[tuple[Settings, int], Choice | None] = {}
-        self._chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
 
-    def explore(self) -> None:
-        """Rate NCCL's own chains, then search settings and chains.
+    def explore(self, node_class: str) -> KeptTable:
+        """Rate NCCL's own chains, search settings and chains, and return the table of both.
 
         Raises:
             SearchError: no chains can be built.
             MeasurementError: the source cannot measure them.
         """
+        task = self.task
         # For NCCL's search any number of hosts above 1 is equal.
-        own = default_choice_or_sys(self.task.view(self.default_settings), nodes=2)
+        own = default_choice_or_sys(task.view(task.default_settings), nodes=2)
         try:
             started = self._rated(own, _graph_settings(own))
         except SearchError:
             # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
             settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
             started = self._rated(own, settings)
-        self.stock = _own_chains(started)
-        self.plain = self._default(own)
-        space, nics = self.task.space(started.settings, 1), self.nics
-        known = [found for n in self.task.ring_counts for found in initial_chains(space, nics, n)]
-        search = SettingsSearch(self.task, started, known)
-        search.run(sets=self.task.budget.sets or 1)
+        plain = self._default(own, started)
+        space = task.space(started.settings, 1)
+        known = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
+        search = SettingsSearch(task, started, known)
+        search.run(sets=task.budget.sets or 1)
         self.cancelled = search.cancelled
         found = [search.best, *search.searched, started]
         if not self.cancelled:
             found += self._gdr_choices(search.best)
-        for choice in found:
-            self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
+        self._note(found)
+        notes = (note for one in self._searched if one.result for note in one.result.notices)
+        best: dict[Settings, list[ChainSet]] = {}
+        for (settings, _), choice in self._best.items():
+            if choice is not None:
+                best.setdefault(settings, []).append(_chain_set(choice, chosen=True))
+        return KeptTable(
+            node_class=node_class,
+            gpus=task.gpus,
+            nics=task.nics,
+            simulated=task.source.simulated,
+            default_settings=task.default_settings,
+            stock=_own_chains(started),
+            plain=plain,
+            hops=(),
+            answers=tuple(
+                KeptSettings(settings=settings, best=tuple(sets), paired=())
+                for settings, sets in best.items()
+            ),
+            notices=tuple(dict.fromkeys(notes)),
+        )
+
+    def _note(self, found: Sequence[Choice]) -> None:
+        """Remember choices; the rest of the budget is for chains shared by all classes.
+
+        Half of the budget is left for these at least.
+        """
         self._searched = sorted(found, key=lambda one: -one.rate_gbps)
         for choice in self._searched:
+            self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
             self._best.setdefault((choice.settings, len(choice.rings.rings)), choice)
-        # The rest of the budget is for chains shared by all classes, half of it at least.
         total = self.task.budget.sets
         if total is not None:
             for result in {id(one.result): one.result for one in found}.values():
                 self._spend(result)
             self._left = max(self._left or 0, total // 2)
 
-    @property
-    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
-        """Settings and their best chains, best first."""
-        return [(one.settings, _chain_set(one)) for one in self._chosen]
+    def chosen_chains(self) -> dict[tuple[Settings, Pairing], HostChains]:
+        """Return the chains that `explore` found."""
+        keyed = [(one, (one.settings, len(one.rings.rings))) for one in self._searched]
+        return {
+            (one.settings, Pairing(nic_pairs(one.rings))): self._measured(one.rings, well=False)
+            for one, key in keyed
+            if self._best[key] is one
+        }
 
-    @property
-    def _chosen(self) -> Sequence[Choice]:
-        """The best of the search for each choice of settings and number of rings."""
-        keyed = ((one, (one.settings, len(one.rings.rings))) for one in self._searched)
-        return [one for one, key in keyed if self._best[key] is one]
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices of the search."""
-        found = [choice.result for choice in self._searched if choice.result is not None]
-        return tuple(dict.fromkeys(note for result in found for note in result.notices))
-
-    def _default(self, own: DefaultChoice) -> OwnChains | str:
+    def _default(self, own: DefaultChoice, started: Stock) -> OwnChains | str:
         """Rate default NCCL, or return why it has no rate."""
-        if not own.assumed_sys and not self.stock.settings.net_disable_intra:
-            return self.stock
-        found = default_choice(self.task.view(self.default_settings), nodes=2)
+        if not own.assumed_sys and not started.settings.net_disable_intra:
+            return _own_chains(started)
+        found = default_choice(self.task.view(self.task.default_settings), nodes=2)
         try:
             return _own_chains(self._rated(found, _graph_settings(found)))
         except SearchError:
@@ -205,22 +210,13 @@ class HostClass:
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
-        found = []
-        for settings in gdr_variants(self.task.view(best.settings), nics=self.task.nics):
-            result = search_under(
-                self.task,
-                settings,
-                known=[best.rings.rings],
-                floor=best.rate_gbps * (1 + WORTH),
-                sets=self._few_sets,
-            )
-            if result is not None:
-                found.append(choice_found(settings, result))
-        return found
-
-    def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether chains can share the channels evenly: then a search may find them."""
-        return settings.channels % count == 0
+        known, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
+        variants = gdr_variants(self.task.view(best.settings), nics=self.task.nics)
+        searched = (
+            (one, search_under(self.task, one, known=known, floor=floor, sets=self._few_sets))
+            for one in variants
+        )
+        return [choice_found(settings, result) for settings, result in searched if result]
 
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains under these settings; None if there is none."""
@@ -234,7 +230,7 @@ class HostClass:
             task = msgspec.structs.replace(self.task, ring_counts=(count,))
             of_count = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
             if not self._searched:
-                of_count = list(initial_chains(task.space(settings, count), self.nics, count))
+                of_count = list(initial_chains(task.space(settings, count), task.nics, count))
             result = self._search(task, settings, of_count)
             found = None if result is None else choice_found(settings, result)
             self._best[settings, count] = found
@@ -252,28 +248,21 @@ class HostClass:
 
     def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains with just these NICs under these settings, or None."""
-        if (settings, pairing) not in self._chains:
-            rings = self._paired(settings, pairing)
-            found = None if rings is None else self._measured(rings)
-            self._chains[settings, pairing] = found
-        return self._chains[settings, pairing]
-
-    def _paired(self, settings: Settings, pairing: Pairing) -> RingSet | None:
-        if not {nic for pair in pairing.pairs for nic in pair} <= set(self.nics):
+        task, pairs = self.task, pairing.pairs
+        if not {nic for pair in pairs for nic in pair} <= set(task.nics):
             return None
-        if self.task.same_nic and any(one != other for one, other in pairing.pairs):
+        if task.same_nic and any(entered != left for entered, left in pairs):
             return None
-        count = len(pairing.pairs)
-        best = self._best_choice(settings, count)
-        if best is not None and nic_pairs(best.rings) == pairing.pairs:
-            return best.rings
+        best = self._best_choice(settings, len(pairs))
+        if best is not None and nic_pairs(best.rings) == pairs:
+            return self._measured(best.rings)
         task = msgspec.structs.replace(
-            self.task, ring_counts=(count,), pairing=pairing, strategy="best-first"
+            task, ring_counts=(len(pairs),), pairing=pairing, strategy="best-first"
         )
-        seed = paired_chain_set(task.space(settings, count), pairing.pairs)
+        seed = paired_chain_set(task.space(settings, len(pairs)), pairs)
         known = [*([seed] if seed else []), *(one.rings.rings for one in self._searched)]
         found = self._search(task, settings, known)
-        return None if found is None else found.rings
+        return None if found is None else self._measured(found.rings)
 
     def _measured(self, rings: RingSet, *, well: bool = True) -> HostChains:
         """Measure a set of chains; `well` as the rate in a plan must be."""
@@ -286,55 +275,6 @@ class HostClass:
             simulated=found.simulated,
             assumed=found.assumed,
         )
-
-    def table(self) -> KeptTable:
-        """Return all answers so far."""
-        return kept_table(self, *self.answers, simulated=self.task.source.simulated)
-
-    @property
-    def answers(self) -> tuple[BestChains, PairedChains]:
-        """The answers so far; chains that only the search asked for are as it found them."""
-        chosen = self._chosen
-        keys = {(one.settings, len(one.rings.rings)) for one in chosen}
-        best = {
-            key: _chain_set(choice, chosen=key in keys)
-            for key, choice in self._best.items()
-            if choice is not None
-        }
-        paired = {
-            (one.settings, Pairing(nic_pairs(one.rings))): self._measured(one.rings, well=False)
-            for one in chosen
-        }
-        paired |= {key: found for key, found in self._chains.items() if found is not None}
-        return best, paired
-
-
-class KeptClass(HostTable):
-    """A class of hosts with a table, whose further answers are searched on a host at hand."""
-
-    def __init__(self, kept: HostTable, live: HostClass) -> None:
-        super().__init__(kept.node_class, kept.kept)
-        self.live = live
-
-    def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether chains are in the table, or may be found."""
-        known = super().may_answer(settings, count)
-        return known or self.live.may_answer(settings, count)
-
-    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
-        """Return the best set of so many chains; None if there is none."""
-        known = super().best_under(settings, count)
-        return self.live.best_under(settings, count) if known is None else known
-
-    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
-        """Return the best chains between exactly these NICs; None if there are none."""
-        known = super().chains_with(settings, pairing)
-        return self.live.chains_with(settings, pairing) if known is None else known
-
-    def table(self) -> KeptTable:
-        """Return the table with all further answers."""
-        (best, paired), (more, also) = self.answers, self.live.answers
-        return kept_table(self, {**more, **best}, {**also, **paired}, simulated=self.kept.simulated)
 
 
 def _chain_set(choice: Choice, *, chosen: bool = False) -> ChainSet:

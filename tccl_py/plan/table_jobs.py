@@ -98,7 +98,7 @@ def bounded_job(
     sets = [some for _, some in keys]
     return BoundedJob(
         hosts=tuple(BoundedHost(host.name, sets[host.node_class]) for host in cluster.hosts),
-        settings=of_classes[0][0].default_settings,
+        settings=of_classes[0][0].kept.default_settings,
         bound_gbps=bound_of(cluster, sets, of_classes),
         simulated=plan.simulated,
         notices=(f"the rate is not known: {missing}",),

@@ -7,10 +7,10 @@ settings, the best chains between given NICs, and default NCCL's own chains.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +25,9 @@ from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.plan import PlanChain, PlanHop
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
+
+if TYPE_CHECKING:
+    from tccl_py.plan.host_class import ChainSearch
 
 FORMAT_VERSION = 1
 MAX_TABLES = 1_024
@@ -72,60 +75,6 @@ class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fallback: bool = False
 
 
-BestChains = Mapping[tuple[Settings, int], ChainSet]
-PairedChains = Mapping[tuple[Settings, Pairing], HostChains]
-"""Answers to HostNode's questions."""
-
-
-class HostNode(Protocol):
-    """A class of hosts with the rates of chains on its hosts: measured when asked, or kept.
-
-    `choices` are settings with the best chains searched under them, best first. `plain` is default
-    NCCL, or the reason why it has no rate; `stock` has the variables without which it has none.
-    """
-
-    @property
-    def node_class(self) -> NodeClass:
-        """The class."""
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """The GPUs that rings visit."""
-
-    @property
-    def nics(self) -> tuple[int, ...]:
-        """The NICs that rings use."""
-
-    @property
-    def default_settings(self) -> Settings:
-        """The settings of default NCCL, with the pinned level."""
-
-    @property
-    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
-        """Settings and their best chains, best first."""
-
-    @property
-    def stock(self) -> OwnChains:
-        """NCCL's own chains."""
-
-    @property
-    def plain(self) -> OwnChains | str:
-        """Default NCCL's chains, or a reason."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices of the search."""
-
-    def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether `best_under` may find chains: False is certain."""
-
-    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
-        """Return the best set of so many chains; None if there is none."""
-
-    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
-        """Return the best chains between exactly these NICs; None if there are none."""
-
-
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """HostChains; a chain lists numbers of the table's hops, and `gbps` their rates."""
 
@@ -162,70 +111,65 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostTable:
-    """A class of hosts with the rates of a kept table; see HostNode."""
+    """A class of hosts with the rates of chains on its hosts: kept ones, and those of a search.
 
-    def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
-        self.node_class, self.kept = node_class, kept
+    Without a `search` there are no answers but those of the table. `plain` is default NCCL, or the
+    reason why it has no rate; `stock` has the variables without which it has none.
+    """
+
+    def __init__(
+        self, node_class: NodeClass, kept: KeptTable, search: ChainSearch | None = None
+    ) -> None:
+        self.node_class, self.kept, self.search = node_class, kept, search
         self.gpus, self.nics = kept.gpus, kept.nics
-        self.default_settings = kept.default_settings
-        self.stock, self.plain, self.notices = kept.stock, kept.plain, kept.notices
-        self.sets_by_symmetry = 0
-        self._chains: dict[tuple[Settings, Pairing], HostChains] = {}
-
-    def table(self) -> KeptTable:
-        """Return the table itself."""
-        return self.kept
+        self.stock, self.plain = kept.stock, kept.plain
+        self._best: dict[tuple[Settings, int], ChainSet | None] = {
+            (answer.settings, len(one.pairs)): one for answer in kept.answers for one in answer.best
+        }
+        self._kept = {
+            (answer.settings, Pairing(one.pairs)): one
+            for answer in kept.answers
+            for one in answer.paired
+        }
+        self._chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
-        """Settings and their best chains, best first."""
-        found = [(s, one) for (s, _), one in self._best.items() if one.chosen]
+        """Settings with the best chains that a search over settings found, best first."""
+        found = [(s, one) for (s, _), one in self._best.items() if one and one.chosen]
         return sorted(found, key=lambda one: -one[1].rate_gbps)
 
-    @cached_property
-    def _best(self) -> dict[tuple[Settings, int], ChainSet]:
-        return {
-            (answer.settings, len(one.pairs)): one
-            for answer in self.kept.answers
-            for one in answer.best
-        }
-
-    @cached_property
-    def _paired(self) -> dict[tuple[Settings, Pairing], KeptChains]:
-        return {
-            (answer.settings, Pairing(one.pairs)): one
-            for answer in self.kept.answers
-            for one in answer.paired
-        }
-
     def may_answer(self, settings: Settings, count: int) -> bool:
-        """Return whether the table has chains under these settings."""
-        return (settings, count) in self._best
+        """Return whether `best_under` may find chains: they share the channels evenly."""
+        known = self._best.get((settings, count)) is not None
+        return known or (self.search is not None and settings.channels % count == 0)
 
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains; None if there is none."""
-        return self._best.get((settings, count))
+        key = settings, count
+        if key not in self._best:
+            self._best[key] = None if self.search is None else self.search.best_under(*key)
+        return self._best[key]
 
     def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
         key = settings, pairing
-        if key not in self._chains and key in self._paired:
-            found = self._paired[key]
-            rows = zip(found.chains, found.gbps, strict=True)
-            self._chains[key] = HostChains(
-                chains=tuple(self._chain(hops, gbps) for hops, gbps in rows),
-                rate_gbps=found.rate_gbps,
-                error=found.error,
-                simulated=self.kept.simulated,
-                assumed=found.assumed,
-            )
-        return self._chains.get(key)
+        if key not in self._chains:
+            if key in self._kept:
+                self._chains[key] = self._read(self._kept[key])
+            else:
+                self._chains[key] = None if self.search is None else self.search.chains_with(*key)
+        return self._chains[key]
 
-    @property
-    def answers(self) -> tuple[BestChains, PairedChains]:
-        """All that the table has."""
-        paired = {key: HostTable.chains_with(self, *key) for key in self._paired}
-        return self._best, {key: found for key, found in paired.items() if found is not None}
+    def _read(self, kept: KeptChains) -> HostChains:
+        rows = zip(kept.chains, kept.gbps, strict=True)
+        return HostChains(
+            chains=tuple(self._chain(hops, gbps) for hops, gbps in rows),
+            rate_gbps=kept.rate_gbps,
+            error=kept.error,
+            simulated=self.kept.simulated,
+            assumed=kept.assumed,
+        )
 
     def _chain(self, numbers: Sequence[int], rates: Sequence[float]) -> PlanChain:
         hops = tuple(
@@ -235,51 +179,51 @@ class HostTable:
         into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
         return PlanChain(hops=hops, entry_nic=into, exit_nic=out)
 
+    def all_chains(self) -> Iterator[tuple[Settings, HostChains]]:
+        """Yield all chains of the table."""
+        for settings, pairing in self._kept:
+            found = self.chains_with(settings, pairing)
+            assert found is not None
+            yield settings, found
 
-def kept_table(
-    node: HostNode,
-    best: BestChains,
-    paired: PairedChains,
-    *,
-    simulated: bool,
-) -> KeptTable:
-    """Return the table of all answers of a node."""
-    hops: dict[Hop, int] = {}
-
-    def kept(pairing: Pairing, found: HostChains) -> KeptChains:
-        return KeptChains(
-            pairs=pairing.pairs,
-            chains=tuple(
-                tuple(hops.setdefault(Hop(*hop.ends, hop.flow), len(hops)) for hop in chain.hops)
-                for chain in found.chains
-            ),
-            gbps=tuple(tuple(hop.gbps for hop in chain.hops) for chain in found.chains),
-            rate_gbps=found.rate_gbps,
-            error=found.error,
-            assumed=found.assumed,
+    def table(self) -> KeptTable:
+        """Return the table with all answers so far."""
+        if self.search is None:
+            return self.kept
+        chains = self.search.chosen_chains() | {
+            key: found for key in (*self._kept, *self._chains) if (found := self.chains_with(*key))
+        }
+        hops: dict[Hop, int] = {}
+        answers = tuple(
+            KeptSettings(
+                settings=settings,
+                best=tuple(
+                    one for (under, _), one in self._best.items() if one and under == settings
+                ),
+                paired=tuple(
+                    _kept_chains(pairing, one, hops)
+                    for (under, pairing), one in chains.items()
+                    if under == settings
+                ),
+            )
+            for settings in dict.fromkeys(s for s, _ in (*self._best, *chains))
         )
+        answers = tuple(answer for answer in answers if answer.best or answer.paired)
+        return msgspec.structs.replace(self.kept, hops=tuple(hops), answers=answers)
 
-    answers = tuple(
-        KeptSettings(
-            settings=settings,
-            best=tuple(one for (under, _), one in best.items() if under == settings),
-            paired=tuple(
-                kept(pairing, one) for (under, pairing), one in paired.items() if under == settings
-            ),
-        )
-        for settings in dict.fromkeys(settings for settings, _ in (*best, *paired))
-    )
-    return KeptTable(
-        node_class=node.node_class.name,
-        gpus=node.gpus,
-        nics=node.nics,
-        simulated=simulated,
-        default_settings=node.default_settings,
-        stock=node.stock,
-        plain=node.plain,
-        hops=tuple(hops),
-        answers=answers,
-        notices=node.notices,
+
+def _kept_chains(pairing: Pairing, found: HostChains, hops: dict[Hop, int]) -> KeptChains:
+    """Return chains by the numbers of their hops; `hops` takes new ones."""
+    return KeptChains(
+        pairs=pairing.pairs,
+        chains=tuple(
+            tuple(hops.setdefault(Hop(*hop.ends, hop.flow), len(hops)) for hop in chain.hops)
+            for chain in found.chains
+        ),
+        gbps=tuple(tuple(hop.gbps for hop in chain.hops) for chain in found.chains),
+        rate_gbps=found.rate_gbps,
+        error=found.error,
+        assumed=found.assumed,
     )
 
 
