@@ -161,7 +161,7 @@ class FakePool:
                 count = len(part.numbers)
                 lanes = rate if isinstance(rate, list) else [rate / count] * count
                 for number, gbps in zip(part.numbers, lanes, strict=True):
-                    if part.kind == "copy":
+                    if part.engine:
                         copied = self.copies_gbps or gbps
                         _copied(stamps[part.device][number], timing, part, number, copied)
                     else:
@@ -172,7 +172,7 @@ class FakePool:
 
 
 def _moved(row, timing, part, gbps):
-    side = "in" if part.kind == "incoming" else "out"
+    side = "in" if part.incoming else "out"
     first = int(row["start"][0] + round(timing.warm_us * 1e3))
     count = int(gbps * timing.window_us * 1e3 / part.slice_bytes)
     last = first + round(count * part.slice_bytes / gbps) if gbps else first

@@ -4,7 +4,6 @@ import contextlib
 
 from tccl_profiler.cluster.agent import take_step
 from tccl_profiler.cluster.pool import joined
-from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import Timeouts
 from tccl_profiler.host_device import host_machine
@@ -78,7 +77,7 @@ class Hosts:
             pool.restart()
 
     def program(self, transfers, **more):
-        return program_for(transfers, lanes=self.lanes, network=FlowsBetweenHosts("tcp"), **more)
+        return program_for(transfers, lanes=self.lanes, network="tcp", **more)
 
     def missing(self, program):
         have = {host: set(step(pool, "usable").links) for host, pool in self.pools.items()}

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
 from tccl_py.errors import InputError, MeasurementError
@@ -502,7 +501,7 @@ class CarriedOnly(TcpOnly):
     def measure(self, sets):
         for one in sets:
             between = [flow for flow in one.flows if flow.is_network]
-            links = program_for(one, lanes=LANES, network=FlowsBetweenHosts("nccl")).links
+            links = program_for(one, lanes=LANES, network="nccl").links
             assert len(links) == len(between)
             assert all(link.carrier for link in links)
             process_variables(links)

@@ -181,26 +181,6 @@ def test_the_sentence_about_a_jump_says_what_to_discard():
     assert "G1: its clock jumped" in told
 
 
-@given(st.integers(0, 10), st.sampled_from([-(10**18), -(10**8), 10**8, 10**18]))
-def test_one_wrong_reading_among_many_does_not_move_the_fit(wrong, off_ns):
-    device = FakeDevice(offset_ns=10**18, drift_ppb=150_000)
-    clock = Clock()
-    for second in range(11):
-        reading = device.burst(device.began_ns + second * SECOND)
-        lie = off_ns if second == wrong else 0
-        clock.add(
-            ClockReading(
-                at_ns=reading.at_ns,
-                offset_ns=reading.offset_ns + lie,
-                error_ns=reading.error_ns,
-            )
-        )
-    for second in range(12):
-        host_ns = device.began_ns + second * SECOND
-        converted_ns, error_ns = clock.host_ns(device.stamp(host_ns))
-        assert abs(converted_ns - host_ns) <= error_ns < 5 * MICROSECOND
-
-
 def test_a_coarse_reading_does_not_spoil_fine_ones():
     device = FakeDevice(offset_ns=10**18, drift_ppb=0)
     clock = Clock()

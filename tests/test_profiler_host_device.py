@@ -159,10 +159,8 @@ def program_of(text, devices, *, lanes=64, **more):
 
 def rate(records, part):
     """GB/s of a flow's counted end."""
-    kind = "out" if part.kind == "outgoing" else "in"
+    kind = "in" if part.incoming else "out"
     rows = records[part.device][list(part.numbers)]
-    if part.kind == "copy" and not rows["in_count"].any():
-        kind = "out"
     spans = rows[f"{kind}_last"] - rows[f"{kind}_first"]
     counts = rows[f"{kind}_count"]
     moving = counts > 0

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.cluster.session import ClusterSession, FlowsBetweenHosts
-from tccl_profiler.compiler import CARRIED_GROUP_US, program_for
+from tccl_profiler.cluster.session import ClusterSession
+from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import Communicators, graph_text, process_variables
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
@@ -37,7 +37,7 @@ CARRIER = Carrier(
 
 
 def program_of(text, **more):
-    return program_for(parse_set(text), lanes=LANES, network=FlowsBetweenHosts("nccl"), **more)
+    return program_for(parse_set(text), lanes=LANES, network="nccl", **more)
 
 
 # Programs
@@ -52,14 +52,13 @@ def test_a_flow_is_a_copy_at_each_of_its_two_gpus_joined_by_a_link():
         share = program.devices[device]
         assert not share.lanes
         (copy,) = share.copies
-        assert (copy.link, copy.sends, copy.source, copy.destination) == (link, sends, None, None)
+        assert (copy.link, copy.outgoing is not None, copy.incoming is None) == (link, sends, sends)
     (counted,), ((other,),) = program.counted, program.other
-    assert (counted.device, counted.kind, other.device) == ("h1.G1", "copy", "h0.G0")
-    assert counted.group_us == CARRIED_GROUP_US
+    assert (counted.device, counted.engine, other.device) == ("h1.G1", True, "h0.G0")
 
 
 def test_without_nccl_the_same_flow_is_the_nics():
-    program = program_for(parse_set(STAGED), lanes=LANES, network=FlowsBetweenHosts("tcp"))
+    program = program_for(parse_set(STAGED), lanes=LANES, network="tcp")
     assert {one for one in program.devices if is_nic(one)} == {"h0.N0", "h1.N0"}
     assert all(link.carrier is None for link in program.links)
 
@@ -109,11 +108,11 @@ def test_each_link_has_one_copy_that_sends_and_one_on_the_other_host_that_does_n
         )
         for (sender, receiver), gpu, nic, through, blocks in drawn
     ]
-    program = program_for(transfer_set(flows), lanes=LANES, network=FlowsBetweenHosts("nccl"))
+    program = program_for(transfer_set(flows), lanes=LANES, network="nccl")
     assert len(program.links) == len(set(program.links)) == len(flows)
     for link in program.links:
         ends = [
-            (device, copy.sends)
+            (device, copy.outgoing is not None)
             for device, share in program.devices.items()
             for copy in share.copies
             if copy.link == link

@@ -11,7 +11,6 @@ import time
 import msgspec
 import pytest
 
-from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.messages import Endpoint, LinkLost, Peer, Run, Start, WorkerLost
@@ -33,7 +32,7 @@ GPU_TO_GPU = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G0->h1.G0{bloc
 LINK = Link("h0.N0", "h1.N0", 0)
 
 
-TCP = FlowsBetweenHosts("tcp")
+TCP = "tcp"
 
 
 def hosts_of(gpus=1, nics=1):
@@ -172,7 +171,6 @@ def test_a_profiler_measures_over_hosts_as_on_one(hosts):
         hosts,
         options=options(check="every"),
         source="host backend",
-        network=TCP,
     )
     sets = [
         parse_set(text) for text in (HOST_TO_HOST, GPU_TO_GPU, SETS["round a ring of two hosts"])
@@ -403,7 +401,6 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
     program = program_for(
         parse_set(DIRECT),
         lanes=dict.fromkeys(("h0.G0", "h0.N0", "h1.N0", "h1.G0"), 64),
-        network=TCP,
     )
     control, device = Control.create(1), NicDevice()
     start = Start(

@@ -89,24 +89,17 @@ def random_program(transfers, meeting="pass-on"):
 def ends_of(program):
     """Every end as (device, "in" or "out", slice bytes, end)."""
     for device, share in program.devices.items():
-        for lane in share.lanes:
+        for lane in (*share.lanes, *share.copies):
             if lane.incoming is not None:
                 yield device, "in", lane.slice_bytes, lane.incoming
             if lane.outgoing is not None:
                 yield device, "out", lane.slice_bytes, lane.outgoing
-        for copy in share.copies:
-            if copy.source is not None:
-                yield device, "in", copy.slice_bytes, copy.source
-            if copy.destination is not None:
-                yield device, "out", copy.slice_bytes, copy.destination
 
 
 def end_of(program, part, number):
     share = program.devices[part.device]
-    if part.kind == "copy":
-        copy = share.copies[number]
-        return copy.source or copy.destination
-    return getattr(share.lanes[number], part.kind)
+    lane = (share.copies if part.engine else share.lanes)[number]
+    return lane.incoming if part.incoming else lane.outgoing
 
 
 @given(sets, meetings)
@@ -179,9 +172,9 @@ def test_each_flow_is_counted_where_it_arrives_and_nothing_twice(transfers, meet
                 end = end_of(program, part, number)
                 assert end is not None
                 assert end.slices == part.slices
-                seen[part.device, part.kind, number] += 1
+                seen[part.device, part.engine, part.incoming, number] += 1
             share = program.devices[part.device]
-            work = share.copies if part.kind == "copy" else share.lanes
+            work = share.copies if part.engine else share.lanes
             assert {work[n].slice_bytes for n in part.numbers} == {part.slice_bytes}
         if others:
             assert counted.device == str(flow.destination)
@@ -199,9 +192,7 @@ def test_each_flow_is_counted_where_it_arrives_and_nothing_twice(transfers, meet
 @settings(max_examples=150, deadline=None)
 def test_only_flows_whose_slices_are_alike_share_blocks(transfers, meeting):
     program = random_program(transfers, meeting)
-    parts = {}
-    for part in (*program.counted, *(one for others in program.other for one in others)):
-        parts[part.device, part.kind, part.numbers] = part
+    parts = (*program.counted, *(part for others in program.other for part in others))
     for share_device, share in program.devices.items():
         for number, lane in enumerate(share.lanes):
             both = lane.incoming is not None and lane.outgoing is not None
@@ -211,13 +202,15 @@ def test_only_flows_whose_slices_are_alike_share_blocks(transfers, meeting):
             assert (lane.cycle > 0) is both
             if both:
                 assert lane.cycle % 2 == 0
-                mine = {
-                    kind: part
-                    for (device, kind, numbers), part in parts.items()
-                    if device == share_device and kind != "copy" and number in numbers
-                }
-                assert mine["incoming"].numbers == mine["outgoing"].numbers
-                assert mine["incoming"].slice_bytes == mine["outgoing"].slice_bytes
+                into, out = (
+                    part
+                    for incoming in (True, False)
+                    for part in parts
+                    if part.device == share_device and part.incoming is incoming
+                    if number in part.numbers and not part.engine
+                )
+                assert into.numbers == out.numbers
+                assert into.slice_bytes == out.slice_bytes
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -273,7 +266,7 @@ def test_fifos_lie_where_the_flow_says():
 def test_a_flow_without_blocks_to_another_gpu_has_no_fifo():
     program = program_of("G0->G0->G1")
     (part,) = program.counted
-    assert (part.device, part.kind, len(part.numbers)) == ("G0", "outgoing", FREE_BLOCKS)
+    assert (part.device, part.incoming, len(part.numbers)) == ("G0", False, FREE_BLOCKS)
     end = end_of(program, part, 0)
     assert (end.data.space, end.wait, end.post) == ("G1", None, None)
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link, host_of, is_nic, local
 from tccl_py.errors import MeasurementError
@@ -32,7 +31,7 @@ LANES = {
 }
 
 
-TCP = FlowsBetweenHosts("tcp")
+TCP = "tcp"
 
 
 def program_of(text, **more):
@@ -137,11 +136,11 @@ def test_a_flow_over_the_network_is_moved_by_four_and_counted_where_it_arrives()
     text += "->node-1.rack.G0->node-1.rack.G0{blocks=2,fifo=1M}"
     program = program_of(text)
     (counted,), (others,) = program.counted, program.other
-    assert [(part.device, part.kind) for part in (*others, counted)] == [
-        ("h0.G2", "outgoing"),
-        ("h0.N0", "incoming"),
-        ("node-1.rack.N1", "outgoing"),
-        ("node-1.rack.G0", "incoming"),
+    assert [(part.device, part.incoming) for part in (*others, counted)] == [
+        ("h0.G2", False),
+        ("h0.N0", True),
+        ("node-1.rack.N1", False),
+        ("node-1.rack.G0", True),
     ]
     assert {(part.slices, part.slice_bytes, part.piped) for part in (*others, counted)} == {
         (4, 256 * 1024, True)
@@ -157,8 +156,8 @@ def test_host_memory_at_the_end_of_a_flow_is_nobodys_fifo():
     text = "h0.C0->h0.N0->h1.N1->h1.N1->h1.C1{fifo=1M}"
     program = program_for(parse_set(text), lanes={"h0.N0": 64, "h1.N1": 64}, network=TCP)
     (counted,), ((other,),) = program.counted, program.other
-    assert (counted.device, counted.kind) == ("h1.N1", "outgoing")
-    assert (other.device, other.kind) == ("h0.N0", "incoming")
+    assert (counted.device, counted.incoming) == ("h1.N1", False)
+    assert (other.device, other.incoming) == ("h0.N0", True)
     assert len(counted.numbers) == NETWORK_BLOCKS
     assert not counted.piped
     for share in program.devices.values():

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_profiler.cluster.session import FlowsBetweenHosts
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import Pace, WorkerLost
@@ -27,7 +26,7 @@ TIMING = RunSpec(repeats=1, warm_us=1000.0, window_us=10_000.0)
 SAME_CLOCK = {"G0": lambda stamp: (stamp, 100), "G1": lambda stamp: (stamp, 300)}
 
 
-TCP = FlowsBetweenHosts("tcp")
+TCP = "tcp"
 
 
 def program_of(text):

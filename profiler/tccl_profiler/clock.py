@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from tccl_py.errors import MeasurementError
 
@@ -20,8 +19,6 @@ WANDER_PPM = 1.0  # assumed deviation of a clock's rate from the fit, as devices
 KEPT = 32  # readings in a fit; older ones say little of a clock that wanders
 
 _TOLERANCE_NS = 2_000  # deviation of a reading beyond all errors that is no jump
-
-_Floats = NDArray[np.float64]
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +57,35 @@ def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> t
 
 
 class Clock:
-    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`."""
+    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`.
+
+    The fit is a line of offset over host time, about the first reading kept, in ns and ns/ns.
+    Errors are bounds: a way back that is always longer does not average away.
+    """
 
     def __init__(self, *, device: str = "device") -> None:
         self.device = device
         self._readings: tuple[ClockReading, ...] = ()
-        self._line: _Line | None = None
 
     def add(self, reading: ClockReading) -> None:
         """Add a reading to the fit; the oldest beyond 32 are dropped."""
         self._readings = (*self._readings, reading)[-KEPT:]
-        self._line = _Line(self._readings)
+        first = self._readings[0]
+        self._times = np.array([float(seen.at_ns - first.at_ns) for seen in self._readings])
+        offsets = np.array([float(seen.offset_ns - first.offset_ns) for seen in self._readings])
+        errors = np.array([float(max(seen.error_ns, 1)) for seen in self._readings])
+        # Least squares with weights 1/error^2, and "no drift" as one more observation, as wrong as
+        # a drift can be: it says nothing once readings lie seconds apart. About the weighted mean
+        # time, offset and slope are independent.
+        weights = errors**-2.0
+        mean_time = float(weights @ self._times / weights.sum())
+        away = weights * (self._times - mean_time)
+        prior = 1e6 / DRIFT_LIMIT_PPM
+        curvature = float(away @ (self._times - mean_time)) + prior**2
+        self._slope = float(away @ offsets) / curvature
+        self._start = float(weights @ offsets / weights.sum()) - self._slope * mean_time
+        self._slope_error = (float(np.abs(away) @ errors) + prior) / curvature
+        self._errors = np.abs(offsets - self._start - self._slope * self._times) + errors
 
     def host_ns(self, device_ns: int) -> tuple[int, int]:
         """Return the host time of a device's stamp and its error bound, both in ns.
@@ -78,17 +93,22 @@ class Clock:
         The bound holds, however unequal the ways of the pings, if the device's rate stays within 1
         ppm of an even one. It grows with the time to the nearest reading.
         """
-        line = self._line
-        if line is None:
+        if not self._readings:
             raise MeasurementError(f"{self.device}: its clock was never read; ping it first")
-        since = int(device_ns) - line.device_ns
-        elapsed = (since - line.start) / (1 + line.slope)
+        first = self._readings[0]
+        since = int(device_ns) - first.at_ns - first.offset_ns
+        elapsed = (since - self._start) / (1 + self._slope)
         # At the drift limit, a host's ns is that much longer than a device's; 1 ns is rounding.
-        return line.at_ns + round(elapsed), math.ceil(line.error(elapsed) * 1.001) + 1
+        return first.at_ns + round(elapsed), math.ceil(self._error(elapsed) * 1.001) + 1
 
     def jumped(self, reading: ClockReading) -> str | None:
         """Return a notice if a new reading contradicts the fit beyond errors and tolerance."""
-        off, allowed = self._line.misses(reading) if self._line else (0.0, 0.0)
+        if not self._readings:
+            return None
+        elapsed = float(reading.at_ns - self._readings[0].at_ns)
+        offset = reading.offset_ns - self._readings[0].offset_ns
+        off = offset - self._start - self._slope * elapsed
+        allowed = reading.error_ns + self._error(elapsed)
         if abs(off) <= allowed + _TOLERANCE_NS:
             return None
         return (
@@ -96,68 +116,7 @@ class Clock:
             f"{allowed / 1e3:,.1f} us are explained; discard what it stamped since the last reading"
         )
 
-
-class _Line:
-    """A line of offset over host time about a reference reading, in ns and ns/ns.
-
-    Errors are bounds: a way back that is always longer does not average away.
-    """
-
-    def __init__(self, readings: Sequence[ClockReading]) -> None:
-        # The reading in the middle is no outlier, so all that count are near it.
-        middle = sorted(readings, key=lambda reading: reading.offset_ns)[len(readings) // 2]
-        self.at_ns, self._offset_ns = middle.at_ns, middle.offset_ns
-        self.device_ns = self.at_ns + self._offset_ns
-        times = np.array([float(reading.at_ns - self.at_ns) for reading in readings])
-        offsets = np.array([float(reading.offset_ns - self._offset_ns) for reading in readings])
-        errors = np.array([float(max(reading.error_ns, 1)) for reading in readings])
-        start, slope = _robust_line(times, offsets, errors)
-        near = np.abs(offsets - start - slope * times) <= errors + _TOLERANCE_NS
-        self._fit(times[near], offsets[near], errors[near])
-
-    def _fit(self, times: _Floats, offsets: _Floats, errors: _Floats) -> None:
-        """Fit least squares with weights 1/error^2, and "no drift" as one more observation.
-
-        That observation is as wrong as a drift can be, and says nothing once readings lie seconds
-        apart. About the weighted mean time, offset and slope are independent.
-        """
-        weights = errors**-2.0
-        mean_time = float(weights @ times / weights.sum())
-        away = weights * (times - mean_time)
-        prior = 1e6 / DRIFT_LIMIT_PPM
-        curvature = float(away @ (times - mean_time)) + prior**2
-        self.slope = float(away @ offsets) / curvature
-        self.start = float(weights @ offsets / weights.sum()) - self.slope * mean_time
-        self._slope_error = (float(np.abs(away) @ errors) + prior) / curvature
-        self._times = times
-        self._errors = np.abs(offsets - self.start - self.slope * times) + errors
-
-    def error(self, elapsed: float) -> float:
+    def _error(self, elapsed: float) -> float:
         """Return the line's error bound at a time, in ns: a reading's, and the drift since."""
         rate_error = self._slope_error + WANDER_PPM / 1e6
         return float(np.min(self._errors + np.abs(self._times - elapsed) * rate_error))
-
-    def misses(self, reading: ClockReading) -> tuple[float, float]:
-        """Return a reading's distance from the line, and how much both errors allow."""
-        elapsed = float(reading.at_ns - self.at_ns)
-        off = reading.offset_ns - self._offset_ns - self.start - self.slope * elapsed
-        return off, reading.error_ns + self.error(elapsed)
-
-
-def _robust_line(times: _Floats, offsets: _Floats, errors: _Floats) -> tuple[float, float]:
-    """Return start and slope by weighted medians (Theil 1950, Sen 1968); a quarter may be wrong."""
-    left, right = np.triu_indices(len(times), k=1)
-    apart = times[right] - times[left]
-    left, right, apart = left[apart != 0], right[apart != 0], apart[apart != 0]
-    slope = 0.0
-    if len(apart):
-        slopes = (offsets[right] - offsets[left]) / apart
-        slope = _weighted_median(slopes, np.abs(apart) / (errors[left] + errors[right]))
-        slope = max(-DRIFT_LIMIT_PPM / 1e6, min(DRIFT_LIMIT_PPM / 1e6, slope))
-    return _weighted_median(offsets - slope * times, 1 / errors), slope
-
-
-def _weighted_median(values: _Floats, weights: _Floats) -> float:
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

@@ -5,23 +5,18 @@ Every flow becomes endpoints on its devices; endpoints at one GPU share lanes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from tccl_profiler.endpoints import (
-    BufferLayout,
-    FlowEndpoint,
-    NetworkFlows,
-    device_of,
-    endpoints_of,
-)
+import msgspec
+
+from tccl_profiler.endpoints import BufferLayout, Network, device_of, endpoints_of, is_carried
 from tccl_profiler.program import (
     MAX_COPIES,
-    Copy,
     DeviceProgram,
+    FlowEndpoint,
     Lane,
-    Part,
     Program,
     host_of,
     is_nic,
@@ -37,9 +32,6 @@ FREE_BLOCKS = 32  # thread blocks of a flow that names no number: enough for NVL
 FEW_BLOCKS = 4  # blocks of a check, and FIFOs of a copy engine, if a flow names no number
 NETWORK_BLOCKS = 2
 """Channels of a flow over the network that names no number; NCCL has at least two."""
-CARRIED_GROUP_US = 5_000.0
-"""An NCCL collective begins tens of microseconds after the previous one has ended."""
-COPIED_GROUP_US = 500.0  # a stamp is a kernel between copies and costs them about ten microseconds
 LEAST_COUPLED_SLICES = 3
 """A closed ring needs room beside the chunk of two slices that each lane begins with."""
 
@@ -49,7 +41,7 @@ def program_for(
     *,
     lanes: Mapping[str, int],
     meeting: FlowCoupling = "pass-on",
-    network: NetworkFlows | None = None,
+    network: Network = "tcp",
 ) -> Program:
     """Compile a set for its devices, on one host or several.
 
@@ -58,13 +50,14 @@ def program_for(
     """
     check_places(transfers, lanes=lanes, network=network)
     layout = BufferLayout()
-    shares = _free_blocks(transfers, lanes, network)
     endpoints = [
         endpoint
-        for number, flow in enumerate(transfers.flows)
-        for endpoint in endpoints_of(layout, number, flow, flow.blocks or shares[number], network)
+        for number, (flow, blocks) in enumerate(
+            zip(transfers.flows, _blocks(transfers, lanes, network), strict=True)
+        )
+        for endpoint in endpoints_of(layout, number, flow, blocks, network)
     ]
-    devices, parts = _assigned(endpoints, meeting)
+    devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
         _check_lanes(device, len(program.lanes), lanes)
         if len(program.copies) > MAX_COPIES:
@@ -72,9 +65,9 @@ def program_for(
                 f"the copy engines of {device} would go through {len(program.copies)} FIFOs at "
                 f"once, at most {MAX_COPIES} are right: give the flows fewer blocks"
             )
-    by_flow: list[list[Part]] = [[] for _ in transfers.flows]
-    for part, endpoint in zip(parts, endpoints, strict=True):
-        by_flow[endpoint.flow].append(part)
+    by_flow: list[list[FlowEndpoint]] = [[] for _ in transfers.flows]
+    for endpoint in endpoints:
+        by_flow[endpoint.flow].append(endpoint)
     return Program(
         transfers=transfers,
         devices=devices,
@@ -87,14 +80,14 @@ def program_for(
 
 
 def check_places(
-    transfers: TransferSet, *, lanes: Mapping[str, int], network: NetworkFlows | None = None
+    transfers: TransferSet, *, lanes: Mapping[str, int], network: Network = "tcp"
 ) -> None:
     """Refuse a set whose places cannot be measured by these devices."""
     for flow in transfers.flows:
         # NCCL opens NICs itself.
-        others = "CN" if _is_carried(flow, network) else "C"
-        for place in _places(flow):
-            if place.kind not in others and device_of(place) not in lanes:
+        free = "CN" if is_carried(flow, network) else "C"
+        for place in flow.places:
+            if place.kind not in free and device_of(place) not in lanes:
                 raise MeasurementError(
                     f"{flow}: {place} is not measured here; {_known(place.host, lanes)}"
                 )
@@ -105,13 +98,6 @@ def check_places(
             )
         if len(flow.hosts) > 1 and not flow.is_network:
             raise MeasurementError(f"{flow}: goes from host to host without a NIC")
-    # Flows into a GPU share blocks with flows out of it, but not with each other.
-    load: Counter[tuple[str, bool]] = Counter()
-    for flow in transfers.flows:
-        for device in () if _is_carried(flow, network) else sorted(_executors(flow, network)):
-            load[device, device == device_of(flow.source)] += flow.blocks or 1
-    for (device, _), count in load.items():
-        _check_lanes(device, count, lanes)
 
 
 def _check_lanes(device: str, count: int, lanes: Mapping[str, int]) -> None:
@@ -161,16 +147,8 @@ def _known(host: str, lanes: Mapping[str, int]) -> str:
     return f"name its host, of {', '.join(sorted({host_of(device) for device in lanes}))}"
 
 
-def _places(flow: Flow) -> list[Place]:
-    return [
-        place for part in flow.transfers for place in (part.source, part.executor, part.destination)
-    ]
-
-
-def _free_blocks(
-    transfers: TransferSet, lanes: Mapping[str, int], network: NetworkFlows | None
-) -> list[int]:
-    """Return the blocks of flows that name none: an equal share of the busiest device's rest."""
+def _blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> list[int]:
+    """Return each flow's blocks, by default an equal share of the busiest device's rest."""
     left, sharers = dict(lanes), dict.fromkeys(lanes, 0)
     used = [_executors(flow, network) for flow in transfers.flows]
     for flow, devices in zip(transfers.flows, used, strict=True):
@@ -178,149 +156,98 @@ def _free_blocks(
             left[device] -= flow.blocks or 0
             sharers[device] += not flow.blocks
 
-    def blocks(flow: Flow, devices: set[str]) -> int:
+    def free_blocks(flow: Flow, devices: set[str]) -> int:
         if any(part.uses_copy_engine for part in flow.transfers):
             return FEW_BLOCKS
         most = NETWORK_BLOCKS if flow.is_network else FREE_BLOCKS
-        return max(1, min([most, *(left[i] // sharers[i] for i in devices if sharers[i])]))
+        return max(1, min([most, *(left[i] // sharers[i] for i in devices)]))
 
-    return [blocks(flow, devices) for flow, devices in zip(transfers.flows, used, strict=True)]
+    return [
+        flow.blocks or free_blocks(flow, devices)
+        for flow, devices in zip(transfers.flows, used, strict=True)
+    ]
 
 
-def _is_carried(flow: Flow, network: NetworkFlows | None) -> bool:
-    return network is not None and network.carries(flow)
-
-
-def _executors(flow: Flow, network: NetworkFlows | None) -> set[str]:
-    if _is_carried(flow, network):
+def _executors(flow: Flow, network: Network) -> set[str]:
+    if is_carried(flow, network):
         return {str(flow.source), str(flow.destination)}
     if flow.is_network:
-        return {device_of(place) for place in _places(flow) if place.kind != "C"}
+        return {device_of(place) for place in flow.places if place.kind != "C"}
     return {device_of(part.executor) for part in flow.transfers if not part.uses_copy_engine}
 
 
 def _assigned(
     endpoints: Sequence[FlowEndpoint], meeting: FlowCoupling
-) -> tuple[dict[str, DeviceProgram], list[Part]]:
+) -> tuple[dict[str, DeviceProgram], list[FlowEndpoint]]:
+    """Give each endpoint, with the one that shares its blocks, lanes or copies of its device."""
     pairs = _pairs(endpoints)
     cycles = _cycles(endpoints, pairs)
-    lanes: dict[str, list[Lane]] = {}
-    copies: dict[str, list[Copy]] = {}
-    where: dict[int, Part] = {}
+    lanes: defaultdict[str, list[Lane]] = defaultdict(list)
+    copies: defaultdict[str, list[Lane]] = defaultdict(list)
+    numbered = dict(enumerate(endpoints))
     for i, endpoint in enumerate(endpoints):
-        if i in where:
+        if numbered[i].numbers:
             continue
-        if endpoint.engine:
-            queued = copies.setdefault(endpoint.device, [])
-            where[i] = _part(endpoint, "copy", len(queued))
-            queued.extend(_copies(endpoint))
-            continue
-        own, pair = lanes.setdefault(endpoint.device, []), pairs.get(i)
-        where[i] = _part(endpoint, endpoint.kind, len(own))
-        if pair is not None:
-            where[pair] = _part(endpoints[pair], endpoints[pair].kind, len(own))
-        cycle = cycles[endpoint.device] if pair is not None else 0
-        own.extend(_lanes(endpoint, None if pair is None else endpoints[pair], meeting, cycle))
+        queue = (copies if endpoint.engine else lanes)[endpoint.device]
+        numbers = tuple(range(len(queue), len(queue) + len(endpoint.ends)))
+        for j in {i, pairs.get(i, i)}:
+            numbered[j] = msgspec.structs.replace(endpoints[j], numbers=numbers)
+        pair = endpoints[pairs[i]] if i in pairs else None
+        coupled = meeting == "pass-on" and pair is not None
+        queue += _lanes(endpoint, pair, coupled=coupled, cycle=cycles.get(endpoint.device, 0))
     devices = {
-        device: DeviceProgram(
-            lanes=tuple(lanes.get(device, ())), copies=tuple(copies.get(device, ()))
-        )
+        device: DeviceProgram(lanes=tuple(lanes[device]), copies=tuple(copies[device]))
         for device in sorted({*lanes, *copies})
     }
-    return devices, [where[i] for i in range(len(endpoints))]
+    return devices, list(numbered.values())
 
 
 def _lanes(
-    endpoint: FlowEndpoint, pair: FlowEndpoint | None, meeting: FlowCoupling, cycle: int
+    endpoint: FlowEndpoint, pair: FlowEndpoint | None, *, coupled: bool, cycle: int
 ) -> list[Lane]:
     """Return the lanes of an endpoint and of the one that shares its blocks."""
     empty = (None,) * len(endpoint.ends)
-    partner = empty if pair is None else pair.ends
-    lanes = []
-    for end, second, link in zip(endpoint.ends, partner, endpoint.links or empty, strict=True):
-        incoming, outgoing = (end, second) if endpoint.kind == "incoming" else (second, end)
-        lane = Lane(
-            incoming=incoming,
-            outgoing=outgoing,
+    partner = pair.ends if pair else empty
+    least = min(endpoint.slices, pair.slices) if pair else 0
+    return [
+        Lane(
+            incoming=end if endpoint.incoming else second,
+            outgoing=second if endpoint.incoming else end,
             slice_bytes=endpoint.slice_bytes,
-            coupled=second is not None
-            and meeting == "pass-on"
-            and min(end.slices, second.slices) >= LEAST_COUPLED_SLICES,
-            cycle=cycle,
+            coupled=coupled and least >= LEAST_COUPLED_SLICES,
+            cycle=cycle if pair else 0,
             link=link,
         )
-        lanes.append(lane)
-    return lanes
-
-
-def _part(
-    endpoint: FlowEndpoint, kind: Literal["incoming", "outgoing", "copy"], first: int
-) -> Part:
-    """Return where an endpoint's ends went: from number `first` on."""
-    return Part(
-        device=endpoint.device,
-        kind=kind,
-        numbers=tuple(range(first, first + len(endpoint.ends))),
-        slice_bytes=endpoint.slice_bytes,
-        slices=endpoint.ends[0].slices,
-        piped=endpoint.piped,
-        group_us=CARRIED_GROUP_US if endpoint.links else COPIED_GROUP_US,
-    )
-
-
-def _copies(endpoint: FlowEndpoint) -> list[Copy]:
-    size, incoming = endpoint.slice_bytes, endpoint.kind == "incoming"
-    if endpoint.links:
-        return [
-            Copy(source=None, destination=None, slice_bytes=size, link=link, sends=not incoming)
-            for link in endpoint.links
-        ]
-    return [
-        Copy(
-            source=end if incoming else None,
-            destination=None if incoming else end,
-            slice_bytes=size,
-        )
-        for end in endpoint.ends
+        for end, second, link in zip(endpoint.ends, partner, endpoint.links or empty, strict=True)
     ]
 
 
 def _pairs(endpoints: Sequence[FlowEndpoint]) -> dict[int, int]:
     """Pair a GPU's k-th incoming and k-th outgoing flow on shared blocks, if slices are alike."""
     pairs: dict[int, int] = {}
-    waiting: dict[tuple[str, int, int], list[int]] = {}
-
-    def shape(endpoint: FlowEndpoint) -> tuple[str, int, int]:
-        return endpoint.device, endpoint.slice_bytes, len(endpoint.ends)
-
-    kernels = [
-        (i, end) for i, end in enumerate(endpoints) if end.piped and not (end.engine or end.links)
-    ]
-    for i, endpoint in kernels:
-        if endpoint.kind == "outgoing":
-            waiting.setdefault(shape(endpoint), []).append(i)
-    for i, endpoint in kernels:
-        found = waiting.get(shape(endpoint)) if endpoint.kind == "incoming" else None
-        if found:
-            j = found.pop(0)
-            pairs[i], pairs[j] = j, i
+    waiting: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for incoming in (False, True):
+        for i, end in enumerate(endpoints):
+            if end.incoming is not incoming or not end.piped or end.engine or end.links:
+                continue
+            alike = waiting[end.device, end.slice_bytes, len(end.ends)]
+            if not incoming:
+                alike.append(i)
+            elif alike:
+                j = alike.pop(0)
+                pairs[i], pairs[j] = j, i
     return pairs
 
 
 def _cycles(endpoints: Sequence[FlowEndpoint], pairs: Mapping[int, int]) -> dict[str, int]:
     """Return 2 (n - 1) for each GPU, n being the GPUs that forward data to each other."""
-    # Half of a worker's start would be this import, and workers need none of it.
-    import networkx as nx  # noqa: PLC0415
+    # Slow to import, and only a process that compiles needs it.
+    from tccl_py.model.symmetry import joined_groups  # noqa: PLC0415
 
-    graph: nx.Graph[str] = nx.Graph()
-    kernels = [endpoint for endpoint in endpoints if not endpoint.links]
-    graph.add_nodes_from(endpoint.device for endpoint in kernels)
-    ends: dict[int, list[str]] = {}
-    for endpoint in kernels:
-        ends.setdefault(endpoint.flow, []).append(endpoint.device)
-    for i in pairs:
-        first, *more = ends[endpoints[i].flow]
-        graph.add_edges_from((first, device) for device in more)
-    return {
-        device: 2 * (len(group) - 1) for group in nx.connected_components(graph) for device in group
-    }
+    kernels: defaultdict[int, list[str]] = defaultdict(list)
+    for endpoint in endpoints:
+        if not endpoint.links:
+            kernels[endpoint.flow].append(endpoint.device)
+    forwarded = [kernels[endpoints[i].flow] for i in pairs]
+    groups = joined_groups((gpus[0], gpu) for gpus in forwarded for gpu in gpus[1:])
+    return {gpu: 2 * (len(group) - 1) for group in groups for gpu in group}

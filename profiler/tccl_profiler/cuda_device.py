@@ -20,7 +20,6 @@ from tccl_profiler.program import (
     MAX_COPIES,
     MAX_REPEATS,
     Address,
-    Copy,
     End,
     Lane,
 )
@@ -271,26 +270,26 @@ class CudaDevice:
                     self._queue_group(copy, pace, group, stream, shift)
                     self._stamp(stamps + 16 + 8 * group, stream)
 
-    def _queue_group(self, copy: Copy, pace: Pace, group: int, stream: Any, shift: int) -> None:
+    def _queue_group(self, copy: Lane, pace: Pace, group: int, stream: Any, shift: int) -> None:
         if copy.link:
             size = pace.slices * copy.slice_bytes
-            self.links.move(copy.link, size, stream.ptr, sends=copy.sends)
+            self.links.move(copy.link, size, stream.ptr, sends=copy.outgoing is not None)
             return
         for i in range(group * pace.slices, (group + 1) * pace.slices):
             self._queue_slice(copy, stream, i, shift)
 
-    def _queue_slice(self, copy: Copy, stream: Any, i: int, shift: int) -> None:
-        end = copy.source or copy.destination
+    def _queue_slice(self, copy: Lane, stream: Any, i: int, shift: int) -> None:
+        end = copy.incoming or copy.outgoing
         assert end is not None
         if end.wait:
             # A reader waits until slice i is there, a writer until slice i - slices is gone.
-            wanted = i + 1 if copy.source else i + 1 - end.slices
+            wanted = i + 1 if copy.incoming else i + 1 - end.slices
             if wanted > 0:
                 stream_waits(stream.ptr, self._address(end.wait) + shift, wanted)
         far = self._address(end.data) + i % end.slices * copy.slice_bytes
-        near = self._user if copy.destination else self._keep
+        near = self._user if copy.outgoing else self._keep
         near += i % max(1, self._start.user_bytes // copy.slice_bytes) * copy.slice_bytes
-        to, of = (far, near) if copy.destination else (near, far)
+        to, of = (far, near) if copy.outgoing else (near, far)
         self._runtime.memcpyAsync(to, of, copy.slice_bytes, 4, stream.ptr)
         if end.post:
             stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)

@@ -26,7 +26,7 @@ from tccl_profiler import linux
 from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, pause, released
 from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
-from tccl_profiler.program import COUNTER_AREA_BYTES, Copy, Lane
+from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
@@ -233,7 +233,7 @@ class HostDevice(ThreadedDevice):
             thread.start()
 
     def _carry(
-        self, run: Run, flag: ctypes.c_uint64, copy: Copy, pace: Pace, rows: Sequence[Stamps]
+        self, run: Run, flag: ctypes.c_uint64, copy: Lane, pace: Pace, rows: Sequence[Stamps]
     ) -> None:
         """Run a copy over a link: host memory has no streams, so a thread waits and stamps."""
         try:
@@ -245,7 +245,7 @@ class HostDevice(ThreadedDevice):
                     row[1] = time.monotonic_ns()
                     for group in range(pace.groups):
                         size = pace.slices * copy.slice_bytes
-                        self.links.move(copy.link, size, 0, sends=copy.sends)
+                        self.links.move(copy.link, size, 0, sends=copy.outgoing is not None)
                         row[2 + group] = time.monotonic_ns()
         except BaseException as error:
             self._failures.append(error)
@@ -264,7 +264,7 @@ class HostDevice(ThreadedDevice):
         """Return one repeat's lanes, then its copies, which are lanes with one end here."""
         program = run.program
         own = [copy.link is None for copy in program.copies]
-        shares = [*program.lanes, *map(_as_lane, compress(program.copies, own))]
+        shares = [*program.lanes, *compress(program.copies, own)]
         # The clock stops a lane; a copy may have a pace, and stamps.
         paces: list[Pace | None] = [None] * len(program.lanes)
         stamps: list[Stamps | None] = [None] * len(program.lanes)
@@ -302,10 +302,6 @@ class HostDevice(ThreadedDevice):
         offset = number * total // lanes * slice_bytes
         addresses = self._user.ctypes.data + offset, self._keep.ctypes.data + offset
         return addresses, max(1, total // lanes)
-
-
-def _as_lane(copy: Copy) -> Lane:
-    return Lane(incoming=copy.source, outgoing=copy.destination, slice_bytes=copy.slice_bytes)
 
 
 # This host as a machine of the `host` backend, by NUMA node.

@@ -13,13 +13,16 @@ import msgspec
 import numpy as np
 
 from tccl_profiler.messages import Pace
-from tccl_profiler.program import Part, Program
+from tccl_profiler.program import FlowEndpoint, Program
 from tccl_profiler.shared_memory import MAX_STAMPS
 from tccl_py.errors import InputError
 
 STRETCH = 4  # factor of the next window, if not every repeat in this one counts
 LONGER = 1.25
 """Least factor between the window needed and the window used that makes a new choice worth it."""
+CARRIED_GROUP_US = 5_000.0
+"""An NCCL collective begins tens of microseconds after the previous one has ended."""
+COPIED_GROUP_US = 500.0  # a stamp is a kernel between copies and costs them about ten microseconds
 _TRIAL_GROUPS = 6  # slices of a copy in a trial, after it has filled its FIFO twice
 _MOST_GROUPS, _MOST_SLICES = 120, 200
 
@@ -118,7 +121,7 @@ def paces_for(
     paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
     rates = iter(() if channels is None else [channel.gbps for channel in channels])
     for counted, others in zip(program.counted, program.other, strict=True):
-        copying = [part for part in (counted, *others) if part.kind == "copy"]
+        copying = [part for part in (counted, *others) if part.engine]
         for offset in range(len(counted.numbers)):
             gbps = next(rates, 0.0)
             for part in copying:
@@ -130,11 +133,12 @@ def paces_for(
     }
 
 
-def _pace(part: Part, gbps: float, lasting_us: float, most: int) -> Pace:
+def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace:
     if not gbps:
         return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
     slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us
-    group_us = max(part.group_us, wanted_us / (most - 2))
+    least_us = CARRIED_GROUP_US if part.links else COPIED_GROUP_US
+    group_us = max(least_us, wanted_us / (most - 2))
     slices = min(math.ceil(group_us / slice_us), _MOST_SLICES)
     return Pace(groups=min(math.ceil(wanted_us / (slices * slice_us)) + 2, most), slices=slices)
 

@@ -14,7 +14,7 @@ import numpy as np
 from tccl_profiler import rates
 from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.compiler import FlowCoupling, checkable, program_for
-from tccl_profiler.endpoints import Network, NetworkFlows
+from tccl_profiler.endpoints import Network
 from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
 from tccl_profiler.precision import (
@@ -89,10 +89,8 @@ class Profiler:
         options: Options | None = None,
         source: str = "",
         clock: Callable[[], float] = time.monotonic,
-        network: NetworkFlows | None = None,
     ) -> None:
         self._pool = pool
-        self._network = network
         self._now = clock
         self.options = options or Options()
         self._source = source
@@ -130,7 +128,7 @@ class Profiler:
             transfers,
             lanes=self._pool.lanes,
             meeting=coupling or self.options.meeting,
-            network=self._network,
+            network=self.options.network,
         )
 
     # One set: compile, check its data, choose a window, repeat.

@@ -1,14 +1,14 @@
 """The program of a transfer set: each device's lanes and copies, and their addresses.
 
 A lane is one thread block, and takes slices from one FIFO, puts slices into another, or both. A
-FIFO is bytes and two counters: slices written and slices read. A copy does the same with a copy
-engine. A NIC's lane moves slices between a FIFO and a link. Devices have the names of places.
+FIFO is bytes and two counters: slices written and slices read. A copy is a lane of a copy engine. A
+NIC's lane moves slices between a FIFO and a link. Devices have the names of places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -97,9 +97,11 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one block. `cycle` is an all-reduce's chunk count, 2 (n - 1) for n GPUs.
+    """The work of one block or copy engine: slices from `incoming` to `outgoing`, in order.
 
-    A NIC's lane has one end and a `link`.
+    The missing end of a copy is the device's own memory. `cycle` is an all-reduce's chunk count,
+    2 (n - 1) for n GPUs. A NIC's lane has one end and a `link`; so has a copy whose slices NCCL
+    moves.
     """
 
     incoming: End | None = None
@@ -110,40 +112,35 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     link: Link | None = None
 
 
-class Copy(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one copy engine: slices from `source` to `destination`, in order.
-
-    None stands for the device's own memory. With a `link` both are None, and NCCL moves the slices.
-    """
-
-    source: End | None
-    destination: End | None
-    slice_bytes: int
-    link: Link | None = None
-    sends: bool = False
-
-
 class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's share of a set."""
+    """One device's share of a set: lanes of a kernel, and copies, each on a stream."""
 
     lanes: tuple[Lane, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Lane, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The lanes or copies of one device that count a flow's slices at one end.
+class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a flow on one device, which counts the slices; `ends[b]` is of block b.
 
-    A `piped` part goes through FIFOs, and so waits for the flow's opposite part. A copy's groups of
-    slices last at least `group_us`, so that stamps between groups cost nothing in comparison.
+    `incoming`: the device takes slices from the ends. `numbers` are of the device's lanes or, of an
+    `engine`, copies. A `piped` endpoint goes through FIFOs, and so waits for the flow's opposite
+    endpoint. A NIC has a link for each block; a flow that NCCL carries has one link.
     """
 
+    flow: int
     device: str
-    kind: Literal["incoming", "outgoing", "copy"]
-    numbers: tuple[int, ...]
+    incoming: bool
+    ends: tuple[End, ...]
     slice_bytes: int
-    slices: int
-    piped: bool
-    group_us: float = 500.0
+    engine: bool = False
+    piped: bool = True
+    links: tuple[Link, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def slices(self) -> int:
+        """Slices of each block's FIFO."""
+        return self.ends[0].slices
 
 
 class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,14 +177,14 @@ class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(HostProgram, frozen=True, kw_only=True):
-    """A compiled set: `counted[i]` and `other[i]` are the parts of the set's flow i.
+    """A compiled set: `counted[i]` and `other[i]` are the endpoints of the set's flow i.
 
     A flow's rate is counted at `counted`, where its bytes arrive; `other` gives start and end only.
     """
 
     transfers: TransferSet
-    counted: tuple[Part, ...]
-    other: tuple[tuple[Part, ...], ...]
+    counted: tuple[FlowEndpoint, ...]
+    other: tuple[tuple[FlowEndpoint, ...], ...]
 
 
 def _localized(value: Any) -> Any:
@@ -195,7 +192,7 @@ def _localized(value: Any) -> Any:
         return Address(local(value.space), value.offset)
     if isinstance(value, tuple):
         return tuple(map(_localized, value))
-    if isinstance(value, DeviceProgram | Lane | Copy | End):
+    if isinstance(value, DeviceProgram | Lane | End):
         fields = {name: _localized(getattr(value, name)) for name in value.__struct_fields__}
         return type(value)(**fields)
     return value

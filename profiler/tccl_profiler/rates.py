@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.precision import ChannelRate
-from tccl_profiler.program import Part, Program, is_nic
+from tccl_profiler.program import FlowEndpoint, Program, is_nic
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
@@ -71,10 +71,7 @@ def sample_of(
                 )
             )
     parts = [*program.counted, *(part for others in program.other for part in others)]
-    spans = [
-        (part.device, *_span(part, result, spec))
-        for part in {(part.device, part.kind, part.numbers): part for part in parts}.values()
-    ]
+    spans = [(part.device, *_span(part, result, spec)) for part in parts]
     skew_us, error_us, overlap = _overlap(spans, to_host)
     return Sample(
         gbps=tuple(gbps),
@@ -186,15 +183,15 @@ def median_channels(samples: Sequence[Sample]) -> tuple[ChannelRate, ...]:
     )
 
 
-def _rates(part: Part, result: RunResult, spec: RunSpec, *, bursts: bool) -> Floats:
+def _rates(part: FlowEndpoint, result: RunResult, spec: RunSpec, *, bursts: bool) -> Floats:
     """Return GB/s (bytes per nanosecond) of each lane or copy, between slices in the window.
 
     With `bursts`, slices may come in bursts (behind a network, or from threads that share a core):
     a lane's rate is then bounded by its bytes over the whole window.
     """
-    if part.kind == "copy":
+    if part.engine:
         return np.array([_copy_rate(part, result, number, spec) for number in part.numbers])
-    side = "in" if part.kind == "incoming" else "out"
+    side = "in" if part.incoming else "out"
     records = result.records[part.device][list(part.numbers)]
     lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
     counted = records[f"{side}_count"].astype(np.float64) * part.slice_bytes
@@ -208,12 +205,12 @@ def _rates(part: Part, result: RunResult, spec: RunSpec, *, bursts: bool) -> Flo
     return rates
 
 
-def _grain(part: Part, number: int, spec: RunSpec) -> int:
+def _grain(part: FlowEndpoint, number: int, spec: RunSpec) -> int:
     """Return the slices that are counted at once: a copy is stamped in groups."""
-    return spec.paces[part.device][number].slices if part.kind == "copy" else 1
+    return spec.paces[part.device][number].slices if part.engine else 1
 
 
-def _copy_rate(part: Part, result: RunResult, number: int, spec: RunSpec) -> float:
+def _copy_rate(part: FlowEndpoint, result: RunResult, number: int, spec: RunSpec) -> float:
     done = _in_window(result.stamps[part.device][number], spec, piped=part.piped)
     if len(done) < 2 or done[-1] <= done[0]:
         return 0.0
@@ -235,16 +232,16 @@ def _in_window(
     return inside if len(inside) > 1 else done[counts]
 
 
-def _ended_early(part: Part, result: RunResult, spec: RunSpec) -> bool:
-    if part.kind != "copy":
+def _ended_early(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> bool:
+    if not part.engine:
         return False
     rows = [result.stamps[part.device][number] for number in part.numbers]
     lasting_ns = (spec.warm_us + spec.window_us) * 1e3
     return any(int(row[-1]) - int(row[0]) < lasting_ns for row in rows)
 
 
-def _span(part: Part, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
-    if part.kind == "copy":
+def _span(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
+    if part.engine:
         rows = [result.stamps[part.device][number] for number in part.numbers]
         starts = [int(row[0]) for row in rows]
         ends = [end for row in rows for end in _in_window(row, spec, piped=part.piped).tolist()]
@@ -273,8 +270,8 @@ def _overlap(
     return (max(last) - min(first)) / 1e3, error_us, overlap
 
 
-def _wrong(part: Part, result: RunResult) -> int:
+def _wrong(part: FlowEndpoint, result: RunResult) -> int:
     """Return the wrong packs: the reading kernel compares, or a receiving NIC without a kernel."""
-    if part.kind != "incoming" and not is_nic(part.device):
+    if part.engine or not (part.incoming or is_nic(part.device)):
         return 0
     return int(result.records[part.device][list(part.numbers)]["errors"].sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -10,12 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import MeasurementError
-from tccl_py.readers.live import NOT_ANSWERED
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.readers.live import ask_nvml, opened_nvml
 
 CLOCK_DROP = 0.10  # a clock that fell by more than this share makes rates incomparable
-_AGAIN = "measure again what was measured before"
-_NOT_ANSWERED = (*NOT_ANSWERED, 22, 26)  # also NVML_ERROR_VGPU_ECC_NOT_SUPPORTED and _DEPRECATED
 _GRAPHICS_CLOCK, _SM_CLOCK, _MEMORY_CLOCK = 0, 1, 2
 _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -45,7 +44,6 @@ _STATE = {
 _HOST_PIDS = "pid:[4026531836]"
 """The first PID namespace of every Linux (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
 _SETTLED_S = 0.5  # links that have not risen for so long under load will not rise
-_SHOWN = "see whether nvidia-smi shows all GPUs well"
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,51 +100,36 @@ class Watch:
         self._own_pids = own_pids
         self._nvml = nvml
         self._proc = proc
-        self._constants: dict[int, tuple[Any, GpuConditions]] = {}
+        self._constants: list[tuple[Any, GpuConditions]] = []
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
-        if self._nvml is None:
-            import pynvml  # noqa: PLC0415 (only measuring needs it)
-
-            self._nvml = pynvml
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            raise MeasurementError(
-                f"this machine: no NVIDIA driver answers ({error}); {_SHOWN}"
-            ) from error
-        try:
-            self._constants = {gpu: self._constant(gpu) for gpu in self._gpus}
-        except BaseException:
-            self._nvml.nvmlShutdown()
-            raise
+        with contextlib.ExitStack() as opened, _measuring():
+            self._nvml = opened.enter_context(opened_nvml(self._nvml))
+            self._constants = [self._constant(gpu) for gpu in self._gpus]
+            self._open = opened.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._constants = {}
-        self._nvml.nvmlShutdown()
-
-    def _constant(self, gpu: int) -> tuple[Any, GpuConditions]:
-        try:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(gpu)
-        except self._nvml.NVMLError as error:
-            raise MeasurementError(f"GPU {gpu}: cannot be watched ({error}); {_SHOWN}") from error
-
-        known = self._answers(gpu, handle, _CONSTANTS)
-        if known["persistence"] is not None:
-            known["persistence"] = bool(known["persistence"])
-        return handle, GpuConditions(gpu=gpu, **known)
+        self._constants = []
+        self._open.close()
 
     def look(self) -> Conditions:
         """Return the conditions of all GPUs; look between timed transfers and never during them."""
         if len(self._constants) < len(self._gpus):
             raise RuntimeError("a Watch looks only inside its `with` block")
-        return tuple(map(self._conditions, self._gpus))
+        with _measuring():
+            return tuple(self._conditions(*found) for found in self._constants)
 
-    def _conditions(self, gpu: int) -> GpuConditions:
-        handle, constant = self._constants[gpu]
+    def _constant(self, gpu: int) -> tuple[Any, GpuConditions]:
+        handle = ask_nvml(self._nvml, f"GPU {gpu}", self._nvml.nvmlDeviceGetHandleByIndex, gpu)
+        known = self._answers(gpu, handle, _CONSTANTS)
+        if known["persistence"] is not None:
+            known["persistence"] = bool(known["persistence"])
+        return handle, GpuConditions(gpu=gpu, **known)
 
-        state = self._answers(gpu, handle, _STATE)
+    def _conditions(self, handle: Any, constant: GpuConditions) -> GpuConditions:
+        state = self._answers(constant.gpu, handle, _STATE)
         if state["throttling"] is not None:
             state["throttling"] = throttling_names(state["throttling"])
         state["other_processes"] = _others(state["other_processes"], self._own_pids, self._proc)
@@ -163,16 +146,20 @@ class Watch:
     def _answer(self, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
         for name in names:
             question = getattr(self._nvml, f"nvmlDevice{name}", None)
-            if question is None:
-                continue
-            try:
-                return question(*arguments)
-            except self._nvml.NVMLError as error:
-                if getattr(error, "value", None) not in _NOT_ANSWERED:
-                    raise MeasurementError(
-                        f"GPU {gpu}: does not answer nvmlDevice{name} ({error}); {_SHOWN}"
-                    ) from error
+            if question is not None:
+                answer = ask_nvml(self._nvml, f"GPU {gpu}", question, *arguments, optional=True)
+                if answer is not None:
+                    return answer
         return None
+
+
+@contextlib.contextmanager
+def _measuring() -> Iterator[None]:
+    """Raise MeasurementError where NVML does not answer: no input is at fault."""
+    try:
+        yield
+    except InputError as error:
+        raise MeasurementError(str(error)) from error
 
 
 def warmed(
@@ -285,30 +272,35 @@ def warnings(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str,
     return tuple(
         f"GPU {seen.gpu}: {sentence}"
         for seen in conditions
-        for sentence in _warnings(seen, loaded=loaded)
+        for sentence in _faults(seen, loaded=loaded).values()
     )
 
 
-def _warnings(seen: GpuConditions, *, loaded: bool) -> Iterator[str]:
+def _faults(seen: GpuConditions, *, loaded: bool) -> dict[str, str]:
+    """Return a sentence for each thing that spoils measurements."""
+    found: dict[str, str] = {}
     narrow = _below(seen.pcie_width, seen.pcie_width_max)
     if narrow or (loaded and _below(seen.pcie_generation, seen.pcie_generation_max)):
         now = _link(seen.pcie_generation, seen.pcie_width)
         best = _link(seen.pcie_generation_max, seen.pcie_width_max)
         advice = "how the board shares lanes" if narrow else "the link speed that the BIOS sets"
-        yield (
-            f"its PCIe link runs at {now}, its best is {best}; check its slot, the riser or cable, "
-            f"and {advice}"
+        found["link"] = (
+            f"its PCIe link runs at generation {now}, its best is generation {best}; check its "
+            f"slot, the riser or cable, and {advice}"
         )
     heat = "" if seen.temperature_c is None else f" at {seen.temperature_c} C"
     for reason in _spoiling(seen, loaded=loaded):
-        yield f"its clocks are lowered by {reason.name}{heat}; {reason.advice}"
+        found[reason.name] = f"its clocks are lowered by {reason.name}{heat}; {reason.advice}"
     for process in seen.other_processes or ():
-        yield f"{process} uses it too; end it, or measure GPUs that nobody else uses"
+        found[f"process {process.pid}"] = (
+            f"{process} uses it too; end it, or measure GPUs that nobody else uses"
+        )
     if seen.ecc_uncorrected:
-        yield (
+        found[f"{seen.ecc_uncorrected} ECC errors"] = (
             f"its memory had {seen.ecc_uncorrected} uncorrected ECC errors since the driver was"
             " loaded; reset it, and have it looked at if they return"
         )
+    return found
 
 
 def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> tuple[str, ...]:
@@ -316,7 +308,7 @@ def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> 
     if [seen.gpu for seen in before] != [seen.gpu for seen in after]:
         raise ValueError("only looks at the same GPUs in the same order can be compared")
     return tuple(
-        f"GPU {old.gpu}: {sentence}; {_AGAIN}"
+        f"GPU {old.gpu}: {sentence}; measure again what was measured before"
         for old, new in zip(before, after, strict=True)
         for sentence in _changes(old, new)
     )
@@ -327,26 +319,15 @@ def _changes(old: GpuConditions, new: GpuConditions) -> Iterator[str]:
     for name, was_mhz, is_mhz in clocks:
         if was_mhz and is_mhz is not None and is_mhz < was_mhz * (1 - CLOCK_DROP):
             yield f"its {name} clock fell from {was_mhz} to {is_mhz} MHz"
-    generations, widths = (
-        (old.pcie_generation, new.pcie_generation),
-        (old.pcie_width, new.pcie_width),
-    )
+    ends = ((old.pcie_generation, new.pcie_generation), (old.pcie_width, new.pcie_width))
     # A link that became faster is told too: earlier rates are too low.
-    if any(was and now and was != now for was, now in (generations, widths)):
-        was, now = (_link(*link) for link in zip(generations, widths, strict=True))
-        yield f"its PCIe link went from {was} to {now}"
-    if old.throttling is not None:
-        for reason in _spoiling(new, loaded=True):
-            if reason.name not in old.throttling:
-                yield f"{reason.name} began to lower its clocks"
-    if old.other_processes is not None:
-        known = {process.pid for process in old.other_processes}
-        for process in new.other_processes or ():
-            if process.pid not in known:
-                yield f"{process} came to use it"
-    if old.ecc_uncorrected is not None and (new.ecc_uncorrected or 0) > old.ecc_uncorrected:
-        more = (new.ecc_uncorrected or 0) - old.ecc_uncorrected
-        yield f"its memory had {more} more uncorrected ECC errors"
+    if any(was and now and was != now for was, now in ends):
+        was, now = (_link(*link) for link in zip(*ends, strict=True))
+        yield f"its PCIe link went from generation {was} to generation {now}"
+    known = {"link", *_faults(old, loaded=True)}
+    for fault, sentence in _faults(new, loaded=True).items():
+        if fault not in known:
+            yield sentence
 
 
 def _spoiling(seen: GpuConditions, *, loaded: bool) -> list[_Reason]:
@@ -364,8 +345,7 @@ def _below(now: int | None, best: int | None) -> bool:
 
 
 def _link(generation: int | None, width: int | None) -> str:
-    words = [f"generation {generation}"] if generation else []
-    return " ".join([*words, f"x{width}"] if width else words) or "unknown"
+    return f"{generation or '?'} x{width or '?'}"
 
 
 def conditions_note(conditions: Sequence[GpuConditions]) -> str:
@@ -374,40 +354,33 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
     >>> conditions_note([GpuConditions(gpu=0, sm_mhz=1980, pcie_generation=5, pcie_width=16)])
     'SM 1980 MHz, memory ? MHz, PCIe 5 x16, ? C, throttling ?'
     """
-    fastest = max((seen.sm_max_mhz or 0 for seen in conditions), default=0)
-    return ", ".join(
-        (
-            f"SM {_span(seen.sm_mhz for seen in conditions)}{f' of {fastest}' * bool(fastest)} MHz",
-            f"memory {_span(seen.memory_mhz for seen in conditions)} MHz",
-            f"PCIe {_by_gpu(conditions, _note_of_link)}",
-            f"{_span(seen.temperature_c for seen in conditions)} C",
-            f"throttling {_by_gpu(conditions, _note_of_throttling)}",
-        )
+    fastest = max(seen.sm_max_mhz or 0 for seen in conditions)
+    links, reasons = {}, {}
+    for seen in conditions:
+        now = _link(seen.pcie_generation, seen.pcie_width)
+        best = _link(seen.pcie_generation_max, seen.pcie_width_max)
+        links[seen.gpu] = now if best in (now, "? x?") else f"{now} of {best}"
+        reasons[seen.gpu] = "+".join(seen.throttling or ()) or "none"
+        if seen.throttling is None:
+            reasons[seen.gpu] = "?"
+    return (
+        f"SM {_span(seen.sm_mhz for seen in conditions)}{f' of {fastest}' * bool(fastest)} MHz, "
+        f"memory {_span(seen.memory_mhz for seen in conditions)} MHz, PCIe {_by_gpu(links)}, "
+        f"{_span(seen.temperature_c for seen in conditions)} C, throttling {_by_gpu(reasons)}"
     )
 
 
-def _note_of_link(seen: GpuConditions) -> str:
-    now = f"{seen.pcie_generation or '?'} x{seen.pcie_width or '?'}"
-    best = f"{seen.pcie_generation_max or '?'} x{seen.pcie_width_max or '?'}"
-    return now if best in (now, "? x?") else f"{now} of {best}"
-
-
-def _note_of_throttling(seen: GpuConditions) -> str:
-    return "?" if seen.throttling is None else "+".join(seen.throttling) or "none"
-
-
-def _by_gpu(conditions: Sequence[GpuConditions], text: Callable[[GpuConditions], str]) -> str:
-    groups: dict[str, list[str]] = {}
-    for seen in conditions:
-        groups.setdefault(text(seen), []).append(str(seen.gpu))
+def _by_gpu(texts: Mapping[int, str]) -> str:
+    groups = {
+        text: ",".join(str(gpu) for gpu, found in texts.items() if found == text)
+        for text in texts.values()
+    }
     if len(groups) == 1:
         return next(iter(groups))
-    return " / ".join(f"{words} (GPU {','.join(gpus)})" for words, gpus in groups.items()) or "?"
+    return " / ".join(f"{text} (GPU {gpus})" for text, gpus in groups.items())
 
 
-def _span(values: Iterator[int | None]) -> str:
+def _span(values: Iterable[int | None]) -> str:
     known = [value for value in values if value is not None]
-    if not known:
-        return "?"
-    low, high = min(known), max(known)
-    return str(low) if low == high else f"{low}-{high}"
+    low, high = min(known, default="?"), max(known, default="?")
+    return f"{low}" if low == high else f"{low}-{high}"

@@ -7,9 +7,12 @@ cards from sysfs, so that the result is the same as NCCL's view.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +48,10 @@ _WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")  # says docs.nvidia.com/cuda/gpudirec
 _DMA_BUF_SINCE = (5, 12)
 _HERE = "this machine"
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-NOT_ANSWERED = (2, 3, 4, 6, 13)
-"""NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND: the
-question does not apply to this GPU, driver or container. Any other error is a fault."""
+_NOT_ANSWERED = (2, 3, 4, 6, 13, 22, 26)
+"""NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND,
+VGPU_ECC_NOT_SUPPORTED, DEPRECATED: the question does not apply to this GPU, driver or container.
+Any other error is a fault."""
 _MAX_LINKS = 18
 _REMOTE_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 _CAPABILITY_P2P = 0
@@ -145,10 +149,9 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
         # C2C links end at a CPU, which comes before GPUs and switches.
         if gpu.c2c_links:
             yield NvLink(source=source, target=cpu, count=gpu.c2c_links, kind="c2c")
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for bus_id, count in gpu.links.items():
-            target = known.get(bus_id, "S0")
-            counts[target] = counts.get(target, 0) + count
+            counts[known.get(bus_id, "S0")] += count
         for target, count in sorted(counts.items()):
             yield NvLink(source=source, target=target, count=count)
 
@@ -198,7 +201,7 @@ class GpuFacts:
     uuid: str
     name: str
     sm: int
-    links: dict[str, int]
+    links: Mapping[str, int]
     c2c_links: int
 
 
@@ -213,11 +216,11 @@ class DriverFacts:
 
 def driver_facts(nvml: Any = None) -> DriverFacts:
     """Ask NVML (`pynvml`, or a substitute) for all GPUs, NVLinks, and peer access of GPU pairs."""
-    with _initialised(nvml) as opened:
+    with opened_nvml(nvml) as opened:
         asked = opened.nvmlDeviceGetHandleByIndex
-        handles = [_answer(opened, f"GPU {i}", asked, i) for i in range(_count(opened))]
+        handles = [ask_nvml(opened, f"GPU {i}", asked, i) for i in range(_count(opened))]
         return DriverFacts(
-            driver=_text(_answer(opened, "the driver", opened.nvmlSystemGetDriverVersion)),
+            driver=_text(ask_nvml(opened, "the driver", opened.nvmlSystemGetDriverVersion)),
             gpus=tuple(_gpu(opened, index, handle) for index, handle in enumerate(handles)),
             peer_access=tuple(_peer_access(opened, handles)),
         )
@@ -226,20 +229,21 @@ def driver_facts(nvml: Any = None) -> DriverFacts:
 def driver_version() -> str:
     """Return the NVIDIA driver's version, "" where no driver answers."""
     try:
-        with _initialised(None) as nvml:
-            return _text(_answer(nvml, "the driver", nvml.nvmlSystemGetDriverVersion))
+        with opened_nvml() as nvml:
+            return _text(ask_nvml(nvml, "the driver", nvml.nvmlSystemGetDriverVersion))
     except Exception:
         return ""
 
 
 def gpu_count(nvml: Any = None) -> int:
     """Return the number of GPUs (InputError without any); NVML indices count from 0."""
-    with _initialised(nvml) as opened:
+    with opened_nvml(nvml) as opened:
         return _count(opened)
 
 
 @contextmanager
-def _initialised(nvml: Any) -> Iterator[Any]:
+def opened_nvml(nvml: Any = None) -> Iterator[Any]:
+    """Open NVML (pynvml, or a substitute), and close it at the end."""
     if nvml is None:
         try:
             import pynvml  # noqa: PLC0415 (only live discovery needs it)
@@ -258,7 +262,7 @@ def _initialised(nvml: Any) -> Iterator[Any]:
 
 
 def _count(nvml: Any) -> int:
-    count = int(_answer(nvml, "the driver", nvml.nvmlDeviceGetCount))
+    count = int(ask_nvml(nvml, "the driver", nvml.nvmlDeviceGetCount))
     if not count:
         raise InputError(_HERE, "has no NVIDIA GPU that this process may see", _INSTEAD)
     return count
@@ -266,76 +270,66 @@ def _count(nvml: Any) -> int:
 
 def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
     who = f"GPU {index}"
-    found = _text(_answer(nvml, who, nvml.nvmlDeviceGetPciInfo, handle).busId)
+    ask = partial(ask_nvml, nvml, who)
+    found = _text(ask(nvml.nvmlDeviceGetPciInfo, handle).busId)
     bus_id = normal_bus_id(found)
     if bus_id is None:
         raise InputError(who, f"has bus id {found[:40]!r}", "a bus id such as 00000000:1A:00.0")
-    major, minor = _answer(nvml, who, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    major, minor = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
     c2c_count = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
-    c2c = _maybe(nvml, who, nvml.nvmlDeviceGetFieldValues, handle, [c2c_count])
+    c2c = ask(nvml.nvmlDeviceGetFieldValues, handle, [c2c_count], optional=True)
     return GpuFacts(
         index=index,
         bus_id=bus_id,
-        uuid=_text(_answer(nvml, who, nvml.nvmlDeviceGetUUID, handle)),
-        name=_text(_answer(nvml, who, nvml.nvmlDeviceGetName, handle)),
+        uuid=_text(ask(nvml.nvmlDeviceGetUUID, handle)),
+        name=_text(ask(nvml.nvmlDeviceGetName, handle)),
         sm=major * 10 + minor,
-        links=_links(nvml, who, handle),
+        links=_links(nvml, partial(ask, optional=True), handle),
         c2c_links=int(c2c[0].value.uiVal) if c2c and c2c[0].nvmlReturn == 0 else 0,
     )
 
 
-def _links(nvml: Any, who: str, handle: Any) -> dict[str, int]:
-    """Return the numbers of active NVLinks with peer access, by the device at the far end."""
-    counts: dict[str, int] = {}
+def _links(nvml: Any, maybe: Callable[..., Any], handle: Any) -> Counter[str]:
+    """Return the numbers of active NVLinks with peer access, by the bus id at the far end.
+
+    A switch is "", as is, in NCCL, any end outside this host.
+    """
+    counts: Counter[str] = Counter()
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS)):
-        asked = nvml.nvmlDeviceGetNvLinkCapability
-        capable = _maybe(nvml, who, asked, handle, link, _CAPABILITY_P2P)
-        if not capable or not _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkState, handle, link):
-            continue
-        target = _remote(nvml, who, handle, link)
-        if target is not None:
-            counts[target] = counts.get(target, 0) + 1
+        capable = maybe(nvml.nvmlDeviceGetNvLinkCapability, handle, link, _CAPABILITY_P2P)
+        if capable and maybe(nvml.nvmlDeviceGetNvLinkState, handle, link):
+            pci = maybe(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+            if pci is not None:
+                kind = maybe(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+                bus_id = "" if kind == _REMOTE_SWITCH else normal_bus_id(_text(pci.busId))
+                counts[bus_id or ""] += 1
     return counts
 
 
-def _remote(nvml: Any, who: str, handle: Any, link: int) -> str | None:
-    """Return the far end's bus id, "" for a switch (as in NCCL, any end outside this host)."""
-    pci = _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-    if pci is None:
-        return None
-    kind = _maybe(nvml, who, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
-    return "" if kind == _REMOTE_SWITCH else normal_bus_id(_text(pci.busId)) or ""
-
-
 def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
-    for source, sender in enumerate(handles):
-        for target, receiver in enumerate(handles):
-            if source == target:
-                continue
-            who, asked = f"GPUs {source} and {target}", nvml.nvmlDeviceGetP2PStatus
-            ways = (_P2P_READ, _P2P_WRITE)
-            answers = [_maybe(nvml, who, asked, sender, receiver, way) for way in ways]
-            if None not in answers:
-                yield PeerAccess(
-                    source=source, target=target, supported=not any(answers), provenance="reported"
-                )
+    for source, target in permutations(range(len(handles)), 2):
+        asked = nvml.nvmlDeviceGetP2PStatus, handles[source], handles[target]
+        who = f"GPUs {source} and {target}"
+        answers = [
+            ask_nvml(nvml, who, *asked, way, optional=True) for way in (_P2P_READ, _P2P_WRITE)
+        ]
+        if None not in answers:
+            yield PeerAccess(
+                source=source, target=target, supported=not any(answers), provenance="reported"
+            )
 
 
-def _answer(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -> Any:
+def ask_nvml(
+    nvml: Any, who: str, question: Callable[..., Any], *arguments: Any, optional: bool = False
+) -> Any:
+    """Return NVML's answer; None for an `optional` question that does not apply."""
     try:
         return question(*arguments)
     except nvml.NVMLError as error:
+        if optional and getattr(error, "value", None) in _NOT_ANSWERED:
+            return None
         what = f"does not answer {question.__name__} ({error})"
         raise InputError(who, what, "see whether nvidia-smi shows all GPUs well") from error
-
-
-def _maybe(nvml: Any, who: str, question: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return _answer(nvml, who, question, *arguments)
-    except InputError as error:
-        if getattr(error.__cause__, "value", None) in NOT_ANSWERED:
-            return None
-        raise
 
 
 def _text(value: Any) -> str:

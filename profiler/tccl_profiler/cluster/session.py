@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -12,23 +12,15 @@ from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool, HostClock, OwnClock
 from tccl_profiler.compiler import check_places
-from tccl_profiler.endpoints import (
-    BufferLayout,
-    Direction,
-    FlowEndpoint,
-    Network,
-    device_of,
-    seed_of,
-    slicing,
-)
+from tccl_profiler.endpoints import Network, device_of, is_carried
 from tccl_profiler.host_device import shared_cores
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.program import Address, Carrier, End, is_nic, local
+from tccl_profiler.program import is_nic, local
 from tccl_profiler.session import Backend
 from tccl_profiler.shared_memory import MAX_LANES
-from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet
+from tccl_py.errors import InputError
+from tccl_py.model.transfer import Flow, Place, TransferSet
 from tccl_py.sources.journal import PART, JournalHeader
 
 LIMITS = WindowLimits(
@@ -66,7 +58,6 @@ class ClusterSession:
         self._nccl_variables = {} if gid_index is None else {"NCCL_IB_GID_INDEX": str(gid_index)}
         self.options = options or Options(limits=LIMITS)
         self.network: Network = self.options.network
-        self._flows = FlowsBetweenHosts(self.network)
         self._job = job
         self._backend = backend
         self._describe = say.Describe(
@@ -121,9 +112,7 @@ class ClusterSession:
             self.pool.start()
             self.notices += self.pool.warnings
             source = f"{self._backend} backend"
-            self._profiler = Profiler(
-                self.pool, options=self.options, source=source, network=self._flows
-            )
+            self._profiler = Profiler(self.pool, options=self.options, source=source)
             # The profiler's notices and the session's are one list.
             self._profiler.notices = self.notices
         return self._profiler
@@ -173,12 +162,12 @@ class ClusterSession:
         for transfers in sets:
             for flow in transfers.flows:
                 self._check_flow(flow, used)
-            check_places(transfers, lanes=lanes, network=self._flows)
+            check_places(transfers, lanes=lanes, network=self.network)
         return {host: frozenset(names) for host, names in used.items()}
 
     def _check_flow(self, flow: Flow, used: dict[str, set[str]]) -> None:
         known = {host.name: host for host in self.hosts}
-        carried = self._flows.carries(flow)
+        carried = is_carried(flow, self.network)
         for transfer in flow.transfers:
             for place in (transfer.source, transfer.executor, transfer.destination):
                 if place.host not in known:
@@ -199,108 +188,3 @@ class ClusterSession:
 def _check_name(place: Place, host: HostFacts, there: Sequence[str]) -> None:
     if local(device_of(place)) not in there:
         raise InputError(f"{place}", f"is not on host {host.name}", f"it has {', '.join(there)}")
-
-
-# Flows between hosts
-
-
-CARRIED_BYTES = 1024 * 1024
-"""The unit in which NCCL's bytes are counted; the pace sets how many NCCL is given at once."""
-
-
-class FlowsBetweenHosts:
-    """The flows between hosts: by NICs over TCP, or by NCCL where both ends are GPUs."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    def carries(self, flow: Flow) -> bool:
-        """Return whether NCCL carries a flow from host to host."""
-        ends = {flow.source.kind, flow.destination.kind}
-        return self.network == "nccl" and flow.is_network and ends == {"G"}
-
-    def endpoints(
-        self, layout: BufferLayout, number: int, flow: Flow, blocks: int
-    ) -> Iterator[FlowEndpoint]:
-        """Yield the endpoints of a flow over the network, in the order of the bytes."""
-        return (_carried if self.carries(flow) else _network)(layout, number, flow, blocks)
-
-
-def _network(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
-
-    A NIC's FIFO lies in host memory or, if reachable, in GPU memory: NCCL's kernels copy into a
-    FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through the memory. A
-    slice keeps number and seed all the way, so that checks compare end to end.
-    """
-    over, into = _network_transfers(flow)
-    sender, receiver = str(over.executor), str(into.executor)
-    links = tuple(layout.link(sender, receiver) for _ in range(blocks))
-    slices, slice_bytes = slicing(flow.fifo or Fifo())
-
-    def ends_beside_nic(memory: Place, end: Place) -> tuple[tuple[End, ...], tuple[End, ...]]:
-        """Return the ends of those who fill and those who empty the NIC's memory."""
-        place, filled, taken = str(memory), [], []
-        for block in range(blocks):
-            data = layout.memory(place, slices * slice_bytes)
-            writer = reader = End(data=data, slices=slices, seed=seed_of(number, block))
-            if end.kind == "G":
-                writer, reader = layout.fifo(writer, filled=place, taken=place)
-            filled.append(writer)
-            taken.append(reader)
-        return tuple(filled), tuple(taken)
-
-    def endpoint(device: str, kind: Direction, ends: tuple[End, ...]) -> FlowEndpoint:
-        return FlowEndpoint(
-            flow=number,
-            device=device,
-            kind=kind,
-            ends=ends,
-            slice_bytes=slice_bytes,
-            piped=ends[0].wait is not None,
-            links=links if device in (sender, receiver) else (),
-        )
-
-    filled, taken = ends_beside_nic(over.source, flow.source)
-    if flow.source.kind == "G":
-        yield endpoint(str(flow.source), "outgoing", filled)
-    yield endpoint(sender, "incoming", taken)
-    filled, taken = ends_beside_nic(into.destination, flow.destination)
-    yield endpoint(receiver, "outgoing", filled)
-    if flow.destination.kind == "G":
-        yield endpoint(str(flow.destination), "incoming", taken)
-
-
-def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
-    at = next(i for i, part in enumerate(flow.transfers) if part.executor.kind == "N")
-    over, into = flow.transfers[at : at + 2]
-    return over, into
-
-
-def _carried(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
-    over, into = _network_transfers(flow)
-    between = {over.source, into.destination} - {flow.source, flow.destination}
-    if any(place.kind == "G" for place in between):
-        raise MeasurementError(
-            f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
-        )
-    carrier = Carrier(
-        nic_out=over.executor.index,
-        nic_in=into.executor.index,
-        channels=blocks,
-        fifo_bytes=(flow.fifo or Fifo()).bytes,
-        direct_out=over.source == flow.source,
-        direct_in=into.destination == flow.destination,
-    )
-    link = layout.link(str(flow.source), str(flow.destination), carrier)
-    for place in (flow.source, flow.destination):
-        yield FlowEndpoint(
-            flow=number,
-            device=str(place),
-            kind="outgoing" if place == flow.source else "incoming",
-            ends=(End(data=Address(str(place), 0), slices=1, seed=seed_of(number, 0)),),
-            slice_bytes=CARRIED_BYTES,
-            engine=True,
-            links=(link,),
-        )
