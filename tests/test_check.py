@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.explanation.paths import Paths
 from tccl_py.health.drift import (
     Effort,
     chosen_sets,
@@ -15,7 +16,7 @@ from tccl_py.health.drift import (
 )
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
 from tccl_py.health.fitness import differences
-from tccl_py.model.machine import Fingerprint
+from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.source import Simulator
 from tests.drifting import checked, exact_rates, journalled, with_slower_link
@@ -95,7 +96,7 @@ def test_a_slower_link_is_found_and_named(case, gpu, left):
     assert drift.drifted
     # Noise hides a tenth in some sets: then one direction of the link may explain as much.
     doubt = " (downtrained?)" if left < 0.9 else ""
-    assert drift.points_to.startswith(f"GPU {gpu}'s PCIe link{doubt}")
+    assert drift.points_to.startswith(f"GPU {gpu}'s own PCIe link{doubt}")
     assert [row.ratio for row in drift.changes] == sorted(row.ratio for row in drift.changes)
 
 
@@ -103,7 +104,7 @@ def test_a_slower_link_is_found_and_named(case, gpu, left):
     ("kinds", "words"),
     [
         (("nvlink",), "GPU 1's NVLinks"),
-        (("pci", "nvlink"), "GPU 1, by any way"),
+        (("pci", "nvlink"), "GPU 1 by any path"),
     ],
 )
 def test_nvlinks_and_whole_gpus_are_told_apart(kinds, words):
@@ -235,16 +236,17 @@ def pairs(slow):
 
 
 MACHINE = toy_machine(gpus=4, numa_nodes=2, per_switch=2)
+PATHS = Paths(MACHINE, Knowledge())
 NAMED = {
-    "GPU 2's PCIe link (downtrained?)": lambda i, j: 0.5 if 2 in (i, j) else 1,
-    "GPU 1's PCIe link, the way into it": lambda i, j: 0.5 if j == 1 else 1,
-    "the link above PCIe switch 0000:80:00.0 or the link above PCIe switch 0000:81:00.0 or what "
-    "joins NUMA nodes 0 and 1: all sets that changed use it, and 8 of the 8": lambda i, j: (
-        0.5 if i // 2 != j // 2 else 1
+    "GPU 2's own PCIe link (downtrained?)": lambda i, j: 0.5 if 2 in (i, j) else 1,
+    "GPU 1's own PCIe link (inwards)": lambda i, j: 0.5 if j == 1 else 1,
+    "the uplink of switch 0000:80:00.0 (downtrained?) or the link between sockets 0 and 1 or the "
+    "uplink of switch 0000:81:00.0 (downtrained?): all sets that changed use it, and 8 of the 8": (
+        lambda i, j: 0.5 if i // 2 != j // 2 else 1
     ),
     "PCIe switch 0000:80:00.0": lambda i, j: 0.5 if {i, j} == {0, 1} else 1,
     "nearly everything changed alike": lambda i, j: 0.8,
-    "GPU 3's PCIe link, the way into it: all": lambda i, j: 0.5 if j == 3 else 1,
+    "GPU 3's own PCIe link (inwards): all": lambda i, j: 0.5 if j == 3 else 1,
     "no one link or memory": lambda i, j: 0.5 if (i, j) in ((0, 1), (2, 3)) else 1,
     "what changed became faster": lambda i, j: 2 if i == 0 else 1,
 }
@@ -252,11 +254,11 @@ NAMED = {
 
 @pytest.mark.parametrize("words", NAMED)
 def test_what_changed_sets_have_in_common_is_named(words):
-    assert points_to(MACHINE, pairs(NAMED[words])).startswith(words)
+    assert points_to(PATHS, pairs(NAMED[words])).startswith(words)
 
 
 def test_nothing_changed_points_to_nothing():
-    assert points_to(MACHINE, pairs(lambda i, j: 1)) == ""
+    assert points_to(PATHS, pairs(lambda i, j: 1)) == ""
 
 
 def test_bounces_can_have_a_memory_in_common():
@@ -267,7 +269,7 @@ def test_bounces_can_have_a_memory_in_common():
         for j in range(4)
         if i != j
     ]
-    assert points_to(MACHINE, rows).startswith("host memory of NUMA node 1")
+    assert points_to(PATHS, rows).startswith("the host memory of NUMA node 1")
 
 
 # Whose it is

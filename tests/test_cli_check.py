@@ -77,7 +77,7 @@ def test_a_slower_link_is_told_by_name_and_worst_first(plan):
     result = tccl("check", plan)
     assert result.exit_code == 1
     assert result.stdout.startswith(f"{NAME} has drifted")
-    assert "2's PCIe link (downtrained?" in result.stdout
+    assert "2's own PCIe link (downtrained?" in result.stdout
     assert "was simulated with: differences" in result.stderr
 
 
@@ -356,7 +356,7 @@ def test_a_slower_link_is_the_culprit(verified, session):
     session.simulator = Simulator(with_slower_link(load_bundled(NAME), "G2", 0.5), noise=0.01)
     result = tccl("check", directory, "--preflight")
     assert result.exit_code == 1
-    assert "at GPU 2's PCIe link" in result.stdout
+    assert "at GPU 2's own PCIe link" in result.stdout
 
 
 def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):

@@ -86,7 +86,7 @@ def test_a_directory_that_is_missing_or_has_no_plan_gets_a_sentence(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["plan.json", "measurements.jsonl", "explanation.json"])
+@pytest.mark.parametrize("name", ["plan.json", "measurements.jsonl"])
 def test_a_damaged_file_is_named_and_nothing_is_written(name, directory):
     (directory / name).write_text("{}\n")
     assert f"{directory / name}" in refused(directory, directory)

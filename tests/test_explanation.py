@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explanation.causes import NEAR, Sharing, find_causes, is_hurt
+from tccl_py.explanation.causes import NEAR, Prober, SymmetryKeys, find_causes, is_hurt
 from tccl_py.explanation.explain import explain
 from tccl_py.explanation.findings import kind_of, load_explanation, save_explanation, short
-from tccl_py.explanation.probing import Prober, SymmetryKeys
+from tccl_py.explanation.paths import Paths
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
@@ -259,17 +259,18 @@ def test_without_measurements_what_is_left_open_is_told():
 
 def test_what_flows_share_is_named_with_its_direction():
     model = load_bundled("asus-esc8000a-e13p")
-    sharing = Sharing(model.machine, model.knowledge)
-    assert words(sharing, "G0->G0->G4 G4->G4->G0") == [
+    paths = Paths(model.machine, model.knowledge)
+    assert words(paths, "G0->G0->G4 G4->G4->G0") == [
         "the uplink of switch 0000:11:00.0 (in both directions)",
         "the uplink of switch 0000:81:00.0 (in both directions)",
+        "the link between sockets 0 and 1 (in both directions)",
     ]
-    assert words(sharing, "G0->G0->G1 G1->G1->G2") == ["GPU 1's own PCIe link (in both directions)"]
-    assert words(sharing, "G0->G0->G1 G2->G2->G3") == []
+    assert words(paths, "G0->G0->G1 G1->G1->G2") == ["GPU 1's own PCIe link (in both directions)"]
+    assert words(paths, "G0->G0->G1 G2->G2->G3") == []
 
 
-def words(sharing, text):
-    return [one.words for one in sharing.shared(parse_set(text).flows)]
+def words(paths, text):
+    return [one.words for one in paths.shared(parse_set(text).flows)]
 
 
 # the file
@@ -316,7 +317,7 @@ def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path)
 
 def test_a_network_flow_that_crowds_a_memory_is_named():
     machine = with_nics(toy_machine(gpus=2, numa_nodes=1, name="pair"), {0: "G0", 1: "G1"})
-    sharing = Sharing(machine, Knowledge())
+    paths = Paths(machine, Knowledge())
     flows = "N0->N0->C0->G0->G0 N1->N1->C0->G1->G1"
-    assert words(sharing, flows) == ["the host memory of NUMA node 0"]
+    assert words(paths, flows) == ["the host memory of NUMA node 0"]
     assert kind_of(parse_set(flows).flows[0]) == "network receive"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explanation.build import by_mechanism
-from tccl_py.explanation.explain import explain, node_of, subjects
+from tccl_py.explanation.explain import explain, subjects
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import ring_from_order, ring_set
@@ -324,8 +324,8 @@ def test_an_explanation_asks_for_no_transfer_that_jobs_cannot_have():
     assert explain(plan, source, budget=Budget(sets=60)).rings
     assert source.sets
     assert all(flow.is_bounce for one in source.sets for flow in one.flows)
-    assert by_mechanism(node_of(plan), direct_write(0, 1), "direct read") is None
-    assert by_mechanism(node_of(plan_of(SMALL)), direct_write(0, 1), "direct read") is not None
+    assert by_mechanism(plan, direct_write(0, 1), "direct read") is None
+    assert by_mechanism(plan_of(SMALL), direct_write(0, 1), "direct read") is not None
 
 
 def test_the_database_of_the_fork_keeps_to_it():

@@ -9,9 +9,10 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
-from tccl_py.model.machine import Fingerprint, NvLink, PciLink, check
+from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import bounce, parse_set
 from tccl_py.plan.directory import write_plan
@@ -302,7 +303,9 @@ def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
     (place / "explanation.json").write_bytes(earlier)
     words = page_of(place).words
     assert "Two <i>writes</i>" not in words
-    assert "explanation.json is left out" in words
+    assert "explanation.json is left out: it is of an earlier plan" in words
+    (place / "explanation.json").write_text("{}")
+    assert "explanation.json is left out: it does not fit" in page_of(place).words
 
 
 def explanation(sentence):
@@ -408,7 +411,7 @@ def test_loads_of_links_are_the_sums_of_the_flows_that_cross_them():
     flows = ["G0->G0->G1", "G0->G0->G2", "G3->G3->C0->G1->G1"]
     rates = [3.0, 5.0, 2.0]
     loads = link_loads(
-        machine,
+        Paths(machine, Knowledge()),
         [(parse_set(text).flows[0], gbps) for text, gbps in zip(flows, rates, strict=True)],
     )
     uplink = {gpu: machine.parents[f"G{gpu}"] for gpu in range(4)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -38,9 +38,6 @@ from tccl_py.verify.preflight import (
     preflight_metrics,
 )
 from tccl_py.verify.spec import size_text
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -158,7 +155,10 @@ def _print_preflight(found: Preflight) -> None:
 def _print(plan: Plan, drift: Drift) -> None:
     console = results()
     verdict = "has drifted" if drift.drifted else "is as it was"
-    said = f"{plan_name(plan)} {verdict} since it was planned ({plan.provenance})"
+    if plan.is_cluster:
+        verdict = "have drifted" if drift.drifted else "are as they were"
+    planned = f"since {'they were' if plan.is_cluster else 'it was'} planned"
+    said = f"{plan_name(plan)} {verdict} {planned} ({plan.provenance})"
     console.print(said, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Annotated
 
 from rich.console import Console
-from rich.table import Table
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import planned_hosts
@@ -17,13 +16,7 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
 from tccl_py.explanation.explain import explain as explanation_of
-from tccl_py.explanation.findings import (
-    WHOSE,
-    Explanation,
-    Finding,
-    RingExplanation,
-    save_explanation,
-)
+from tccl_py.explanation.findings import Explanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import source_again
 from tccl_py.plan.beside import check_plan_directory
@@ -31,7 +24,6 @@ from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.job import class_sources
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import mark as provenance
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource
@@ -101,36 +93,16 @@ def explain(
 
 def _print(found: Explanation, plan: Plan, console: Console) -> None:
     """Print the findings of each set of rings, the worst first, and what the plan avoided."""
-    mark = provenance(simulated=found.simulated, assumed=found.assumed)
     where = f"{len(plan.hosts)} hosts of {found.machine}"
     if not plan.is_cluster:
         where = f"{found.machine}, GPUs {','.join(map(str, plan.gpus))}"
-    console.print(f"What hurts on {where}: {mark}")
-    for ring in found.rings:
-        _print_ring(ring, mark, console)
-    if found.pitfalls:
-        console.print()
-        console.print("Worst sets of other rings in the search, for other reasons than above:")
-        console.print(_listed(found.pitfalls))
+    console.print(f"What hurts on {where}: {found.provenance}")
+    for part in found.told():
+        numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
+        rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]
+        console.print(grid(rows) if rows else part)
     word = "simulated" if found.simulated else "measured"
     console.print()
     console.print(f"cost  {found.sets_measured} sets {word} for this beyond the plan's journal")
     for text in found.notices:
         console.print(f"note: {text}")
-
-
-def _print_ring(ring: RingExplanation, mark: str, console: Console) -> None:
-    many = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}" if ring.rings > 1 else ""
-    whose = WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
-    console.print()
-    console.print(f"{whose}: {ring.rate_gbps:.2f} GB/s ({mark}){many}")
-    if ring.sentence:
-        console.print(ring.sentence)
-    if ring.findings:
-        console.print(_listed(ring.findings))
-    if ring.unexplained:
-        console.print(f"Left open: {ring.unexplained}")
-
-
-def _listed(findings: Sequence[Finding]) -> Table:
-    return grid((f"{number:>3}", one.sentence) for number, one in enumerate(findings, start=1))

@@ -13,9 +13,10 @@ from tccl_py.errors import MeasurementError
 from tccl_py.explanation.causes import (
     Cause,
     ContradictionError,
-    Shared,
-    Sharing,
-    busy,
+    Flows,
+    Key,
+    Prober,
+    Rate,
     find_causes,
     is_hurt,
 )
@@ -27,12 +28,12 @@ from tccl_py.explanation.findings import (
     finding_sentence,
     kind_of,
 )
-from tccl_py.explanation.probing import Flows, Key, Prober, Rate
-from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.explanation.paths import Paths, Shared
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.view import direct_pairs
+from tccl_py.plan.plan import Plan
 from tccl_py.search.evaluator import BudgetSpentError
 
 Kinds = tuple[str, ...]
@@ -47,29 +48,24 @@ _TRIED = 40
 """Sets of the journal that are examined closely."""
 
 
-class Node(msgspec.Struct, frozen=True):
-    """A machine of a plan, or of one class of its hosts: structure, GPUs, pinned environment."""
+def by_mechanism(plan: Plan, flow: Flow, kind: str, *, number: int = 0) -> Flow | None:
+    """Return the flow between the same GPUs by another mechanism; None without such access.
 
-    machine: Machine
-    knowledge: Knowledge
-    gpus: tuple[int, ...]
-    pinned_env: dict[str, str]
-
-
-def by_mechanism(node: Node, flow: Flow, kind: str) -> Flow | None:
-    """Return the flow between the same GPUs by another mechanism; None without such access."""
+    `number` is the class of hosts.
+    """
+    part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
     source, target = flow.source.index, flow.destination.index
     if flow.source.kind != "G" or flow.destination.kind != "G":
         return None
     if kind == "bounce":
-        numa = node.machine.numa_of(f"G{target}")
+        numa = part.machine.numa_of(f"G{target}")
         return bounce(source, target, numa, blocks=flow.blocks, fifo=flow.fifo)
-    level = pinned_level(node.pinned_env)
-    direct = direct_pairs(node.machine, node.knowledge, level, gpus=node.gpus)
+    level = pinned_level(plan.pinned_env)
+    direct = direct_pairs(part.machine, part.knowledge, level, gpus=gpus)
     if direct is not None and (source, target) not in direct:
         return None
     reach = (source, target) if kind == "direct write" else (target, source)
-    if not node.knowledge.can_access(node.machine, *reach):
+    if not part.knowledge.can_access(part.machine, *reach):
         return None
     make = direct_write if kind == "direct write" else direct_read
     return make(source, target, blocks=flow.blocks, fifo=flow.fifo)
@@ -84,11 +80,13 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """Makes findings about one node, with rates from `prober`."""
+    """Makes findings about hosts of class `number`, with rates from `prober`."""
 
-    def __init__(self, node: Node, prober: Prober) -> None:
-        self.node, self.prober = node, prober
-        self.sharing = Sharing(node.machine, node.knowledge)
+    def __init__(self, plan: Plan, number: int, prober: Prober) -> None:
+        self.prober = prober
+        self._plan, self._number = plan, number
+        part = plan.cluster.classes[number]
+        self.machine, self.paths = part.machine, Paths(part.machine, part.knowledge)
         self._suspects: dict[tuple[Flow, ...], tuple[Shared, ...]] = {}
         self._seen: dict[Kinds, list[tuple[float, frozenset[str]]]] = {}
         self._looked_at = 0
@@ -133,7 +131,7 @@ class Builder:
             kinds=tuple(sorted(set(map(kind_of, flows)))),
             **{"each_gbps": (gbps,) * len(flows), **more},
         )
-        sentence = finding_sentence(self.node.machine, found, mark=self.mark)
+        sentence = finding_sentence(self.machine, found, mark=self.mark)
         return msgspec.structs.replace(found, sentence=sentence)
 
     def _instead(self, flows: Flows) -> tuple[Instead, ...]:
@@ -141,7 +139,9 @@ class Builder:
         found = []
         for kind in _MECHANISMS:
             variants = [
-                flow if kind_of(flow) == kind else by_mechanism(self.node, flow, kind)
+                flow
+                if kind_of(flow) == kind
+                else by_mechanism(self._plan, flow, kind, number=self._number)
                 for flow in flows
             ]
             changed = [flow for flow in variants if flow is not None]
@@ -155,7 +155,7 @@ class Builder:
 
     def label(self, flows: Flows) -> object:
         """Return equal labels for sets with the same mechanisms and kinds of shared places."""
-        return _kinds(flows), tuple(shared.kind for shared in self.sharing.shared(flows))
+        return _kinds(flows), tuple(shared.kind for shared in self.paths.shared(flows))
 
     def suspects(self, flows: Flows) -> tuple[Shared, ...]:
         """Return the shared places, without those that equal mechanisms share unharmed. Raises
@@ -166,8 +166,8 @@ class Builder:
             alone = min(self.prober.best([flow]).gbps for flow in flows)
             share = min(1.0, self.prober.best(flows).gbps / alone)
             innocent = self._innocent(_kinds(flows), share**0.5)
-            shared = self.sharing.shared(flows)
-            gpus = busy(self.node.machine, flows) if share < COLLAPSE else ()
+            shared = self.paths.shared(flows)
+            gpus = self.paths.busy(flows) if share < COLLAPSE else ()
             left = [place for place in (*gpus, *shared) if place.kind not in innocent]
             self._suspects[key] = tuple(left) or shared
         return self._suspects[key]
@@ -175,7 +175,7 @@ class Builder:
     def _innocent(self, kinds: Kinds, above: float) -> set[str]:
         known = len(self.prober.known)
         for seen in self.known_sets(self._looked_at):
-            places = (*self.sharing.shared(seen.flows), *busy(self.node.machine, seen.flows))
+            places = (*self.paths.shared(seen.flows), *self.paths.busy(seen.flows))
             row = (seen.share, frozenset(place.kind for place in places))
             self._seen.setdefault(_kinds(seen.flows), []).append(row)
         self._looked_at = known
@@ -210,7 +210,7 @@ class Builder:
     def _reason(self, flows: Flows) -> _Reason:
         if len(flows) == 1:
             # A single flow's reason is its target, on whichever NUMA node.
-            shared = frozenset([re.sub("[0-9]+", "", described(self.node.machine, flows))])
+            shared = frozenset([re.sub("[0-9]+", "", described(self.machine, flows))])
         else:
             shared = frozenset(place.kind for place in self.suspects(flows))
         return _Reason(kinds=frozenset(map(kind_of, flows)), shared=shared)
@@ -229,7 +229,7 @@ class Builder:
                 if tried >= _TRIED or any(told.explains(reason) for told in reasons):
                     continue
                 tried += 1
-                related = self.sharing.related
+                related = self.paths.related
                 causes = find_causes(self.prober, known.flows, most=1, related=related)
                 found = [self.finding(cause) for cause in causes.found]
                 yield from (one for one in found if one.is_collapse and one.error < _CERTAIN)

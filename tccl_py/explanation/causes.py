@@ -1,27 +1,28 @@
-"""The smallest slow parts of a set of flows, and the places that flows share.
+"""The smallest slow parts of a set of flows, from as few measurements as possible.
 
-Parts are found by removing flows and measuring again. Supersets of slow sets are slow, so known
-rates of parts and of wholes answer most questions. Next, pairs that share a link or memory are
-measured, then QuickXplain halves the rest (`search/evaluator.py`). Further causes are found in the
-rest without a flow of every known cause: the hitting-set tree of Reiter (Artificial Intelligence
-32, 1987), depth first.
+Journal and symmetry come first. Parts are found by removing flows and measuring again. Supersets of
+slow sets are slow, so known rates of parts and of wholes answer most questions. Next, pairs that
+share a link or memory are measured, then QuickXplain halves the rest (`search/evaluator.py`).
+Further causes are found in the rest without a flow of every known cause: the hitting-set tree of
+Reiter (Artificial Intelligence 32, 1987), depth first.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import chain, combinations
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tccl_py.explanation.probing import Flows, Prober
-from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.transfer import Flow, Transfer, TransferSet, transfer_set
+from tccl_py.model.symmetry import Symmetry
+from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
 from tccl_py.search.evaluator import BudgetSpentError, smallest_slow_part
-from tccl_py.simulator.descriptions import model_for
-from tccl_py.simulator.routes import Edge, Network
+from tccl_py.search.problem import Budget
+from tccl_py.sources.journal import RememberingSource
 
 HURT = 0.95
 """Flows with less than this share of the slowest's rate alone slow each other."""
@@ -35,11 +36,183 @@ PAIRS = 24
 """Pairs measured before the set is halved."""
 NODES = 200
 """States of the hitting-set tree, at most; most cost no measurement."""
+_FEW_FLOWS = 6
+"""Larger sets are hardly ever images of others, and cost more to compare."""
+_ROWS = 4096
+"""Elements of a large group that are compared; fewer images are recognised then."""
 
+Flows = Sequence[Flow]
+Key = tuple[int, ...]
 Label = Callable[[Flows], object]
 Related = Callable[[Flow, Flow], int]
 Part = frozenset[int]
 """Positions of flows in the whole."""
+
+
+class SymmetryKeys:
+    """Keys of sets: sets with equal keys are images of one another.
+
+    Where the symmetry lists only part of its group, some images have different keys.
+    """
+
+    def __init__(self, symmetry: Symmetry) -> None:
+        self._position = {point: i for i, point in enumerate(symmetry.points)}
+        # The last column stands for places that no symmetry moves.
+        elements = symmetry.elements[:_ROWS].astype(np.int64)
+        fixed = np.full((len(elements), 1), len(symmetry.points), dtype=np.int64)
+        self._rows = np.hstack([elements, fixed])
+        self._forms: dict[str, int] = {}
+
+    def trust_nothing(self) -> None:
+        """From here on let each set be the image of itself alone."""
+        self._rows = self._rows[:1]
+
+    def key(self, flows: Flows) -> Key:
+        """Return the key of a set; the order of its flows has no meaning."""
+        images = self._images(flows, self._rows[:1] if len(flows) > _FEW_FLOWS else self._rows)
+        # The first in lexicographic order, without sorting all of them.
+        for column in range(images.shape[1]):
+            images = images[images[:, column] == images[:, column].min()]
+        return tuple(int(code) for code in images[0])
+
+    def images_within(self, part: Flows, whole: Flows) -> list[frozenset[int]]:
+        """Return the images of `part` in `whole`, itself included, as positions of flows."""
+        waiting: dict[int, list[int]] = {}
+        for position, flow in enumerate(whole):
+            (code,) = self._images([flow], self._rows[:1])[0]
+            waiting.setdefault(int(code), []).append(position)
+        images = self._images(part, self._rows)
+        inside = np.isin(images, list(waiting)).all(axis=1)
+        found = []
+        for row in np.unique(images[inside], axis=0).tolist():
+            counts = Counter(row)
+            if all(count <= len(waiting[code]) for code, count in counts.items()):
+                taken = (waiting[code][:count] for code, count in counts.items())
+                found.append(frozenset(chain.from_iterable(taken)))
+        return found
+
+    def _images(self, flows: Flows, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return a row of sorted flow codes for each image of the set."""
+        base = len(self._position) + 1
+        columns = []
+        for flow in flows:
+            parts = flow.transfers
+            places = [p for one in parts for p in (one.source, one.executor, one.destination)]
+            # A relabelling keeps the kinds of places and the options.
+            form = f"{''.join(place.kind for place in places)} {flow.blocks} {flow.fifo}"
+            number = self._forms.setdefault(form, len(self._forms) + 1)
+            codes = np.full(len(rows), number, dtype=np.int64)
+            for place in places:
+                codes = codes * base + rows[:, self._column(place)]
+            columns.append(codes)
+        return np.sort(np.stack(columns, axis=1), axis=1)
+
+    def _column(self, place: Place) -> int:
+        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
+        return self._position.get(name, len(self._position))
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """The rate of a set's slowest flow, GB/s, its relative standard error, and all flows' rates."""
+
+    gbps: float
+    error: float
+    each: tuple[tuple[Flow, float], ...]
+
+
+class Prober:
+    """Asks a source for sets within a budget, and remembers the answers.
+
+    `symmetry` has keys of sets with equal rates. Without `network`, for rings without NICs, sets
+    with NICs, as for a cluster, are ignored.
+    """
+
+    def __init__(
+        self,
+        source: RememberingSource,
+        symmetry: SymmetryKeys,
+        *,
+        budget: Budget,
+        network: bool = False,
+    ) -> None:
+        self.source, self.symmetry = source, symmetry
+        self.assumed = False
+        self.known: list[TransferSet] = []
+        self._before = source.sets_measured
+        self._limit = self._share = budget.sets
+        self._until = time.monotonic() + (budget.seconds or float("inf"))
+        self._rates: dict[TransferSet, Rate] = {}
+        self._images: dict[Key, TransferSet] = {}
+        for known in source.times_known:
+            if network or not any(flow.is_network for flow in known.flows):
+                self._note(known)
+
+    @property
+    def sets_measured(self) -> int:
+        """The number of sets measured, beyond the known ones."""
+        return self.source.sets_measured - self._before
+
+    def share_out(self, parts: int) -> None:
+        """From here on allow one of `parts` equal parts of the rest of the budget."""
+        if self._limit is not None:
+            left = self._limit - self.sets_measured
+            self._share = self.sets_measured + left // parts
+
+    def exact(self, flows: Flows) -> Rate:
+        """Return the rate of exactly these flows, over all measurements of them."""
+        wanted = transfer_set(flows)
+        if wanted not in self._rates:
+            times = self.source.times_of(wanted)
+            if not times:
+                return self.again(flows)
+            found = self.source.measure([wanted] * times)
+            rows = zip(*(one.samples_gbps for one in found), strict=True)
+            samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
+            pooled = msgspec.structs.replace(found[0], samples_gbps=samples, outliers=())
+            self.assumed |= pooled.assumed
+            each = tuple(zip(wanted.flows, pooled.gbps, strict=True))
+            rate = Rate(gbps=pooled.rate_gbps, error=pooled.relative_error, each=each)
+            self._rates[wanted] = rate
+        return self._rates[wanted]
+
+    def again(self, flows: Flows) -> Rate:
+        """Measure exactly these flows once more, and return the rate over all measurements."""
+        wanted = transfer_set(flows)
+        spent = self._share is not None and self.sets_measured >= self._share
+        if spent or time.monotonic() > self._until:
+            raise BudgetSpentError
+        self.source.measure_anew(wanted)
+        self._rates.pop(wanted, None)
+        if self.source.times_of(wanted) == 1:
+            self._note(wanted)
+        return self.exact(flows)
+
+    def rate(self, flows: Flows) -> Rate:
+        """Return the rate of these flows, or of a known image if theirs is unknown."""
+        return self.if_known(flows) or self.exact(flows)
+
+    def best(self, flows: Flows) -> Rate:
+        """Return the rate of exactly these flows within the budget, else of a known image."""
+        try:
+            return self.exact(flows)
+        except BudgetSpentError:
+            return self.rate(flows)
+
+    def if_known(self, flows: Flows) -> Rate | None:
+        """Return the rate of these flows or of an image, without a measurement."""
+        wanted = transfer_set(flows)
+        image = wanted
+        if not self.source.times_of(wanted):
+            image = self._images.get(self.symmetry.key(flows), image)
+        return self.exact(image.flows) if self.source.times_of(image) else None
+
+    def slowest_alone(self, flows: Flows) -> Rate:
+        """Return the rate of the slowest flow, each alone."""
+        return min((self.rate([flow]) for flow in flows), key=lambda rate: rate.gbps)
+
+    def _note(self, known: TransferSet) -> None:
+        self.known.append(known)
+        self._images.setdefault(self.symmetry.key(known.flows), known)
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +286,7 @@ class _Level:
         self._rates: list[tuple[Counter[Flow], float]] = []
         self._remember_known()
         self._parts: list[Part] = []
-        self._causes: dict[object, Cause] = {}
-        self._counted: set[TransferSet] = set()
+        self._causes: dict[object, tuple[tuple[Flow, ...], set[TransferSet]]] = {}
 
     def _remember_known(self) -> None:
         whole = Counter(self._flows)
@@ -123,60 +295,49 @@ class _Level:
                 self._rates.append((Counter(known.flows), self._prober.exact(known.flows).gbps))
 
     def causes(self, most: int) -> tuple[list[Cause], tuple[Flow, ...], bool]:
-        """Return up to `most` causes, the first rest without any, and whether the budget ended."""
-        first: tuple[Flow, ...] | None = None
+        """Return up to `most` causes, a rest without any, and whether the budget ended."""
         waiting: list[Part] = [frozenset()]
         seen: set[Part] = set()
         spent = False
         try:
             while waiting and len(seen) < NODES and len(self._causes) < most:
                 removed = waiting.pop()
-                if removed in seen:
-                    continue
-                seen.add(removed)
-                part = self._part_without(removed)
-                if part is None:
-                    first = first or self._without(removed)
-                else:
+                if removed not in seen:
+                    seen.add(removed)
+                    part = self._part_without(removed)
                     waiting += [removed | {flow} for flow in self._least_needed_first(part)]
         except BudgetSpentError:
             spent = True
-        found = list(self._causes.values())
+        found = [
+            Cause(flows=flows, minimal=True, alike=len(sets) - 1)
+            for flows, sets in self._causes.values()
+        ]
         if spent and not found:
             found = self._smallest_known()
-        return found, first or self._greedy_rest(), spent
-
-    def _without(self, removed: Part) -> tuple[Flow, ...]:
-        return tuple(flow for i, flow in enumerate(self._flows) if i not in removed)
-
-    def _greedy_rest(self) -> tuple[Flow, ...]:
-        removed: set[int] = set()
+        gone: set[int] = set()
         for part in self._parts:
-            if not part & removed:
-                removed.add(self._least_needed_first(part)[-1])
-        return self._without(frozenset(removed))
+            if not part & gone:
+                gone.add(self._least_needed_first(part)[-1])
+        return found, tuple(flow for i, flow in enumerate(self._flows) if i not in gone), spent
 
     def _least_needed_first(self, part: Part) -> list[int]:
         return sorted(part, key=lambda flow: (sum(flow in found for found in self._parts), flow))
 
-    def _part_without(self, removed: Part) -> Part | None:
-        """Return a slow part without these flows, or None."""
+    def _part_without(self, removed: Part) -> Part:
+        """Return a slow part without these flows; empty if there is none."""
         for part in self._parts:
             if not part & removed:
                 return part
         rest = [i for i in range(len(self._flows)) if i not in removed]
-        if not rest or not self._slow(rest):
-            return None
+        if not self._slow(rest):
+            return frozenset()
         part = frozenset(self._smallest(rest))
         flows = tuple(self._flows[i] for i in sorted(part))
-        self._parts += [part, *self._prober.symmetry.images_within(flows, self._flows)]
+        parts = [part, *self._prober.symmetry.images_within(flows, self._flows)]
+        self._parts += parts
         # A part whose flows are in the whole twice counts once.
-        sets = {transfer_set(self._flows[i] for i in found) for found in self._parts}
-        label = self._label(flows)
-        cause = self._causes.get(label) or Cause(flows=flows, minimal=True, alike=-1)
-        more = cause.alike + len(sets - self._counted)
-        self._causes[label] = msgspec.structs.replace(cause, alike=more)
-        self._counted |= sets
+        _, alike = self._causes.setdefault(self._label(flows), (flows, set()))
+        alike.update(transfer_set(self._flows[i] for i in found) for found in parts)
         return part
 
     def _smallest(self, rest: Sequence[int]) -> tuple[int, ...]:
@@ -241,170 +402,3 @@ class _Level:
         if smallest is None or smallest.total() >= len(self._flows):
             return []
         return [Cause(flows=transfer_set(smallest.elements()).flows, minimal=False)]
-
-
-# Links, memories and CPUs that flows share, by the machine's structure.
-
-
-Kind = Literal["uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "cpu"]
-_RANK: tuple[Kind, ...] = (
-    "uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "cpu",
-)  # fmt: skip
-"""The order in which shared places are named; a CPU only where nothing else is shared."""
-_DIRECTIONS = {"up": "upwards", "down": "downwards"}
-_OF_GPU = {"up": "outwards", "down": "inwards"}
-
-
-class Place(NamedTuple):
-    """A link, memory or CPU on a path; `below` is the device below the link."""
-
-    kind: Kind
-    below: str
-    words: str
-
-
-class Passing(NamedTuple):
-    """A flow through a place; its direction is `up`, away from GPUs, `down`, or "" without any."""
-
-    place: Place
-    direction: Literal["up", "down", ""] = ""
-
-
-class Shared(NamedTuple):
-    """A place of several flows in words; equal kinds of places have one `kind`."""
-
-    kind: str
-    words: str
-
-
-class Sharing:
-    """The places on the paths of flows on a machine."""
-
-    def __init__(self, machine: Machine, knowledge: Knowledge) -> None:
-        self.machine = machine
-        self._network = Network(model_for(machine, knowledge))
-        self._known: dict[tuple[Transfer, ...], tuple[Passing, ...]] = {}
-
-    def passes(self, flow: Flow) -> tuple[Passing, ...]:
-        """Return the places on a flow's path, once for each direction."""
-        if flow.transfers not in self._known:
-            found = [passing for part in flow.transfers for passing in self._of(part)]
-            self._known[flow.transfers] = tuple(dict.fromkeys(found))
-        return self._known[flow.transfers]
-
-    def related(self, one: Flow, other: Flow) -> int:
-        """Return the number of places two flows share; the same direction counts twice."""
-        first, second = set(self.passes(one)), set(self.passes(other))
-        places = {passing.place for passing in first} & {passing.place for passing in second}
-        return len(places) + len(first & second)
-
-    def shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
-        """Return the places of most of the flows, of two at least; nearest to the CPU first."""
-        users: dict[Place, list[str]] = {}
-        counts: Counter[Place] = Counter()
-        for flow in flows:
-            passings = self.passes(flow)
-            counts.update({passing.place for passing in passings})
-            for passing in passings:
-                users.setdefault(passing.place, []).append(passing.direction)
-        most = max(counts.values(), default=0)
-        if most < 2:
-            return ()
-        # A place of some flows says little where all flows share another.
-        places = [place for place, count in counts.items() if count == most]
-        places = [place for place in places if place.kind != "cpu"] or places
-        # Of links above one another only the one nearest to the CPU.
-        uplinks = {place.below for place in places if place.kind == "uplink"}
-        places = [
-            place
-            for place in places
-            if place.kind not in ("uplink", "own")
-            or not uplinks.intersection(self.machine.ancestors(place.below))
-        ]
-        places.sort(key=lambda place: (_RANK.index(place.kind), place.below))
-        return tuple(_shared(place, sorted(set(users[place]))) for place in places)
-
-    def _of(self, transfer: Transfer) -> list[Passing]:
-        source, destination = str(transfer.source), str(transfer.destination)
-        edges = self._network.path(source, destination)
-        found = [self._passing(edge) for edge in edges]
-        for node in self.machine.numa_nodes:
-            if node.id in (source, destination):
-                words = f"the host memory of NUMA node {node.index}"
-                found.append(Passing(Place("memory", node.id, words)))
-            elif any(node.id in edge for edge in edges):
-                found.append(Passing(Place("cpu", node.id, f"the CPU of NUMA node {node.index}")))
-        return found
-
-    def _passing(self, edge: Edge) -> Passing:
-        kind = self._network.kinds[edge]
-        start, end = edge
-        if kind == "pci":
-            up = self.machine.parents.get(start) == end
-            return Passing(self._pci_link(start if up else end), "up" if up else "down")
-        if kind == "smp":
-            return Passing(self._between_nodes(edge))
-        if kind == "hidden":
-            words = f"the inside of the chip that joins switches {min(edge)} and {max(edge)}"
-            place = Place("chip", "+".join(sorted(edge)), words)
-        elif "S" in (start[0], end[0]):
-            gpu = min(edge)
-            place = Place("nvlink", gpu, f"GPU {gpu[1:]}'s NVLinks")
-            return Passing(place, "up" if start == gpu else "down")
-        else:
-            place = Place("nvlink", "-".join(sorted(edge)), f"the link of {min(edge)}, {max(edge)}")
-        return Passing(place, "up" if start < end else "down")
-
-    def _pci_link(self, child: str) -> Place:
-        if child[0] in "GN":
-            kind = "GPU" if child[0] == "G" else "NIC"
-            return Place("own", child, f"{kind} {child[1:]}'s own PCIe link")
-        above = self.machine.parents[child]
-        upper = "" if above[0] == "C" else f" to {above}"
-        return Place("uplink", child, f"the uplink of switch {child}{upper}")
-
-    def _between_nodes(self, edge: Edge) -> Place:
-        sockets = {node.id: node.socket for node in self.machine.numa_nodes}
-        start, end = edge
-        if self._network.between_sockets(edge):
-            ends = [sockets[node] if sockets[node] is not None else node[1:] for node in edge]
-            words = f"the link from socket {ends[0]} to socket {ends[1]}"
-            return Place("socket", f"{ends[0]}>{ends[1]}", words)
-        words = f"the link from NUMA node {start[1:]} to NUMA node {end[1:]}"
-        return Place("numa", f"{start}>{end}", words)
-
-
-def _shared(place: Place, directions: Sequence[str]) -> Shared:
-    kind = f"{place.kind} {'+'.join(directions)}"
-    if directions == [""] or place.kind == "chip":
-        return Shared(kind, place.words)
-    if len(directions) > 1:
-        return Shared(kind, f"{place.words} (in both directions)")
-    names = _OF_GPU if place.kind in ("own", "nvlink") else _DIRECTIONS
-    return Shared(kind, f"{place.words} ({names[directions[0]]})")
-
-
-def busy(machine: Machine, flows: Sequence[Flow]) -> Iterator[Shared]:
-    """Yield GPUs that move bytes of all flows, some over host memory and some directly."""
-    tasks: dict[str, list[tuple[int, str]]] = {}
-    for number, flow in enumerate(flows):
-        for part in flow.transfers:
-            if part.executor.kind != "N":
-                gpu = f"GPU {part.executor.index}"
-                tasks.setdefault(gpu, []).append((number, _task(machine, part)))
-    mixed = len({flow.is_bounce for flow in flows}) > 1
-    for gpu, found in sorted(tasks.items()):
-        kinds = sorted({task for _, task in found})
-        if mixed and len({number for number, _ in found}) == len(flows) and len(kinds) > 1:
-            yield Shared(f"busy {'+'.join(kinds)}", f"{gpu}, which at once {' and '.join(kinds)}")
-
-
-def _task(machine: Machine, part: Transfer) -> str:
-    verb, other = "reads", part.source
-    if part.operation == "write":
-        verb, other = "writes into", part.destination
-    if other.kind == "N":
-        return f"{verb} a NIC"
-    near = machine.numa_of(str(other)) == machine.numa_of(f"G{part.executor.index}")
-    what = "the memory" if other.kind == "C" else "a GPU"
-    return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"

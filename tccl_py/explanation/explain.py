@@ -9,8 +9,16 @@ from typing import Any, Literal
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
-from tccl_py.explanation.build import Builder, Node
-from tccl_py.explanation.causes import HURT, Causes, ContradictionError, find_causes, is_hurt
+from tccl_py.explanation.build import Builder
+from tccl_py.explanation.causes import (
+    HURT,
+    Causes,
+    ContradictionError,
+    Prober,
+    SymmetryKeys,
+    find_causes,
+    is_hurt,
+)
 from tccl_py.explanation.findings import (
     Explanation,
     Finding,
@@ -19,7 +27,6 @@ from tccl_py.explanation.findings import (
     instead_text,
     short,
 )
-from tccl_py.explanation.probing import Prober, SymmetryKeys
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import ring_from_order, ring_set
 from tccl_py.model.symmetry import automorphisms
@@ -78,12 +85,6 @@ def _default(plan: Plan) -> Subject | None:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
     return Subject(name="stock", flows=flows, rings=len(orders))
-
-
-def node_of(plan: Plan, number: int = 0) -> Node:
-    """Return the machine of a plan, or of a class of its hosts."""
-    part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    return Node(part.machine, part.knowledge, gpus, plan.pinned_env)
 
 
 def explain(
@@ -152,14 +153,12 @@ def sources_of_journal(plan: Plan, directory: Path) -> tuple[Sources, tuple[str,
 
 
 def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:
-    node = node_of(plan, number)
-    symmetry = SymmetryKeys(automorphisms(node.machine, node.knowledge, gpus=node.gpus))
-    share = budget
+    part, classes = plan.cluster.classes[number], len(plan.cluster.classes)
+    group = automorphisms(part.machine, part.knowledge, gpus=plan.class_gpus[number])
     if budget.sets is not None:
-        share = msgspec.structs.replace(budget, sets=budget.sets // len(plan.cluster.classes))
-    return Builder(
-        node, Prober(remembering(source), symmetry, budget=share, network=plan.is_cluster)
-    )
+        budget = msgspec.structs.replace(budget, sets=budget.sets // classes)
+    known, symmetry = remembering(source), SymmetryKeys(group)
+    return Builder(plan, number, Prober(known, symmetry, budget=budget, network=plan.is_cluster))
 
 
 def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExplanation:
@@ -181,7 +180,7 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
         hurt = is_hurt(prober, flows)
     except BudgetSpentError:
         return found
-    related, label, trouble = builder.sharing.related, builder.label, ""
+    related, label, trouble = builder.paths.related, builder.label, ""
     try:
         causes = find_causes(prober, flows, most=most, related=related, label=label)
     except (ContradictionError, MeasurementError) as error:
@@ -247,7 +246,7 @@ def _as_alone(builder: Builder, slowest: Finding) -> str:
     doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
     return (
         f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
-        f"{short(slowest.flows[0])} ({described(builder.node.machine, slowest.flows)}), "
+        f"{short(slowest.flows[0])} ({described(builder.machine, slowest.flows)}), "
         f"{slowest.gbps:.2f} GB/s ({builder.mark})."
         f"{instead_text(slowest.gbps, slowest.instead)}"
     )

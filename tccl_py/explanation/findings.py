@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from tccl_py.plan.words import mark
 
 FORMAT_VERSION = 1
 EXPLANATION_FILE = "explanation.json"
-WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
+_WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 COLLAPSE = 0.75
 """Flows with less bandwidth together than this share of one alone do more than share."""
 _SHOWN = 4
@@ -105,18 +105,35 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     plan_digest: str = ""
     format_version: int = FORMAT_VERSION
 
+    @property
+    def provenance(self) -> str:
+        """The basis of the rates, as `measured` or `simulated from assumed figures`."""
+        return mark(simulated=self.simulated, assumed=self.assumed)
+
+    def told(self) -> Iterator[str | tuple[Finding, ...]]:
+        """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""
+        for ring in self.rings:
+            whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
+            each = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}"
+            yield ""
+            yield f"{whose}: {ring.rate_gbps:.2f} GB/s ({self.provenance}){each * (ring.rings > 1)}"
+            yield from filter(None, (ring.sentence, ring.findings))
+            if ring.unexplained:
+                yield f"Left open: {ring.unexplained}"
+        if self.pitfalls:
+            yield ""
+            yield "Worst sets of other rings in the search, for other reasons than above:"
+            yield self.pitfalls
+
     def __repr__(self) -> str:
         """Describe the explanation in sentences: rings, the slowdowns of each, and pitfalls."""
-        marked = mark(simulated=self.simulated, assumed=self.assumed)
-        lines = [f"Slowdowns on {self.machine}: {marked}"]
-        for ring in self.rings:
-            whose = WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
-            lines += [f"{whose}: {ring.rate_gbps:.2f} GB/s", ring.sentence]
-            lines += [f"  {one.sentence}" for one in ring.findings]
-            lines += [f"Left open: {ring.unexplained}"] if ring.unexplained else []
-        if self.pitfalls:
-            lines += ["Worst sets of other rings:", *(f"  {one.sentence}" for one in self.pitfalls)]
-        return "\n".join(filter(None, lines))
+        lines = [f"What hurts on {self.machine}: {self.provenance}"]
+        for part in self.told():
+            if isinstance(part, str):
+                lines += filter(None, [part])
+            else:
+                lines += [f"  {finding.sentence}" for finding in part]
+        return "\n".join(lines)
 
 
 def save_explanation(explanation: Explanation, directory: Path) -> Explanation:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.explanation.paths import Paths
 from tccl_py.files import picked
 from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
@@ -142,10 +143,11 @@ def find_drift(
         )
     families = len(plan.cluster.classes) * effort.families
     rows = _confirmed(bench, chosen, journal, now, families)
+    node = plan.cluster.classes[number]
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
-        points_to=points_to(plan.cluster.classes[number].machine, rows),
+        points_to=points_to(Paths(node.machine, node.knowledge), rows),
         lost=bench.lost,
         skipped=tuple(one for one in chosen if one not in {*now, *bench.lost}),
         seconds=bench.elapsed,

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import scipy  # whose parts load when they are first used, so that commands start without them
 
+from tccl_py.explanation.paths import Paths, device_words
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.transfer import Flow, Place, TransferSet
+from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.nccl.paths import path_types
-from tccl_py.nccl.system import PathType
 from tccl_py.statistics import holm
 
 SMALLEST = 0.03
@@ -173,11 +173,12 @@ _EVERYTHING = (
     "nearly everything changed alike: clocks, a power limit, heat, or other work on this "
     "machine rather than one link (`tccl doctor`, nvidia-smi -q -d PERFORMANCE)"
 )
+_DOWNTRAINED, _HOT = " (downtrained?)", " (its clocks, power limit or heat?)"
 _SEVERAL = "no one link or memory explains all of it: more than one thing changed"
 
 
-class Part(NamedTuple):
-    """A link or memory on a flow's path; of tied parts of one `device` the lowest `rank` is named.
+class Suspect(NamedTuple):
+    """A part on a flow's path; of tied suspects of one `device` the lowest `rank` is named.
 
     A link explains more than one direction of it, and both more than the whole GPU.
     """
@@ -185,10 +186,9 @@ class Part(NamedTuple):
     words: str
     device: str
     rank: int = 0
-    doubt: str = ""
 
 
-def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
+def points_to(paths: Paths, rows: Sequence[Comparison]) -> str:
     """Return a clause on the cause of the changes among `rows`; "" if nothing changed."""
     changed = [row for row in rows if row.alarming]
     if not changed:
@@ -196,7 +196,8 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
     if all(row.ratio > 1 for row in changed):
         return _FASTER
     sets, hit = ({row.transfers for row in part} for part in (rows, changed))
-    users, blamed = _sets_by_part(machine, rows), _sets_by_part(machine, changed)
+    users = _sets_by_suspect(paths, rows)
+    blamed = _sets_by_suspect(paths, changed)
     # The suspects: parts of all changed sets, and of the fewest unchanged sets.
     shares = {part: len(hit) / len(users[part]) for part, used in blamed.items() if used == hit}
     share = max(shares.values(), default=0.0)
@@ -212,7 +213,7 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
     ranks = {part.device: min(p.rank for p in tied if p.device == part.device) for part in tied}
     best = [part for part in tied if part.rank == ranks[part.device]]
     best.sort(key=lambda part: not part.words.startswith("GPU"))
-    words = " or ".join(part.words for part in best[:_NAMED]) + best[:_NAMED][-1].doubt
+    words = " or ".join(part.words for part in best[:_NAMED])
     used = len(users[best[0]])
     if used == 1:
         return f"{words}: the changed set uses it, and no other measured set does"
@@ -220,56 +221,25 @@ def points_to(machine: Machine, rows: Sequence[Comparison]) -> str:
     return f"{words}: all sets that changed use it, and {share_text}"
 
 
-def _sets_by_part(machine: Machine, rows: Sequence[Comparison]) -> dict[Part, set[TransferSet]]:
-    found: dict[Part, set[TransferSet]] = {}
+def _sets_by_suspect(paths: Paths, rows: Sequence[Comparison]) -> dict[Suspect, set[TransferSet]]:
+    found: dict[Suspect, set[TransferSet]] = {}
     for row in rows:
-        for part in _parts(machine, row.flow):
-            found.setdefault(part, set()).add(row.transfers)
+        for suspect in _suspects(paths, row.flow):
+            found.setdefault(suspect, set()).add(row.transfers)
     return found
 
 
-def _parts(machine: Machine, flow: Flow) -> Iterator[Part]:
-    """Yield the links and memories on a flow's path."""
-    for transfer in flow.transfers:
-        source, destination = transfer.source, transfer.destination
-        nvlinked = path_types(machine)[str(source), str(destination)] <= PathType.NVB
-        for place, direction in ((source, "out of it"), (destination, "into it")):
-            if place.kind == "N":
-                yield Part(f"NIC {place.index}", f"NIC {place.index}")
-            elif place.kind == "G":
-                yield from _of_gpu(f"GPU {place.index}", nvlinked, direction)
-            elif place.kind == "C":
-                words = f"host memory of NUMA node {place.index}"
-                yield Part(words, words)
-        if not nvlinked:
-            for words in _above(machine, source, destination):
-                yield Part(words, words)
-
-
-def _of_gpu(gpu: str, nvlinked: bool, direction: str) -> Iterator[Part]:
-    link = f"{gpu}'s {'NVLinks' if nvlinked else 'PCIe link'}"
-    doubt = "" if nvlinked else " (downtrained?)"
-    yield Part(link, gpu, 0, doubt)
-    yield Part(f"{link}, the way {direction}", gpu, 1)
-    yield Part(f"{gpu}, by any way", gpu, 2, " (its clocks, power limit or heat?)")
-
-
-def _above(machine: Machine, source: Place, destination: Place) -> Iterator[str]:
-    """Yield the switches, links and CPUs between two places."""
-    ends = (str(source), str(destination))
-    first, second = (set(machine.ancestors(end) or (end,)) for end in ends)
-    common = first & second
-    bridges = {bridge.id for bridge in machine.bridges}
-    for bridge in sorted((first ^ second) & bridges):
-        yield f"the link above PCIe switch {bridge}"
-    for bridge in sorted(common & bridges):
-        yield f"PCIe switch {bridge}"
-    nodes = {machine.numa_of(end) if end in machine.parents else int(end[1:]) for end in ends}
-    if len(nodes) == 2:
-        low, high = sorted(nodes)
-        yield f"what joins NUMA nodes {low} and {high}"
-    elif not common:
-        yield f"the CPU of NUMA node {nodes.pop()}"
+def _suspects(paths: Paths, flow: Flow) -> Iterator[Suspect]:
+    """Yield the parts on a flow's path, directions of links, and whole GPUs."""
+    for passing in paths.passes(flow):
+        kind, device, words = passing.part
+        device = device if kind in ("own", "nvlink") else words
+        yield Suspect(words + _DOWNTRAINED * (kind in ("own", "uplink")), device)
+        if passing.direction:
+            yield Suspect(passing.words, device, 1)
+    for end in dict.fromkeys(place.device for place in flow.places):
+        if end[0] == "G":
+            yield Suspect(f"{device_words(end)} by any path{_HOT}", end, 2)
 
 
 def link_class(machine: Machine, flow: Flow) -> str:

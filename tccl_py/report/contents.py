@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +36,7 @@ from tccl_py.verify.sizes import SizeTuning
 
 _SLOWED = 0.99
 """Flows that keep more of their rate are not slowed: noise makes as much."""
+_DRY_RUN = "is a dry run without GPUs"
 _WORST_PAIRS = 12
 _MOST_BESIDE = 16
 """Pairs of hops are simulated for at most so many GPUs: 25,320 sets, in a second."""
@@ -44,6 +46,7 @@ _VIRIDIS = (
 )
 """matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
 
+T = TypeVar("T")
 Journal = Mapping[TransferSet, Sequence[Measurement]]
 Hosts = Collection[str]
 """Hosts whose sets count, by the names in flows; the single host's name there is ""."""
@@ -83,18 +86,34 @@ def read_contents(directory: Path) -> Contents:
     check_plan_directory(directory)
     plan = load_plan(directory)
     journal, notices = _journal(directory / JOURNAL_FILE, plan)
-    explanation = load_explanation(directory)
-    if explanation is None and (directory / EXPLANATION_FILE).exists():
-        notices.append(f"{EXPLANATION_FILE} is left out: it is of an earlier plan")
-    evaluation, why = _evaluation(directory)
-    notices += [f"{EVALUATION_FILE} is left out: it {why}"] if why else []
-    verification, more = _verification(directory)
     known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
+
+    def beside(load: Callable[[Path], T | None], name: str) -> T | None:
+        try:
+            found = load(directory)
+        except InputError as error:
+            why = error.what
+        else:
+            if isinstance(found, Verification) and found.backend != "cuda":
+                why = _DRY_RUN
+            elif found is not None or not (directory / name).exists():
+                return found
+            else:
+                why = "is of an earlier plan"
+        notices.append(f"{name} is left out: it {why}")
+        return None
+
+    explanation = beside(load_explanation, EXPLANATION_FILE)
+    evaluation = beside(load_evaluation, EVALUATION_FILE)
+    verification = beside(load_verification, VERIFICATION_FILE)
+    for arm in verification.arms if verification is not None else ():
+        notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
+    notices += verification.transfer_notices if verification is not None else ()
     sizes = load_sizes(directory)
     if any(tuning.backend != "cuda" for tuning in sizes):
         sizes = ()
-        notices.append(f"{SIZES_FILE} is left out: it is a dry run without GPUs")
+        notices.append(f"{SIZES_FILE} is left out: it {_DRY_RUN}")
     return Contents(
         directory=directory,
         plan=plan,
@@ -107,18 +126,8 @@ def read_contents(directory: Path) -> Contents:
         driver=known.driver if known is not None else "",
         now=links_now(plan.machine, known, Host()) if known is not None else {},
         sizes=sizes,
-        notices=(*notices, *more),
+        notices=tuple(notices),
     )
-
-
-def _evaluation(directory: Path) -> tuple[Evaluation | None, str]:
-    """Return the evaluation of this plan, or why it is left out."""
-    try:
-        found = load_evaluation(directory)
-    except InputError as error:
-        return None, error.what
-    old = found is None and (directory / EVALUATION_FILE).exists()
-    return found, "is of an earlier plan" if old else ""
 
 
 def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]:
@@ -133,23 +142,6 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
         kind = "simulated" if header.simulated else "measured"
         return None, [f"{path.name} is left out: it holds {kind} rates of {header.machine}"]
     return journal, list(journal.notices)
-
-
-def _verification(directory: Path) -> tuple[Verification | None, list[str]]:
-    """Return the verification of this plan over NCCL, and notices on what is left out."""
-    path = directory / VERIFICATION_FILE
-    try:
-        found = load_verification(directory) if path.exists() else None
-    except InputError as error:
-        return None, [f"{VERIFICATION_FILE} is left out: it {error.what}"]
-    if found is None:
-        earlier = f"{VERIFICATION_FILE} is left out: it is of an earlier plan"
-        return None, [earlier] if path.exists() else []
-    if found.backend != "cuda":
-        return None, [f"{VERIFICATION_FILE} is left out: it is a dry run without GPUs"]
-    failed = [arm for arm in found.arms if arm.failure]
-    told = [f"jobs of the choice {arm.name} failed: {arm.failure}" for arm in failed]
-    return found, [*told, *found.transfer_notices]
 
 
 def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
@@ -171,7 +163,7 @@ def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
     if plan.limit_gbps is not None:
         yield "limit", plan.provenance, "bare copies over the hops of the recommended choice"
     if found is not None:
-        yield "explanation", mark(simulated=found.simulated, assumed=found.assumed), ""
+        yield "explanation", found.provenance, ""
     if contents.achieved:
         yield "achieved rates", "measured with NCCL (verify.json)", ""
     if contents.journal is not None:

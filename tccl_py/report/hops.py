@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from tccl_py.explanation.findings import Finding, kind_of
+from tccl_py.explanation.paths import Paths
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, PciLink
-from tccl_py.model.transfer import Flow, Place
+from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
-from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
@@ -260,34 +260,20 @@ def pcie_gbps(link: PciLink) -> float | None:
     return link.speed_gts * link.width / 8 * coding
 
 
-def link_loads(machine: Machine, hops: Sequence[tuple[Flow, float]]) -> dict[str, Load]:
+def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Load]:
     """Return the load of each PCIe link, by the device below it, while all of `hops` run."""
-    up, down, worst = Counter[str](), Counter[str](), set[str]()
+    totals: dict[str, Counter[str]] = {"up": Counter(), "down": Counter()}
     slowest = min((gbps for _, gbps in hops), default=0.0)
     several = any(gbps > slowest for _, gbps in hops)
-    paths = []
+    limiting = []
     for flow, gbps in hops:
-        used: list[str] = []
-        for transfer in flow.transfers:
-            rising, falling = _links_between(machine, transfer.source, transfer.destination)
-            up.update(dict.fromkeys(rising, gbps))
-            down.update(dict.fromkeys(falling, gbps))
-            used += [*rising, *falling]
-        paths += [used] * (several and gbps == slowest)
-    capacities = {device: pcie_gbps(machine.links[device]) for device in up | down}
-    loads = {one: Load(max(up[one], down[one]), capacities[one]) for one in capacities}
-    for used in filter(None, paths):
-        worst.add(max(used, key=lambda one: loads[one].gbps / (loads[one].capacity or math.inf)))
-    return {one: Load(load.gbps, load.capacity, one in worst) for one, load in loads.items()}
-
-
-def _links_between(machine: Machine, source: Place, target: Place) -> tuple[list[str], list[str]]:
-    """Return the devices whose links up, and down, bytes take between two places over PCIe."""
-    ends = source.device, target.device
-    if all(end.startswith("G") for end in ends) and path_types(machine)[ends] <= PathType.NVB:
-        return [], []
-    first, second = ((end, *machine.ancestors(end)) for end in ends)
-    return (
-        [one for one in first if one not in second and one in machine.links],
-        [one for one in second if one not in first and one in machine.links],
-    )
+        links = [one for one in paths.passes(flow) if one.part.kind in ("own", "uplink")]
+        for link in links:
+            totals[link.direction].update({link.part.device: gbps})
+        if several and gbps == slowest:
+            limiting.append({link.part.device for link in links})
+    used = totals["up"] | totals["down"]
+    capacities = {device: pcie_gbps(paths.machine.links[device]) for device in used}
+    shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
+    fullest = {max(sorted(devices), key=lambda one: shares[one]) for devices in limiting if devices}
+    return {one: Load(used[one], capacities[one], one in fullest) for one in used}

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from tccl_py.errors import InputError, visible
 from tccl_py.explanation.findings import Finding
+from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
@@ -195,7 +196,7 @@ def _node(contents: Contents, number: int) -> NodeView:
         gpu_names=sorted({gpu.name for gpu in machine.gpus if gpu.name}),
         layout=layout,
         nvlinks=nvlinks(machine, layout),
-        loads=link_loads(machine, hops),
+        loads=link_loads(Paths(machine, part.knowledge), hops),
         sentence=machine_sentence(machine),
         rings=ring_views(plan, number, layout),
         maps=heat_maps(journal, gpus, tuple(node.index for node in machine.numa_nodes), hosts),

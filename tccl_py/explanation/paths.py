@@ -1,0 +1,194 @@
+"""The links, memories and CPUs on the paths of flows, and the parts that flows share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.transfer import Flow, Transfer
+from tccl_py.simulator.descriptions import model_for
+from tccl_py.simulator.routes import Edge, Network
+
+Kind = Literal["uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "switch", "cpu"]
+_RANK: tuple[Kind, ...] = (
+    "uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "switch", "cpu",
+)  # fmt: skip
+"""The order in which shared parts are named."""
+_VAGUE = ("switch", "cpu")
+"""Parts named only where flows share nothing else."""
+_DIRECTIONS = ("upwards", "downwards")
+
+
+class Part(NamedTuple):
+    """A link, switch, memory or CPU of a machine; `device` is the device below a link."""
+
+    kind: Kind
+    device: str
+    words: str
+
+
+class Passing(NamedTuple):
+    """A flow through a part: `up`, away from GPUs, `down`, or "" without any direction."""
+
+    part: Part
+    direction: Literal["up", "down", ""] = ""
+
+    @property
+    def words(self) -> str:
+        """The part, and the direction in words."""
+        part, up = self.part, self.direction == "up"
+        if part.kind in ("socket", "numa"):
+            what = "socket" if part.kind == "socket" else "NUMA node"
+            start, end = part.device.split("-")[:: 1 if up else -1]
+            return f"the link from {what} {start} to {what} {end}"
+        if not self.direction:
+            return part.words
+        names = ("outwards", "inwards") if part.kind in ("own", "nvlink") else _DIRECTIONS
+        return f"{part.words} ({names[not up]})"
+
+
+class Shared(NamedTuple):
+    """A part of several flows in words; equal kinds of parts have one `kind`."""
+
+    kind: str
+    words: str
+
+
+class Paths:
+    """The parts of a machine on the paths of flows."""
+
+    def __init__(self, machine: Machine, knowledge: Knowledge) -> None:
+        self.machine = machine
+        self._network = Network(model_for(machine, knowledge))
+        self._known: dict[tuple[Transfer, ...], tuple[Passing, ...]] = {}
+
+    def passes(self, flow: Flow) -> tuple[Passing, ...]:
+        """Return the parts on a flow's path, once for each direction."""
+        if flow.transfers not in self._known:
+            found = [passing for transfer in flow.transfers for passing in self._of(transfer)]
+            self._known[flow.transfers] = tuple(dict.fromkeys(found))
+        return self._known[flow.transfers]
+
+    def related(self, one: Flow, other: Flow) -> int:
+        """Return the number of parts two flows share; the same direction counts twice."""
+        first, second = set(self.passes(one)), set(self.passes(other))
+        parts = {passing.part for passing in first} & {passing.part for passing in second}
+        return len(parts) + len(first & second)
+
+    def shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
+        """Return the parts of most of the flows, of two at least; nearest to the CPU first."""
+        passings = [passing for flow in flows for passing in self.passes(flow)]
+        counts = Counter(part for flow in flows for part in {one.part for one in self.passes(flow)})
+        most = max(counts.values(), default=0)
+        if most < 2:
+            return ()
+        # A part of some flows says little where all flows share another.
+        parts = [part for part, count in counts.items() if count == most]
+        parts = [part for part in parts if part.kind not in _VAGUE] or parts
+        # Of links above one another only the one nearest to the CPU.
+        uplinks = {part.device for part in parts if part.kind == "uplink"}
+        parts = [
+            part
+            for part in parts
+            if part.kind not in ("uplink", "own")
+            or not uplinks.intersection(self.machine.ancestors(part.device))
+        ]
+        parts.sort(key=lambda part: (_RANK.index(part.kind), part.device))
+        return tuple(_shared({one for one in passings if one.part == part}) for part in parts)
+
+    def _of(self, transfer: Transfer) -> Iterator[Passing]:
+        source, destination = str(transfer.source), str(transfer.destination)
+        edges = self._network.path(source, destination)
+        links = [self._link(edge) for edge in edges]
+        yield from links
+        for (_, end), before, after in zip(edges, links, links[1:], strict=False):
+            turning = before.direction == "up" and after.direction == "down"
+            if turning and end in self.machine.parents:
+                yield Passing(Part("switch", end, f"PCIe switch {end}"))
+        for node in self.machine.numa_nodes:
+            if node.id in (source, destination):
+                words = f"the host memory of NUMA node {node.index}"
+                yield Passing(Part("memory", node.id, words))
+            elif any(node.id in edge for edge in edges):
+                yield Passing(Part("cpu", node.id, f"the CPU of NUMA node {node.index}"))
+
+    def _link(self, edge: Edge) -> Passing:
+        kind, (start, end) = self._network.kinds[edge], edge
+        low, high = sorted(edge)
+        if kind == "pci":
+            upwards = self.machine.parents.get(start) == end
+            child, above = edge if upwards else (end, start)
+            to = "" if above[0] == "C" else f" to {above}"
+            part = Part("uplink", child, f"the uplink of switch {child}{to}")
+            if child[0] in "GN":
+                part = Part("own", child, f"{device_words(child)}'s own PCIe link")
+        elif kind == "smp":
+            return self._between_nodes(edge)
+        elif kind == "hidden":
+            words = f"the inside of the chip that joins switches {low} and {high}"
+            return Passing(Part("chip", f"{low}+{high}", words))
+        else:
+            part = Part("nvlink", f"{low}-{high}", f"the link of {low}, {high}")
+            if high[0] == "S":
+                part = Part("nvlink", low, f"{device_words(low)}'s NVLinks")
+            upwards = start == low
+        return Passing(part, "up" if upwards else "down")
+
+    def _between_nodes(self, edge: Edge) -> Passing:
+        sockets = {node.id: node.socket for node in self.machine.numa_nodes}
+        kind: Kind = "numa"
+        ends = [int(node[1:]) for node in edge]
+        if self._network.between_sockets(edge):
+            kind = "socket"
+            known = [sockets[node] for node in edge]
+            ends = [
+                end if socket is None else socket for end, socket in zip(ends, known, strict=True)
+            ]
+        low, high = sorted(ends)
+        what = "sockets" if kind == "socket" else "NUMA nodes"
+        part = Part(kind, f"{low}-{high}", f"the link between {what} {low} and {high}")
+        return Passing(part, "up" if ends[0] == low else "down")
+
+    def busy(self, flows: Sequence[Flow]) -> Iterator[Shared]:
+        """Yield GPUs that move bytes of all flows, some over host memory and some directly."""
+        tasks: dict[str, list[tuple[int, str]]] = {}
+        for number, flow in enumerate(flows):
+            for transfer in flow.transfers:
+                if transfer.executor.kind != "N":
+                    gpu = f"GPU {transfer.executor.index}"
+                    tasks.setdefault(gpu, []).append((number, self._task(transfer)))
+        mixed = len({flow.is_bounce for flow in flows}) > 1
+        for gpu, found in sorted(tasks.items()):
+            kinds = sorted({task for _, task in found})
+            if mixed and len({number for number, _ in found}) == len(flows) and len(kinds) > 1:
+                words = f"{gpu}, which at once {' and '.join(kinds)}"
+                yield Shared(f"busy {'+'.join(kinds)}", words)
+
+    def _task(self, transfer: Transfer) -> str:
+        verb, end = "reads", transfer.source
+        if transfer.operation == "write":
+            verb, end = "writes into", transfer.destination
+        if end.kind == "N":
+            return f"{verb} a NIC"
+        gpu_node = self.machine.numa_of(f"G{transfer.executor.index}")
+        near = self.machine.numa_of(str(end)) == gpu_node
+        what = "the memory" if end.kind == "C" else "a GPU"
+        return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"
+
+
+def device_words(device: str) -> str:
+    """Return the name of a GPU or NIC in words.
+
+    >>> device_words("G3")
+    'GPU 3'
+    """
+    return f"{'GPU' if device[0] == 'G' else 'NIC'} {device[1:]}"
+
+
+def _shared(passings: set[Passing]) -> Shared:
+    first = min(passings)
+    kind = f"{first.part.kind} {'+'.join(sorted(one.direction for one in passings))}"
+    words = first.words if len(passings) == 1 else f"{first.part.words} (in both directions)"
+    return Shared(kind, words)
