@@ -23,7 +23,6 @@ from tccl_py.installation.install import (
     form_of,
     install,
     load_record,
-    removal,
     state_directory,
     uninstall,
 )
@@ -196,7 +195,7 @@ def test_links_stay_links_and_what_they_lead_to_is_restored(tmp_path):
     assert b"NCCL_P2P_LEVEL=SYS" in real.read_bytes()
     assert (tmp_path / "to-come").is_file()
     found = uninstall()
-    assert len(found.changes) == 2
+    assert [change.needed for change in found] == [True, True]
     assert everything(tmp_path) == before
 
 
@@ -235,7 +234,7 @@ def test_the_record_says_what_is_where_and_goes_with_the_last(tmp_path):
 def test_a_file_is_cleaned_without_a_record(tmp_path):
     install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
     shutil.rmtree(state_directory())
-    assert removal().changes == ()
+    assert uninstall(dry_run=True) == ()
     uninstall([tmp_path / "conf"])
     assert list(tmp_path.iterdir()) == [tmp_path / "home"]
     assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
@@ -245,7 +244,7 @@ def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
     install(PLAN, {"conf": tmp_path / "conf"}, dry_run=False)
     (tmp_path / "conf").unlink()
     found = uninstall()
-    assert (found.changes, found.untouched) == ((), (tmp_path / "conf",))
+    assert [(change.path, change.needed) for change in found] == [(tmp_path / "conf", False)]
     assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 

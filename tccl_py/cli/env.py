@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,23 +13,20 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, gpus_argument, opt, refuse
-from tccl_py.cli.process import (
-    ANSWER_IS_NO,
-    flush_output,
-    notice,
-    prefer_numa_node,
-    print_json,
-)
+from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import refused
-from tccl_py.health.fitness import ALIKE_VARIABLE, JobEnvironment, job_environment_of
+from tccl_py.health.fitness import (
+    ALIKE_VARIABLE,
+    JobEnvironment,
+    job_environment_of,
+    prefer_numa_node,
+)
 from tccl_py.nccl.variables import env_conflicts, export_lines
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import CHOICES, Plan
+from tccl_py.plan.plan import CHOICES
 
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
 Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
 
 
@@ -87,7 +82,15 @@ def env(
         eval "$(tccl env my-cluster --host gpu07)"
     """
     found = _environment(directory, gpus, host, nccl, choice, plugin=plugin, alike=alike)
-    _print(found.plan, found.variables, found.subject, json=json)
+    if json:
+        simulated = found.plan.simulated
+        print_json({**found.subject, "environment": found.variables, "simulated": simulated})
+    else:
+        if "off" not in found.subject:
+            print(f"# tccl-py, rates {found.plan.provenance}")
+            print(export_lines(found.variables), end="")
+        if "NCCL_GRAPH_FILE" not in found.variables:
+            print("unset NCCL_GRAPH_FILE")
     if found.refused:
         raise typer.Exit(ANSWER_IS_NO)
 
@@ -162,38 +165,9 @@ def _environment(
         refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
     if plan.is_cluster:
         refuse({"--gpus": gpus, "--nccl": nccl}, options.OF_CLUSTER)
-        chosen = None
     else:
         refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
-        chosen = gpus_argument(gpus, plan.machine)
-    given: dict[str, Any] = {"gpus": chosen, "host": host, "nccl": nccl, **how}
+    given: dict[str, Any] = {"host": host, "nccl": nccl, "is_rank": is_rank, **how}
+    given["gpus"] = None if gpus is None else gpus_argument(gpus, plan.machine)
     given["choice"] = None if choice is None else choice.value
-    if is_rank and not plan.is_cluster:
-        given["gpu_of_rank"] = _gpu_of_rank(chosen or plan.gpus)
     return job_environment_of(plan, directory, say=notice, **given)
-
-
-def _gpu_of_rank(gpus: Sequence[int]) -> int | None:
-    """Return the GPU of this process by its launcher's variables; None if it is no single rank."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
-        gpus = [int(gpu) for gpu in visible.split(",")]
-    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    rank = next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
-    if rank is None:
-        return None
-    return gpus[0] if len(gpus) == 1 else gpus[rank] if rank < len(gpus) else None
-
-
-def _print(
-    plan: Plan, variables: Mapping[str, str], subject: Mapping[str, object], *, json: bool
-) -> None:
-    """Print a job's variables; NCCL_GRAPH_FILE is unset unless they have it."""
-    if json:
-        print_json({**subject, "environment": variables, "simulated": plan.simulated})
-        return
-    if "off" not in subject:
-        print(f"# tccl-py, rates {plan.provenance}")
-        print(export_lines(variables), end="")
-    if "NCCL_GRAPH_FILE" not in variables:
-        print("unset NCCL_GRAPH_FILE")

@@ -11,18 +11,10 @@ from tccl_py.cli import options
 from tccl_py.cli.options import flag, opt
 from tccl_py.cli.process import notice
 from tccl_py.errors import InputError
-from tccl_py.files import check_path
-from tccl_py.health.fitness import planned_or_installed, why_elsewhere
-from tccl_py.installation.install import Installed, Kind, form_of, removal
+from tccl_py.installation.install import Kind, form_of, plan_to_install
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
-from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import user_file
-from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables
-from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import check_files
-from tccl_py.verify.record import why_not_verified
 
 _PRINTED = "-"
 
@@ -62,12 +54,8 @@ def install(
         tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.0
         tccl install my-plan --slurm-prolog - --force
     """
-    check_plan_directory(directory)
-    plan = load_plan(directory)
-    check_files(directory)
-    _check(plan, directory, force=force, alike=alike)
-    loading = _plugin(plan, directory, alike=alike) if plugin else {}
-    installed = _installed(plan, directory, alike=alike, plugin=loading)
+    how = {"alike": alike, "plugin": plugin, "force": force}
+    installed = plan_to_install(directory, **how, say=notice)
     named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
     targets = {kind: path for kind, path in named.items() if path is not None}
     if conf is not None and str(conf) == _PRINTED:
@@ -92,51 +80,6 @@ def install(
         )
 
 
-def _installed(plan: Plan, directory: Path, *, alike: bool, plugin: dict[str, str]) -> Installed:
-    place = directory.resolve()
-    check_path(place)
-    measured = not plan.is_cluster and not plan.simulated
-    fingerprint = planned_fingerprint(plan, directory) if measured else None
-    uuids: tuple[str, ...] = ()
-    if fingerprint is not None and not alike:
-        known = fingerprint.uuids(plan.machine)
-        uuids = tuple(known[gpu] for gpu in plan.gpus if gpu in known)
-    return Installed(
-        directory=place,
-        settings=plan.plain_settings,
-        provenance=plan.provenance,
-        plugin=plugin,
-        alike=alike,
-        fingerprint=fingerprint,
-        gpu_uuids=uuids,
-    )
-
-
-def _plugin(plan: Plan, directory: Path, *, alike: bool) -> dict[str, str]:
-    """Return the variables that load the plugin; none, with a notice, where it does not work."""
-    why = why_no_plugin(planned_or_installed(plan))
-    try:
-        loading = plugin_variables(directory, alike=alike)
-    except InputError as error:
-        loading, why = {}, why or str(error)
-    if why:
-        notice(f"without the plugin, by variables alone: {why}")
-    return {} if why else loading
-
-
-def _check(plan: Plan, directory: Path, *, force: bool, alike: bool) -> None:
-    """Refuse what was not seen to do good, unless it is forced; then say so."""
-    why = "is simulated" if plan.simulated else why_not_verified(directory)
-    if not why and not plan.is_cluster:
-        elsewhere = why_elsewhere(plan, directory, alike=alike, say=notice)
-        why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
-    if not why:
-        return
-    if not force:
-        raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
-    notice(f"{directory} {why}: installed because of --force")
-
-
 def uninstall(
     files: Annotated[
         list[Path] | None,
@@ -155,14 +98,14 @@ def uninstall(
         tccl uninstall
         tccl uninstall /etc/slurm/task_prolog.sh
     """
-    found = removal(files or ()) if dry_run else take_out(files or ())
-    for change in found.changes:
-        if change.after is None:
+    found = take_out(files or (), dry_run=dry_run)
+    for change in found:
+        if not change.needed:
+            notice(f"{change.path} has no lines of a plan")
+        elif change.after is None:
             done = "would remove" if dry_run else "removed"
             notice(f"{done} {change.path}, which was new")
         else:
             notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
-    for path in found.untouched:
-        notice(f"{path} has no lines of a plan")
-    if not found.changes and not found.untouched:
+    if not found:
         notice("nothing is installed")

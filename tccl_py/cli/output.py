@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tccl_py.cli.process import Verbosity, notice, verbosity
@@ -79,6 +80,16 @@ def grid(rows: Any) -> Table:
     if table.columns:
         table.columns[-1].overflow = "fold"
     return table
+
+
+def print_table(console: Console, lines: Iterable[Iterable[str]], *, title: str = "") -> None:
+    """Print a table with its headers as the first line, if any line follows; long words fold."""
+    headers, *rows = lines
+    table = Table(*(Column(header, overflow="fold") for header in headers), title=title or None)
+    for cells in rows:
+        table.add_row(*cells)
+    if rows:
+        console.print(table)
 
 
 def heat(value: float | None, largest: float) -> Text:

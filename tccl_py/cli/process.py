@@ -115,19 +115,3 @@ def silence_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def prefer_numa_node(node: int) -> str:
-    """Prefer a NUMA node for all memory of this process and its children; return why not, or ""."""
-    import ctypes  # noqa: PLC0415
-    import platform  # noqa: PLC0415
-
-    set_mempolicy = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
-    if set_mempolicy is None:
-        return f"not known on {platform.machine()}"
-    libc, preferred = ctypes.CDLL(None, use_errno=True), 1
-    words = (ctypes.c_uint64 * 16)()
-    words[node // 64] = 1 << node % 64
-    # The kernel reads one bit less.
-    done = libc.syscall(set_mempolicy, preferred, words, 8 * ctypes.sizeof(words) + 1)
-    return os.strerror(ctypes.get_errno()) if done else ""

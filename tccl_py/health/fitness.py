@@ -93,6 +93,8 @@ def _replaced_gpus(
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
 """Set to 1 in jobs that use the plan of another, equal host."""
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
 _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 
 
@@ -230,13 +232,13 @@ def job_environment_of(
     plugin: bool,
     alike: bool,
     say: Say,
-    gpu_of_rank: int | None = None,
+    is_rank: bool = False,
 ) -> JobEnvironment:
     """Return the variables of a job over GPUs of a machine's plan, or on a host of a cluster.
 
-    None is all GPUs, this host, the installed NCCL, and the recommended choice. `gpu_of_rank` is
-    the GPU of this process, if it is one of the job's ranks. `say` is told why there are no
-    variables, or others than were asked for.
+    None is all GPUs, this host, the installed NCCL, and the recommended choice. With
+    `is_rank` this process may be one of the job's ranks. `say` is told why there are no variables,
+    or others than were asked for.
     """
     listed, numa_id = check_files(directory).files, None
     taken = choice or _offered(plan, gpus)
@@ -261,7 +263,7 @@ def job_environment_of(
         if plugin and not disabled:
             disabled = why
         elif placed and why:
-            placed, numa_id = False, _numa_id(plan, chosen, gpu_of_rank)
+            placed, numa_id = False, _numa_id(plan, chosen, gpus or plan.gpus) if is_rank else None
             taken = "variables" if numa_id is None else taken
             if numa_id is None and not disabled:
                 say(f"variables alone, as `tccl run` starts no single rank, and {why}")
@@ -297,12 +299,40 @@ def _offered(plan: Plan, gpus: Sequence[int] | None) -> ChoiceName:
     return plan.recommended
 
 
-def _numa_id(plan: Plan, gpus: Sequence[int], gpu: int | None) -> int | None:
-    """Return the NUMA node that a plan names for a GPU of a job; None if it names none."""
-    found = plan.subset(gpus)
+def _numa_id(plan: Plan, gpus: Sequence[int], in_order: Sequence[int]) -> int | None:
+    """Return the NUMA node that a plan names for the GPU of this rank; None if it names none."""
+    gpu, found = _gpu_of_rank(in_order), plan.subset(gpus)
     nodes = {} if found is None else dict(zip(found.gpus, found.nodes, strict=False))
     ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
     return ids[nodes[gpu]] if gpu in nodes else None
+
+
+def _gpu_of_rank(gpus: Sequence[int]) -> int | None:
+    """Return the GPU of this process by its launcher's variables; None if it is no single rank."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
+        gpus = [int(gpu) for gpu in visible.split(",")]
+    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    rank = next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
+    if rank is None:
+        return None
+    return gpus[0] if len(gpus) == 1 else gpus[rank] if rank < len(gpus) else None
+
+
+def prefer_numa_node(node: int) -> str:
+    """Prefer a NUMA node for all memory of this process and its children; return why not, or ""."""
+    import ctypes  # noqa: PLC0415
+    import platform  # noqa: PLC0415
+
+    set_mempolicy = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
+    if set_mempolicy is None:
+        return f"not known on {platform.machine()}"
+    libc, preferred = ctypes.CDLL(None, use_errno=True), 1
+    words = (ctypes.c_uint64 * 16)()
+    words[node // 64] = 1 << node % 64
+    # The kernel reads one bit less.
+    done = libc.syscall(set_mempolicy, preferred, words, 8 * ctypes.sizeof(words) + 1)
+    return os.strerror(ctypes.get_errno()) if done else ""
 
 
 def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:

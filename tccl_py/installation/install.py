@@ -20,6 +20,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import (
+    check_path,
     decode_json,
     encode_json,
     lock,
@@ -28,7 +29,7 @@ from tccl_py.files import (
     sweep_beside,
     write_atomically,
 )
-from tccl_py.health.fitness import ALIKE_VARIABLE
+from tccl_py.health.fitness import ALIKE_VARIABLE, Say, planned_or_installed, why_elsewhere
 from tccl_py.installation.blocks import (
     Change,
     apply_changes,
@@ -40,8 +41,14 @@ from tccl_py.installation.blocks import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines
+from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables
 from tccl_py.plan.files import conf_text
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import check_files
+from tccl_py.verify.record import why_not_verified
 
 Kind = Literal["conf", "slurm-prolog", "module"]
 PLAN_VARIABLE = "TCCL_PLAN"
@@ -82,6 +89,54 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
         return {**self.variables, PLAN_VARIABLE: str(self.directory), **more}
 
 
+def plan_to_install(
+    directory: Path, *, alike: bool, plugin: bool, force: bool, say: Say
+) -> Installed:
+    """Return the plan in a directory as it is installed; `say` gets notices.
+
+    Without `force` the plan must be verified, and of this machine. With `plugin` the plugin is
+    loaded where NCCL has plugins. Raises InputError: no plan, changed files, or not to be trusted.
+    """
+    check_plan_directory(directory)
+    plan = load_plan(directory)
+    check_files(directory)
+    why = "is simulated" if plan.simulated else why_not_verified(directory)
+    if not why and not plan.is_cluster:
+        elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
+        why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
+    if why and not force:
+        raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
+    if why:
+        say(f"{directory} {why}: installed because of --force")
+    place = directory.resolve()
+    check_path(place)
+    loading = _loading(plan, directory, alike=alike, say=say) if plugin else {}
+    of_host = not plan.is_cluster and not plan.simulated
+    fingerprint = planned_fingerprint(plan, directory) if of_host else None
+    uuids = {} if fingerprint is None or alike else fingerprint.uuids(plan.machine)
+    return Installed(
+        directory=place,
+        settings=plan.plain_settings,
+        provenance=plan.provenance,
+        plugin=loading,
+        alike=alike,
+        fingerprint=fingerprint,
+        gpu_uuids=tuple(uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids),
+    )
+
+
+def _loading(plan: Plan, directory: Path, *, alike: bool, say: Say) -> dict[str, str]:
+    """Return the variables that load the plugin; none, with a notice, where it does not work."""
+    why = why_no_plugin(planned_or_installed(plan))
+    try:
+        loading = plugin_variables(directory, alike=alike)
+    except InputError as error:
+        loading, why = {}, why or str(error)
+    if why:
+        say(f"without the plugin, by variables alone: {why}")
+    return {} if why else loading
+
+
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """The form of our block in a file: lines, and the head and mode of a new file."""
 
@@ -108,13 +163,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record without files at `paths`, and with the added ones."""
         rest = tuple(file for file in self.files if file.path not in paths)
         return msgspec.structs.replace(self, files=(*rest, *added))
-
-
-class Removal(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes that remove all blocks, and the files without a block."""
-
-    changes: tuple[Change, ...]
-    untouched: tuple[Path, ...]
 
 
 def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> tuple[Change, ...]:
@@ -151,32 +199,31 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
     return changes
 
 
-def removal(paths: Sequence[Path] = ()) -> Removal:
-    """Return the changes of `uninstall` in all recorded files, or in these."""
-    found = paths or [Path(file.path) for file in load_record(state_directory()).files]
-    changes, untouched = [], []
-    for path in dict.fromkeys(map(real_path, found)):
+def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Change, ...]:
+    """Remove our block from all recorded files, or from these; with `dry_run`, change nothing.
+
+    Files without a block have a change that is not `needed`.
+    """
+    directory = state_directory()
+    if dry_run:
+        return _removal(paths, load_record(directory))
+    with _opened_record(directory) as record:
+        found = _removal(paths, record)
+        for change in found:
+            sweep_beside(change.path)
+        apply_changes(found)
+        if record.files:
+            _save_record(record.updated({str(change.path) for change in found}), directory)
+    return found
+
+
+def _removal(paths: Sequence[Path], record: Record) -> tuple[Change, ...]:
+    changes = []
+    for path in dict.fromkeys(map(real_path, paths or [Path(file.path) for file in record.files])):
         before = read_own(path) if path.exists() else None
         after = None if before is None else without_block(before, heads=HEADS, where=str(path))
-        if after == before:
-            untouched.append(path)
-        else:
-            changes.append(Change(path=path, before=before, after=after))
-    return Removal(changes=tuple(changes), untouched=tuple(untouched))
-
-
-def uninstall(paths: Sequence[Path] = ()) -> Removal:
-    """Remove our block from all recorded files, or from these."""
-    directory = state_directory()
-    with _opened_record(directory) as record:
-        found = removal(paths)
-        files = (*(change.path for change in found.changes), *found.untouched)
-        for path in files:
-            sweep_beside(path)
-        apply_changes(found.changes)
-        if record.files:
-            _save_record(record.updated(set(map(str, files))), directory)
-    return found
+        changes.append(Change(path=path, before=before, after=after))
+    return tuple(changes)
 
 
 def _change(plan: Installed, kind: Kind, path: Path) -> Change:

@@ -1,14 +1,17 @@
-"""GPU lists, ring orders, settings and provenance in words, and a plan as JSON."""
+"""Plans in words: GPU lists, ring orders, settings, lines and tables of a plan; a plan as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from tccl_py.files import picked
-from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.settings import Settings, environment, environment_text
+from tccl_py.nccl.variables import pinned_env_text
 from tccl_py.plan.files import graph_files
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
 from tccl_py.readers.hosts import compress
@@ -58,8 +61,7 @@ def settings_words(settings: Settings) -> str:
     'NCCL_P2P_LEVEL=SYS, 2 channels'
     """
     variables = [f"{name}={value}" for name, value in environment(settings).items()]
-    channels = f"{settings.channels} channel{'' if settings.channels == 1 else 's'}"
-    return ", ".join([*(variables or ["default settings"]), channels])
+    return ", ".join([*(variables or ["default settings"]), _channels(settings)])
 
 
 def choice_words(name: ChoiceName, settings: Settings) -> str:
@@ -82,6 +84,151 @@ def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings
         rings = plan.subset(gpus)
         if rings is not None:
             yield gpus, name, rings
+
+
+Cells = tuple[str, ...]
+MOST_PATHS = 16
+"""Of a cluster whose hosts differ there can be hundreds."""
+_MOST_ORDER = 1000
+"""Characters of the hosts' order that a terminal has room for."""
+
+
+def summary(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield facts of a plan, each with its name."""
+    mark = plan.provenance
+    if plan.is_cluster:
+        changed = "another order than given" if plan.order_changed else "as given"
+        order = compress(plan.host_order)
+        if len(order) > _MOST_ORDER:
+            begin = order[:_MOST_ORDER].rpartition(",")[0]
+            order = f"{begin}, ... (nccl/order/hosts.txt has all)"
+        yield "host order", f"{changed}: {order}"
+        counted = f"{_count(plan.ring_count, 'ring')} over {_channels(plan.settings)}"
+        yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {counted}"
+        name, hop = plan.bottleneck
+        yield "slowest flow", f"{hop.gbps:.2f} GB/s: {hop.flow} on {name}"
+        if plan.whole_ring_gbps is not None:
+            yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
+    for choice in plan.choices:
+        yield CHOICE_WORDS[choice], _choice_text(plan, choice)
+    known = plan.bound_gbps is not None
+    yield "bound", f"{plan.bound_gbps:.2f} GB/s, {plan.proof}" if known else "not known"
+    if plan.limit_text:
+        yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"
+    yield "plugin", _plugin_text(plan)
+    unchecked = "" if plan.settings_verified else " (this version was not checked)"
+    variables = environment_text(plan.settings) or "defaults"
+    more = f": {variables}" if plan.is_cluster else ""
+    yield "NCCL", f"{plan.settings.version}{unchecked}{more}"
+    if plan.pinned_env:
+        yield "pinned", pinned_env_text(plan.pinned_env)
+    done = "simulated" if plan.simulated else "measured"
+    rest = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
+    yield "cost", f"{plan.sets_measured} sets {done}, {rest}"
+
+
+def _plugin_text(plan: Plan) -> str:
+    """Return what communicators get by the plugin."""
+    if plan.is_cluster:
+        return "none for several hosts; launch with the files of nccl/order"
+    variables = environment_text(plan.job_settings)
+    rest = f"default NCCL with {variables}" if variables else "default NCCL"
+    rates = [found.rate_gbps for _, _, found in subset_files(plan)]
+    if not rates:
+        return f"{rest} for every communicator"
+    return (
+        f"a graph file for communicators over {_count(len(rates), 'set')} of GPUs, "
+        f"{min(rates):.2f} to {max(rates):.2f} GB/s (`tccl show --sets`); {rest} for others"
+    )
+
+
+def _choice_text(plan: Plan, name: ChoiceName) -> str:
+    """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
+    choice, gain = plan.choices[name], plan.gain(name)
+    known = choice.rate_gbps is not None
+    rate = f"{choice.rate_gbps:.2f} GB/s ({plan.provenance})" if known else "not rated"
+    if choice.achieved_gbps is not None:
+        rate += f", {choice.achieved_gbps:.2f} achieved"
+    times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
+    variables = environment_text(choice.settings)
+    how = {
+        "default": "NCCL as it runs here",
+        "variables": f"with {variables}" if variables else "no variable helps",
+        "graph": f"with a graph file of {_channels(choice.settings)}"
+        + (f" and {variables}" if variables else "")
+        + (" with placed bounce buffers" if choice.settings.shm_placement else ""),
+    }[name]
+    note = f"; {choice.note}" if choice.note else ""
+    return f"{rate}{times}: {how}{note}{' <- recommended' * (name == plan.recommended)}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _channels(settings: Settings) -> str:
+    return _count(settings.channels, "channel")
+
+
+def _numbers(values: Iterable[int], between: str = " ") -> str:
+    return between.join(map(str, values))
+
+
+def class_table(plan: Plan) -> Iterator[Cells]:
+    """Yield the headers and cells of a table of a cluster's classes of hosts."""
+    yield "class", "hosts", "GPUs", "NICs"
+    counts = Counter(plan.cluster.host_classes.values())
+    for number, known in enumerate(plan.cluster.classes):
+        nics = " ".join(f"{nic.id} {nic.name}" for nic in known.machine.nics)
+        yield known.name, str(counts[number]), _numbers(plan.class_gpus[number], ","), nics
+
+
+def ring_table(plan: Plan) -> Iterator[Cells]:
+    """Yield the headers and cells of a table of rings; of a cluster, of the first host paths."""
+    if plan.is_cluster:
+        yield "path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow"
+    else:
+        yield "ring", "GPU order", "GB/s", "slowest hop"
+    for number, hosts in itertools.islice(used_paths(plan).items(), MOST_PATHS):
+        for ring, chain in enumerate(plan.paths[number].chains):
+            order, slowest = _numbers(chain.gpus), str(chain.bottleneck.flow)
+            cells: Cells = (str(ring), order)
+            if plan.is_cluster:
+                first = (f"{_class_name(plan, number)} ({number})", str(hosts))
+                way = str(ring), f"N{chain.entry_nic}", order, f"N{chain.exit_nic}"
+                cells = (*(first if ring == 0 else ("", "")), *way)
+            yield *cells, f"{chain.rate:.2f}", slowest
+
+
+def hop_table(plan: Plan) -> Iterator[Cells]:
+    """Yield the headers and cells of a table of every hop, with its rate beside all others."""
+    first = ("class", "path", "ring") if plan.is_cluster else ("ring", "from", "to")
+    yield *first, "GB/s", "flow"
+    for number in used_paths(plan):
+        for ring, chain in enumerate(plan.paths[number].chains):
+            for hop in chain.hops:
+                rate = f"{hop.gbps:.2f}{' (slowest)' * (hop == chain.bottleneck)}"
+                ends: Cells = str(ring), f"G{hop.source}", f"G{hop.target}"
+                if plan.is_cluster:
+                    ends = _class_name(plan, number), str(number), str(ring)
+                yield *ends, rate, str(hop.flow)
+
+
+def set_table(plan: Plan) -> Iterator[Cells]:
+    """Yield the headers and cells of a table of the sets of GPUs that get a graph file."""
+    yield "GPUs", "GB/s", "rings", "graph file"
+    for gpus, name, found in subset_files(plan):
+        rings = ", ".join(map(_numbers, found.rings))
+        yield _numbers(gpus, ","), f"{found.rate_gbps:.2f}", rings, f"nccl/{name}"
+
+
+def used_paths(plan: Plan) -> Counter[int]:
+    """Return the paths that hosts have, in the order of the ring, and how many have each."""
+    return Counter(host.path for host in plan.hosts)
+
+
+def _class_name(plan: Plan, path: int) -> str:
+    return plan.cluster.classes[plan.paths[path].node_class].name
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
