@@ -29,9 +29,9 @@ from tccl_py.model.cluster import Cluster, Host, SwitchTree
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import HostTable, KeptTable
+from tccl_py.plan.writing import nccl_files
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from tccl_py import Simulator, bundled_names, make_plan
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.words import CHOICE_WORDS
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.evaluation import Evaluation, Summary, Sweep
 from tccl_py.verify.plans import evaluate_plan

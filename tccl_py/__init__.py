@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from tccl_py.model.reports import HostReport, cluster_of
     from tccl_py.model.transfer import parse_flow, parse_set
     from tccl_py.plan.cluster_planner import make_cluster_plan
-    from tccl_py.plan.directory import write_plan
     from tccl_py.plan.load import load_plan
     from tccl_py.plan.plan import Plan
     from tccl_py.plan.planner import make_plan
     from tccl_py.plan.study import diff
+    from tccl_py.plan.writing import write_plan
     from tccl_py.readers.live import discover_machine
     from tccl_py.readers.switches import read_switches
     from tccl_py.report.notebook import drawing
@@ -49,11 +49,11 @@ _NAMES = {
     "model.cluster": "Cluster",
     "model.reports": "HostReport cluster_of",
     "model.transfer": "parse_flow parse_set",
-    "plan.directory": "write_plan",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
     "plan.planner": "make_plan",
     "plan.study": "diff",
+    "plan.writing": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
     "report.notebook": "drawing",

@@ -18,9 +18,9 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.settings import environment, final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.files import nccl_files
 from tccl_py.plan.plan import per_channel
 from tccl_py.plan.planner import make_plan
+from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for

@@ -13,8 +13,8 @@ from tccl_py.cli.main import app
 from tccl_py.files import encode_json, encode_line
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.directory import write_plan
-from tccl_py.plan.files import nccl_files
 from tccl_py.plan.plan import PlannedHost
 from tccl_py.plan.variants import for_version
 from tccl_py.plan.words import choice_json
+from tccl_py.plan.writing import nccl_files, write_plan
 from tccl_py.sources.journal import JournalFile, JournalHeader
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind

@@ -11,8 +11,8 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import load_explanation
 from tccl_py.model.transfer import parse_set
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled

@@ -18,9 +18,9 @@ from tccl_py.cli.output import ProgressLine
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import parse_gpus
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.words import mark as provenance
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
 from tests.planned import as_only

@@ -16,9 +16,9 @@ from tccl_py.cli.main import app
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import per_channel
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import read_journal
 from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, plan_of

@@ -20,11 +20,10 @@ from tccl_py.nccl.settings import Settings, environment, settings_from_environme
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.beside import plugin_variables
-from tccl_py.plan.directory import machine_file, write_nccl_files, write_plan
-from tccl_py.plan.files import nccl_files
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.table_jobs import write_job
 from tccl_py.plan.variants import for_version
+from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
 from tests.effort import soon

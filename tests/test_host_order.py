@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tccl_py.plan.files import (
+from tccl_py.plan.writing import (
     HOSTS,
     MPICH_MACHINEFILE,
     OPEN_MPI_HOSTFILE,

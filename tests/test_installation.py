@@ -31,8 +31,8 @@ from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.variables import env_conflicts, env_rules
 from tccl_py.nccl_library import conf_lines, settings_of_files
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import SMALL, needing_a_graph, plan_of

@@ -31,11 +31,11 @@ from tccl_py.nccl.validator import validate
 from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_here import not_pinned
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.tasks import condensed
+from tccl_py.plan.writing import nccl_files
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator

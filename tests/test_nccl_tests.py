@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import tccl_py.verify.plans as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.nccl_tests import PROGRAMS, find_program, read_table, size_options
 from tccl_py.verify.preflight import check_collectives

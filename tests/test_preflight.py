@@ -4,7 +4,7 @@ import pytest
 
 from tccl_py.health.drift import Drift, collapse_patterns
 from tccl_py.model.transfer import parse_set
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify.jobs import JobError

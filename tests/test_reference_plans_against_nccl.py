@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.files import nccl_files
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import nccl_files
 from tests.graph_judge import judged, needs_judge
 from tests.nccl_cases import CASES
 from tests.topology_writer import topology_xml

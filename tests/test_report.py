@@ -15,8 +15,8 @@ from tccl_py.health.host import Host
 from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import bounce, parse_set
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.report.contents import (
     fastest_alone,
     fastest_bounces,

@@ -24,9 +24,9 @@ from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
 from tccl_py.plan.beside import load_tuning
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
+from tccl_py.plan.writing import write_plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html

@@ -21,7 +21,6 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.bounded_jobs import bound_of
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_class import paired_chain_set
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
@@ -36,6 +35,7 @@ from tccl_py.plan.tables import (
     gpus_text,
     table_files,
 )
+from tccl_py.plan.writing import write_plan
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine

@@ -12,7 +12,7 @@ from scipy.stats import wilcoxon
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, rank_environment
 from tccl_py.verify.record import (

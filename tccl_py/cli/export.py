@@ -16,11 +16,11 @@ from tccl_py.files import read_text
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.directory import machine_file, write_nccl_files
-from tccl_py.plan.files import GRAPH_FILE, nccl_files
+from tccl_py.plan.directory import machine_file
+from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.table_jobs import write_job
+from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
 from tccl_py.readers.hosts import expand, listed_hosts
 
 RUNTIMES = ("nccl", "tccl", "tuner")

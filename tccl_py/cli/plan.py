@@ -32,7 +32,7 @@ from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.directory import holds_measurements, output_directory, write_plan
+from tccl_py.plan.directory import holds_measurements, output_directory
 from tccl_py.plan.growth import (
     KnownPlan,
     extended_by_model,
@@ -50,6 +50,7 @@ from tccl_py.plan.nccl_here import (
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.plan.writing import write_plan
 from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES

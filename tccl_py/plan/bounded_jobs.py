@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import msgspec
@@ -15,18 +15,12 @@ from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.nccl.graph_search import default_choice_or_sys
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.view import view
-from tccl_py.plan.files import (
-    LAUNCH_NOTES,
-    ORDER_FOLDER,
-    cluster_env_text,
-    conf_text,
-    host_order_files,
-    launch_notes,
-)
+from tccl_py.plan.files import conf_text, env_text
 from tccl_py.plan.load import BOUNDED_JOB, Head, plan_file
 from tccl_py.plan.plan import FORMAT_VERSION
 from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, manifest_of, write_new_directory
 from tccl_py.plan.tables import HostTable, OwnChains
+from tccl_py.plan.writing import order_files
 
 _MBPS = 8_000
 """Of a GB/s."""
@@ -140,15 +134,14 @@ def write_bounded_job(job: BoundedJob, output: Path) -> int:
 
     def files_of(place: Path) -> Mapping[str, str | bytes]:
         hosts = [(host.name, host.gpus) for host in job.hosts]
-        order = host_order_files(hosts, provenance=f"tccl-py, rates {job.provenance}")
-        folder = place.resolve() / "nccl" / ORDER_FOLDER
-        order[LAUNCH_NOTES] = launch_notes(hosts, directory=str(folder))
-        files: dict[str, str | bytes] = {
-            PLAN_FILE: encode_json(job),
-            "nccl/env.sh": cluster_env_text(job.settings, None, provenance=job.provenance),
-            "nccl/nccl.conf": conf_text(job.settings, provenance=job.provenance),
+        folder = PurePosixPath(place.resolve() / "nccl")
+        nccl = {
+            "env.sh": env_text(job.settings, None, provenance=job.provenance),
+            "nccl.conf": conf_text(job.settings, provenance=job.provenance),
+            **order_files(hosts, folder, provenance=job.provenance),
         }
-        files |= {f"nccl/{ORDER_FOLDER}/{name}": text for name, text in order.items()}
+        files: dict[str, str | bytes] = {f"nccl/{name}": text for name, text in nccl.items()}
+        files[PLAN_FILE] = encode_json(job)
         return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
 
     return write_new_directory(output, files_of)

@@ -21,22 +21,26 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_rules
-from tccl_py.plan.files import graph_files, nccl_files
+from tccl_py.plan.files import graph_files, machine_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
     FOLDERS,
     PLAN_FILE,
+    Files,
     locked,
     make,
     unmake,
-    write_new_directory,
     write_with_plan,
 )
 
 JOURNAL_FILE = "measurements.jsonl"
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
+
+
+Models = Mapping[str, msgspec.Struct | None]
+"""Models behind the rates of a simulated plan, by the names of its classes."""
 
 
 @contextmanager
@@ -113,18 +117,33 @@ def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
     return directory / "machines" / f"{plan.cluster.classes[number].name}.json"
 
 
-def write_plan(
+def write_machine_plan(
     plan: Plan,
     directory: Path,
     *,
-    models: Mapping[str, msgspec.Struct | None] | None = None,
+    models: Models | None = None,
+    fingerprint: Fingerprint | None = None,
+) -> None:
+    """Write all files of a machine's plan below `directory`; see `write_files`."""
+    texts = machine_files(plan, directory)
+    nccl = {**texts, **plugin_files(plan, texts, fingerprint, directory=directory)}
+    write_files(plan, nccl, directory, models=models, fingerprint=fingerprint)
+
+
+def write_files(
+    plan: Plan,
+    nccl: Files,
+    directory: Path,
+    *,
+    models: Models | None = None,
     fingerprint: Fingerprint | None = None,
     tables: Mapping[str, str] | None = None,
 ) -> None:
-    """Write all files of a plan below `directory`, and the manifest of them: all, or none.
+    """Write a plan with its files for NCCL below `directory`, and their manifest: all, or none.
 
     Args:
         plan: the plan.
+        nccl: names below `nccl/` and contents.
         directory: an existing directory.
         models: the models behind the rates of a simulated plan, by the names of its classes,
             written in the machines' place, so that more can be planned by them.
@@ -133,8 +152,6 @@ def write_plan(
 
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
-    texts = nccl_files(plan, directory)
-    nccl = {**texts, **plugin_files(plan, texts, fingerprint, directory=directory)}
     files = {f"nccl/{name}": content for name, content in nccl.items()} | dict(tables or {})
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)
@@ -145,17 +162,6 @@ def write_plan(
         )
     files[PLAN_FILE] = encode_json(plan)
     write_with_plan(files, directory, check=load_plan)
-
-
-def write_nccl_files(plan: Plan, output: Path) -> int:
-    """Write NCCL's and launchers' files to the new directory `output`; return their number.
-
-    Raises InputError: it exists, or cannot be written; nothing is left then.
-    """
-    return write_new_directory(
-        output,
-        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
-    )
 
 
 # The plugin's files: index and library.

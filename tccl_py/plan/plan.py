@@ -220,11 +220,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def write(self, directory: Path | str) -> None:
-        """Write all files of the plan into a new directory; see `tccl_py.write_plan`."""
-        from tccl_py.plan.directory import output_directory, write_plan  # noqa: PLC0415
+        """Write all files of a machine's plan into a new directory.
 
+        Raises InputError: a plan of several hosts, or the directory is not new.
+        """
+        from tccl_py.plan.directory import output_directory, write_machine_plan  # noqa: PLC0415
+
+        self.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
         with output_directory(Path(directory), force=False):
-            write_plan(self, Path(directory))
+            write_machine_plan(self, Path(directory))
 
     def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
         """Return the bandwidth of another ring order; see `tccl_py.plan.study.what_if`."""
@@ -405,6 +409,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def needs_plugin(self) -> bool:
         """Whether the recommended choice needs the NCCL plugin, or else `tccl run`."""
         return self.job_settings.shm_placement
+
+    @property
+    def names_graph(self) -> bool:
+        """Whether jobs get the graph file by their environment."""
+        return self.recommended == "graph" and not self.needs_plugin
 
     @property
     def plain_settings(self) -> Settings:

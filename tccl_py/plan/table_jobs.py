@@ -9,18 +9,11 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.files import encode_json
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
-from tccl_py.nccl.plugin import LIBRARY, found_library
-from tccl_py.nccl.plugin.index import IndexedSet
 from tccl_py.plan.bounded_jobs import BoundedHost, BoundedJob, bound_of
 from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.directory import index_of_class, machine_file
-from tccl_py.plan.files import HOSTS_FOLDER, host_graph_file, nccl_files
-from tccl_py.plan.load import check_plan
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
-from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, manifest_of, write_new_directory
 from tccl_py.plan.table_images import image_of
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, read_tables
 from tccl_py.plan.variants import retuned
@@ -229,48 +222,3 @@ def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...])
         right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {some}"
         raise NoTableError(f"class {one.name}", what, right)
     return found
-
-
-def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
-    """Write a job's plan with all its files to the new directory `output`; return their number.
-
-    `machines` are the texts of machines' files by the names of the plan's classes. Raises
-    InputError: parts of the plan do not fit together, the directory exists, or cannot be written.
-    """
-    check_plan(plan, where=str(output))
-
-    def files_of(place: Path) -> Mapping[str, str | bytes]:
-        texts = nccl_files(plan, place)
-        nccl = {**texts, **_plugin_files(plan, texts)}
-        files = {f"nccl/{name}": content for name, content in nccl.items()}
-        for number, one in enumerate(plan.cluster.classes):
-            files[str(machine_file(plan, Path(), number))] = machines[one.name]
-        files[PLAN_FILE] = encode_json(plan)
-        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
-
-    return write_new_directory(output, files_of)
-
-
-def _plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
-    """Return the plugin's files: an index for each host with its graph file, and the library.
-
-    Hosts with equal paths have equal indices. There are none where the job needs no graph file.
-    """
-    files: dict[str, str | bytes] = {}
-    made: dict[int, str] = {}
-    for host in plan.hosts if plan.is_cluster and plan.recommended == "graph" else ():
-        shared = f"path-{host.path}.xml"
-        if host.path not in made:
-            text = texts[host_graph_file(host.name)]
-            found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-            index = index_of_class(plan, plan.class_number(host), (found,), {})
-            try:
-                index = msgspec.structs.replace(index, job=plan.cluster.ranks)
-                made[host.path] = index.encode().decode()
-            except InputError:
-                return {}
-            files[f"{HOSTS_FOLDER}/{shared}"] = text
-        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
-    if made and (library := found_library()):
-        files[LIBRARY] = library.read_bytes()
-    return files

@@ -21,13 +21,14 @@ from tccl_py.errors import (
 )
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
-from tccl_py.plan.files import host_graphs, subset_graph
+from tccl_py.plan.files import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.words import choice_words
+from tccl_py.plan.writing import host_graphs
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.simulator.source import Simulator

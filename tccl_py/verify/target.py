@@ -21,11 +21,11 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint, plugin_variables
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import write_plan
-from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file, host_graphs, nccl_files
+from tccl_py.plan.files import GRAPH_FILE, HOSTS_FOLDER, host_graph_file
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
+from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.verify.jobs import THIS_HOST, Arm
 from tccl_py.verify.record import Verification, sizes_text
 from tccl_py.verify.rings import neighbours

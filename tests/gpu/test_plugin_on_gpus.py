@@ -21,9 +21,9 @@ from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.beside import Tuning, keep_tuning, plugin_variables
-from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.variants import retuned
+from tccl_py.plan.writing import write_plan
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import REPOSITORY, run_ranks
 from tests.planned import needing_a_graph

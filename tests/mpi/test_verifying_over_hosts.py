@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import load_verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces  # noqa: F401 (a fixture)

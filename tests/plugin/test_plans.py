@@ -4,7 +4,7 @@ import pytest
 
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.plan.beside import plugin_variables
-from tccl_py.plan.directory import write_plan
+from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import ASUS, as_only, needing_a_graph, plan_of
 from tests.plugin.logs import assert_own_rings

@@ -1,0 +1,322 @@
+"""The files of plans over hosts, and the directory of any plan.
+
+NCCL joins nodes in the order in which ranks first name them, and no file can change that: so the
+order in which a job starts its ranks is part of a plan.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.files import check_path, encode_json
+from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.graph_writer import graph_xml, node_rings
+from tccl_py.nccl.plugin import LIBRARY, found_library
+from tccl_py.nccl.plugin.index import IndexedSet
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import env_sh
+from tccl_py.nccl.view import NcclView
+from tccl_py.plan.directory import (
+    Models,
+    index_of_class,
+    machine_file,
+    write_files,
+    write_machine_plan,
+)
+from tccl_py.plan.files import (
+    HOSTS_FOLDER,
+    class_view,
+    env_text,
+    host_graph_file,
+    machine_files,
+    settings_files,
+)
+from tccl_py.plan.load import check_plan
+from tccl_py.plan.plan import HostPath, Plan
+from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, manifest_of, write_new_directory
+
+ORDER_FOLDER = "order"
+LAUNCH_NOTES = "launch.txt"
+OPEN_MPI_HOSTFILE = "hostfile.openmpi"
+OPEN_MPI_RANKFILE = "rankfile.openmpi"
+MPICH_MACHINEFILE = "hostfile.mpich"
+SLURM_HOSTFILE = "hostfile.slurm"
+RANK_MAP = "rank-map.json"
+HOSTS = "hosts.txt"
+MASTER_PORT = 29500
+"""torchrun's own default."""
+HostGpus = Sequence[tuple[str, Sequence[int]]]
+"""Hosts in ring order, each with a GPU for each of its ranks, in rank order."""
+
+
+def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
+    """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
+
+    Raises InputError: chains that NCCL would not take as meant, or a directory whose path cannot
+    stand in an environment variable.
+    """
+    if not plan.is_cluster:
+        return machine_files(plan, directory)
+    place = PurePosixPath(directory.resolve() / "nccl")
+    hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
+    files = {host_graph_file(name): text for name, text in host_graphs(plan).items()}
+    files |= order_files(hosts, place, provenance=plan.provenance)
+    folder = place / HOSTS_FOLDER if plan.names_graph else None
+    env = cluster_env_text(plan.plain_settings, folder, provenance=plan.provenance)
+    return files | settings_files(plan, env)
+
+
+def order_files(hosts: HostGpus, place: PurePosixPath, *, provenance: str) -> dict[str, str]:
+    """Return the files below `nccl/order`, as they will lie in `place`."""
+    order = host_order_files(hosts, provenance=f"tccl-py, rates {provenance}")
+    order[LAUNCH_NOTES] = launch_notes(hosts, directory=str(place / ORDER_FOLDER))
+    return {f"{ORDER_FOLDER}/{name}": text for name, text in order.items()}
+
+
+def write_plan(
+    plan: Plan,
+    directory: Path,
+    *,
+    models: Models | None = None,
+    fingerprint: Fingerprint | None = None,
+    tables: Mapping[str, str] | None = None,
+) -> None:
+    """Write all files of a plan below `directory`, and the manifest of them: all, or none.
+
+    Args:
+        plan: the plan.
+        directory: an existing directory.
+        models: the models behind the rates of a simulated plan, by the names of its classes.
+        fingerprint: the measured host of a machine's plan, written beside the machine.
+        tables: files of a cluster's chain tables, as `tables.table_files` gives them.
+
+    Raises InputError: a file cannot be written; the earlier files are still there.
+    """
+    if plan.is_cluster:
+        write_files(plan, nccl_files(plan, directory), directory, models=models, tables=tables)
+    else:
+        write_machine_plan(plan, directory, models=models, fingerprint=fingerprint)
+
+
+def write_nccl_files(plan: Plan, output: Path) -> int:
+    """Write NCCL's and launchers' files to the new directory `output`; return their number.
+
+    Raises InputError: it exists, or cannot be written; nothing is left then.
+    """
+    return write_new_directory(
+        output,
+        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
+    )
+
+
+def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
+    """Write a job's plan with all its files to the new directory `output`; return their number.
+
+    `machines` are the texts of machines' files by the names of the plan's classes. Raises
+    InputError: parts of the plan do not fit together, the directory exists, or cannot be written.
+    """
+    check_plan(plan, where=str(output))
+
+    def files_of(place: Path) -> Mapping[str, str | bytes]:
+        texts = nccl_files(plan, place)
+        nccl = {**texts, **_plugin_files(plan, texts)}
+        files = {f"nccl/{name}": content for name, content in nccl.items()}
+        for number, one in enumerate(plan.cluster.classes):
+            files[str(machine_file(plan, Path(), number))] = machines[one.name]
+        files[PLAN_FILE] = encode_json(plan)
+        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
+
+    return write_new_directory(output, files_of)
+
+
+def _plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
+    """Return the plugin's files: an index for each host with its graph file, and the library.
+
+    Hosts with equal paths have equal indices. There are none where the job needs no graph file.
+    """
+    files: dict[str, str | bytes] = {}
+    made: dict[int, str] = {}
+    for host in plan.hosts if plan.is_cluster and plan.recommended == "graph" else ():
+        shared = f"path-{host.path}.xml"
+        if host.path not in made:
+            text = texts[host_graph_file(host.name)]
+            found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
+            index = index_of_class(plan, plan.class_number(host), (found,), {})
+            try:
+                index = msgspec.structs.replace(index, job=plan.cluster.ranks)
+                made[host.path] = index.encode().decode()
+            except InputError:
+                return {}
+            files[f"{HOSTS_FOLDER}/{shared}"] = text
+        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
+    if made and (library := found_library()):
+        files[LIBRARY] = library.read_bytes()
+    return files
+
+
+def host_graphs(plan: Plan) -> dict[str, str]:
+    """Return the graph file of each of several hosts, by the name of the host.
+
+    Hosts with equal paths share a text. Raises InputError: chains that NCCL would not take as
+    meant.
+    """
+    used = {host.path for host in plan.hosts}
+    texts = {number: _path_text(plan, plan.paths[number]) for number in sorted(used)}
+    return {host.name: texts[host.path] for host in plan.hosts}
+
+
+def _path_text(plan: Plan, path: HostPath) -> str:
+    dealt = [path.chains[at % len(path.chains)] for at in range(plan.settings.channels)]
+    ends = [(chain.entry_nic, chain.exit_nic) for chain in dealt]
+    return node_graph_text(
+        class_view(plan, path.node_class, plan.settings),
+        [chain.gpus for chain in dealt],
+        [(into, out) for into, out in ends if into is not None and out is not None],
+        # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
+        rate_gbps=plan.best_known_gbps,
+        provenance=plan.provenance,
+    )
+
+
+def node_graph_text(
+    seen: NcclView,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    rate_gbps: float,
+    provenance: str,
+) -> str:
+    """Return the graph file of every node of one class, for a communicator over several nodes.
+
+    Args:
+        seen: the node under the job's settings, with the communicator's GPUs on it.
+        orders: one GPU order a channel.
+        ends: the numbers of the NICs by which each channel enters and leaves.
+        rate_gbps: of all channels together; they share it evenly.
+        provenance: of that rate.
+
+    Raises InputError: orders or NICs that NCCL would not take, or not as they are meant.
+    """
+    speed = rate_gbps / len(orders)
+    rings = node_rings(seen, orders, ends, speed_gbps=speed)
+    gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
+    note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"
+    return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
+
+
+# Read by whatever shell a job has: POSIX only, no function, all names its own. `hostname -f` asks
+# the name service, which may take long, so only where the names at hand are none of the plan's.
+# SLURM's nodes may have other names than their hosts, and lists of a job's hosts have SLURM's.
+_CHOICE = """\
+unset NCCL_GRAPH_FILE
+_tccl_hosts={hosts}
+_tccl_name=$(uname -n)
+for _tccl_host in "${{SLURMD_NODENAME:-$_tccl_name}}" "$_tccl_name" "${{_tccl_name%%.*}}" ''; do
+    if [ -z "$_tccl_host" ]; then
+        _tccl_host=$(hostname -f 2>/dev/null || :)
+    fi
+    if [ -n "$_tccl_host" ] && [ -f "$_tccl_hosts/$_tccl_host.xml" ]; then
+        export NCCL_GRAPH_FILE="$_tccl_hosts/$_tccl_host.xml"
+        break
+    fi
+done
+if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
+    echo "tccl: no graph file for host $_tccl_name in $_tccl_hosts:" \\
+        "NCCL chooses its own rings" >&2
+fi
+unset _tccl_hosts _tccl_name _tccl_host
+"""
+
+
+def cluster_env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str) -> str:
+    """Return a script to source on every host of a job; it names the graph file of its host.
+
+    Files are found by SLURM's name of the host, then by its own name as it is, without its domain,
+    and with it. Without a file no graph is named, and stderr says so. `graph` is the absolute
+    folder of the graph files; None names no graph. Raises InputError: the folder is not absolute or
+    cannot be named in an environment, or settings that the version does not have.
+    """
+    if graph is None:
+        return env_text(settings, None, provenance=provenance)
+    check_path(graph)
+    if not graph.is_absolute():
+        right = "jobs start in other directories: give a path from the root"
+        raise InputError(f"folder {str(graph)[:80]!r}", "is no absolute path", right)
+    head = (
+        f"# tccl-py, rates {provenance}. For jobs over all hosts and GPUs of the plan, with ranks\n"
+        f"# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.\n"
+    )
+    return head + env_sh(settings) + _CHOICE.format(hosts=shlex.quote(str(graph)))
+
+
+# The order of hosts, as the files that launchers take it from.
+
+
+def host_order_files(hosts: HostGpus, *, provenance: str = "") -> dict[str, str]:
+    """Return the text of every launcher's file, by its name.
+
+    A rankfile (`mpirun --map-by rankfile:FILE=`) binds each rank to its slots, here a core each,
+    and Open MPI refuses it without them. SLURM documents its hostfile (srun(1)) as names only, a
+    line for each task, so it has no comment. `hosts.txt` is for programs that take a line for a
+    host.
+    """
+    ranks = [(host, slot, gpu) for host, gpus in hosts for slot, gpu in enumerate(gpus)]
+    # No character of the provenance ends the comment.
+    provenance = " ".join("".join(c if c.isprintable() else " " for c in provenance).split())
+    comment = [f"# {provenance}"] if provenance else []
+    bound = (f"rank {rank}={host} slot={slot}" for rank, (host, slot, _) in enumerate(ranks))
+    found = {
+        OPEN_MPI_HOSTFILE: [*comment, *(f"{host} slots={len(gpus)}" for host, gpus in hosts)],
+        OPEN_MPI_RANKFILE: [*comment, *bound],
+        # For `mpiexec -machinefile` of MPICH and Intel MPI (Hydra).
+        MPICH_MACHINEFILE: [*comment, *(f"{host}:{len(gpus)}" for host, gpus in hosts)],
+        SLURM_HOSTFILE: [host for host, _, _ in ranks],
+        HOSTS: [host for host, _ in hosts],
+    }
+    mapped = [{"rank": at, "host": host, "gpu": gpu} for at, (host, _, gpu) in enumerate(ranks)]
+    rank_map = {"format_version": 1, "provenance": provenance, "ranks": mapped}
+    return {name: "".join(f"{line}\n" for line in lines) for name, lines in found.items()} | {
+        RANK_MAP: encode_json(rank_map)
+    }
+
+
+def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
+    """Return the commands that start a job in this order; `directory` is where the files are."""
+
+    def at(name: str) -> str:
+        return shlex.quote(f"{directory}/{name}")
+
+    counts = [len(gpus) for _, gpus in order]
+    ranks = sum(counts)
+    each = str(counts[0]) if len(set(counts)) == 1 else "RANKS_OF_THIS_HOST"
+    torchrun = (
+        f"torchrun --nnodes={len(order)} --nproc-per-node={each} --node-rank=$K "
+        f"--master-addr={order[0][0]} --master-port={MASTER_PORT} SCRIPT"
+    )
+    line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
+    hosts = f"{len(order)} host{'s' * (len(order) != 1)}"
+    return f"""\
+NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
+To start {ranks} ranks on {hosts} in this order:
+
+Open MPI:
+    mpirun --hostfile {at(OPEN_MPI_HOSTFILE)} --map-by slot --bind-to none -n {ranks} PROGRAM
+MPICH, Intel MPI:
+    mpiexec -machinefile {at(MPICH_MACHINEFILE)} -n {ranks} PROGRAM
+SLURM, in an allocation of these hosts (without --nodes, which it refuses here):
+    SLURM_HOSTFILE={at(SLURM_HOSTFILE)} srun --distribution=arbitrary --ntasks={ranks} PROGRAM
+torchrun, on each host; K is the line of its name in {HOSTS}, from 0; -1 is none:
+    HOST=$(hostname); K={line_of}
+    {torchrun}
+    (under srun --ntasks-per-node=1, HOST=$SLURMD_NODENAME; not with --rdzv-backend=c10d, which
+    numbers hosts itself)
+
+Where ranks need CPUs of their own, Open MPI takes them from a rankfile, and binds to them:
+    mpirun --hostfile {at(OPEN_MPI_HOSTFILE)} --map-by rankfile:FILE={at(OPEN_MPI_RANKFILE)} PROGRAM
+    (version 4: --rankfile {at(OPEN_MPI_RANKFILE)})
+"""
