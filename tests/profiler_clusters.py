@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tccl_profiler.cluster.agent import Agent, ControllerLost
 from tccl_profiler.cluster.job import HostRanks, agent_process
-from tccl_profiler.cluster.messages import Envelope, Heartbeat, HeartbeatThread, Messenger, PeerGone
-from tccl_profiler.messages import Connection, Stop
+from tccl_profiler.cluster.messages import Heartbeat, HeartbeatThread, Messenger
+from tccl_profiler.messages import ConnectionClosed, Stop
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FakeJob:
 def pair(peer="the other"):
     """Two messengers that are joined."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return [Messenger(Connection(end, receives=Envelope, peer=peer)) for end in ends]
+    return [Messenger(end, peer=peer) for end in ends]
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def agents_in_processes(hosts):
         stack.callback(heart.stop)
         yield FakeJob(found)
         for messenger in found.values():
-            with contextlib.suppress(PeerGone):
+            with contextlib.suppress(ConnectionClosed):
                 messenger.send(0, Stop())
 
 
@@ -70,7 +70,7 @@ def agent_in_thread(host, *, now_ns=time.monotonic_ns, silence_s=30.0):
     agent = Agent(theirs, name=host, now_ns=now_ns, silence_s=silence_s)
 
     def serve():
-        with contextlib.suppress(ControllerLost, PeerGone):
+        with contextlib.suppress(ControllerLost, ConnectionClosed):
             agent.serve()
         theirs.close()
 

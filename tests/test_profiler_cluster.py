@@ -25,13 +25,13 @@ from tccl_profiler.cluster.facts import (
     with_interfaces,
 )
 from tccl_profiler.cluster.job import Job, ListenAddress, PeerInfo, Rendezvous, own_info, rendezvous
-from tccl_profiler.cluster.messages import Envelope, Messenger, PeerGone
+from tccl_profiler.cluster.messages import Envelope, Messenger
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.pool import ClusterPool, HostClock
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
-    Connection,
+    ConnectionClosed,
     Done,
     Failed,
     LinkEnds,
@@ -138,8 +138,10 @@ def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
     found = _met_together(posts)
     assert [post.finished for post in posts] == [True] * 3
     assert found[0].peers == {rank: own_info() for rank in range(3)}
-    found[0].connections[2].send(Envelope(7, Stop(code=3)))
-    assert found[2].connections[0].receive(5)[0] == Envelope(7, Stop(code=3))
+    found[0].connections[2].send(7, Stop(code=3))
+    while (envelope := found[2].connections[0].poll()) is None:
+        time.sleep(0.01)
+    assert envelope == Envelope(7, Stop(code=3))
     for meeting in found.values():
         for connection in meeting.connections.values():
             connection.close()
@@ -430,7 +432,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert agents.ask({"h1": say.PingHost()}, say.HostTime)["h1"].at_ns == 5
+    assert agents.ask({"h1": say.PingHost(more=False)}, say.HostTime)["h1"].at_ns == 5
     thread.join()
 
 
@@ -438,7 +440,9 @@ def test_an_outcome_crosses_as_bytes():
     rows = np.zeros(3, RECORD)
     rows["start"] = [5, 6, 7]
     outcome = RunResult(records={"G0": rows}, stamps={"G0": (np.array([1, 2], np.uint64),)})
-    back = say.PackedResult.of(outcome).unpacked()
+    ours, theirs = pair()
+    ours.send(1, say.Ran(results=(outcome,), early_ns=(5,)))
+    (back,) = theirs.poll().message.results
     assert (back.records["G0"] == rows).all()
     assert back.stamps["G0"][0].tolist() == [1, 2]
 
@@ -633,14 +637,14 @@ def test_a_host_whose_clock_jumps_is_named():
 def test_an_agent_ends_when_the_controller_is_gone_or_says_nothing_any_more():
     with agent_in_thread("h1", silence_s=0.3) as messenger:
         time.sleep(0.5)
-        with pytest.raises(PeerGone):
+        with pytest.raises(ConnectionClosed):
             while True:
                 messenger.poll()
 
 
 def test_a_host_whose_message_cannot_be_read_is_named():
     here, there = socket.socketpair()
-    ours = Messenger(Connection(here, receives=Envelope, peer="the agent"))
+    ours = Messenger(here, peer="the agent")
     agents, _ = _agents(ours, silence_s=10)
     body = msgspec.msgpack.encode(Envelope(1, Failed(kind="lost", what="xyz")))
     body = body.replace(b"xyz", b"\xff\xfe\xfd")

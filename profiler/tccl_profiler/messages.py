@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from tccl_profiler.program import DeviceProgram, Link
 from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
@@ -251,14 +252,22 @@ class Connection(Generic[Received]):
 
     One thread may send while another receives. Each process must close unused ends: the death of a
     peer goes unnoticed while another process holds the peer's end. `receives` is a union of tagged
-    msgspec Structs. Descriptors are sent by AF_UNIX only.
+    msgspec Structs; arrays are sent as bytes, from which `decoded` makes a value of a type.
+    Descriptors are sent by AF_UNIX only.
     """
 
     def __init__(
-        self, sock: socket.socket, *, receives: Any, peer: str = "the other process"
+        self,
+        sock: socket.socket,
+        *,
+        receives: Any,
+        peer: str = "the other process",
+        decoded: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self.peer = peer
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
+            receives, dec_hook=decoded
+        )
         self._socket = sock
         self._socket.setblocking(False)
         # Of the message that is arriving; kept over a timeout.
@@ -278,7 +287,7 @@ class Connection(Generic[Received]):
         if nothing was sent.
         """
         deadline = _deadline(timeout_s)
-        body = msgspec.msgpack.encode(message)
+        body = msgspec.msgpack.encode(message, enc_hook=np.ndarray.tobytes)
         if len(body) > LARGEST_BODY:
             what = f"{len(body)} message bytes to {self.peer}"
             raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")

@@ -36,7 +36,7 @@ class Pool:
 
     Methods raise WorkerLost if a worker died or hangs (the next use starts all anew), and
     MeasurementError if devices refuse. `backend` is that of all devices but NICs; `numa_ids` has,
-    by host space (`C0`), the system's number of the NUMA node, or None.
+    by host space (`C0`), the system's number of the NUMA node, or None. Workers get `variables`.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Pool:
         *,
         memory: Memory | None = None,
         timeouts: Timeouts | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         if not 1 <= len(devices) <= MAX_DEVICES:
             raise MeasurementError(f"{len(devices)} devices: 1 to {MAX_DEVICES} can be measured")
@@ -64,7 +65,7 @@ class Pool:
         self._execution: Execution | None = None
         # Process ids of all workers so far.
         self.pids: set[int] = set()
-        self._variables: Mapping[str, str] = {}
+        self._variables = variables or {}
 
     @property
     def lanes(self) -> Mapping[str, int]:
@@ -183,10 +184,8 @@ class Pool:
                 os.close(fd)
             self._lifeline = None
 
-    def restart(self, variables: Mapping[str, str] | None = None) -> None:
-        """Give up all workers and start new ones, with these variables from now on."""
-        if variables is not None:
-            self._variables = variables
+    def restart(self) -> None:
+        """Give up all workers and start new ones."""
         self._broken = True
         self._end()
         self.start()

@@ -45,7 +45,7 @@ class Session:
         self._backend = backend
         chosen = machine.gpu_indices if gpus is None else tuple(gpus)
         self._gpus = tuple(sorted({machine.gpu(index).index for index in chosen}))
-        self.pool = pool_of(machine, backend, [f"G{index}" for index in self._gpus], memory)
+        self.pool = pool_of(machine, backend, [f"G{index}" for index in self._gpus], memory=memory)
         self._watch: Watch | None = None
         self._before: Conditions = ()
         self.notices: list[str] = []
@@ -121,8 +121,10 @@ def pool_of(
     machine: Machine,
     backend: str,
     devices: Sequence[str],
+    *,
     memory: Memory | None = None,
     nics: Mapping[str, DeviceSpec] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Pool:
     """Return a pool for some GPUs of a machine (pinned to their core or node) and NICs, by name."""
     cores = cpus_of_devices(machine) if backend == "host" else {}
@@ -139,4 +141,4 @@ def pool_of(
     specs = [known[name] if name in known else spec(name) for name in devices]
     numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
     usual = HOST_MEMORY if backend == "host" else None
-    return Pool(backend, specs, numa_ids, memory=memory or usual)
+    return Pool(backend, specs, numa_ids, memory=memory or usual, variables=variables)

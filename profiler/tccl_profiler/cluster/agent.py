@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,7 @@ from tccl_profiler import linux
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
 from tccl_profiler.execution import RunResult
-from tccl_profiler.messages import Connection, Done, Failed, LinkEnds, LinkStep, Ping, Stop
+from tccl_profiler.messages import ConnectionClosed, Done, Failed, LinkEnds, LinkStep, Ping, Stop
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import Link, is_nic, local
 from tccl_profiler.session import pool_of
@@ -82,18 +82,16 @@ class Agent:
         self._bound = (1, 1)
         # What each message asks for; a request without an answer of its own is Done.
         self._does: dict[type[say.Message], Callable[[Any], say.Message | None]] = {
-            say.PingsDone: lambda _: None,
             say.PingHost: lambda _: say.HostTime(at_ns=self._now_ns()),
             say.Describe: self._describe,
             say.Open: self._open,
-            say.Restart: self._restart,
             Ping: lambda ping: say.DevicesPinged(pinged=self._opened().ping(ping.count)),
             LinkStep: lambda step: take_step(self._opened(), step),
             say.AskEnvironment: lambda asked: self._ranks.environment(asked.modules),
             say.OpenRendezvous: lambda asked: self._ranks.open_rendezvous(asked.count),
             # The run that these are about has ended by itself.
-            say.Abort: lambda _: say.Aborted(),
-            say.Release: lambda _: say.Aborted(),
+            say.Abort: lambda _: None,
+            say.Release: lambda _: None,
         }
 
     def serve(self) -> int:
@@ -105,16 +103,16 @@ class Agent:
                 envelope = self._next()
                 if isinstance(envelope.message, Stop):
                     self.close()
-                    self._answer(envelope.number, say.Ended())
+                    self._answer(0, say.Leaving())
                     self._last()
                     return envelope.message.code
                 self._answer(envelope.number, self._done(envelope))
         except MeasurementError as error:
-            # PeerGone, or a message that cannot be read or sent: the next would make no sense.
+            # Closed, or a message that cannot be read or sent: the next would make no sense.
             raise ControllerLost(str(error)) from error
         except Terminated:
             # First of all: the controller has a moment to find out who is not to blame.
-            with contextlib.suppress(say.PeerGone):
+            with contextlib.suppress(ConnectionClosed):
                 self._answer(0, say.Leaving())
             raise
         finally:
@@ -134,12 +132,12 @@ class Agent:
                 self._messenger.poll()
                 self._backoff.nap()
 
-    def close(self) -> None:
-        """End the workers."""
+    def close(self, *, hurry: bool = False) -> None:
+        """End the workers; `hurry` kills workers that do not end at once."""
         self._ranks.close()
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.close()
+            pool.close(hurry=hurry)
 
     def _polled(self) -> say.Envelope | None:
         envelope = self._messenger.poll()
@@ -157,12 +155,12 @@ class Agent:
             self._backoff.nap()
         self._backoff.reset()
         # While pings follow each other, this thread has priority: its delays are errors.
-        pinged = isinstance(envelope.message, say.PingHost)
-        if pinged and not self._prioritised:
+        pinging = isinstance(envelope.message, say.PingHost) and envelope.message.more
+        if pinging and not self._prioritised:
             linux.set_fifo_priority((0,), linux.AGENT_PRIORITY)
-        elif self._prioritised and not pinged:
+        elif self._prioritised and not pinging:
             linux.reset_priority((0,))
-        self._prioritised = pinged
+        self._prioritised = pinging
         return envelope
 
     def _answer(self, number: int, message: say.Message) -> None:
@@ -183,7 +181,7 @@ class Agent:
         except TcclError as error:
             return Failed.of(error)
         except _Aborted:
-            return say.Aborted()
+            return Done()
 
     def _describe(self, message: say.Describe) -> say.Message:
         self._backend, self._interfaces = message.backend, message.interfaces
@@ -198,26 +196,24 @@ class Agent:
         )
         return self._facts
 
-    def _restart(self, message: say.Restart) -> say.Message:
-        pool, own = self._opened(), {"NCCL_HOSTID": self._name}
-        # NCCL_HOSTID tells hosts apart that share a kernel.
-        if self._interfaces:
-            own["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
-        pool.restart({**message.variables, **own} if message.variables else None)
-        return say.Opened(lanes=pool.lanes)
-
     def _opened(self) -> Pool:
         if self._pool is None:
             raise MeasurementError(f"host {self._name}: its workers were not started")
         return self._pool
 
     def _open(self, message: say.Open) -> say.Message:
-        self.close()
+        self.close(hurry=bool(message.devices))
         if not message.devices:
             return say.Opened(lanes={})
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
-        self._pool = pool_of_host(self._facts, self._backend, message.devices)
+        variables = dict(message.variables)
+        if variables:
+            # It tells hosts apart that share a kernel.
+            variables["NCCL_HOSTID"] = self._name
+            if self._interfaces:
+                variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
+        self._pool = pool_of_host(self._facts, self._backend, message.devices, variables)
         try:
             self._pool.start()
         except BaseException:
@@ -256,8 +252,7 @@ class Agent:
                         time.sleep(_STARTED_S)
                 results.append(execution.collect(repeat))
             execution.finish()
-        packed = tuple(say.PackedResult.of(result) for result in results)
-        return say.Ran(results=packed, early_ns=tuple(early))
+        return say.Ran(results=tuple(results), early_ns=tuple(early))
 
     def _release(self, number: int, repeat: int) -> say.Release:
         while True:
@@ -284,7 +279,9 @@ class Agent:
             raise _Aborted
 
 
-def pool_of_host(facts: HostFacts, backend: str, ids: tuple[str, ...]) -> Pool:
+def pool_of_host(
+    facts: HostFacts, backend: str, ids: tuple[str, ...], variables: Mapping[str, str]
+) -> Pool:
     """Return the pool for some of a host's devices, not started."""
     nics = {}
     for name in ids:
@@ -294,7 +291,7 @@ def pool_of_host(facts: HostFacts, backend: str, ids: tuple[str, ...]) -> Pool:
         if name.startswith("N"):
             nic = facts.addresses[int(name[1:])]
             nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.interface)
-    return pool_of(facts.machine, backend, ids, nics=nics)
+    return pool_of(facts.machine, backend, ids, nics=nics, variables=variables)
 
 
 def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
@@ -371,13 +368,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (a
 
 def main() -> None:
     """Serve the controller at the socket whose descriptor is argument 1, as host argument 2."""
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    connection: Connection[say.Envelope] = Connection(
-        sock, receives=say.Envelope, peer="the controller"
-    )
+    messenger = say.Messenger(socket.socket(fileno=int(sys.argv[1])), peer="the controller")
     set_agent_signals()
     try:
-        Agent(say.Messenger(connection), name=(*sys.argv[2:], None)[0]).serve()
+        Agent(messenger, name=(*sys.argv[2:], None)[0]).serve()
     except (ControllerLost, Terminated):
         sys.exit(_TERMINATED)
 

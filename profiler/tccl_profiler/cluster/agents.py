@@ -11,9 +11,9 @@ from tccl_profiler.clock import ClockReading, offset_from_pings
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.messages import Backoff, Message, Messenger, PeerGone
+from tccl_profiler.cluster.messages import Backoff, Message, Messenger
 from tccl_profiler.linux import realtime
-from tccl_profiler.messages import Failed, WorkerLost
+from tccl_profiler.messages import ConnectionClosed, Failed, WorkerLost
 from tccl_profiler.workers import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
@@ -75,7 +75,7 @@ class Agents:
         """Send a message."""
         try:
             self._messengers[host].send(number, message)
-        except PeerGone as error:
+        except ConnectionClosed as error:
             raise self._died(host) from error
 
     def heard(self, number: int, hosts: Iterable[str], limit_s: float) -> dict[str, Message]:
@@ -103,7 +103,7 @@ class Agents:
     def _polled(self, host: str, number: int) -> Message | None:
         try:
             envelope = self._messengers[host].poll()
-        except PeerGone as error:
+        except ConnectionClosed as error:
             raise self._died(host) from error
         except MeasurementError as error:
             raise self._gone(host, str(error)) from error
@@ -147,14 +147,13 @@ class Agents:
         """Return a host's clock against this host's, by so many pings."""
         asked, there, seen = [], [], []
         with realtime():
-            for _ in range(count):
+            for left in reversed(range(count)):
                 number = self.number()
                 asked.append(time.monotonic_ns())
-                self.tell(host, number, say.PingHost())
+                self.tell(host, number, say.PingHost(more=left > 0))
                 answer, seen_ns = self._pong(host, number)
                 seen.append(seen_ns)
                 there.append(answer)
-        self.tell(host, 0, say.PingsDone())
         return offset_from_pings(asked, there, seen)
 
     def _pong(self, host: str, number: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import msgspec
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
-from tccl_profiler.messages import Connection, Stop
+from tccl_profiler.messages import ConnectionClosed, Stop
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
@@ -79,7 +79,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     size: int
     peers: Mapping[int, PeerInfo]
-    connections: Mapping[int, Connection[say.Envelope]]
+    connections: Mapping[int, say.Messenger]
 
 
 def own_info() -> PeerInfo:
@@ -131,7 +131,7 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
             right = "start one tccl command with the same arguments on all hosts"
             raise InputError("this MPI job", what, right)
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
-    connections: dict[int, Connection[say.Envelope]] = {}
+    connections: dict[int, say.Messenger] = {}
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
         with listening() as listener:
@@ -157,9 +157,9 @@ def _accepted(
     bootstrap: Bootstrap,
     address: ListenAddress,
     peers: Mapping[int, PeerInfo],
-) -> dict[int, Connection[say.Envelope]]:
+) -> dict[int, say.Messenger]:
     """Accept a connection of every rank; callers without the token are dropped."""
-    until, found = time.monotonic() + CONNECT_S, dict[int, Connection[say.Envelope]]()
+    until, found = time.monotonic() + CONNECT_S, dict[int, say.Messenger]()
     while len(found) < bootstrap.size - 1:
         # Earlier messages may need this side's progress to arrive.
         bootstrap.poll(CONTROLLER)
@@ -204,11 +204,11 @@ def _connected(address: ListenAddress, rank: int) -> socket.socket:
     raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
 
 
-def _connection(sock: socket.socket, peer: str) -> Connection[say.Envelope]:
+def _connection(sock: socket.socket, peer: str) -> say.Messenger:
     """Return a connection that sends small messages at once and notices a host that vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Connection(sock, receives=say.Envelope, peer=peer)
+    return say.Messenger(sock, peer=peer)
 
 
 class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +225,7 @@ class Job:
         self.rank, self.size = ranks.rank, ranks.size
         self.is_controller = ranks.rank == CONTROLLER
         self._peers = ranks.peers
-        self._ranks = {rank: say.Messenger(end) for rank, end in ranks.connections.items()}
+        self._ranks = ranks.connections
         self._seats: tuple[HostRanks, ...] = ()
         self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
         self._heart = say.HeartbeatThread(self._beat)
@@ -282,13 +282,13 @@ class Job:
 
     def _beat(self) -> None:
         for messenger in self._messengers():
-            with contextlib.suppress(say.PeerGone):
+            with contextlib.suppress(ConnectionClosed):
                 messenger.send(0, say.Heartbeat())
 
     def _end_all(self, code: int) -> None:
         waiting = self._messengers()
         for messenger in waiting:
-            with contextlib.suppress(say.PeerGone):
+            with contextlib.suppress(ConnectionClosed):
                 messenger.send(0, Stop(code=code))
         if self.broken:
             # The launcher is about to kill this process, which has a message to print before.
@@ -347,8 +347,7 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say
             stdout=subprocess.DEVNULL,
         )
     who = "this host's agent" if name is None else f"the agent of host {name}"
-    connection: Connection[say.Envelope] = Connection(ours, receives=say.Envelope, peer=who)
-    return process, say.Messenger(connection)
+    return process, say.Messenger(ours, peer=who)
 
 
 def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
@@ -366,10 +365,10 @@ def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
 
 def _has_ended(messenger: say.Messenger) -> bool:
     try:
-        envelope = messenger.poll()
+        messenger.poll()
     except TcclError:
         return True
-    return envelope is not None and isinstance(envelope.message, say.Ended)
+    return messenger.leaving
 
 
 def _code_of(error: BaseException | None) -> int:

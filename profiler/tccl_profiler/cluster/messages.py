@@ -7,9 +7,11 @@ polling waits for a peer: waits are made of naps, with a limit, and watch all pe
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -39,9 +41,10 @@ class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start workers for these GPUs and NICs, in place of those before; none if it is empty."""
+    """End all workers, and start workers for these GPUs and NICs with these variables of NCCL."""
 
-    devices: tuple[str, ...]
+    devices: tuple[str, ...] = ()
+    variables: Mapping[str, str] = {}
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,24 +54,16 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     warnings: tuple[str, ...] = ()
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start all workers anew, with these variables; answered by Opened."""
-
-    variables: Mapping[str, str]
-
-
 class PingHost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read the host's clock."""
+    """Read the host's clock; `more` says that another one follows."""
+
+    more: bool
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The host's CLOCK_MONOTONIC, in nanoseconds."""
 
     at_ns: int
-
-
-class PingsDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End of a burst of PingHost."""
 
 
 class DevicesPinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -97,35 +92,10 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_ns: int
 
 
-class PackedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A RunResult as bytes: arrays of RECORD, and of stamps."""
-
-    records: Mapping[str, bytes]
-    stamps: Mapping[str, tuple[bytes, ...]]
-
-    @classmethod
-    def of(cls, result: RunResult) -> PackedResult:
-        """Pack a result."""
-        return cls(
-            records={name: rows.tobytes() for name, rows in result.records.items()},
-            stamps={name: tuple(r.tobytes() for r in rows) for name, rows in result.stamps.items()},
-        )
-
-    def unpacked(self) -> RunResult:
-        """Return the result."""
-        return RunResult(
-            records={name: np.frombuffer(rows, RECORD) for name, rows in self.records.items()},
-            stamps={
-                name: tuple(np.frombuffer(row, np.uint64) for row in rows)
-                for name, rows in self.stamps.items()
-            },
-        )
-
-
 class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All repeats' results, and how long before its time each Release was read."""
 
-    results: tuple[PackedResult, ...]
+    results: tuple[RunResult, ...]
     early_ns: tuple[int, ...]
 
 
@@ -167,27 +137,19 @@ class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up the run; answered by Aborted, or by an earlier answer under way."""
-
-
-class Aborted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The run was given up."""
-
-
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Everything was given back, after Stop."""
+    """Give up the run; answered by Done, or by an earlier answer under way."""
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This rank was told to end by its launcher, and is not to blame."""
+    """This rank ends as it was told, by the controller or its launcher, and is not to blame."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender lives."""
 
 
-Request = Describe | Open | Restart | PingHost | PingsDone | Begin | Release | Abort
-Answer = HostFacts | Opened | HostTime | DevicesPinged | Resident | Ran | Aborted | Ended
+Request = Describe | Open | PingHost | Begin | Release | Abort
+Answer = HostFacts | Opened | HostTime | DevicesPinged | Resident | Ran
 RankMessage = AskEnvironment | Environment | OpenRendezvous | RendezvousOpen | RunRanks | RanksLeft
 WorkerMessage = messages.Ping | messages.LinkStep | messages.LinkEnds | messages.Stop
 Outcome = messages.Done | messages.Failed
@@ -201,39 +163,35 @@ class Envelope(msgspec.Struct, frozen=True):
     message: Message
 
 
-class PeerGone(MeasurementError):  # noqa: N818 - says what happened
-    """The peer has closed the connection or has died."""
-
-
 class Messenger:
-    """One end of the connection between the controller and a rank's agent.
+    """One end of the connection between the controller and a rank's agent; owns the socket.
 
-    `heard_s` is when anything last came; `leaving` that the peer's launcher tells it to end.
+    `heard_s` is when anything last came; `leaving` that the peer was told to end.
     """
 
-    def __init__(self, connection: messages.Connection[Envelope]) -> None:
-        self._connection = connection
+    def __init__(self, sock: socket.socket, *, peer: str) -> None:
+        self._connection: messages.Connection[Envelope] = messages.Connection(
+            sock, receives=Envelope, peer=peer, decoded=_array
+        )
         self._sending = threading.Lock()
         self.heard_s = time.monotonic()
         self.leaving = False
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message; safe beside another thread that sends. Raises PeerGone."""
+        """Send a message; safe beside another thread that sends. Raises ConnectionClosed."""
         try:
             with self._sending:
                 self._connection.send(Envelope(number, message), (), _SEND_S)
-        except (messages.ConnectionClosed, messages.ConnectionTimeout) as error:
-            raise PeerGone(str(error)) from error
+        except messages.ConnectionTimeout as error:
+            raise messages.ConnectionClosed(str(error)) from error
 
     def poll(self) -> Envelope | None:
-        """Return the next message, if any; Heartbeat and Leaving are noted. Raises PeerGone."""
+        """Return the next message, if any, but Heartbeat and Leaving. Raises ConnectionClosed."""
         while True:
             try:
                 envelope, _ = self._connection.receive(0)
             except messages.ConnectionTimeout:
                 return None
-            except messages.ConnectionClosed as error:
-                raise PeerGone(str(error)) from error
             self.heard_s = time.monotonic()
             if isinstance(envelope.message, Leaving):
                 self.leaving = True
@@ -246,7 +204,7 @@ class Messenger:
             try:
                 if self.poll() is None:
                     return False
-            except PeerGone:
+            except messages.ConnectionClosed:
                 return not self.leaving
             except MeasurementError:
                 continue
@@ -254,6 +212,12 @@ class Messenger:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+def _array(kind: Any, data: bytes) -> Any:
+    """Return an array of a RunResult, which crosses as bytes: records, or stamps."""
+    (scalar,) = get_args(get_args(kind)[1])
+    return np.frombuffer(data, RECORD if scalar is np.void else scalar)
 
 
 class Backoff:

@@ -63,19 +63,19 @@ class ClusterPool:
 
     def start(self) -> None:
         """Start all workers."""
-        questions = {host: say.Open(devices=ids) for host, ids in self._devices.items()}
-        self._opened(self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s))
+        self.restart()
         self.read_clocks(FIRST_PINGS)
 
     def restart(self) -> None:
-        """Start all workers anew; raises as `start`."""
-        questions = dict.fromkeys(self._devices, say.Restart(variables=self._variables))
-        self._opened(self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s))
-
-    def _opened(self, answers: Mapping[str, say.Opened]) -> None:
+        """End all workers, and start new ones; raises as `start`."""
+        questions = {
+            host: say.Open(devices=ids, variables=self._variables)
+            for host, ids in self._devices.items()
+        }
+        answers = self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s)
+        self.warnings = [f"host {host}: {t}" for host, own in answers.items() for t in own.warnings]
         for host, opened in answers.items():
             self.lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
-            self.warnings += [f"host {host}: {text}" for text in opened.warnings]
 
     def read_clocks(self, count: int = PINGS) -> None:
         """Compare the hosts' clocks with this host's, where that is due."""
@@ -205,7 +205,7 @@ class ClusterPool:
         took_ns = self.ahead_ns - earliest_ns
         self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
-            joined({host: own.results[repeat].unpacked() for host, own in ran.items()})
+            joined({host: own.results[repeat] for host, own in ran.items()})
             for repeat in range(spec.repeats)
         ]
         late = -earliest_ns > _LATE_SHARE * spec.window_us * 1e3

@@ -121,8 +121,7 @@ class ClusterSession:
         """End the workers, so that the devices are free; the next measurement starts new ones."""
         if self._profiler is not None:
             self._profiler = None
-            questions = dict.fromkeys(self._agents.hosts, say.Open(devices=()))
-            self._agents.ask(questions, say.Opened)
+            self._agents.ask(dict.fromkeys(self._agents.hosts, say.Open()), say.Opened)
 
     def _devices(self, host: HostFacts) -> Collection[str]:
         if self.only is not None:
