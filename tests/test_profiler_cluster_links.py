@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software
-from tccl_profiler.cluster.sampling import links_check
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.measurement import Measurement
+from tccl_py.sources.pairs import links_check
 from tests.toy import toy_machine
 
 

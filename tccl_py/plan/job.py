@@ -34,7 +34,8 @@ from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource
-from tccl_py.sources.opening import HostsSource, open_hosts, sampled_links
+from tccl_py.sources.opening import HostsSource, open_hosts
+from tccl_py.sources.pairs import links_check
 from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions, is_dry_run
 
 if TYPE_CHECKING:
@@ -333,7 +334,7 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
         for switch in (tree.all_switches if tree is not None else ())
         for host in switch.hosts
     }
-    report = sampled_links(
+    report = links_check(
         source,
         session.hosts,
         [cluster.host_classes[host.name] for host in session.hosts],

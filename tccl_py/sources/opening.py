@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tccl_profiler.cluster.agents import RankJobs
     from tccl_profiler.cluster.facts import HostFacts
     from tccl_profiler.cluster.job import Job
-    from tccl_profiler.cluster.sampling import LinksReport
     from tccl_profiler.cluster.session import ClusterSession
     from tccl_profiler.session import Session
 
@@ -278,10 +277,3 @@ def rank_jobs(job: Job) -> RankJobs:
     from tccl_profiler.cluster.agents import RankJobs  # noqa: PLC0415
 
     return RankJobs(job)
-
-
-def sampled_links(source: BandwidthSource, *facts: Any, **options: Any) -> LinksReport:
-    """Measure some pairs of hosts, as `tccl_profiler.cluster.sampling.links_check`."""
-    from tccl_profiler.cluster.sampling import links_check  # noqa: PLC0415
-
-    return links_check(source, *facts, **options)
