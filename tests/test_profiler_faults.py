@@ -21,7 +21,7 @@ from tccl_profiler.messages import Connection, FromWorker, WorkerLost
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
-from tccl_profiler.workers import WorkerProcess
+from tccl_profiler.worker import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
@@ -282,22 +282,9 @@ def test_lanes_that_were_not_released_in_time_are_no_measurement(monkeypatch):
 # Devices that do not open.
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (
-            {"memory": Memory(arena_bytes=1 << 50, user_bytes=1 << 20)},
-            r"^shared memory G0, \d+ bytes",
-        ),
-        (
-            {"backend": "abacus"},
-            r"^G0: backend 'abacus'",
-        ),
-    ],
-)
-def test_a_device_that_does_not_open_is_named_in_one_sentence(more, sentence):
-    pool = pool_of(**more)
-    with pytest.raises(MeasurementError, match=sentence) as caught:
+def test_a_device_that_does_not_open_is_named_in_one_sentence():
+    pool = pool_of(memory=Memory(arena_bytes=1 << 50, user_bytes=1 << 20))
+    with pytest.raises(MeasurementError, match=r"^shared memory G0, \d+ bytes") as caught:
         pool.start()
     assert "\n" not in str(caught.value)
     assert workers_of() == []

@@ -144,13 +144,6 @@ def test_a_release_later_than_lanes_wait_is_refused(pool):
             running.release(0, time.monotonic_ns() + 60_000 * MS)
 
 
-def test_a_device_of_another_pool_is_refused(pool):
-    program = program_for(parse_set("G0->G0->G5{blocks=1}"), lanes={"G0": 64, "G5": 64})
-    with pytest.raises(MeasurementError, match=r"^G5 is no device"):
-        pool.begin(program, TIMING)
-    assert moving(pool, str(BOUNCE))
-
-
 def test_a_host_is_told_the_paces_of_its_own_devices():
     paces = {"h0.G0": (Pace(groups=1),), "h1.G0": (Pace(groups=2),), "h1.G1": (Pace(groups=3),)}
     timing = RunSpec(repeats=2, warm_us=1.0, window_us=2.0, check=True, paces=paces)

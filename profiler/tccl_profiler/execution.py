@@ -25,7 +25,7 @@ from tccl_profiler.program import (
     local,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
-from tccl_profiler.workers import WorkerProcess
+from tccl_profiler.worker import WorkerProcess
 from tccl_py.errors import MeasurementError
 
 _LOOK_S = 0.02  # how often a wait checks that all workers live
@@ -184,7 +184,7 @@ class Execution:
                     row[:] = 0
             worker.lanes_asked = len(share.lanes)
             with self._noting_loss():
-                worker.ask(run, limit_s=self.timeouts.answer_s)
+                worker.ask(run)
 
     def _run_of(self, device: str, share: DeviceProgram) -> Run:
         spec, paces = self.spec, self.spec.paces.get(device, ())

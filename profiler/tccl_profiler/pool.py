@@ -15,9 +15,9 @@ import msgspec
 
 from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
-from tccl_profiler.program import COUNTER_AREA_BYTES, MAX_REPEATS, HostProgram, is_nic
+from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, is_nic
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
-from tccl_profiler.workers import Answer, DeviceSpec, WorkerProcess, spawned
+from tccl_profiler.worker import Answer, DeviceSpec, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
@@ -103,7 +103,7 @@ class Pool:
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
         """Start a worker and send Start; `_end` ends the worker from then on."""
         assert self._lifeline is not None and self.control is not None
-        worker = spawned(slot, spec, self._variables)
+        worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
         self.workers.append(worker)
         self.pids.add(worker.process.pid)
         start = messages.Start(
@@ -114,12 +114,7 @@ class Pool:
             user_bytes=self._memory.user_bytes,
             **msgspec.structs.asdict(spec),
         )
-        self._ask_worker(worker, start, (self.control.segment.fd, self._lifeline[0]))
-
-    def _ask_worker(
-        self, worker: WorkerProcess, message: msgspec.Struct, fds: Sequence[int] = ()
-    ) -> None:
-        worker.ask(message, fds, limit_s=self._timeouts.answer_s)
+        worker.ask(start, (self.control.segment.fd, self._lifeline[0]))
 
     def _introduce(self) -> None:
         gpus = [worker for worker in self.workers if not is_nic(worker.spec.device)]
@@ -135,7 +130,7 @@ class Pool:
                 )
                 for gpu in others
             )
-            self._ask_worker(worker, messages.Meet(peers=peers), fds)
+            worker.ask(messages.Meet(peers=peers), fds)
         for worker in self.workers:
             worker.done(self._timeouts.start_s)
 
@@ -236,13 +231,7 @@ class Pool:
         return execution
 
     def _prepare(self, control: Control, program: HostProgram, repeats: int) -> None:
-        if not 1 <= repeats <= MAX_REPEATS:
-            raise MeasurementError(f"{repeats} repeats at once: 1 to {MAX_REPEATS} are right")
         for device, share in program.devices.items():
-            if device not in self.started:
-                raise MeasurementError(
-                    f"{device} is no device of this pool; it has {', '.join(self.started)}"
-                )
             if len(share.lanes) + len(share.copies) > MAX_LANES:
                 raise MeasurementError(f"{device} would do more than {MAX_LANES} things at once")
         for space, size in program.space_bytes.items():
@@ -262,7 +251,7 @@ class Pool:
         share = messages.Share(space=space, size=segment.size)
         # After a refusal only some workers have the memory.
         with self._breaking():
-            self._asked(dict.fromkeys(self.started, share), messages.Done, (segment.fd,))
+            self.ask(dict.fromkeys(self.started, share), messages.Done, fds=(segment.fd,))
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -274,27 +263,23 @@ class Pool:
             raise
 
     def ask(
-        self, requests: Mapping[str, msgspec.Struct], kind: type[Answer], limit_s: float = 0.0
-    ) -> dict[str, Answer]:
-        """Ask workers, all at once; answers may take `limit_s` longer than usual."""
-        self._ready()
-        return self._asked(requests, kind, limit_s=limit_s)
-
-    def _asked(
         self,
         requests: Mapping[str, msgspec.Struct],
         kind: type[Answer],
-        fds: Sequence[int] = (),
-        *,
         limit_s: float = 0.0,
+        fds: Sequence[int] = (),
     ) -> dict[str, Answer]:
-        """Ask workers, and hear all of them, also after a refusal."""
+        """Ask workers, all at once, and hear all of them, also after a refusal.
+
+        Answers may take `limit_s` longer than usual.
+        """
+        self._ready()
         workers = [worker for worker in self.workers if worker.spec.device in requests]
         answers: dict[str, Answer] = {}
         refused: MeasurementError | None = None
         with self._breaking():
             for worker in workers:
-                self._ask_worker(worker, requests[worker.spec.device], fds)
+                worker.ask(requests[worker.spec.device], fds)
             for worker in workers:
                 try:
                     answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
