@@ -27,6 +27,8 @@ from tccl_profiler.program import DeviceProgram, Link
 from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
 
 LINK_S = 10.0  # seconds for a link to be made
+TOKEN_BYTES = 16
+_HELLO_S = 1.0  # time for a caller to send its token
 
 
 class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
@@ -164,6 +166,23 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             where |= zip(answer.links, answer.endpoints, strict=False)
         endpoints = tuple(where[link] for link in self.links if link in where)
         return LinkEnds(links=self.links, endpoints=endpoints)
+
+
+Caller = TypeVar("Caller")
+
+
+def caller_of(sock: socket.socket, tokens: dict[bytes, Caller]) -> Caller | None:
+    """Return whose token an accepted socket sends first, and take the token out.
+
+    A stranger is None; the socket is closed then.
+    """
+    caller = None
+    with contextlib.suppress(OSError):
+        sock.settimeout(_HELLO_S)
+        caller = tokens.pop(sock.recv(TOKEN_BYTES), None)
+    if caller is None:
+        sock.close()
+    return caller
 
 
 class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -19,14 +19,21 @@ from dataclasses import dataclass
 
 from tccl_profiler.host_device import LANES, RunningLane, ThreadedDevice
 from tccl_profiler.host_lane import HostEnd
-from tccl_profiler.messages import Endpoint, LinkLost, Run, Start, Started, link_names
+from tccl_profiler.messages import (
+    TOKEN_BYTES,
+    Endpoint,
+    LinkLost,
+    Run,
+    Start,
+    Started,
+    caller_of,
+    link_names,
+)
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import Control, differing, write_pattern
 from tccl_py.errors import MeasurementError
 
 _HEADER = struct.Struct("!IIQ")  # repeat, bytes of the slice (0: the end), number of the slice
-_TOKEN_BYTES = 16
-_HELLO_S = 1.0  # time for a caller to send its token
 UNSENT_BYTES = 512 * 1024
 """Bytes that a socket holds beyond those under way. The end of a repeat waits for all of them to
 arrive, and the default may be megabytes; with much less, a fast link would wait for the sender."""
@@ -270,7 +277,7 @@ class NicLinks:
         except OSError as error:
             raise MeasurementError(f"{self._device}: cannot listen: {error.strerror}") from error
         port = self._listener.getsockname()[1]
-        tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in links]
+        tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in links]
         self._expected.update(zip(tokens, links, strict=True))
         return tuple(Endpoint(address=self._address, port=port, token=token) for token in tokens)
 
@@ -310,13 +317,8 @@ class NicLinks:
             ) from error
         except OSError as error:
             raise LinkLost(f"{link_names(sorted(missing))}: {error.strerror}") from error
-        link = None
-        with contextlib.suppress(OSError):
-            sock.settimeout(_HELLO_S)
-            link = self._expected.pop(sock.recv(_TOKEN_BYTES, socket.MSG_WAITALL), None)
-        if link is None:
-            sock.close()
-        else:
+        link = caller_of(sock, self._expected)
+        if link is not None:
             self._keep(link, sock)
         return link
 

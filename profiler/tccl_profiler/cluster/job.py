@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ import msgspec
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
-from tccl_profiler.messages import ConnectionClosed, Stop
+from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Stop, caller_of
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
@@ -50,7 +50,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the controller awaits connections, and the token that they begin with."""
+    """Where the controller awaits a rank, and the token by which it knows the rank."""
 
     addresses: tuple[str, ...]
     port: int
@@ -103,7 +103,7 @@ def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Rendezvous:
         data = _waited(bootstrap, CONTROLLER, time.monotonic() + 2 * join_s)
         if data is None:
             raise MeasurementError(f"the controller has said nothing for {2 * join_s:g} s")
-        sock = _connected(msgspec.msgpack.decode(data, type=ListenAddress), bootstrap.rank)
+        sock = _connected(msgspec.msgpack.decode(data, type=ListenAddress))
         connections = {CONTROLLER: _connection(sock, "the controller")}
         found = Rendezvous(
             rank=bootstrap.rank, size=bootstrap.size, peers={}, connections=connections
@@ -135,12 +135,13 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
         with listening() as listener:
-            address = ListenAddress(
-                addresses=addresses(), port=listener.getsockname()[1], token=secrets.token_bytes(16)
-            )
+            here, port, tokens = addresses(), listener.getsockname()[1], dict[bytes, int]()
             for rank in range(1, bootstrap.size):
+                token = secrets.token_bytes(TOKEN_BYTES)
+                tokens[token] = rank
+                address = ListenAddress(addresses=here, port=port, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
-            connections = _accepted(listener, bootstrap, address, peers)
+            connections = _accepted(listener, bootstrap, tokens, peers, at=here)
     return Rendezvous(rank=CONTROLLER, size=bootstrap.size, peers=peers, connections=connections)
 
 
@@ -155,51 +156,40 @@ def _allow_descriptors(ranks: int) -> None:
 def _accepted(
     listener: socket.socket,
     bootstrap: Bootstrap,
-    address: ListenAddress,
+    tokens: dict[bytes, int],
     peers: Mapping[int, PeerInfo],
+    *,
+    at: Sequence[str],
 ) -> dict[int, say.Messenger]:
-    """Accept a connection of every rank; callers without the token are dropped."""
+    """Accept a connection of every rank with a token."""
     until, found = time.monotonic() + CONNECT_S, dict[int, say.Messenger]()
-    while len(found) < bootstrap.size - 1:
+    listener.settimeout(0.05)
+    while tokens:
         # Earlier messages may need this side's progress to arrive.
         bootstrap.poll(CONTROLLER)
-        listener.settimeout(0.05)
         try:
             sock, _ = listener.accept()
         except TimeoutError:
             if time.monotonic() < until:
                 continue
-            rank = next(rank for rank in range(1, bootstrap.size) if rank not in found)
+            rank = min(tokens.values())
             raise InputError(
                 f"host {peers[rank].host}",
                 f"its rank {rank} could not connect to host {peers[CONTROLLER].host} at "
-                f"{', '.join(address.addresses)}",
+                f"{', '.join(at)}",
                 "let the hosts of a job reach each other over TCP",
             ) from None
-        caller = _rank_of(sock, address.token)
-        if caller not in range(1, bootstrap.size) or caller in found:
-            sock.close()
-            continue
-        found[caller] = _connection(sock, f"rank {caller} on host {peers[caller].host}")
+        caller = caller_of(sock, tokens)
+        if caller is not None:
+            found[caller] = _connection(sock, f"rank {caller} on host {peers[caller].host}")
     return found
 
 
-def _rank_of(sock: socket.socket, token: bytes) -> int:
-    sock.settimeout(_TRY_S)
-    said, wanted = b"", len(token) + 4
-    with contextlib.suppress(OSError):
-        while len(said) < wanted and (more := sock.recv(wanted - len(said))):
-            said += more
-    if len(said) < wanted or not secrets.compare_digest(said[: len(token)], token):
-        return -1
-    return int.from_bytes(said[len(token) :], "big")
-
-
-def _connected(address: ListenAddress, rank: int) -> socket.socket:
+def _connected(address: ListenAddress) -> socket.socket:
     for host in address.addresses:
         with contextlib.suppress(OSError):
             sock = socket.create_connection((host, address.port), _TRY_S)
-            sock.sendall(address.token + rank.to_bytes(4, "big"))
+            sock.sendall(address.token)
             return sock
     raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -114,40 +113,28 @@ class _MpiBootstrap:
     def __init__(self, library: Any) -> None:
         self._mpi, self._world = library, library.COMM_WORLD
         self._leaving: list[tuple[Any, bytes]] = []
-        self._arriving: list[tuple[int, Any, bytearray]] = []
-        self._inbox: dict[int, deque[bytes]] = {}
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
 
     def send(self, rank: int, data: bytes) -> None:
-        """Begin to send; the bytes are kept until they have left."""
+        """Begin to send; the bytes are kept until MPI ends."""
         self._leaving.append((self._world.Isend([data, self._mpi.BYTE], rank, _TAG), data))
-        self._progress()
 
     def poll(self, rank: int) -> bytes | None:
         """Return the next message from a rank, if there is one."""
-        self._progress()
-        waiting = self._inbox.get(rank)
-        return waiting.popleft() if waiting else None
-
-    def _progress(self) -> None:
-        self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
         status = self._mpi.Status()
-        while (message := self._world.Improbe(self._mpi.ANY_SOURCE, _TAG, status)) is not None:
-            buffer = bytearray(status.Get_count(self._mpi.BYTE))
-            request = message.Irecv([buffer, self._mpi.BYTE])
-            self._arriving.append((status.Get_source(), request, buffer))
-        still = []
-        for source, request, buffer in self._arriving:
-            if request.Test():
-                self._inbox.setdefault(source, deque()).append(bytes(buffer))
-            else:
-                still.append((source, request, buffer))
-        self._arriving = still
+        message = self._world.Improbe(rank, _TAG, status)
+        if message is None:
+            return None
+        buffer = bytearray(status.Get_count(self._mpi.BYTE))
+        # A message this small arrives as a whole.
+        message.Recv([buffer, self._mpi.BYTE])
+        return bytes(buffer)
 
     def finish(self) -> None:
         """End MPI."""
         with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
+            self._mpi.Request.Waitall([request for request, _ in self._leaving])
             self._mpi.Finalize()
 
 
