@@ -392,10 +392,8 @@ class RememberingSource:
     ) -> None:
         self._source = source
         self._journal = journal
-        known = known if journal is None else journal.measurements
-        self._before = known if known is not None else {}
-        self._times: dict[TransferSet, int] = {}
-        self._answers: dict[tuple[TransferSet, int], Measurement] = {}
+        self._before = (known or {}) if journal is None else journal.measurements
+        self._new: dict[TransferSet, list[Measurement]] = {}
         self._random = random.Random(seed)
         self.sets_measured = 0
         self.sets_remembered = 0
@@ -413,8 +411,11 @@ class RememberingSource:
     @property
     def times_known(self) -> dict[TransferSet, int]:
         """Number of measurements of each set."""
-        times = {key: len(known) for key, known in self._before.items()} | self._times
-        return {key: count for key, count in times.items() if count}
+        return {key: self.times_of(key) for key in (*self._before, *self._new)}
+
+    def times_of(self, key: TransferSet) -> int:
+        """Return how often a set was measured."""
+        return len(self._before.get(key, ())) + len(self._new.get(key, ()))
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
@@ -422,26 +423,21 @@ class RememberingSource:
         A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
         source fails, or the flows of a set did not run together.
         """
-        missing = []
-        wanted = Counter[TransferSet]()
+        counts, wanted = Counter[TransferSet](), []
         for key in sets:
-            wanted[key] += 1
-            if wanted[key] > self.times_of(key):
-                missing.append(key)
+            wanted.append((key, counts[key]))
+            counts[key] += 1
+        missing = [key for key, number in wanted if number >= self.times_of(key)]
         self.sets_remembered += len(sets) - len(missing)
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
             self.measure_anew(key)
-        given = Counter[TransferSet]()
-        answers = []
-        for key in sets:
-            number = given[key]
-            if (key, number) not in self._answers:
-                self._answers[key, number] = self._before[key][number]
-            answers.append(self._answers[key, number])
-            given[key] += 1
-        return answers
+        return [self._answer(key, number) for key, number in wanted]
+
+    def _answer(self, key: TransferSet, number: int) -> Measurement:
+        before = self._before.get(key, ())
+        return before[number] if number < len(before) else self._new[key][number - len(before)]
 
     def measure_anew(self, transfers: TransferSet) -> Measurement:
         """Measure a set once more, whatever is known of it, and keep the result."""
@@ -451,17 +447,9 @@ class RememberingSource:
             raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
         if self._journal is not None:
             self._journal.append(measurement)
-        times = self.times_of(transfers)
-        self._answers[transfers, times] = measurement
-        self._times[transfers] = times + 1
+        self._new.setdefault(transfers, []).append(measurement)
         self.sets_measured += 1
         return measurement
-
-    def times_of(self, key: TransferSet) -> int:
-        """Return how often a set was measured."""
-        if key not in self._times:
-            self._times[key] = len(self._before.get(key, ()))
-        return self._times[key]
 
     def __enter__(self) -> Self:
         return self
