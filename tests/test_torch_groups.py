@@ -4,6 +4,7 @@ import ctypes
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.plan.writing import write_plan
 from tccl_py.torch import groups
 from tccl_py.torch.groups import ProcessState, graph_file
-from tccl_py.torch.members import Here, Member, host_identity, open_plan, roster_of
+from tccl_py.torch.members import Member, host_identity, open_plan, roster_of
 from tests.cluster_plans import mixed
 from tests.fake_torch import FakeDistributed, FakeTorch
 from tests.planned import needing_a_graph, plan_of
@@ -75,12 +76,13 @@ class Rank:
         }
         self.distributed = FakeDistributed(len(members), rank, others, when)
         self.torch = FakeTorch(self.distributed, **more)
-        self.here = Here(gpu=members[rank].gpu, fingerprint=PRINT, nccl="2.30.7")
+        self.fingerprint, self.gpus = PRINT, ()
         monkeypatch.setattr(groups, "import_torch", lambda: self.torch)
         monkeypatch.setattr(
             "tccl_py.torch.members.look",
-            lambda ordinal, nccl: msgspec.structs.replace(self.here, nccl=nccl),
+            lambda ordinal: (members[rank].gpu, SimpleNamespace(gpus=self.gpus)),
         )
+        monkeypatch.setattr("tccl_py.torch.members.fingerprint_of", lambda _: self.fingerprint)
 
     @property
     def graphs(self):
@@ -336,7 +338,7 @@ def test_a_measured_plan_is_off_on_another_machine(tmp_path, monkeypatch, capfd,
     directory = measured(tmp_path)
     rank = Rank(monkeypatch, told(directory, GPUS))
     now = msgspec.structs.replace(PRINT, **changes)
-    rank.here = msgspec.structs.replace(rank.here, fingerprint=now)
+    rank.fingerprint = now
     name = host_identity().partition(" ")[0]
     stock_everywhere(rank, directory, capfd, f"rank 0 on {name}: {said}")
 
@@ -348,7 +350,7 @@ def test_a_plan_of_an_equal_host_is_on_if_that_is_said(tmp_path, monkeypatch, ca
     now = msgspec.structs.replace(PRINT, gpu_uuids=("GPU-5", "GPU-6", "GPU-7", "GPU-8"))
     # Of the machine's own GPUs only name, index and bus id are looked at, which are NVML's too.
     gpus = box_plan().machine.gpus
-    rank.here = msgspec.structs.replace(rank.here, fingerprint=now, gpus=gpus)
+    rank.fingerprint, rank.gpus = now, gpus
     tccl_py.torch.init_process_group(directory)
     assert rank.graphs == [((0, 1, 2, 3), str(directory / "nccl" / "graph.xml"))]
     assert capfd.readouterr().err == ""
@@ -589,7 +591,7 @@ def test_a_host_with_other_gpus_switches_a_measured_clusters_plan_off(tmp_path, 
     rank = cluster_rank(monkeypatch, cluster_members(plan, tmp_path), 0)
     gpus = plan.cluster.classes[plan.cluster.host_classes["gpu3"]].machine.gpus
     now = (*gpus[:3], msgspec.structs.replace(gpus[3], name="NVIDIA A40"))
-    rank.here = msgspec.structs.replace(rank.here, gpus=now)
+    rank.gpus = now
     tccl_py.torch.init_process_group(tmp_path)
     assert rank.graphs[0][1] is None
     said = capfd.readouterr().err

@@ -159,46 +159,34 @@ def why_not_with(settings: Settings, nccl: str) -> str:
     return f"it is for NCCL {settings.version} and this is {nccl} (plan again with --nccl {again})"
 
 
-def why_disabled(plan: Plan, directory: Path, nccl: str | None, *, alike: bool, say: Say) -> str:
-    """Return why a plan is not for this host or NCCL, in clauses; "" if nothing speaks against.
-
-    Without a version `nccl` of the job, the installed NCCL counts. `say` gets notices.
-    """
-    if plan.simulated:
-        return "" if nccl is None else why_not_with(plan.settings, nccl)
-    installed = installed_nccl() if nccl is None else None
-    version = nccl if installed is None else installed.version
-    wrong = "" if version is None else why_not_with(plan.settings, version)
-    if wrong and installed is not None:
-        found = f"NCCL {installed.version} is here, {installed.source}"
-        say(f"{found}; if the job has another, add --nccl")
-    elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
-    return "; ".join(why for why in (elsewhere, wrong) if why)
-
-
-def why_elsewhere(plan: Plan, directory: Path, *, alike: bool, say: Say) -> str:
+def why_elsewhere(
+    plan: Plan, directory: Path, *, alike: bool, say: Say, name: str | None = None
+) -> str:
     """Return why this is not the machine of a measured plan, in clauses; "" also without a driver.
 
-    With `alike` equal GPUs with other UUIDs will do.
+    With `alike` equal GPUs with other UUIDs will do, as on host `name` of a cluster's plan.
     """
+    if plan.simulated:
+        return ""
     try:
         facts = driver_facts()
     except InputError as error:
         say(f"whether this is the plan's machine was not checked: {error.what}")
         return ""
-    gpus = facts.gpus if alike else None
-    return why_not_here(plan, directory, fingerprint_of(facts), alike=gpus)
+    if name is not None:
+        return why_not_of_class(plan, name, facts.gpus)
+    return why_not_here(plan, directory, fingerprint_of(facts), alike=facts.gpus if alike else None)
 
 
-def why_other_host(plan: Plan, name: str, *, say: Say) -> str:
-    """Return which GPUs of this host are not as in a cluster's plan, in clauses; "" if all are."""
-    if plan.simulated:
-        return ""
-    try:
-        return why_not_of_class(plan, name, driver_facts().gpus)
-    except InputError as error:
-        say(f"whether this host has the plan's GPUs was not checked: {error.what}")
-        return ""
+def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:
+    """Return why a plan is for another NCCL than `nccl`, by default the installed one; or ""."""
+    installed = installed_nccl() if nccl is None and not plan.simulated else None
+    version = nccl if installed is None else installed.version
+    wrong = "" if version is None else why_not_with(plan.settings, version)
+    if wrong and installed is not None:
+        found = f"NCCL {installed.version} is here, {installed.source}"
+        say(f"{found}; if the job has another, add --nccl")
+    return wrong
 
 
 def planned_or_installed(plan: Plan) -> str:
@@ -251,14 +239,16 @@ def job_environment_of(
         subject: dict[str, Any] = {"host": name}
         disabled = ""
         if name is not None and host is None:
-            disabled = why_other_host(plan, name, say=say)
+            disabled = why_elsewhere(plan, directory, name=name, alike=alike, say=say)
         file = "" if name is None else host_graph_file(name)
     else:
         chosen = tuple(sorted(gpus or plan.gpus))
         subject = {"gpus": chosen}
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
-            disabled = why_disabled(plan, directory, nccl, alike=alike, say=say)
+            wrong = _why_not_used(plan, nccl, say=say)
+            elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
+            disabled = "; ".join(filter(None, (elsewhere, wrong)))
         why = why_no_plugin(nccl or planned_or_installed(plan)) if plugin or placed else ""
         if plugin and not disabled:
             disabled = why

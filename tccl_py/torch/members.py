@@ -20,7 +20,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.installation.install import PLAN_VARIABLE
-from tccl_py.model.machine import Fingerprint, normal_bus_id
+from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.variables import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
@@ -30,7 +30,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
-from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
+from tccl_py.readers.live import DriverFacts, driver_facts, fingerprint_of
 
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -74,7 +74,7 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
             wanted = plugin_variables(self.directory, alike=os.environ.get(ALIKE_VARIABLE) == "1")
         except InputError:
             return {}
-        given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
+        given = _given()
         others = any(given.get(name, value) != value for name, value in wanted.items())
         return {} if others or why_no_plugin(nccl) else wanted
 
@@ -120,18 +120,11 @@ def open_plan(directory: Path) -> OpenPlan:
     )
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's GPU by its NVML index, the host's fingerprint and GPUs, and the NCCL version."""
+def look(ordinal: int) -> tuple[int, DriverFacts]:
+    """Return the NVML index of CUDA device `ordinal`, found by its bus id as in NCCL, and NVML's
+    facts.
 
-    gpu: int
-    fingerprint: Fingerprint
-    nccl: str
-    gpus: tuple[GpuFacts, ...] = ()
-
-
-def look(ordinal: int, nccl: str) -> Here:
-    """Identify the GPU of CUDA device `ordinal` by its bus id, as NCCL does. Raises InputError: the
-    driver does not answer, or NVML lacks the GPU.
+    Raises InputError: the driver does not answer, or NVML lacks the GPU.
     """
     facts = driver_facts()
     bus_id = _bus_id(ordinal)
@@ -139,7 +132,7 @@ def look(ordinal: int, nccl: str) -> Here:
     if not found:
         what = f"has bus id {bus_id}, which NVML does not know"
         raise InputError(f"CUDA device {ordinal}", what, "use a GPU")
-    return Here(gpu=found[0], fingerprint=fingerprint_of(facts), nccl=nccl, gpus=facts.gpus)
+    return found[0], facts
 
 
 def _bus_id(ordinal: int) -> str | None:
@@ -198,10 +191,10 @@ def member_of(
         return replace(member, wrong=str(error)), None
     # 2. Find this rank's GPU.
     try:
-        here = look(ordinal, nccl)
+        gpu, facts = look(ordinal)
     except InputError as error:
         return replace(member, off=str(error)), opened
-    member = replace(member, gpu=here.gpu)
+    member = replace(member, gpu=gpu)
     if opened is None:
         return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
     # 3. Check the plan's fit.
@@ -209,7 +202,7 @@ def member_of(
     told = {"plan": opened.identity, "settings": opened.variables}
     member = replace(member, name=name, plugin=bool(opened.loading(nccl)), **told)
     try:
-        return replace(member, off=_misfit(opened, here, name)), opened
+        return replace(member, off=_misfit(opened, facts, nccl, name)), opened
     except InputError as error:
         return replace(member, wrong=str(error)), opened
 
@@ -219,29 +212,33 @@ def _listed(settings: Mapping[str, str] | None) -> str:
     return " ".join(f"{name}={text}" for name, text in found) or "no settings"
 
 
-def _misfit(opened: OpenPlan, here: Here, name: str) -> str:
+def _misfit(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     """Return why a plan does not fit this rank, as a clause; "" if it does."""
     settings = opened.plan.plain_settings
-    found = _other_host(opened, here, name) or why_not_with(settings, here.nccl)
+    found = _other_host(opened, facts, name) or why_not_with(settings, nccl)
     if found:
         return found
-    given = {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-    names = ", ".join(env_conflicts(settings, given))
+    names = ", ".join(env_conflicts(settings, _given()))
     return f"{names} is set to something else than the plan's settings" if names else ""
 
 
-def _other_host(opened: OpenPlan, here: Here, name: str) -> str:
+def _given() -> dict[str, str]:
+    """Return this process's variables, NCCL's files included."""
+    return {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
+
+
+def _other_host(opened: OpenPlan, facts: DriverFacts, name: str) -> str:
     plan, directory = opened.plan, opened.directory
     if not plan.is_cluster:
-        alike = here.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
-        return why_not_here(plan, directory, here.fingerprint, alike=alike)
+        alike = facts.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
+        return why_not_here(plan, directory, fingerprint_of(facts), alike=alike)
     if not name:
         return "the plan has no such host"
     path = directory / "nccl" / host_graph_file(name)
     if not path.is_file():
         return f"{path} is missing"
     check_files(directory, [f"nccl/{host_graph_file(name)}"])
-    return why_not_of_class(plan, name, here.gpus)
+    return why_not_of_class(plan, name, facts.gpus)
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ def main():
     answer = {
         "right": right,
         "passed": passed,
-        "gpu": look(rank, "2.28.9").gpu,
+        "gpu": look(rank)[0],
         "graph": os.environ.get("NCCL_GRAPH_FILE"),
     }
     torch.cuda.synchronize()
