@@ -24,7 +24,6 @@ from tccl_py.report.contents import (
     read_contents,
     slowest_together,
     viridis,
-    worst_pairs,
 )
 from tccl_py.report.hops import chain_ends, drawn_hops, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
@@ -145,10 +144,7 @@ def test_beside_its_worst_neighbour_a_pair_has_its_lowest_rate():
     )
     found = slowest_together(rates)
     assert (found[0, 1].gbps, str(found[0, 1].beside)) == (8.0, "G2->G2->G3")
-    assert found[0, 1].share == pytest.approx(0.4)
-    assert found[2, 3].alone_gbps is None
-    assert [str(one.flow) for one in worst_pairs(rates, 5)] == ["G0->G0->G1", "G0->G0->G1"]
-    assert [one.gbps for one in worst_pairs(rates, 5)] == [8.0, 15.0]
+    assert found[2, 3].gbps == 12.0
 
 
 def test_a_set_measured_twice_has_the_median_of_all_samples():

@@ -17,6 +17,7 @@ from tccl_py.cli.output import BAD, GOOD, ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
 from tccl_py.files import encode_json
+from tccl_py.health.doctor import plugin_complaints
 from tccl_py.health.drift import (
     Drift,
     Effort,
@@ -24,7 +25,6 @@ from tccl_py.health.drift import (
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.plugin import plugin_complaints
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

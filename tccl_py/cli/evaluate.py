@@ -15,7 +15,7 @@ from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.cli.verify import hold_plan, pinned_names
 from tccl_py.errors import InputError
-from tccl_py.report.evaluation import evaluation_json, evaluation_lines
+from tccl_py.report.verification import evaluation_json, evaluation_lines
 from tccl_py.sources.profiled import check_backend
 from tccl_py.verify.evaluation import DEFAULT_SECONDS, Evaluation, Sweep, csv_text
 from tccl_py.verify.plans import evaluate_plan

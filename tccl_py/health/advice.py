@@ -12,7 +12,6 @@ import msgspec
 
 from tccl_py.errors import MeasurementError
 from tccl_py.health.doctor import Diagnosis
-from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.transport import pair_mechanism
@@ -21,7 +20,6 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget, Progress
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel, gpu_names, provenances
 from tccl_py.sources.profiled import MeasuredMachine
 
@@ -48,7 +46,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool
     sure: str
     problems: tuple[str, ...]
-    alike: str
     following: str
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -64,8 +61,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "How sure", self.sure
         for text in self.problems[:2]:
             yield "Fix first", text
-        if self.alike:
-            yield "Alike", self.alike
         yield "Next", self.following
 
 
@@ -116,7 +111,6 @@ def advise(
         simulated=plan.simulated,
         sure=_sure(plan, place),
         problems=tuple(f"{one.severity.upper()} {one.what}; {one.fix}" for one in problems),
-        alike=_alike(place.machine),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
     )
 
@@ -158,11 +152,3 @@ def _sure(plan: Plan, place: MachineModel | MeasuredMachine) -> str:
         return f"{level}: by a model with {known} parameters{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
     return f"medium: {plan.sets_measured} sets measured here{error}; no NCCL job ran{cut}"
-
-
-def _alike(machine: Machine) -> str:
-    """Return the bundled models of other machines with the same GPUs."""
-    known = set(bundled_names()) - {machine.name}
-    kinds = gpu_names(machine)
-    alike = [name for name in sorted(known) if gpu_names(load_bundled(name).machine) == kinds]
-    return f"bundled models with these GPUs: {', '.join(alike)}" if alike else ""

@@ -34,10 +34,7 @@ from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verifica
 from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
 from tccl_py.verify.sizes import SizeTuning
 
-_SLOWED = 0.99
-"""Flows that keep more of their rate are not slowed: noise makes as much."""
 _DRY_RUN = "is a dry run without GPUs"
-_WORST_PAIRS = 12
 _MOST_BESIDE = 16
 """Pairs of hops are simulated for at most so many GPUs: 25,320 sets, in a second."""
 _VIRIDIS = (
@@ -243,12 +240,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     flow: Flow
     gbps: float
     beside: Flow | None = None
-    alone_gbps: float | None = None
-
-    @property
-    def share(self) -> float:
-        """The rate over the rate alone; 1 if unknown."""
-        return self.gbps / self.alone_gbps if self.alone_gbps else 1.0
 
 
 Readings = dict[tuple[int, int], Reading]
@@ -444,22 +435,6 @@ def _ends(flow: Flow) -> tuple[int, int]:
     return flow.source.index, flow.destination.index
 
 
-def worst_pairs(
-    journal: Journal, count: int = _WORST_PAIRS, hosts: Hosts = ONE_HOST
-) -> list[Reading]:
-    """Return the flows that one other flow slows most, worst first.
-
-    Two flows are listed once, with the blocks and FIFOs of the largest slowdown.
-    """
-    worst: dict[frozenset[object], Reading] = {}
-    readings = [reading for reading in _beside(journal, hosts) if reading.share < _SLOWED]
-    readings.sort(key=lambda one: (one.share, str(one.flow), str(one.beside)))
-    for reading in readings:
-        flows = (reading.flow, reading.beside)
-        worst.setdefault(frozenset(flow.transfers for flow in flows if flow), reading)
-    return list(worst.values())[:count]
-
-
 def _singles(journal: Journal, hosts: Hosts) -> list[Reading]:
     """Return the flows measured alone, the fastest last."""
     found = [
@@ -476,9 +451,7 @@ def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
             continue
         first, second = zip(transfers.flows, _rates(measured), strict=True)
         for (flow, gbps), (other, _) in ((first, second), (second, first)):
-            alone = journal.get(transfer_set([flow]))
-            alone_gbps = _rates(alone)[0] if alone else None
-            yield Reading(flow=flow, gbps=gbps, beside=other, alone_gbps=alone_gbps)
+            yield Reading(flow=flow, gbps=gbps, beside=other)
 
 
 def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:

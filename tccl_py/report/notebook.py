@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Ring
 from tccl_py.plan.plan import Plan, PlanChain
-from tccl_py.report.hops import Ends, chain_ends, line_kind, ring_views
-from tccl_py.report.machine import lay_out, machine_sentence, nvlinks
-from tccl_py.report.page import templates
+from tccl_py.report.hops import Ends, chain_ends, line_kind
+from tccl_py.report.page import node_view, templates
 
 _DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
 <!DOCTYPE html><meta charset="utf-8"><style>{% include "report.css" %}</style>
@@ -47,29 +46,15 @@ def drawing(subject: Machine | Plan | PlanChain | Ring) -> str:
         lines = [" → ".join(one.name for one in ring.ends)]
         lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
     elif isinstance(subject, Plan):
-        classes = zip(subject.cluster.classes, subject.class_gpus, strict=True)
-        nodes = [_node(part.machine, n, gpus, subject) for n, (part, gpus) in enumerate(classes)]
+        classes = enumerate(subject.cluster.classes)
+        nodes = [node_view(part.machine, subject, number) for number, part in classes]
         lines = repr(subject).splitlines()
     else:
-        nodes, lines = [_node(subject, 0)], [subject.name]
+        nodes, lines = [node_view(subject)], [subject.name]
     page = templates().from_string(_DRAWING).render(nodes=nodes, ring=ring, lines=lines)
     height = _HEIGHT if ring is None else ring.size + 90
     style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
     return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
-
-
-def _node(
-    machine: Machine, number: int, gpus: tuple[int, ...] | None = None, plan: Plan | None = None
-) -> SimpleNamespace:
-    layout = lay_out(machine, gpus)
-    return SimpleNamespace(
-        id=f"machine-{number}",
-        machine=machine,
-        layout=layout,
-        nvlinks=nvlinks(machine, layout),
-        sentence=machine_sentence(machine),
-        rings=[] if plan is None else ring_views(plan, number, layout),
-    )
 
 
 def _circle(ring: PlanChain | Ring) -> SimpleNamespace:

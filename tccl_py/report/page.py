@@ -28,7 +28,6 @@ from tccl_py.plan.words import gpu_list, order_words, plan_name, settings_words
 from tccl_py.report.contents import (
     Contents,
     HeatMap,
-    Reading,
     cell_style,
     cell_text,
     heat_maps,
@@ -36,9 +35,7 @@ from tccl_py.report.contents import (
     rate_sources,
     settings_bars,
     viridis,
-    worst_pairs,
 )
-from tccl_py.report.evaluation import ratio_maps
 from tccl_py.report.hops import (
     HopsView,
     Load,
@@ -57,7 +54,7 @@ from tccl_py.report.machine import (
     nvlinks,
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
-from tccl_py.report.verification import headline
+from tccl_py.report.verification import headline, ratio_maps
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -68,20 +65,36 @@ _GENERATOR = '<meta name="generator" content="tccl report">'
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine of the plan, or of a class of its hosts, with the rings and rates on it."""
+    """A drawn machine, of the plan or of a class of its hosts, with the rings and rates on it."""
 
     id: str
-    name: str
     machine: Machine
-    gpus: tuple[int, ...]
-    gpu_names: list[str]
     layout: Layout
     nvlinks: NvLinks
-    loads: dict[str, Load]
     sentence: str
     rings: list[HopsView]
-    maps: list[HeatMap]
-    worst: list[Reading]
+    name: str = ""
+    gpus: tuple[int, ...] = ()
+    loads: dict[str, Load] = {}
+    maps: list[HeatMap] = []
+
+    @property
+    def gpu_names(self) -> list[str]:
+        """The names of the GPUs."""
+        return sorted({gpu.name for gpu in self.machine.gpus if gpu.name})
+
+
+def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
+    """Return a machine, that of class `number` of a plan, and the plan's rings on it."""
+    layout = lay_out(machine, None if plan is None else plan.class_gpus[number])
+    return NodeView(
+        id=f"machine-{number}",
+        machine=machine,
+        layout=layout,
+        nvlinks=nvlinks(machine, layout),
+        sentence=machine_sentence(machine),
+        rings=[] if plan is None else ring_views(plan, number, layout),
+    )
 
 
 def report_html(contents: Contents) -> str:
@@ -178,7 +191,6 @@ def _causes(contents: Contents, nodes: Sequence[NodeView]) -> dict[int, HopsView
 def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    machine, layout = part.machine, lay_out(part.machine, gpus)
     kept = contents.journal.measurements if contents.journal is not None else {}
     journal = {**kept, **contents.pairs}
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
@@ -188,19 +200,13 @@ def _node(contents: Contents, number: int) -> NodeView:
     path = next((path for path in plan.paths if path.node_class == number), None)
     chains = path.chains if path is not None else ()
     hops = [(hop.flow, hop.gbps) for chain in chains for hop in chain.hops]
-    return NodeView(
-        id=f"machine-{number}",
+    numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
+    return msgspec.structs.replace(
+        node_view(part.machine, plan, number),
         name=part.name if plan.is_cluster else "",
-        machine=machine,
         gpus=gpus,
-        gpu_names=sorted({gpu.name for gpu in machine.gpus if gpu.name}),
-        layout=layout,
-        nvlinks=nvlinks(machine, layout),
-        loads=link_loads(Paths(machine, part.knowledge), hops),
-        sentence=machine_sentence(machine),
-        rings=ring_views(plan, number, layout),
-        maps=heat_maps(journal, gpus, tuple(node.index for node in machine.numa_nodes), hosts),
-        worst=worst_pairs(journal, hosts=hosts),
+        loads=link_loads(Paths(part.machine, part.knowledge), hops),
+        maps=heat_maps(journal, gpus, numa_nodes, hosts),
     )
 
 
