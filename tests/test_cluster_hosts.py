@@ -21,7 +21,7 @@ from tccl_py.model.machine import (
     PeerAccess,
     check,
 )
-from tccl_py.model.reports import HostReport, canonical, classes_of, cluster_of
+from tccl_py.model.reports import HostReport, canonical, cluster_of
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tests.effort import soon
 from tests.toy import toy_machine
@@ -98,7 +98,7 @@ def reports(*machines: tuple[Machine, Knowledge] | Machine) -> list[HostReport]:
 
 
 def numbers(*machines: tuple[Machine, Knowledge] | Machine) -> tuple[int, ...]:
-    return classes_of(reports(*machines))[1]
+    return tuple(cluster_of(reports(*machines)).host_classes.values())
 
 
 # Classes
@@ -117,9 +117,9 @@ def test_what_names_one_host_splits_no_class(name):
 def test_bundled_machines_are_different_classes():
     models = [load_bundled(name) for name in bundled_names()]
     pairs = [(one.machine, one.knowledge) for one in models]
-    found, members = classes_of(reports(*pairs, *pairs))
-    assert members == (*range(len(pairs)), *range(len(pairs)))
-    assert len({one.name for one in found}) == len(found)
+    found = cluster_of(reports(*pairs, *pairs))
+    assert list(found.host_classes.values()) == [*range(len(pairs)), *range(len(pairs))]
+    assert len({one.name for one in found.classes}) == len(pairs)
 
 
 def slower(machine: Machine) -> Machine:
@@ -210,7 +210,7 @@ def test_toy_machines_under_other_names_are_one_class(gpus, nodes, per_switch, s
 def test_class_names_are_unique_and_fit_for_files():
     names = ["../x", "x", "-x", "a b", "", "\x1b[31m", "n" * 500]
     machines = [replace(toy_machine(gpus=i + 1), name=name) for i, name in enumerate(names)]
-    found, _ = classes_of(reports(*machines))
+    found = cluster_of(reports(*machines)).classes
     assert [one.name for one in found[:6]] == ["x", "x-2", "x-3", "a-b", "node", "31m"]
     assert len(found[6].name) <= 64
 

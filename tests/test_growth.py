@@ -9,13 +9,12 @@ from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.reports import HostReport, cluster_of
+from tccl_py.model.reports import HostReport, cluster_of, part_of
 from tccl_py.model.transfer import parse_set, transfer_set
+from tccl_py.plan.again import journal_by_class
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.growth import Sample, Sampler, joined, part_of
-from tccl_py.plan.job import journal_by_class
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.probe_hosts import PlacedSource, placements
+from tccl_py.plan.probe_hosts import PlacedSource, Sample, Sampler, placements
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import kept_files, read_tables
 from tccl_py.plan.writing import write_plan
@@ -245,24 +244,20 @@ def cluster(count):
 def test_hosts_that_differ_beyond_the_interval_are_named(rates, hosts, known, odd):
     source = Hosts({f"h{n}": rate for n, rate in enumerate(rates)})
     sampler = Sampler(RememberingSource(source), cluster(4))
-    found = sampler.odd_hosts(hosts, {0: [Sample(SET, 10.0, 0.01)]}, known)
+    found = sampler.odd_hosts(hosts, [Sample(SET, 10.0, 0.01)], known)
     assert list(found) == odd
     assert all("slower" in why for why in found.values())
 
 
-def test_equal_machines_join_a_class_and_ranks_have_to_be_equal():
-    old = cluster(2)
-    new = msgspec.structs.replace(old, hosts=(Host(name="n", node_class=0, slots=2),))
-    assert joined(old, new, None).host_classes == {"h0": 0, "h1": 0, "n": 0}
-    other = NodeClass(name="box", machine=networked_machine(gpus=3, nics=1))
-    merged = joined(old, msgspec.structs.replace(new, classes=(other,)), None)
-    assert [one.name for one in merged.classes] == ["box", "box-2"]
-    uneven = (Host(name="n", node_class=0, slots=1),)
-    with pytest.raises(InputError, match="1 ranks"):
-        joined(old, msgspec.structs.replace(new, hosts=uneven), None)
-    changed = msgspec.structs.replace(new, hosts=old.hosts[:1], classes=(other,))
+def test_equal_machines_join_a_class_and_known_hosts_keep_their_machine():
+    old, other = cluster(2), networked_machine(gpus=3, nics=1)
+    new = HostReport(host="n", machine=MACHINE)
+    assert cluster_of([new], known=old).host_classes == {"h0": 0, "h1": 0, "n": 0}
+    assert cluster_of([HostReport(host="h1", machine=MACHINE)], known=old) == old
+    merged = cluster_of([HostReport(host="n", machine=other)], known=old)
+    assert [one.name for one in merged.classes] == ["box", other.name]
     with pytest.raises(InputError, match="another machine"):
-        joined(old, changed, None)
+        cluster_of([HostReport(host="h0", machine=other)], known=old)
 
 
 # The journal of all hosts.

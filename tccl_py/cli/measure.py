@@ -19,7 +19,7 @@ from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
-from tccl_py.plan.job import hosts_again
+from tccl_py.plan.again import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine

@@ -33,13 +33,16 @@ from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.directory import holds_measurements, output_directory
-from tccl_py.plan.growth import (
+from tccl_py.plan.job import (
     KnownPlan,
+    cluster_of_job,
     extended_by_model,
     extended_by_names,
+    named_cluster,
+    plan_job,
     read_known_plan,
+    simulated_cluster,
 )
-from tccl_py.plan.job import cluster_of_job, extend_job, plan_job, simulated_cluster
 from tccl_py.plan.nccl_here import (
     graph_file_notices,
     not_pinned,
@@ -306,10 +309,10 @@ def _named(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
     if asked.hosts is None:
         right = f"{_UNDER_MPI}, or name them by --hosts"
         raise InputError("--extend", "has no hosts to add", right)
-    hosts = read_host_list(asked.hosts)
+    cluster = named_cluster(asked.known, read_host_list(asked.hosts), asked.switches)
 
     def search(line: ProgressLine) -> Plan:
-        return extended_by_names(asked.known, hosts, asked.switches, reporter=line, **task)
+        return extended_by_names(asked.known, cluster, reporter=line, **task)
 
     return _Subject(None, search)
 
@@ -319,14 +322,13 @@ def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
     source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
     make: Callable[..., Plan]
     if asked.several:
-        switches = None if asked.extend else asked.switches
-        cluster = simulated_cluster(model, asked.nodes, asked.hosts, switches)
+        listed = (asked.nodes, asked.hosts, asked.switches)
+        cluster = simulated_cluster(model, *listed, asked.known)
         make = partial(make_cluster_plan, cluster, [source], **task)
         if asked.extend:
             models = planned_models(asked.known.plan, asked.output)
             known = {name: Simulator(one) for name, one in models.items() if one is not None}
-            of_new = (asked.known, cluster, asked.switches, source, known)
-            make = partial(extended_by_model, *of_new, **task)
+            make = partial(extended_by_model, asked.known, cluster, source, known, **task)
     else:
         gpus = gpus_argument(asked.gpus, model.machine)
         make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
@@ -378,14 +380,12 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
         task["version"] = task["version"] if asked.extend else found
         if task["version"] != found:
             notice(f"these hosts have NCCL {found}, and the plan is for {task['version']}")
-    cluster = cluster_of_job(source, None if asked.extend else asked.switches)
+    cluster = cluster_of_job(source, asked.switches, asked.known)
+    how = {"known": asked.known, "say": notice_each, **task}
 
     def search(line: ProgressLine) -> Plan:
         try:
-            if asked.extend:
-                found = (source, asked.known, asked.switches)
-                return extend_job(*found, say=notice_each, reporter=line, **task)
-            return plan_job(source, cluster, say=notice_each, reporter=line, **task)
+            return plan_job(source, cluster, reporter=line, **how)
         finally:
             source.close()
 

@@ -33,8 +33,7 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.again import journal_of, journal_source
-from tccl_py.plan.job import journal_sources
+from tccl_py.plan.again import journal_of, journal_source, journal_sources
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.evaluator import BudgetSpentError

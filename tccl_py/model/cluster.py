@@ -132,6 +132,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The class of each host by name, in rank order."""
         return {host.name: host.node_class for host in self.hosts}
 
+    @cached_property
+    def switch_of(self) -> dict[str, str]:
+        """The name of each host's switch; empty without switches."""
+        switches = () if self.switches is None else self.switches.all_switches
+        return {host: switch.name for switch in switches for host in switch.hosts}
+
     @property
     def ranks(self) -> int:
         """The number of ranks on all hosts."""

@@ -1,8 +1,8 @@
-"""Clusters put together from reports of their hosts, and switch trees cut down to them."""
+"""Clusters put together from reports of their hosts, split, and cut down to some hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -33,47 +33,107 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
 
 
-def classes_of(reports: Sequence[HostReport]) -> tuple[tuple[NodeClass, ...], tuple[int, ...]]:
-    """Return the classes of these machines, by first hosts, and the position of each host's."""
-    numbers: dict[bytes, int] = {}  # of machines as reported, and in the form that is compared
-    classes: list[NodeClass] = []
-    members: list[int] = []
-    for report in reports:
-        reported = msgspec.msgpack.encode((report.machine, report.knowledge))
-        if reported not in numbers:
-            form = msgspec.json.encode(canonical(report.machine, report.knowledge))
-            if form not in numbers:
-                numbers[form] = len(classes)
-                name = class_name(report.machine.name, {known.name for known in classes})
-                new = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
-                classes.append(new)
-            numbers[reported] = numbers[form]
-        members.append(numbers[reported])
-    return tuple(classes), tuple(members)
-
-
 def cluster_of(
     reports: Sequence[HostReport],
     *,
     switches: SwitchTree | None = None,
     rails: Rails = "any",
     where: str = "cluster",
+    known: Cluster | None = None,
 ) -> Cluster:
-    """Return the cluster of hosts that reported in rank order.
+    """Return the cluster of a `known` cluster's hosts, and then of hosts that reported, in order.
 
-    Raises InputError: as `check_cluster`.
+    Equal machines share a class. Without switches those known are kept, and with them the rates of
+    known uplinks that they do not tell.
+
+    Raises InputError: as `check_cluster`, a known host with another machine, or a new host where
+    only known switches are given.
     """
-    classes, numbers = classes_of(reports)
-    hosts = tuple(
-        Host(
-            name=report.host,
-            node_class=number,
-            slots=len(report.machine.gpus) if report.slots is None else report.slots,
-        )
-        for report, number in zip(reports, numbers, strict=True)
+    classes, hosts = (list(known.classes), list(known.hosts)) if known else ([], [])
+    forms = [_form(one.machine, one.knowledge) for one in classes]
+    numbers = {form: at for at, form in reversed(list(enumerate(forms)))}
+    there = {host.name: host for host in hosts}
+    for report in reports:
+        reported = msgspec.msgpack.encode((report.machine, report.knowledge))
+        if reported not in numbers:
+            form = _form(report.machine, report.knowledge)
+            if form not in numbers:
+                numbers[form] = len(classes)
+                name = class_name(report.machine.name, {one.name for one in classes})
+                new = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
+                classes.append(new)
+                forms.append(form)
+            numbers[reported] = numbers[form]
+        number, old = numbers[reported], there.get(report.host)
+        if old is None:
+            slots = len(report.machine.gpus) if report.slots is None else report.slots
+            hosts.append(Host(name=report.host, node_class=number, slots=slots))
+        elif forms[old.node_class] != forms[number]:
+            right = "plan all hosts again, into a new directory"
+            raise InputError(f"host {report.host}", "has another machine than in the plan", right)
+    if known is not None and known.switches is not None:
+        switches = _joined(known.switches, switches, [host.name for host in hosts], len(there))
+    found = Cluster(hosts=tuple(hosts), classes=tuple(classes), switches=switches, rails=rails)
+    return check_cluster(found, where=where)
+
+
+def _joined(
+    known: SwitchTree, given: SwitchTree | None, hosts: Sequence[str], before: int
+) -> SwitchTree:
+    """Return the switches of hosts, of which so many were there before."""
+    if given is not None:
+        return _with_uplinks(given, {one.name: one.uplink_gbps for one in known.all_switches})
+    if len(hosts) > before:
+        what = f"is at no switch that is known: {hosts[-1]}"
+        raise InputError("a new host", what, "add --switches FILE, with all hosts")
+    return known
+
+
+def _with_uplinks(tree: SwitchTree, known: Mapping[str, float | None]) -> SwitchTree:
+    uplink = known.get(tree.name) if tree.uplink_gbps is None else tree.uplink_gbps
+    below = tuple(_with_uplinks(switch, known) for switch in tree.switches)
+    return msgspec.structs.replace(tree, uplink_gbps=uplink, switches=below)
+
+
+def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
+    """Return some hosts of a cluster in this order, with their classes and switches."""
+    known = {host.name: host for host in cluster.hosts}
+    chosen = [known[name] for name in hosts]
+    numbers = list(dict.fromkeys(host.node_class for host in chosen))
+    tree = cluster.switches
+    return Cluster(
+        hosts=tuple(
+            msgspec.structs.replace(host, node_class=numbers.index(host.node_class))
+            for host in chosen
+        ),
+        classes=tuple(cluster.classes[number] for number in numbers),
+        switches=None if tree is None else restricted(tree, [host.name for host in chosen]),
+        rails=cluster.rails,
     )
-    cluster = Cluster(hosts=hosts, classes=classes, switches=switches, rails=rails)
-    return check_cluster(cluster, where=where)
+
+
+def split(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
+    """Return the cluster with groups of hosts in classes of their own, as far as others stay.
+
+    >>> box = NodeClass(name="box", machine=Machine(name="box", numa_nodes=(), gpus=()))
+    >>> hosts = tuple(Host(name=f"h{n}", node_class=0, slots=1) for n in range(3))
+    >>> found = split(Cluster(hosts=hosts, classes=(box,)), [["h0"]])
+    >>> [one.name for one in found.classes], list(found.host_classes.values())
+    (['box', 'box-h0'], [1, 0, 0])
+    """
+    classes, numbers = list(cluster.classes), dict(cluster.host_classes)
+    for names in groups:
+        old = numbers[names[0]]
+        if sum(number == old for number in numbers.values()) > len(names):
+            name = class_name(f"{classes[old].name}-{names[0]}", {one.name for one in classes})
+            numbers |= dict.fromkeys(names, len(classes))
+            classes.append(msgspec.structs.replace(classes[old], name=name))
+    hosts = (msgspec.structs.replace(host, node_class=numbers[host.name]) for host in cluster.hosts)
+    return msgspec.structs.replace(cluster, hosts=tuple(hosts), classes=tuple(classes))
+
+
+def _form(machine: Machine, knowledge: Knowledge) -> bytes:
+    return msgspec.json.encode(canonical(machine, knowledge))
 
 
 def canonical(machine: Machine, knowledge: Knowledge) -> tuple[Machine, Knowledge]:

@@ -1,21 +1,33 @@
-"""Sources for more measurements of a plan: its model, its machine, or its journal alone."""
+"""Sources for more measurements of a plan: its model, its machine, its hosts, or its journal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, combinations, product
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.reports import part_of
+from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import JOURNAL_FILE, machine_file
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
 from tccl_py.plan.staging import check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource, read_journal
-from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
+from tccl_py.sources.opening import (
+    HostsSource,
+    OpenedSource,
+    open_hosts,
+    open_source,
+    simulation_noise,
+)
 from tccl_py.sources.profiled import (
     SEARCH_REPEATS,
     MeasuredMachine,
@@ -23,6 +35,12 @@ from tccl_py.sources.profiled import (
     is_dry_run,
     measured_machine,
 )
+
+if TYPE_CHECKING:
+    from tccl_py.sources.opening import Job
+
+_MOST_TIMES = 64
+"""Measurements of a set that are taken from a journal, at most."""
 
 
 class ElsewhereError(InputError):
@@ -182,3 +200,103 @@ def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineM
         where, right = str(machine_file(plan, directory)), "plan again with `tccl plan --simulate`"
         raise InputError(where, "holds no model to simulate by", f"{right}{otherwise}")
     return found
+
+
+# The hosts of a plan for several.
+
+
+def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
+    """Return a source for each class of hosts, over one host of it and a partner."""
+    return [PlacedSource(source, place) for place in placements(cluster, **measurable(source))]
+
+
+def measurable(source: HostsSource) -> dict[str, Any]:
+    """Return what can be measured between a job's hosts, as `placements` takes it."""
+    session = source.session
+    return {
+        "addressed": {host.name: tuple(host.addresses) for host in session.hosts},
+        "carried": session.network == "nccl",
+        "over_sockets": session.over_sockets,
+    }
+
+
+@contextmanager
+def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsSource]:
+    """Open a source over the hosts of a job, on which a plan was measured with this journal.
+
+    Raises InputError: the plan was measured on other hosts.
+    """
+    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
+    if is_dry_run(journal):
+        nics = ",".join(nic.name for nic in machine.nics)
+        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
+    options = MeasurementOptions(repeats=SEARCH_REPEATS)
+    with open_hosts(job, options=options, **dry_run) as source:
+        missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
+        if missing or not journal.covers(source.header):
+            found = f"was measured on other hosts ({journal.identity}) than these"
+            what, right = f"{found} ({source.header.identity})", "plan these hosts"
+            raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
+        yield source
+
+
+def journal_by_class(
+    plan: Plan, journal: JournalContents
+) -> list[dict[TransferSet, list[Measurement]]]:
+    """Return the journal's measurements of the plan's hops and chains, for each class of hosts.
+
+    A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
+    """
+    base = journal_source(journal)
+    # By NCCL, between GPUs by TCP, and between host memories by TCP.
+    carriers = ((True, False), (False, False), (False, True))
+    known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
+    for carried, over_sockets in carriers:
+        options: dict[str, Any] = {"carried": carried, "over_sockets": over_sockets}
+        places = placements(plan.cluster, **options)
+        for path in plan.paths:
+            flows = [hop.flow for chain in path.chains for hop in chain.hops]
+            wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
+            wanted += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
+            wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
+            found = known[path.node_class]
+            further = _measured_pairs(plan.cluster, path.node_class, journal.header)
+            others = (placements(pair, **options)[0] for pair in further)
+            for place in chain([places[path.node_class]], others):
+                source = PlacedSource(base, place)
+                for transfers in dict.fromkeys(wanted):
+                    if transfers not in found and (known_there := _repeated(source, transfers)):
+                        found[transfers] = known_there
+                if not found.keys().isdisjoint(wanted):
+                    break
+    return known
+
+
+def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Iterator[Cluster]:
+    """Yield pairs of measured hosts, the first of a class: new classes were measured with others.
+
+    Hosts that a plan was extended by had the partners at hand.
+    """
+    classes = cluster.host_classes
+    measured = [name for name in header.machine.split(",") if name in classes]
+    own = [name for name in measured if classes[name] == number][:MOST_ODD]
+    for host, partner in product(own, measured[:MOST_SAMPLED]):
+        if host != partner:
+            yield part_of(cluster, (host, partner))
+
+
+def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measurement]:
+    """Return all measurements of a set; the n-th time it is asked for gives the n-th."""
+    found: list[Measurement] = []
+    with suppress(MeasurementError):
+        while len(found) < _MOST_TIMES:
+            found += source.measure([transfers])
+            if found[-1].assumed:
+                break  # Assumed rates have no end.
+    return found
+
+
+def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
+    """Return a source for each class of hosts over `journal_by_class` alone."""
+    known = journal_by_class(plan, journal)
+    return [RememberingSource(journal_source(journal), found) for found in known]

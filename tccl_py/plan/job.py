@@ -1,54 +1,49 @@
-"""Plans for several hosts by simulation, and by measuring the hosts of an MPI job."""
+"""Plans for several hosts, new and grown ones: by simulation, or by measuring a job's hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import chain, combinations, product
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster
-from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.model.transfer import TransferSet, transfer_set
-from tccl_py.plan.again import journal_source
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.reports import HostReport, cluster_of, part_of, split
+from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.network import Pairing
+from tccl_py.plan.again import class_sources, measurable
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.growth import (
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan, PlanChain
+from tccl_py.plan.probe_hosts import (
     MOST_ODD,
     MOST_SAMPLED,
-    KnownPlan,
+    Sample,
     Sampler,
-    extended_plan,
-    joined,
-    part_of,
-    samples_of_plan,
-    split,
+    difference,
+    estimate_uplinks,
+    whole_ring,
 )
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
+from tccl_py.plan.tables import HostTable, read_tables
+from tccl_py.plan.variants import TUNED_NOTE
 from tccl_py.readers.hosts import HostSlots, read_host_list
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource
-from tccl_py.sources.opening import HostsSource, open_hosts
+from tccl_py.sources.opening import HostsSource
 from tccl_py.sources.pairs import links_check
-from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions, is_dry_run
-
-if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
 
 Say = Callable[[Iterable[str]], None]
 MANY_NODES = 16_384
+_SETS = 3
+"""Sets of a class that a new host is compared by."""
+_95_PERCENT = 1.96
 SPOT_CHECKS = 16
 """Pairs of hosts measured beside one for each kind, to find hosts that differ from their class."""
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
-_MOST_TIMES = 64
-"""Measurements of a set that are taken from a journal, at most."""
 _ASSUMED = {
     "tcp": "what NICs move to and from GPU memory was not measured, but assumed to run at their "
     "ports' speed; all else was measured (NCCL measures it: leave out --network tcp)",
@@ -57,8 +52,54 @@ _ASSUMED = {
 }
 
 
+class KnownPlan(msgspec.Struct, frozen=True):
+    """A cluster's plan with its tables, by which it grows."""
+
+    plan: Plan
+    tables: tuple[HostTable, ...]
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """The arguments of `make_cluster_plan` that hold for all hosts."""
+        plan = self.plan
+        gid, pinned = plan.settings.ib_gid_index, plan.pinned_env
+        common = {"version": plan.settings.version, "strategy": plan.strategy}
+        return {**common, "ib_gid_index": gid, "pinned_env": pinned}
+
+    def samples(self) -> dict[int, list[Sample]]:
+        """Return the best sets of each class's search over all GPUs that are planned."""
+        found: dict[int, list[Sample]] = {}
+        for number, one in enumerate(self.plan.cluster.classes):
+            for table in self.tables:
+                if (table.node_class.name, table.gpus) == (one.name, self.plan.class_gpus[number]):
+                    chosen = (table.chains_with(s, Pairing(b.pairs)) for s, b in table.choices)
+                    sets = [_sample(c.chains, c.error) for c in chosen if c is not None]
+                    found[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
+        return found
+
+
+def read_known_plan(directory: Path) -> KnownPlan:
+    """Read a cluster's plan with all its tables.
+
+    Raises:
+        InputError: there is none, or files were changed.
+    """
+    plan = load_plan(directory)
+    if not plan.is_cluster:
+        right = "plan a new directory under mpirun or srun"
+        raise InputError(str(directory), "holds the plan of one machine", right)
+    return KnownPlan(plan, tuple(read_tables(directory, plan.cluster.classes)))
+
+
+# Hosts that are planned for: simulated, named, or of a job; a known plan's hosts are before them.
+
+
 def simulated_cluster(
-    model: MachineModel, nodes: int | None, hosts: Path | None, switches: Path | None
+    model: MachineModel,
+    nodes: int | None,
+    hosts: Path | None,
+    switches: Path | None,
+    known: KnownPlan | None = None,
 ) -> Cluster:
     """Return a cluster of equal nodes: the hosts of a file, or as many as `nodes` says.
 
@@ -66,20 +107,65 @@ def simulated_cluster(
     """
     listed = _listed(nodes, hosts)
     _check_even(listed, len(model.machine.gpus), where=str(hosts))
-    machine, known = model.machine, model.knowledge
+    machine, knowledge = model.machine, model.knowledge
     reports = [
-        HostReport(host=host.name, machine=machine, knowledge=known, slots=host.slots)
+        HostReport(host=host.name, machine=machine, knowledge=knowledge, slots=host.slots)
         for host in listed
     ]
-    return _cluster(reports, switches, where=str(hosts) if hosts is not None else "cluster")
+    where = str(hosts) if hosts is not None else "cluster"
+    return _cluster(reports, switches, known, where=where)
 
 
-def _cluster(reports: Sequence[HostReport], switches: Path | None, *, where: str) -> Cluster:
+def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
+    """Return a plan's hosts and further ones of its only class.
+
+    Raises InputError: the plan has several classes, or as `cluster_of`.
+    """
+    (one, *others), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
+    if others:
+        what = f"are of one of {1 + len(others)} classes"
+        raise InputError("--hosts", what, "start ranks on them: then their class is found out")
+    reports = [
+        HostReport(
+            host=host.name,
+            machine=one.machine,
+            knowledge=one.knowledge,
+            slots=len(gpus) if host.slots is None else host.slots,
+        )
+        for host in hosts
+    ]
+    return _cluster(reports, switches, known, where="--hosts")
+
+
+def cluster_of_job(
+    source: HostsSource, switches: Path | None, known: KnownPlan | None = None
+) -> Cluster:
+    """Return the cluster of a job's hosts, with the switches of a file."""
+    reports = [
+        HostReport(
+            host=host.name,
+            machine=host.machine,
+            knowledge=host.knowledge,
+            # One rank on a host is its agent; more are the ranks of a job.
+            slots=len(host.ranks) if len(host.ranks) > 1 else None,
+        )
+        for host in source.session.hosts
+    ]
+    return _cluster(reports, switches, known, where="this MPI job")
+
+
+def _cluster(
+    reports: Sequence[HostReport], switches: Path | None, known: KnownPlan | None, *, where: str
+) -> Cluster:
     """Return a cluster with the switches and rails of a file, if there is one."""
+    old = None if known is None else known.plan.cluster
     if switches is None:
-        return cluster_of(reports, where=where)
-    network = read_switches(switches, [report.host for report in reports])
-    return cluster_of(reports, switches=network.switches, rails=network.rails, where=where)
+        rails = "any" if old is None else old.rails
+        return cluster_of(reports, rails=rails, where=where, known=old)
+    names = [*(old.names if old else ()), *(report.host for report in reports)]
+    network = read_switches(switches, dict.fromkeys(names))
+    tree, rails = network.switches, network.rails
+    return cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
 
 
 def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:
@@ -106,105 +192,154 @@ def _check_even(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
             raise InputError(where, f"{what}, and {uneven} has {ranks[uneven]}", right)
 
 
-def cluster_of_job(source: HostsSource, switches: Path | None) -> Cluster:
-    """Return the cluster of a job's hosts, with the switches of a file."""
-    reports = [
-        HostReport(
-            host=host.name,
-            machine=host.machine,
-            knowledge=host.knowledge,
-            # One rank on a host is its agent; more are the ranks of a job.
-            slots=len(host.ranks) if len(host.ranks) > 1 else None,
-        )
-        for host in source.session.hosts
-    ]
-    return _cluster(reports, switches, where="this MPI job")
+# Plans.
 
 
 def plan_job(
     source: HostsSource,
     cluster: Cluster,
     *,
+    known: KnownPlan | None = None,
     say: Say = lambda _: None,
     **task: Any,
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    Hosts that differ from their class get classes of their own. `say` is told at once what is odd
-    about hosts; `task` is as `make_cluster_plan` takes it. Raises SourceLostError: a host is gone.
+    A `known` plan's tables answer for the classes that they have. New hosts are compared with their
+    class, and those that differ get classes of their own. `say` is told at once what is odd about
+    hosts; `task` is as `make_cluster_plan` takes it.
+
+    Raises:
+        InputError: hosts do not fit the known plan.
+        SourceLostError: a host is gone.
     """
-    cluster, odd = _sampled(source, cluster)
-    say(odd)
-    made = make_cluster_plan(cluster, class_sources(source, cluster), **task)
-    found = {} if made.cancelled else _odd_in_classes(source, made)
+    odd: tuple[str, ...] = ()
+    if known is None:
+        cluster, odd = _sampled(source, cluster)
+        say(odd)
+    made = _planned(source, cluster, known, task)
+    found = {} if made.cancelled else _odd_in_classes(source, made, known)
     if found:
         cluster, named = _split(cluster, found)
         say(named)
         odd += named
         # The other classes are answered from memory.
         task.get("tables", []).clear()
-        made = make_cluster_plan(cluster, class_sources(source, cluster), **task)
+        made = _planned(source, cluster, known, task)
+    if known is not None:
+        kept, old = known.samples(), known.plan.cluster.host_classes
+        alike = [n for n, c in cluster.host_classes.items() if n not in old and c in kept]
+        odd += _told("added as equal to their class, by samples", alike)
     return _finished(made, source, odd)
 
 
-def extend_job(
-    source: HostsSource,
-    known: KnownPlan,
-    switches: Path | None,
-    *,
-    say: Say = lambda _: None,
+def _planned(
+    source: HostsSource, cluster: Cluster, known: KnownPlan | None, task: Mapping[str, Any]
+) -> Plan:
+    here = part_of(cluster, [host.name for host in source.session.hosts])
+    sources = zip(here.classes, class_sources(source, here), strict=True)
+    return extended_plan(known, cluster, {one.name: by for one, by in sources}, **task)
+
+
+def extended_plan(
+    known: KnownPlan | None,
+    cluster: Cluster,
+    sources: Mapping[str, BandwidthSource],
+    notices: Iterable[str] = (),
     **task: Any,
 ) -> Plan:
-    """Return a plan over a plan's hosts and those of a job, from tables; new classes are measured.
+    """Return a plan over an extended cluster, from tables; classes without tables are measured.
 
-    New hosts of a known class are compared with some of its measured sets. Hosts that differ get
-    classes of their own. The arguments are as of `plan_job`.
+    `sources` are those of classes with a host at hand, by name; `task` is as `make_cluster_plan`
+    takes it.
 
     Raises:
-        InputError: hosts do not fit the plan.
-        SourceLostError: a host is gone.
+        InputError: a class has neither table nor source.
     """
-    here, old = cluster_of_job(source, None), known.plan.cluster
-    cluster = joined(old, here, switches)
-    new = [name for name in here.names if name not in old.host_classes]
-    samples = known.samples()
-    sampled = [name for name in new if cluster.host_classes[name] in samples]
-    partners = [name for name in here.names if name in old.host_classes]
-    sampler = Sampler(source, cluster, **_measurable(source))
-    found = sampler.odd_hosts(sampled, samples, partners)
-    cluster, odd = _split(cluster, found)
-    alike = [name for name in sampled if name not in found]
-    if alike:
-        odd += (f"added as equal to their class, by samples: {', '.join(alike)}",)
-    say(odd)
-    at_hand = part_of(cluster, here.names)
-    placed = zip(at_hand.classes, class_sources(source, at_hand), strict=True)
-    made = extended_plan(known, cluster, {one.name: by for one, by in placed}, odd, **task)
-    return _finished(made, source, ())
+    kept = () if known is None else known.tables
+    of_classes = [sources.get(one.name) for one in cluster.classes]
+    made = make_cluster_plan(cluster, of_classes, kept=kept, **task)
+    # The rings over all hosts are planned again, under settings that no job has tuned.
+    before = () if known is None else known.plan.notices
+    told = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))
+    return msgspec.structs.replace(made, notices=tuple(told))
+
+
+def extended_by_names(known: KnownPlan, cluster: Cluster, **task: Any) -> Plan:
+    """Return a plan over a `named_cluster`, none of whose new hosts are measured."""
+    (one, *_), old = cluster.classes, known.plan.cluster.host_classes
+    new = [name for name in cluster.names if name not in old]
+    told = _told(f"added as equal to {one.name}, without any sample", new)
+    return extended_plan(known, cluster, {}, told, **task)
+
+
+def extended_by_model(
+    known: KnownPlan,
+    cluster: Cluster,
+    source: BandwidthSource,
+    others: Mapping[str, BandwidthSource],
+    **task: Any,
+) -> Plan:
+    """Return a plan over a plan's hosts and simulated ones of one class; `others` are its classes'.
+
+    Hosts whose rates differ from those of their class get a class of their own.
+    """
+    samples, told = known.samples(), tuple[str, ...]()
+    new = [host.name for host in cluster.hosts[len(known.plan.cluster.hosts) :]]
+    number = cluster.hosts[-1].node_class
+    if new and (why := difference(source, samples.get(number, ()))):
+        cluster = split(cluster, [new])
+        told = (f"the new hosts: {why}; planned as a class of their own",)
+    sources = dict(others)
+    for name in new:
+        sources[cluster.classes[cluster.host_classes[name]].name] = source
+    return extended_plan(known, cluster, sources, told, **task)
+
+
+def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
+    return (f"{text}: {', '.join(hosts)}",) if hosts else ()
 
 
 def _split(cluster: Cluster, odd: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with odd hosts in classes of their own, and a notice on each."""
-    apart = list(odd)[:MOST_ODD]
-    told = [f"host {name}: {odd[name]}; planned as a class of its own" for name in apart]
-    left = list(odd)[MOST_ODD:]
-    if left:
-        told.append(f"more hosts differ from their class, and stay in it: {', '.join(left)}")
-    return split(cluster, apart), tuple(told)
+    apart, left = list(odd)[:MOST_ODD], list(odd)[MOST_ODD:]
+    told = tuple(f"host {name}: {odd[name]}; planned as a class of its own" for name in apart)
+    told += _told("more hosts differ from their class, and stay in it", left)
+    return split(cluster, [[name] for name in apart]), told
 
 
-def _odd_in_classes(source: HostsSource, made: Plan) -> dict[str, str]:
-    """Return how hosts differ from the host that was measured for their class."""
-    sampler = Sampler(source, made.cluster, **_measurable(source))
+def _odd_in_classes(source: HostsSource, made: Plan, known: KnownPlan | None) -> dict[str, str]:
+    """Return how new hosts differ from the rates of their class, kept or of its first host."""
+    sampler = Sampler(source, made.cluster, **measurable(source))
+    old = {} if known is None else known.plan.cluster.host_classes
+    kept = {} if known is None else known.samples()
+    partners = [host.name for host in source.session.hosts if host.name in old]
     odd: dict[str, str] = {}
-    for number, samples in samples_of_plan(made).items():
-        first, *others = (h.name for h in made.cluster.hosts if h.node_class == number)
-        some = others[:MOST_SAMPLED]
-        found = sampler.odd_hosts(some, {number: samples[:1]}, [first])
-        if len(found) > max(1, len(some) / 2):
-            found = {first: f"most hosts of its class differ from it: {next(iter(found.values()))}"}
-        odd |= found
+    for number, samples in _samples_of(made).items():
+        new = [h.name for h in made.cluster.hosts if h.node_class == number and h.name not in old]
+        if number in kept:
+            odd |= sampler.odd_hosts(new, kept[number], partners)
+        elif new:
+            first, some = new[0], new[1 : 1 + MOST_SAMPLED]
+            found = sampler.odd_hosts(some, samples[:1], [first])
+            if len(found) > max(1, len(some) / 2):
+                why = next(iter(found.values()))
+                found = {first: f"most hosts of its class differ from it: {why}"}
+            odd |= found
     return odd
+
+
+def _samples_of(plan: Plan) -> dict[int, list[Sample]]:
+    """Return the sets by which a plan was decided, the chains of its paths, for each class."""
+    found: dict[int, list[Sample]] = {}
+    for path in plan.paths:
+        found.setdefault(path.node_class, []).append(_sample(path.chains, plan.error))
+    return found
+
+
+def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
+    flows = transfer_set(hop.flow for chain in chains for hop in chain.hops)
+    return Sample(flows, min(chain.rate for chain in chains), error / _95_PERCENT)
 
 
 def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
@@ -224,103 +359,6 @@ def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
     )
 
 
-def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
-    """Return a source for each class of hosts, over one host of it and a partner."""
-    return [PlacedSource(source, place) for place in placements(cluster, **_measurable(source))]
-
-
-def _measurable(source: HostsSource) -> dict[str, Any]:
-    """Return what can be measured between a job's hosts, as `placements` takes it."""
-    session = source.session
-    return {
-        "addressed": {host.name: tuple(host.addresses) for host in session.hosts},
-        "carried": session.network == "nccl",
-        "over_sockets": session.over_sockets,
-    }
-
-
-@contextmanager
-def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsSource]:
-    """Open a source over the hosts of a job, on which a plan was measured with this journal.
-
-    Raises InputError: the plan was measured on other hosts.
-    """
-    machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
-    if is_dry_run(journal):
-        nics = ",".join(nic.name for nic in machine.nics)
-        dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
-    options = MeasurementOptions(repeats=SEARCH_REPEATS)
-    with open_hosts(job, options=options, **dry_run) as source:
-        missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
-        if missing or not journal.covers(source.header):
-            found = f"was measured on other hosts ({journal.identity}) than these"
-            what, right = f"{found} ({source.header.identity})", "plan these hosts"
-            raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
-        yield source
-
-
-def journal_by_class(
-    plan: Plan, journal: JournalContents
-) -> list[dict[TransferSet, list[Measurement]]]:
-    """Return the journal's measurements of the plan's hops and chains, for each class of hosts.
-
-    A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
-    """
-    base = journal_source(journal)
-    # By NCCL, between GPUs by TCP, and between host memories by TCP.
-    carriers = ((True, False), (False, False), (False, True))
-    known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
-    for carried, over_sockets in carriers:
-        options: dict[str, Any] = {"carried": carried, "over_sockets": over_sockets}
-        places = placements(plan.cluster, **options)
-        for path in plan.paths:
-            flows = [hop.flow for chain in path.chains for hop in chain.hops]
-            wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
-            wanted += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
-            wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
-            found = known[path.node_class]
-            further = _measured_pairs(plan.cluster, path.node_class, journal.header)
-            others = (placements(pair, **options)[0] for pair in further)
-            for place in chain([places[path.node_class]], others):
-                source = PlacedSource(base, place)
-                for transfers in dict.fromkeys(wanted):
-                    if transfers not in found and (known_there := _repeated(source, transfers)):
-                        found[transfers] = known_there
-                if not found.keys().isdisjoint(wanted):
-                    break
-    return known
-
-
-def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Iterator[Cluster]:
-    """Yield pairs of measured hosts, the first of a class: new classes were measured with others.
-
-    Hosts that a plan was extended by had the partners at hand.
-    """
-    classes = cluster.host_classes
-    measured = [name for name in header.machine.split(",") if name in classes]
-    own = [name for name in measured if classes[name] == number][:MOST_ODD]
-    for host, partner in product(own, measured[:MOST_SAMPLED]):
-        if host != partner:
-            yield part_of(cluster, (host, partner))
-
-
-def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measurement]:
-    """Return all measurements of a set; the n-th time it is asked for gives the n-th."""
-    found: list[Measurement] = []
-    with suppress(MeasurementError):
-        while len(found) < _MOST_TIMES:
-            found += source.measure([transfers])
-            if found[-1].assumed:
-                break  # Assumed rates have no end.
-    return found
-
-
-def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
-    """Return a source for each class of hosts over `journal_by_class` alone."""
-    known = journal_by_class(plan, journal)
-    return [RememberingSource(journal_source(journal), found) for found in known]
-
-
 def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     """Measure some pairs of hosts; return the cluster with rates of uplinks, and what is odd.
 
@@ -329,16 +367,11 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
     session, tree = source.session, cluster.switches
     if session.network == "tcp" and not all(host.addresses for host in session.hosts):
         return cluster, ("hosts have NICs without an address for TCP: no network was sampled",)
-    under = {
-        host: switch.name
-        for switch in (tree.all_switches if tree is not None else ())
-        for host in switch.hosts
-    }
     report = links_check(
         source,
         session.hosts,
         [cluster.host_classes[host.name] for host in session.hosts],
-        switches=under,
+        switches=cluster.switch_of,
         spot_checks=min(SPOT_CHECKS, len(cluster.hosts) // 2),
         network=session.network,
     )

@@ -1,4 +1,4 @@
-"""Hosts on which sets of a class are measured, and uplinks estimated from pairs of hosts.
+"""Hosts on which sets of a class are measured, hosts that differ from it, and uplinks.
 
 A set of a class has only its host's part of flows over the network. It is measured on a host of the
 class and a partner: the partner's memory takes bytes that leave, and gives bytes that enter. That
@@ -7,15 +7,18 @@ is host memory, or a GPU's where NCCL carries the bytes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import msgspec
 
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.model.machine import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import (
     Flow,
     Place,
@@ -31,7 +34,15 @@ from tccl_py.model.transfer import (
 )
 from tccl_py.plan.host_class import used_nics
 from tccl_py.plan.plan import Plan
+from tccl_py.sources.journal import AnewSource, RememberingSource
 
+MOST_SAMPLED = 16
+"""Hosts of a class that are compared with it in a first plan."""
+MOST_ODD = 8
+"""Hosts that get classes of their own: each is measured like a class."""
+_LEAST_OFF, _DEVIATIONS = 0.1, 5.0
+"""A host differs if a rate is off by more than this share, and by so many standard errors."""
+_LEAST_NOISE = 1e-3
 SLOWER = 0.9
 """Pairs across an uplink below this share of those beside it are bound by it."""
 
@@ -199,16 +210,14 @@ def placements(
     is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU. Raises
     InputError: a class without NIC.
     """
-    found = []
+    found, switch = [], cluster.switch_of
     for number, own in enumerate(cluster.classes):
         host = next(one.name for one in cluster.hosts if one.node_class == number)
         others = [one.name for one in cluster.hosts if one.name != host]
-        switches = cluster.switches.all_switches if cluster.switches is not None else ()
-        near = next((switch.hosts for switch in switches if host in switch.hosts), ())
         partner = min(
             others,
             key=lambda name: (
-                name not in near,
+                switch.get(name, "") != switch.get(host),
                 cluster.host_classes[name] != cluster.host_classes[host],
                 others.index(name),
             ),
@@ -238,6 +247,78 @@ def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> P
     beside = gpus_beside_nics(theirs, known) if carried else {}
     gpus = {nic: beside[other] for nic, (other, _) in ends.items() if carried}
     return Placement(host=host, partner=partner, ends=ends, gpus=gpus)
+
+
+# Hosts compared with the measured rates of their class.
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A measured set of a class: flows, the rate of the slowest, GB/s, and its standard error."""
+
+    transfers: TransferSet
+    gbps: float
+    error: float
+
+
+class Sampler:
+    """Compares hosts of a job with the measured sets of their classes.
+
+    `measurable` are as of `placements`. Sets are measured anew, whatever the journal
+    has: a host may have changed since.
+    """
+
+    def __init__(self, source: RememberingSource, cluster: Cluster, **measurable: Any) -> None:
+        self._source, self._cluster, self._measurable = AnewSource(source), cluster, measurable
+
+    def odd_hosts(
+        self, hosts: Sequence[str], samples: Sequence[Sample], known: Sequence[str]
+    ) -> dict[str, str]:
+        """Return how hosts differ from their class, by the names of those that do.
+
+        A host differs if it does with two partners, or twice with the only partner. Partners are
+        `known` hosts, then hosts found alike; without any below its switch no host differs.
+        """
+        odd: dict[str, str] = {}
+        alike = list(known)
+        for host in hosts:
+            why = ""
+            for source in self._sources(host, [*alike, *hosts], odd):
+                why = difference(source, samples)
+                if not why:
+                    alike.append(host)
+                    break
+            if why:
+                odd[host] = why
+        return odd
+
+    def _sources(
+        self, host: str, others: Sequence[str], odd: Mapping[str, str]
+    ) -> list[PlacedSource]:
+        """Return sources that measure a host with the two best partners, or one of them twice."""
+        classes, switch = self._cluster.host_classes, self._cluster.switch_of
+        near = [n for n in dict.fromkeys(others) if n != host and switch.get(n) == switch.get(host)]
+        near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
+        found = [self._placed(host, partner) for partner in near[:2]]
+        return found if len(found) != 1 else found * 2
+
+    def _placed(self, host: str, partner: str) -> PlacedSource:
+        pair = part_of(self._cluster, (host, partner))
+        return PlacedSource(self._source, placements(pair, **self._measurable)[0])
+
+
+def difference(source: BandwidthSource, samples: Sequence[Sample]) -> str:
+    """Return how a host differs from measured sets of its class; "" if it is alike."""
+    for sample in samples:
+        (found,) = source.measure([sample.transfers])
+        off = abs(found.rate_gbps / sample.gbps - 1)
+        noise = max(_LEAST_NOISE, math.hypot(sample.error, found.relative_error))
+        if off > max(_LEAST_OFF, _DEVIATIONS * noise):
+            more = "slower" if found.rate_gbps < sample.gbps else "faster"
+            return (
+                f"{off:.0%} {more} than its class, {found.rate_gbps:.3g} instead of "
+                f"{sample.gbps:.3g} GB/s in {sample.transfers}"
+            )
+    return ""
 
 
 def whole_ring(plan: Plan) -> TransferSet:

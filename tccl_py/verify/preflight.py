@@ -34,9 +34,8 @@ from tccl_py.health.drift import (
 )
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import journal_of
+from tccl_py.plan.again import class_sources, hosts_again, journal_by_class, journal_of
 from tccl_py.plan.directory import JOURNAL_FILE
-from tccl_py.plan.job import class_sources, hosts_again, journal_by_class
 from tccl_py.plan.plan import Plan
 from tccl_py.sources.journal import AnewSource, JournalFile
 from tccl_py.sources.opening import HostsSource, OpenedSource
