@@ -40,6 +40,12 @@ class InputError(TcclError):
         self.right = right
 
 
+def require(good: object, where: str, what: str, right: str) -> None:
+    """Raise InputError unless `good` is true."""
+    if not good:
+        raise InputError(where, what, right)
+
+
 class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 

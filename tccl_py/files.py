@@ -224,6 +224,14 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
         raise InputError(where, what, "give a file this program wrote") from error
 
 
+def check_types(value: msgspec.Struct, *, where: str) -> None:
+    """Check a structure made here against its fields' types, as decoding does (InputError)."""
+    try:
+        msgspec.convert(msgspec.to_builtins(value), type(value))
+    except msgspec.ValidationError as error:
+        raise InputError(where, f"is out of bounds ({error})", "keep within the bounds") from error
+
+
 def picked(record: object, *names: str) -> dict[str, Any]:
     """Return some fields of a record by their names, for JSON."""
     return {name: getattr(record, name) for name in names}

@@ -332,7 +332,7 @@ def test_env_names_the_graph_file_of_exactly_these_gpus(directory):
         path = found["environment"]["NCCL_GRAPH_FILE"]
         assert path == str(directory / "nccl" / name)
         text = (directory / "nccl" / name).read_text()
-        for graph in parse_graph_file(text, where=name, version="2.30").graphs:
+        for graph in parse_graph_file(text, where=name, version="2.30").values():
             assert all(sorted(one.gpus) == found["gpus"] for one in graph.channels)
 
 
@@ -450,7 +450,7 @@ def test_export_for_another_version_keeps_the_flows_or_refuses(directory):
         if result.exit_code:
             assert "it: tccl plan --nccl" in result.stderr and f"{version}" in result.stderr
             continue
-        graph = parse_graph_file(result.stdout, where="stdout", version=version).graphs[0]
+        graph = parse_graph_file(result.stdout, where="stdout", version=version)[0]
         wanted = per_channel([ring.gpus for ring in plan.rings], plan.settings.channels)
         assert tuple(channel.gpus for channel in graph.channels) == wanted
     assert done("export", directory, "--nccl", "2.30").exit_code == 0

@@ -21,7 +21,7 @@ def file_of(*orders):
 
 def answer(rings, text):
     """What NCCL says that loaded a file with the graph of `text`, and runs these rings."""
-    graph = parse_graph_file(text, where="dump", version="2.28").graph(RING)
+    graph = parse_graph_file(text, where="dump", version="2.28")[RING]
     return NcclAnswer(version="2.28.9", gpus=GPUS, rings=rings, graph=graph, via={}, fallback=False)
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.communicators import parse_log, same_rings
-from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import default_choice, search_ring, search_tree
-from tccl_py.nccl.graph_writer import node_rings
+from tccl_py.nccl.graph_writer import node_rings, parse_graph_file
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions
@@ -176,7 +175,7 @@ def test_hosts_in_another_order_make_another_ring():
 def test_a_file_says_how_far_its_nics_are_and_whether_channels_change_them():
     text = written(FOUR, [(0, 1, 2, 3), (3, 2, 1, 0)], [(0, 1), (1, 1)], rate=24.0)
     file = parse_graph_file(text, where="graph.xml")
-    ring, tree = file.graph(0), file.graph(1)
+    ring, tree = file[0], file[1]
     assert (ring.typeintra, ring.typeinter, ring.crossnic) == ("SYS", "SYS", 1)
     assert (ring.speedintra, ring.speedinter, ring.nchannels) == (12, 12, 2)
     assert [channel.nets for channel in ring.channels] == [(0, 1), (1, 1)]
@@ -198,14 +197,14 @@ def test_a_tree_hangs_from_its_second_gpu_too_only_where_that_is_as_near_to_the_
     rails = facts_of(view(HGX, NOTHING, Settings()), [tuple(range(8))], [(0, 1)])
     assert (rails.tree_type_inter, rails.tree_spreads) == ("PIX", False)
     text = written(HGX, [tuple(range(8))], [(0, 1)])
-    assert parse_graph_file(text, where="graph.xml").graph(1).pattern == 3
+    assert parse_graph_file(text, where="graph.xml")[1].pattern == 3
 
 
 def test_one_gpu_a_node_has_a_tree_of_pattern_3():
     text = written(ONE, [(0,)], [(1, 1)])
     file = parse_graph_file(text, where="graph.xml")
-    assert (file.graph(0).pattern, file.graph(1).pattern) == (4, 3)
-    assert (file.graph(0).typeintra, file.graph(0).channels[0].nets) == ("LOC", (1, 1))
+    assert (file[0].pattern, file[1].pattern) == (4, 3)
+    assert (file[0].typeintra, file[0].channels[0].nets) == ("LOC", (1, 1))
     balanced = text.replace('pattern="3"', 'pattern="1"')
     node = NodeJob(machine=ONE, knowledge=NOTHING, graph=balanced)
     # Two nodes of one H200 summed rightly with it.
@@ -257,7 +256,7 @@ def test_two_nodes_of_one_h200_search_and_connect_as_their_dump_and_log_say():
     nodes = h200_nodes("", "")
     for rank, node in enumerate(nodes):
         dump = read_graph_file(H200 / f"graph{rank}.xml", version="2.28.9")
-        ring, tree = dump.graph(0), dump.graph(1)
+        ring, tree = dump[0], dump[1]
         seen = view(node.machine, NOTHING, Settings(version="2.28.9"))
         ours, trees = search_ring(seen, nodes=2), search_tree(seen, nodes=2, channels=2)
         for graph, found in ((ring, ours), (tree, trees)):

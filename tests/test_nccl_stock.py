@@ -32,7 +32,7 @@ def test_channels_rate_type_and_rings_are_those_nccl_chose(choice):
 
 def test_four_h200_get_the_ring_and_the_tree_that_nccl_dumped():
     dump = read_graph_file(CASES / "h200x4-vm" / "graph.xml", version="2.28.9")
-    ring, tree = dump.graph(0), dump.graph(1)
+    ring, tree = dump[0], dump[1]
     h200 = machine("h200x4-vm.xml")
     found = default_choice(view(h200, Knowledge(), Settings(version="2.28.9")))
     assert (len(found.rings), found.bw_intra, found.type_intra, found.channels) == (

@@ -78,7 +78,7 @@ def assert_used(plan, name, text):
     orders = per_channel(plan.subset(gpus).rings, plan.settings.channels)
     final = [turned(tuple(gpus[rank] for rank in ring)) for ring in verdict.rings]
     assert final == [turned(orders[i % len(orders)]) for i in range(len(final))]
-    for graph in parse_graph_file(text, where=name, version=plan.settings.version).graphs:
+    for graph in parse_graph_file(text, where=name, version=plan.settings.version).values():
         assert all(sorted(channel.gpus) == sorted(gpus) for channel in graph.channels)
 
 

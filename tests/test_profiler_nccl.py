@@ -176,7 +176,7 @@ def test_the_graph_file_is_a_ring_of_one_gpu_by_the_nic_with_half_the_channels(
     for sends, nic in ((True, 0), (False, 11)):
         path.write_text(graph_text(10, carrier(channels=channels, nic_in=11), sends=sends))
         file = read_graph_file(path, version="2.28")
-        ring, tree = file.graphs
+        ring, tree = file.values()
         assert (ring.id, tree.id, ring.nchannels, tree.nchannels) == (0, 1, count, count)
         for channel in ring.channels:
             assert (channel.gpus, channel.nets) == ((10,), (nic, nic))

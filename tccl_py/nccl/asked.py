@@ -186,7 +186,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
         dump = parse_graph_file(logs[0].dump, where="NCCL's graph dump", version=minor)
     except InputError as error:
         raise MeasurementError(f"NCCL cannot be asked: {error}") from error
-    ranks, graph = log.rings_over(len(gpus)), dump.graph(RING)
+    ranks, graph = log.rings_over(len(gpus)), dump.get(RING)
     if not ranks or graph is None:
         raise MeasurementError("NCCL cannot be asked: its log or graph dump shows no rings")
     rings = tuple(tuple(gpus[rank] for rank in ring) for ring in ranks)
@@ -251,7 +251,7 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
         return Verdict(verdict=kind, reason=reason, rings=rings)
 
     try:
-        file = parse_graph_file(text, where=where, version=minor_version(found.version)).graph(RING)
+        file = parse_graph_file(text, where=where, version=minor_version(found.version)).get(RING)
     except InputError as error:
         return verdict("rejected", f"{name} starts with it, but not every NCCL does: {error}")
     if file is None or file.nchannels < 1:

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.nccl.paths import Direction
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.versions import LATEST, RING, TREE, TYPES, version_facts
-from tccl_py.nccl.view import NcclView, may_change_rails, net_devices, net_path
+from tccl_py.nccl.view import NcclView, leaves_as_named, net_devices, net_path
 
 _RING_PATTERN = 4
 _BALANCED_TREE_PATTERN = 1
@@ -22,6 +22,7 @@ _TREE_PATTERN = 3
 
 _MAX_DEVICE = 255
 _MAX_GBPS = 100_000
+_DIRECTIONS: tuple[Direction, ...] = ("receive", "send")
 
 
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,50 +84,33 @@ def _graph_text(
 
 
 def _check(rings: GraphRings, version: str) -> None:
-    facts, orders = version_facts(version), rings.orders
-    if not 1 <= len(orders) <= facts.max_channels:
-        right = f"NCCL {version} takes 1 to {facts.max_channels}, more overflow its memory"
-        raise InputError("graph file", f"would have {len(orders)} channels", right)
+    facts, orders, nets = version_facts(version), rings.orders, rings.nets
+    where, name = "graph file", f"NCCL {version}"
+    right = f"{name} takes 1 to {facts.max_channels}, more overflow its memory"
+    channels = len(orders)
+    require(1 <= channels <= facts.max_channels, where, f"would have {channels} channels", right)
     first = orders[0]
     for order in orders:
-        if not order or len(set(order)) != len(order) or set(order) != set(first):
-            what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
-            raise InputError("graph file", what, "NCCL fails at init unless every channel does")
-    nets, most = rings.nets, facts.max_children - 2
-    elements = 1 + 2 * (1 + len(orders) * (1 + len(first) + 2 * bool(nets)))
+        what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
+        whole = 0 < len(set(order)) == len(order) and set(order) == set(first)
+        require(whole, where, what, "NCCL fails at init unless every channel does")
+    what = f"has NICs for {len(nets)} of {channels} channels"
+    require(len(nets) in (0, channels), where, what, "one pair for each")
+    most = facts.max_children - 2
+    require(len(first) <= most, where, f"has {len(first)} GPUs a channel", f"at most {most}")
+    what = "leaves a node of one GPU by another NIC than it enters by"
+    right = "NCCL leaves it by the first NIC of the channel: name that twice"
+    require(all(leaves_as_named(first, *pair) for pair in nets), where, what, right)
     devices = [*first, *(net for pair in nets for net in pair)]
-    types = {rings.type_intra, rings.type_inter, rings.tree_type_inter} - {*TYPES}
-    for wrong, what, right in (
-        (
-            nets and len(nets) != len(orders),
-            f"has NICs for {len(nets)} of {len(orders)} channels",
-            "one pair for each",
-        ),
-        (len(first) > most, f"has {len(first)} GPUs a channel", f"at most {most}"),
-        (
-            len(first) == 1 and any(entry != leave for entry, leave in nets),
-            "leaves a node of one GPU by another NIC than it enters by",
-            "NCCL leaves it by the first NIC of the channel: name that twice",
-        ),
-        (
-            not all(0 <= device <= _MAX_DEVICE for device in devices),
-            f"names devices {devices}",
-            f"0 to {_MAX_DEVICE}",
-        ),
-        (
-            elements > facts.max_elements,
-            f"would have {elements} elements",
-            f"NCCL {version} takes {facts.max_elements}: use fewer channels",
-        ),
-        (
-            not 0 < rings.speed_gbps < _MAX_GBPS,
-            f"has a speed of {rings.speed_gbps}",
-            "GB/s of one channel, above 0",
-        ),
-        (types, f"has path type {min(types, default='')[:20]!r}", f"one of {', '.join(TYPES)}"),
-    ):
-        if wrong:
-            raise InputError("graph file", what, right)
+    known = all(0 <= device <= _MAX_DEVICE for device in devices)
+    require(known, where, f"names devices {devices}", f"0 to {_MAX_DEVICE}")
+    elements = 1 + 2 * (1 + channels * (1 + len(first) + 2 * bool(nets)))
+    right = f"{name} takes {facts.max_elements}: use fewer channels"
+    require(elements <= facts.max_elements, where, f"would have {elements} elements", right)
+    what = f"has a speed of {rings.speed_gbps}"
+    require(0 < rings.speed_gbps < _MAX_GBPS, where, what, "GB/s of one channel, above 0")
+    for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter):
+        require(kind in TYPES, where, f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}")
 
 
 def node_rings(
@@ -142,19 +126,18 @@ def node_rings(
     second GPU where this GPU is as near to the NIC.
     """
     settings = seen.settings
-    if not may_change_rails(settings) and any(into != out for into, out in ends):
-        what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
-        raise InputError("channels over several nodes", what, "choose cross_nic 1, 2 or None")
+    stays = settings.cross_nic != 0 or all(into == out for into, out in ends)
+    what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+    require(stays, "channels over several nodes", what, "choose cross_nic 1, 2 or None")
     intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
     channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
     inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
-    directions: tuple[Direction, ...] = ("receive", "send")
     first, second = (
         [
-            net_path(seen, gpu, into, direction)
+            net_path(seen, order[place], into, direction)
             for order, into, _ in channels
-            for gpu in order[place : place + 1]
-            for direction in directions
+            if place < len(order)
+            for direction in _DIRECTIONS
         ]
         for place in (0, 1)
     )

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import comb
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
-from tccl_py.errors import InputError
+from tccl_py.errors import require
+from tccl_py.files import check_types
 
 TunedCollective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
 Algorithm = Literal["tree", "ring"]
@@ -26,8 +28,8 @@ COLLECTIVES: tuple[str, ...] = get_args(TunedCollective)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)
 """In the order of NCCL's cost tables."""
-MAX_CHANNELS, MAX_TUNED_BYTES, MAX_ENTRIES = 64, 1 << 50, 256
-_AGAIN = "tune again"
+_Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+_Count = Annotated[int, Meta(ge=0, le=64)]
 
 
 class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,15 +39,15 @@ class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     collective: TunedCollective
-    from_bytes: int
-    to_bytes: int
+    from_bytes: _Bytes
+    to_bytes: _Bytes
     algorithm: Algorithm
     protocol: Protocol
-    channels: int = 0
+    channels: _Count = 0
 
 
 class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entries for communicators over exactly `gpus` of each of `hosts` hosts.
+    """Entries for communicators over exactly `gpus` of one host.
 
     `gpus` are the plan's indices, ascending. `measured_on` is the measured set of GPUs: `gpus`, or
     a set that a symmetry of the machine exchanges with `gpus`. Entries are in the order of
@@ -54,8 +56,8 @@ class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     gpus: tuple[int, ...]
     measured_on: tuple[int, ...]
-    entries: tuple[TunerEntry, ...] = ()
-    hosts: int = 1
+    entries: Annotated[tuple[TunerEntry, ...], Meta(max_length=256)] = ()
+    hosts: Literal[1] = 1
 
 
 ONE_CHANNEL = (
@@ -104,37 +106,24 @@ def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: st
     Raises InputError: sets or ranges out of order, overlapping or out of bounds, or a choice that
     NCCL does not have.
     """
-    sets = [(table.gpus, table.hosts) for table in tables]
-    _need(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", _AGAIN)
+    sets = [table.gpus for table in tables]
+    require(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", "tune again")
     for table in tables:
         place = f"{where}: GPUs {','.join(map(str, table.gpus))}"
+        check_types(table, where=place)
         for found in (table.gpus, table.measured_on):
             fits = len(found) > 1 and list(found) == sorted(set(found)) and set(found) <= set(gpus)
-            _need(fits, place, f"names GPUs {found}", "two or more of the plan, ascending")
+            require(fits, place, f"names GPUs {found}", "two or more of the plan, ascending")
         same = len(table.measured_on) == len(table.gpus)
-        _need(same, place, f"was measured on GPUs {table.measured_on}", "as many GPUs")
-        _need(table.hosts == 1, place, f"is for {table.hosts} hosts", "tables are for one host")
-        count = len(table.entries)
-        _need(count <= MAX_ENTRIES, place, f"has {count} entries", f"at most {MAX_ENTRIES}")
+        require(same, place, f"was measured on GPUs {table.measured_on}", "as many GPUs")
         for entry in table.entries:
-            _check_entry(entry, place)
-        for one, after in pairwise(table.entries):
-            order = COLLECTIVES.index(after.collective) - COLLECTIVES.index(one.collective)
-            apart = order > 0 or (order == 0 and one.to_bytes < after.from_bytes)
-            what = f"has {after.collective} from {after.from_bytes} bytes out of order"
-            _need(apart, place, what, "ascending ranges that do not overlap")
-
-
-def _check_entry(entry: TunerEntry, where: str) -> None:
-    span = f"{entry.from_bytes} to {entry.to_bytes} bytes"
-    fits = 0 <= entry.from_bytes <= entry.to_bytes <= MAX_TUNED_BYTES
-    _need(fits, where, f"has an entry for {span}", f"ascending, 0 to {MAX_TUNED_BYTES}")
-    fits = 0 <= entry.channels <= MAX_CHANNELS
-    _need(fits, where, f"has {entry.channels} channels", f"0 to {MAX_CHANNELS}")
-    has = entry.algorithm == "ring" or entry.collective == "all_reduce"
-    _need(has, where, f"has {entry.algorithm} for {entry.collective}", "NCCL has ring alone")
-
-
-def _need(fits: bool, where: str, what: str, right: str) -> None:
-    if not fits:
-        raise InputError(where, what, right)
+            has = entry.algorithm == "ring" or entry.collective == "all_reduce"
+            what = f"has {entry.algorithm} for {entry.collective}"
+            require(has, place, what, "NCCL has ring alone")
+        ends = [
+            (COLLECTIVES.index(entry.collective), size)
+            for entry in table.entries
+            for size in (entry.from_bytes - 0.5, entry.to_bytes)
+        ]
+        ascending = all(before < after for before, after in pairwise(ends))
+        require(ascending, place, "has ranges out of order", "ascending, without overlap")

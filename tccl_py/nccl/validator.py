@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import require
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.graph_file import (
-    Channel,
-    Graph,
-    GraphCrashError,
-    GraphFile,
-    GraphRejectedError,
-    parse_graph_file,
-)
+from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.settings import final_channels, settings_from_environment
+from tccl_py.nccl.settings import Settings, final_channels, settings_from_environment
 from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, version_facts
-from tccl_py.nccl.view import NcclView, leaves_as_named, net_devices, view
+from tccl_py.nccl.view import leaves_as_named, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
 MAX_NODES = 65_536
@@ -32,7 +25,7 @@ _ONE_LINK = 2
 """Up to so many nodes a tree has no node with children of both kinds."""
 
 
-class ChannelNics(msgspec.Struct, frozen=True, kw_only=True):
+class ChannelNics(NamedTuple):
     """The NICs by which a channel enters and leaves a node; None where NCCL has no NIC."""
 
     entry: int | None
@@ -101,202 +94,194 @@ def validate_cluster(
     Nodes that share their Machine, Knowledge and file are judged once.
     """
     _check_count(len(nodes))
+    variables = dict(environment or {})
+    settings = settings_from_environment(variables, version=version)
+    # 1. Load each kind of node, by identity: comparing machines costs more than judging them.
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number, node in enumerate(nodes):
+        key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
+        kinds.setdefault(key, []).append(number)
+    loaded: dict[int, _Node] = {}
+    faults: list[tuple[bool, str]] = []
+    for numbers in kinds.values():
+        said = _said_of(numbers) if len(kinds) > 1 else ""
+        try:
+            loaded |= dict.fromkeys(numbers, _Node(nodes[numbers[0]], settings, len(nodes), said))
+        except GraphFaultError as fault:
+            faults.append((fault.crash, f"{said}{fault}"))
+    if faults:
+        return _failed(*max(faults, key=lambda fault: fault[0]))
+    # 2. Connect the rings.
+    job = _Job([loaded[number] for number in range(len(nodes))], variables, settings)
     try:
-        return _Job(nodes, dict(environment or {}), version).judge()
-    except _FaultError as fault:
-        return Verdict(verdict=fault.verdict, reason=fault.reason)
+        return job.verdict()
+    except GraphFaultError as fault:
+        return _failed(fault.crash, str(fault))
+
+
+def _failed(crash: bool, reason: str) -> Verdict:
+    return Verdict(verdict="crash" if crash else "rejected", reason=reason)
 
 
 def _check_count(nodes: int) -> None:
-    if not 1 <= nodes <= MAX_NODES:
-        raise InputError("nodes", f"is {nodes}", f"1 to {MAX_NODES}")
+    require(1 <= nodes <= MAX_NODES, "nodes", f"is {nodes}", f"1 to {MAX_NODES}")
 
 
-# One node's ring and tree graphs, as NCCL has them after loading a file or searching.
-class _Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """One graph after loading (`graph`) or searching; GPUs by index, NICs by device number."""
-
-    channels: int
-    rate: float
-    orders: tuple[Channel, ...]
-    crossnic: int = 0
-    graph: Graph | None = None
+def _said_of(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN_NODES])
+    more = ", ..." if len(numbers) > _SHOWN_NODES else ""
+    return f"node{'s' * (len(numbers) > 1)} {shown}{more}: "
 
 
-class _NodeGraphs:
-    """The ring and tree of one node with GPUs in rank order, in a communicator over `nodes` nodes.
+class _Node:
+    """The ring and tree of one node of a job of `count` nodes, loaded from the file or searched.
 
-    Raises GraphRejectedError: init fails on this node. GraphCrashError: NCCL corrupts memory, or
-    starts and then hangs or gives wrong sums.
+    `ring` is None where NCCL searches for itself; `orders` are the ring channels in use, by GPU
+    indices and device numbers of NICs. Raises GraphFaultError.
     """
 
-    def __init__(
-        self, seen: NcclView, gpus: tuple[int, ...], nodes: int, *, file: GraphFile, where: str
-    ) -> None:
-        self._seen, self._gpus, self._nodes = seen, gpus, nodes
-        self._file, self._where = file, where
-        self._place = {gpu: place for place, gpu in enumerate(self._gpus)}
-        self._facts = version_facts(seen.settings.version)
-        self._devices = net_devices(seen.machine, seen.settings)
-        self._nics = {device: nic for nic, device in self._devices.items()}
-        self.size, self.sm = len(self._gpus), seen.system.sm_min
+    def __init__(self, node: NodeJob, settings: Settings, count: int, said: str) -> None:
+        self.gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
+        self.size, self.said, self._count = len(self.gpus), said, count
+        self._place = {gpu: place for place, gpu in enumerate(self.gpus)}
+        self._seen = seen = view(node.machine, node.knowledge, settings, gpus=self.gpus)
+        self._facts, self.sm = version_facts(settings.version), seen.system.sm_min
+        devices = net_devices(node.machine, settings)
+        self._nics = {device: nic for nic, device in devices.items()}
         self.cut = len(seen.parts) > 1
-        for graph in file.graphs:
+        self._file = parse_graph_file(node.graph, where=node.where, version=settings.version)
+        for graph in self._file.values():
             if not self._gated(graph):
                 self._check(graph)
-        self.ring = self._loaded(RING) or self._searched_ring()
-        self._tree = self._loaded(TREE)
-        if self._tree is None:
-            self.trees = len(search_tree(seen, nodes=nodes, channels=self.ring.channels).orders)
+        self.ring, self._tree = self._loaded(RING), self._loaded(TREE)
+        if self.ring is None:
+            found = search_ring(seen, nodes=count)
+            self.rate, self.crossnic = found.rate_intra, found.cross_nic
+            self.orders = tuple(
+                Channel(
+                    tuple(int(gpu[1:]) for gpu in order),
+                    tuple(devices[int(net[1:])] for net in ends if net),
+                )
+                for order, ends in zip(found.orders, found.ports, strict=True)
+            )
         else:
-            self.trees = self._tree.channels
+            self.rate, self.crossnic = self.ring.speedintra, self.ring.crossnic
+            self.orders = self.ring.channels[: self.ring.nchannels]
+        if self._tree is None:
+            self.trees = len(search_tree(seen, nodes=count, channels=len(self.orders)).orders)
+        else:
+            self.trees = self._tree.nchannels
+        self.channels = min(len(self.orders), self.trees)
 
     def _gated(self, graph: Graph) -> bool:
         return graph.crossnic == 1 and self._seen.settings.cross_nic == 0
 
-    def _loaded(self, number: int) -> _Loaded | None:
-        graph = self._file.graph(number)
-        if graph is None or graph.nchannels == 0 or self._gated(graph):
-            return None
-        return _Loaded(
-            channels=graph.nchannels,
-            rate=graph.speedintra,
-            orders=graph.channels,
-            crossnic=graph.crossnic if self._nodes > 1 else 0,
-            graph=graph,
-        )
-
-    def _searched_ring(self) -> _Loaded:
-        found = search_ring(self._seen, nodes=self._nodes)
-        orders = tuple(
-            Channel(
-                tuple(int(gpu[1:]) for gpu in order),
-                tuple(self._devices[int(net[1:])] for net in ends if net),
-            )
-            for order, ends in zip(found.orders, found.ports, strict=True)
-        )
-        return _Loaded(
-            channels=len(orders), rate=found.rate_intra, orders=orders, crossnic=found.cross_nic
-        )
+    def _loaded(self, number: int) -> Graph | None:
+        graph = self._file.get(number)
+        return None if graph is None or not graph.nchannels or self._gated(graph) else graph
 
     # Graphs with which NCCL does not start
-
-    def _reject(self, graph: Graph, what: str, right: str) -> NoReturn:
-        raise GraphRejectedError(f"{self._where}:{graph.line}", f"graph {graph.id} {what}", right)
-
-    def _crash(self, graph: Graph, what: str, right: str) -> NoReturn:
-        raise GraphCrashError(f"{self._where}:{graph.line}", f"graph {graph.id} {what}", right)
 
     def _check(self, graph: Graph) -> None:
         facts, channels = self._facts, len(graph.channels)
         if not 0 <= graph.nchannels <= facts.max_channels:
             right = f"0 to {facts.max_channels}; others corrupt NCCL's memory"
-            self._crash(graph, f"has nchannels {graph.nchannels}", right)
+            graph.fail(f"has nchannels {graph.nchannels}", right, crash=True)
         if channels > facts.max_final_channels:
             right = f"more than {facts.max_final_channels} overflow NCCL's tables"
-            self._crash(graph, f"has {channels} channels", right)
-        strange = {gpu for channel in graph.channels for gpu in channel.gpus} - {*self._gpus}
+            graph.fail(f"has {channels} channels", right, crash=True)
+        strange = {gpu for channel in graph.channels for gpu in channel.gpus} - {*self.gpus}
         if strange:
             what = f"names GPU {min(strange)}, which the communicator does not have"
-            self._reject(graph, what, f"NCCL says: dev {min(strange):x} not found")
+            graph.fail(what, "name the communicator's GPUs")
         if graph.id not in _PATTERNS or graph.nchannels == 0:
             return
         if graph.pattern not in _PATTERNS[graph.id] or graph.crossnic not in (0, 1, 2):
             what = f"has pattern {graph.pattern} and crossnic {graph.crossnic}"
-            right = "a ring has pattern 4, a tree 1 to 3, and crossnic is 0, 1 or 2"
-            self._reject(graph, what, right)
+            graph.fail(what, "a ring has pattern 4, a tree 1 to 3, and crossnic is 0, 1 or 2")
         if min(graph.speedintra, graph.speedinter) <= 0:
-            self._reject(graph, "has a speed of 0", "NCCL would find no algorithm")
-        self._check_channels(graph)
+            graph.fail("has a speed of 0", "NCCL would find no algorithm")
+        if channels < graph.nchannels:
+            what = f"has {channels} channels, but nchannels {graph.nchannels}"
+            graph.fail(what, "write all channels")
+        for number, channel in enumerate(graph.channels[: graph.nchannels]):
+            if sorted(channel.gpus[: self.size]) != sorted(self.gpus):
+                what = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
+                right = f"name each of {sorted(self.gpus)} once"
+                # With such a tree NCCL starts, and hangs or sums wrongly.
+                graph.fail(what, right, crash=graph.id == TREE)
+            missing = [net for net in channel.nets[:2] if net not in self._nics]
+            if missing and self._count > 1:
+                what = f"names net {missing[0]}, which the node does not have"
+                graph.fail(what, "NCCL fails when it connects")
         if self.cut:
             low, high = (part[0] for part in self._seen.parts[:2])
             what = f"is for a node that NCCL cuts between {low} and {high}, which would use NICs"
-            self._reject(graph, what, "set NCCL_NET_DISABLE_INTRA=1 in the job")
-
-    def _check_channels(self, graph: Graph) -> None:
-        used = graph.channels[: graph.nchannels]
-        if len(used) < graph.nchannels:
-            what = f"has {len(used)} channels, but nchannels {graph.nchannels}"
-            self._reject(graph, what, "write all channels")
-        for number, channel in enumerate(used):
-            if sorted(channel.gpus[: self.size]) != sorted(self._gpus):
-                what = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
-                right = f"name each of {sorted(self._gpus)} once"
-                if graph.id == TREE:
-                    self._crash(graph, what, f"{right}, or NCCL starts and hangs or sums wrongly")
-                self._reject(graph, what, right)
-            missing = [net for net in channel.nets[:2] if net not in self._nics]
-            if missing and self._nodes > 1:
-                what = f"names net {missing[0]}, which the node does not have"
-                self._reject(graph, what, "NCCL fails when it connects")
+            graph.fail(what, "set NCCL_NET_DISABLE_INTRA=1 in the job")
 
     def check_ranks(self, start: int) -> None:
-        """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them.
-
-        Raises GraphRejectedError: a rank is another GPU's.
-        """
-        if not self._facts.rank_overrides_dev:
-            return
+        """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them."""
+        graphs = self._file.values() if self._facts.rank_overrides_dev else ()
         rank = {gpu: start + place for gpu, place in self._place.items()}
-        for graph in self._file.graphs:
+        for graph in graphs:
             for channel in graph.channels:
                 for gpu, given in zip(channel.gpus, channel.ranks, strict=True):
                     if given is not None and given != rank.get(gpu):
                         what = f"gives GPU {gpu} rank {given}, but it has {rank.get(gpu)}"
-                        self._reject(graph, what, "leave ranks out: NCCL takes them unchecked")
+                        graph.fail(what, "leave ranks out: NCCL takes them unchecked")
 
     # Rings and NICs in use
 
     def ranks_of(self, channel: int, start: int) -> list[int]:
         """Return a ring channel as ranks, on the node whose first rank is `start`."""
-        return [start + self._place[gpu] for gpu in self.ring.orders[channel].gpus[: self.size]]
+        return [start + self._place[gpu] for gpu in self.orders[channel].gpus[: self.size]]
 
     def nic(self, channel: int, place: int) -> int | None:
         """Return the NIC by which a channel reaches the node's GPU at `place`; None without a NIC.
 
         The channel's first GPU has the first NIC named, any other the second (ncclTopoGetNetDev).
         """
-        order = self.ring.orders[channel]
-        end = 0 if order.gpus[:1] == (self._gpus[place],) else 1
+        order = self.orders[channel]
+        end = 0 if order.gpus[:1] == (self.gpus[place],) else 1
         return self._nics.get(order.nets[end] if end < len(order.nets) else 0)
 
     # Differences between the file and the run
 
     def differences(self, channels: int) -> list[str]:
         """Return where a run of `channels` channels departs from the node's file."""
-        graph, nodes = self.ring.graph, self._nodes
+        graph, several = self.ring, self._count > 1
         if graph is None:
             return [self.why_ignored()]
-        found, used = [], graph.channels[: graph.nchannels]
-        if len(graph.channels) > graph.nchannels:
-            found.append(f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}")
-        if any(len(channel.gpus) > self.size for channel in graph.channels):
-            found.append("GPUs beyond the communicator's number are dropped")
-        if nodes > 1 and any(len(channel.nets) < 2 for channel in used):
-            found.append("channels without <net> use NET 0")
-        ends = [channel.nets[:2] for channel in used if len(channel.nets) >= 2]
-        if nodes > 1 and not all(leaves_as_named(self._gpus, *pair) for pair in ends):
-            found.append("the node has one GPU: channels leave by the NIC that they enter by")
-        tree = self._tree.graph if self._tree is not None else None
-        balanced = tree is not None and tree.pattern == _BALANCED_TREE
-        # NCCL then reads beyond the last channel's GPU (ncclTopoPreset).
-        if nodes > _ONE_LINK and self.size == 1 and balanced:
-            found.append(
-                "the node has one GPU: a tree of pattern 1 hangs other nodes from a second"
-            )
-        for pair in sorted(self._seen.by_network)[:1]:
-            what = f"{pair[0]} and {pair[1]} would talk over NICs, where NCCL may cut the node"
-            found.append(f"{what}: set NCCL_NET_DISABLE_INTRA=1")
-        own = min(self.ring.channels, self.trees)
-        if own < self.ring.channels:
-            found.append(f"the tree has {self.trees} of {self.ring.channels} channels")
-        if channels < own:
-            found.append(f"another node has {channels} of {own} channels")
-        return found
+        nets = [channel.nets[:2] for channel in self.orders]
+        ends = [pair for pair in nets if len(pair) == 2]
+        spreads = self._tree is not None and self._tree.pattern == _BALANCED_TREE
+        said = {
+            f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}": (
+                len(graph.channels) > graph.nchannels
+            ),
+            "GPUs beyond the communicator's number are dropped": any(
+                len(channel.gpus) > self.size for channel in graph.channels
+            ),
+            "channels without <net> use NET 0": several and len(ends) < len(nets),
+            "the node has one GPU: channels leave by the NIC that they enter by": (
+                several and not all(leaves_as_named(self.gpus, *pair) for pair in ends)
+            ),
+            # NCCL then reads beyond the last channel's GPU (ncclTopoPreset).
+            "the node has one GPU: a tree of pattern 1 hangs other nodes from a second": (
+                self._count > _ONE_LINK and self.size == 1 and spreads
+            ),
+            "some GPUs would talk over NICs, where NCCL may cut the node: set "
+            "NCCL_NET_DISABLE_INTRA=1": bool(self._seen.by_network),
+            f"the tree has {self.trees} of {len(self.orders)} channels": (
+                self.trees < len(self.orders)
+            ),
+            f"another node has {channels} of {self.channels} channels": channels < self.channels,
+        }
+        return [text for text, holds in said.items() if holds]
 
     def why_ignored(self) -> str:
         """Return why NCCL does not use the node's file."""
-        graph = self._file.graph(RING)
+        graph = self._file.get(RING)
         if graph is None:
             return "there is no graph with id 0; NCCL searches for itself"
         if graph.nchannels == 0:
@@ -304,64 +289,28 @@ class _NodeGraphs:
         return "crossnic is 1 and NCCL_CROSS_NIC 0; NCCL searches for itself"
 
 
-# The communicator.
-class _FaultError(Exception):
-    def __init__(self, verdict: VerdictKind, reason: str) -> None:
-        super().__init__(reason)
-        self.verdict, self.reason = verdict, reason
-
-
 class _Job:
-    """A communicator for which files are judged."""
+    """A communicator over loaded nodes."""
 
-    def __init__(self, nodes: Sequence[NodeJob], variables: dict[str, str], version: str) -> None:
-        self._variables, self._version, self._count = variables, version, len(nodes)
-        self._classes = self._grouped(nodes)
-        by_number = {n: graphs for numbers, graphs in self._classes for n in numbers}
-        self._nodes = [by_number[number] for number in range(self._count)]
-        self._starts = [0, *accumulate(graphs.size for graphs in self._nodes)]
+    def __init__(self, nodes: list[_Node], variables: dict[str, str], settings: Settings) -> None:
+        self._nodes, self._variables, self._version = nodes, variables, settings.version
+        self._kinds = list(dict.fromkeys(nodes))
+        self._starts = [0, *accumulate(node.size for node in nodes)]
+        self._channels = min(node.channels for node in self._kinds)
 
-    def _grouped(self, nodes: Sequence[NodeJob]) -> list[tuple[list[int], _NodeGraphs]]:
-        """Return equal nodes, by number, and the graphs of each."""
-        # By identity: comparing machines costs more than judging them.
-        equal: dict[tuple[int, int, tuple[int, ...] | None, str, str], list[int]] = {}
-        for number, node in enumerate(nodes):
-            key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
-            equal.setdefault(key, []).append(number)
-        classes: list[tuple[list[int], _NodeGraphs]] = []
-        faults: list[_FaultError] = []
-        for numbers in equal.values():
-            try:
-                classes.append((numbers, self._load(nodes[numbers[0]])))
-            except (GraphRejectedError, GraphCrashError) as error:
-                kind: VerdictKind = "crash" if isinstance(error, GraphCrashError) else "rejected"
-                faults.append(_FaultError(kind, _said_of(numbers, str(error), len(equal))))
-        if faults:
-            raise next((fault for fault in faults if fault.verdict == "crash"), faults[0])
-        return classes
-
-    def _load(self, node: NodeJob) -> _NodeGraphs:
-        gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
-        settings = settings_from_environment(self._variables, version=self._version)
-        seen = view(node.machine, node.knowledge, settings, gpus=gpus)
-        file = parse_graph_file(node.graph, where=node.where, version=self._version)
-        return _NodeGraphs(seen, gpus, self._count, file=file, where=node.where)
-
-    def judge(self) -> Verdict:
+    def verdict(self) -> Verdict:
         """Connect the rings and compare them with the files."""
-        each = [graphs for _, graphs in self._classes]
-        channels = min(min(graphs.ring.channels, graphs.trees) for graphs in each)
-        rings = self._connected(channels)
+        rings = self._connected()
         final = final_channels(
-            channels,
-            sm=min(graphs.sm for graphs in each),
-            nodes=self._count,
-            speed_intra=min(graphs.ring.rate for graphs in each),
+            self._channels,
+            sm=min(node.sm for node in self._kinds),
+            nodes=len(self._nodes),
+            speed_intra=min(node.rate for node in self._kinds),
             variables=self._variables,
             version=self._version,
         )
-        verdict, reason = self._verdict(channels, final)
-        if any(graphs.cut for graphs in each):
+        verdict, reason = self._compared(final)
+        if any(node.cut for node in self._kinds):
             return Verdict(verdict=verdict, reason=f"{reason}; NCCL cuts a node in parts")
         nics = [self._nics(ring, channel) for channel, ring in enumerate(rings)]
         return Verdict(
@@ -371,67 +320,51 @@ class _Job:
             nics=tuple(nics[channel % len(nics)] for channel in range(final)) if nics[0] else (),
         )
 
-    def _connected(self, channels: int) -> list[tuple[int, ...]]:
+    def _connected(self) -> list[tuple[int, ...]]:
         """Return the rings of the channels from rank 0 on, nodes in rank order.
 
         With crossed NICs odd nodes swap the channels of each pair, if all channels are in pairs.
         """
         pairs = list(zip(self._nodes, self._starts, strict=False))
-        try:
-            for graphs, start in pairs:
-                graphs.check_ranks(start)
-        except GraphRejectedError as error:
-            raise _FaultError("rejected", str(error)) from error
+        for node, start in pairs:
+            node.check_ranks(start)
         rings = []
-        for channel in range(channels):
+        for channel in range(self._channels):
             ring: list[int] = []
-            for number, (graphs, start) in enumerate(pairs):
-                swapped = graphs.ring.crossnic == SWAPPING and number % 2 and channels % 2 == 0
-                ring += graphs.ranks_of(channel ^ 1 if swapped else channel, start)
+            for number, (node, start) in enumerate(pairs):
+                odd = number % 2 and self._channels % 2 == 0
+                swapped = odd and node.crossnic == SWAPPING
+                ring += node.ranks_of(channel ^ 1 if swapped else channel, start)
             first = ring.index(0)
             rings.append((*ring[first:], *ring[:first]))
         return rings
 
     def _nics(self, ring: tuple[int, ...], channel: int) -> tuple[ChannelNics, ...]:
         """Return the NICs by which a ring enters and leaves each node."""
-        if self._count == 1:
+        nodes, starts = self._nodes, self._starts
+        if len(nodes) == 1:
             return ()
-        node_of = [number for number, graphs in enumerate(self._nodes) for _ in range(graphs.size)]
+        node_of = [number for number, node in enumerate(nodes) for _ in range(node.size)]
         entries: dict[int, int | None] = {}
         exits: dict[int, int | None] = {}
         for rank, following in zip(ring, (*ring[1:], ring[0]), strict=True):
             source, target = node_of[rank], node_of[following]
             if source != target:
-                exits[source] = self._nodes[source].nic(channel, rank - self._starts[source])
-                entries[target] = self._nodes[target].nic(channel, following - self._starts[target])
-        return tuple(ChannelNics(entry=entries[n], exit=exits[n]) for n in range(self._count))
+                exits[source] = nodes[source].nic(channel, rank - starts[source])
+                entries[target] = nodes[target].nic(channel, following - starts[target])
+        return tuple(ChannelNics(entries[n], exits[n]) for n in range(len(nodes)))
 
-    def _verdict(self, channels: int, final: int) -> tuple[VerdictKind, str]:
-        every = [graphs for _, graphs in self._classes]
-        if all(graphs.ring.graph is None for graphs in every):
-            return "ignored", self._joined([[graphs.why_ignored()] for graphs in every])
-        reason = self._joined([graphs.differences(channels) for graphs in every])
+    def _compared(self, final: int) -> tuple[VerdictKind, str]:
+        channels, kinds = self._channels, self._kinds
+        found = [(node.said, "; ".join(node.differences(channels))) for node in kinds]
+        reason = "; ".join(f"{said}{text}" for said, text in found if text)
+        if all(node.ring is None for node in kinds):
+            return "ignored", reason
         if final < channels:
             clip = f"NCCL_MAX_NCHANNELS leaves {final} of {channels} channels"
             reason = f"{reason}; {clip}" if reason else clip
         if reason:
             return "clipped", reason
-        files = "file" if len(self._classes) == 1 else "files"
+        files = "file" if len(kinds) == 1 else "files"
         loaded = f"{channels} channel{'s' * (channels != 1)} of the {files}"
         return "used", f"{loaded}, {final} in the end"
-
-    def _joined(self, texts: Sequence[list[str]]) -> str:
-        return "; ".join(
-            _said_of(numbers, "; ".join(found), len(self._classes))
-            for (numbers, _), found in zip(self._classes, texts, strict=True)
-            if found
-        )
-
-
-def _said_of(numbers: Sequence[int], text: str, classes: int) -> str:
-    """Return a text with the nodes it is about, if there are others."""
-    if classes == 1:
-        return text
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN_NODES])
-    more = ", ..." if len(numbers) > _SHOWN_NODES else ""
-    return f"node{'s' * (len(numbers) > 1)} {shown}{more}: {text}"

@@ -139,7 +139,7 @@ def test_nccls_own_graphs_are_those_of_the_emulation(stock):
         )
         chosen = settings(version=version)
         ours = default_choice(view(node, Knowledge(), chosen, gpus=node.gpu_indices), nodes=NODES)
-        ring, tree = dump.graph(0), dump.graph(1)
+        ring, tree = dump[0], dump[1]
         assert (ring.nchannels, ring.crossnic) == (len(ours.chains), ours.cross_nic)
         assert [channel.nets for channel in ring.channels] == [
             (chain.entry, chain.exit) for chain in ours.chains

@@ -34,19 +34,19 @@ memory: a file that changes later changes nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from tccl_py.errors import InputError
+from tccl_py.errors import require
+from tccl_py.files import check_types
 
 INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
-MAX_GPUS, MAX_VARIABLES, MAX_SETS, MAX_TUNES = 64, 64, 4096, 16384
-MAX_INDEX_BYTES, MAX_GRAPH_BYTES = 1 << 20, 1 << 18
-MAX_NODE = 1023
+MAX_INDEX_BYTES, MAX_GRAPH_BYTES, MAX_TUNES = 1 << 20, 1 << 18, 16384
 PER_COMMUNICATOR = ("NCCL_ALGO", "NCCL_PROTO")
 """Variables that NCCL reads anew for every communicator (graph/tuning.cc of 2.28.9)."""
 OWN_VARIABLES = (
@@ -61,19 +61,23 @@ OWN_VARIABLES = (
     "NCCL_TUNER_PLUGIN",
 )
 """Variables by which the plugin works; no plan sets them."""
-_NAME = re.compile(r"NCCL_[A-Z0-9_]{1,59}")
-_VALUE = re.compile(r"[!-~]+")
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
-_BUS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
-_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_Name = Annotated[str, Meta(pattern=r"^NCCL_[A-Z0-9_]{1,59}\Z")]
+_OwnName = Annotated[str, Meta(pattern=rf"^({'|'.join(PER_COMMUNICATOR)})\Z")]
+_Value = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
+_STEP = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_File = Annotated[str, Meta(pattern=rf"^{_STEP}(/{_STEP})*\Z")]
+_Bus = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]\Z")]
+_Uuid = Annotated[str, Meta(pattern=r"^(GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})?\Z")]
+_Node = Annotated[int, Meta(ge=0, le=1023)]
+_Variables = Annotated[Mapping[_Name, _Value], Meta(max_length=64)]
 
 
 class IndexedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of a plan: NVML index, bus id, and UUID ("" in simulated plans)."""
 
     nvml: int
-    bus_id: str
-    uuid: str = ""
+    bus_id: _Bus
+    uuid: _Uuid = ""
 
 
 class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +87,10 @@ class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     gpus: tuple[int, ...]
-    file: str
-    text: bytes
-    nodes: Mapping[int, int] = {}
-    variables: Mapping[str, str] = {}
+    file: _File
+    text: Annotated[bytes, Meta(max_length=MAX_GRAPH_BYTES)]
+    nodes: Mapping[int, _Node] = {}
+    variables: Mapping[_OwnName, _Value] = {}
 
 
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +101,11 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     simulated: bool
-    gpus: tuple[IndexedGpu, ...]
-    sets: tuple[IndexedSet, ...] = ()
-    variables: Mapping[str, str] = {}
-    must: Mapping[str, str] = {}
-    forbid: tuple[str, ...] = ()
+    gpus: Annotated[tuple[IndexedGpu, ...], Meta(min_length=1, max_length=64)]
+    sets: Annotated[tuple[IndexedSet, ...], Meta(max_length=4096)] = ()
+    variables: _Variables = {}
+    must: _Variables = {}
+    forbid: Annotated[tuple[_Name, ...], Meta(max_length=64)] = ()
     nccl: str = ""
     driver: int | None = None
     numa: int | None = None
@@ -138,57 +142,31 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             lines += [f"tune {gpus} {line}" for line in self.tables[tuned]]
         body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
         encoded = b"tccl-index 1\ndigest %s\n%s" % (digest(body).encode(), body)
-        _require(len(encoded) <= MAX_INDEX_BYTES, "is too large", f"{MAX_INDEX_BYTES} bytes")
+        right = f"{MAX_INDEX_BYTES} bytes"
+        require(len(encoded) <= MAX_INDEX_BYTES, INDEX_FILE, "is too large", right)
         return encoded
 
     def _check(self) -> None:
+        check_types(self, where=INDEX_FILE)
         indices = [gpu.nvml for gpu in self.gpus]
-        _require(0 < len(indices) <= MAX_GPUS, f"has {len(indices)} GPUs", f"1 to {MAX_GPUS}")
-        _require(indices == sorted(set(indices)), "has GPUs out of order", "ascending NVML indices")
-        for gpu in self.gpus:
-            _match(_BUS, gpu.bus_id, "a bus id such as 0000:01:00.0")
-            if gpu.uuid:
-                _match(_UUID, gpu.uuid, "a GPU's UUID, not a MIG instance's")
-        for name in (*self.variables, *self.must, *self.forbid):
-            _match(_NAME, name, "a variable of NCCL")
-        for value in (*self.variables.values(), *self.must.values()):
-            _match(_VALUE, value, "a value without spaces")
-        for kind in (self.variables, self.must, self.forbid):
-            _require(len(kind) <= MAX_VARIABLES, "has many variables", f"{MAX_VARIABLES} of a kind")
+        ascending = indices == sorted(set(indices))
+        require(ascending, INDEX_FILE, "has GPUs out of order", "ascending NVML indices")
         for name in OWN_VARIABLES:
-            _require(name not in self.variables, f"sets {name}", "the plugin answers it")
-        _require(len(self.sets) <= MAX_SETS, f"has {len(self.sets)} sets", f"{MAX_SETS}")
+            free = name not in self.variables
+            require(free, INDEX_FILE, f"sets {name}", "the plugin answers it")
         masks = {frozenset(found.gpus) for found in self.sets}
-        _require(len(masks) == len(self.sets), "has a set twice", "one graph file for a set")
+        once = len(masks) == len(self.sets)
+        require(once, INDEX_FILE, "has a set twice", "one graph file for a set")
+        least = 1 if self.job else 2
         for found in self.sets:
-            _check_set(found, frozenset(indices), least=1 if self.job else 2)
+            own = set(found.gpus)
+            fits = len(own) == len(found.gpus) >= least and own <= set(indices)
+            right = f"{least} or more of the plan, each once"
+            require(fits, INDEX_FILE, f"has a set of GPUs {found.gpus}", right)
+            placed = not found.nodes or set(found.nodes) == own
+            require(placed, INDEX_FILE, "has NUMA nodes of other GPUs", "one for each GPU")
         ranges = sum(map(len, self.tables.values()))
-        _require(ranges <= MAX_TUNES, f"has {ranges} tuned ranges", f"at most {MAX_TUNES}")
-
-
-def _check_set(found: IndexedSet, gpus: frozenset[int], *, least: int) -> None:
-    few = len(set(found.gpus)) == len(found.gpus) >= least
-    _require(few, f"has a set of GPUs {found.gpus}", f"{least} or more, each once")
-    _require(set(found.gpus) <= gpus, "has a set with another GPU", "GPUs of the plan")
-    _match(_FILE, found.file, "a relative path of plain names")
-    named = set(found.nodes) == set(found.gpus) if found.nodes else True
-    _require(named, "has NUMA nodes of other GPUs", "one for each GPU of the set")
-    known = all(0 <= node <= MAX_NODE for node in found.nodes.values())
-    _require(known, "has an unknown NUMA node", f"0 to {MAX_NODE}")
-    _require(len(found.text) <= MAX_GRAPH_BYTES, f"{found.file} is too large", "256 KiB")
-    for name, value in found.variables.items():
-        right = f"one of {', '.join(PER_COMMUNICATOR)}"
-        _require(name in PER_COMMUNICATOR, f"sets {name} for one communicator", right)
-        _match(_VALUE, value, "a value without spaces")
-
-
-def _match(form: re.Pattern[str], text: str, right: str) -> None:
-    _require(form.fullmatch(text) is not None, f"has {text[:60]!r}", right)
-
-
-def _require(good: bool, what: str, right: str) -> None:
-    if not good:
-        raise InputError(INDEX_FILE, what, right)
+        require(ranges <= MAX_TUNES, INDEX_FILE, f"has {ranges} tuned ranges", f"{MAX_TUNES}")
 
 
 def digest(data: bytes) -> str:
