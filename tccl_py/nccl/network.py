@@ -20,7 +20,14 @@ from tccl_py.errors import SearchError
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, receiving_nic, sending_nic
-from tccl_py.nccl.paths import DISCONNECTED, Direction, gpu_direct_rule, local_cpu, relay_of
+from tccl_py.nccl.paths import (
+    DISCONNECTED,
+    Direction,
+    gpu_direct_rule,
+    local_cpu,
+    reaches_gpu,
+    relay_of,
+)
 from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
@@ -159,21 +166,13 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
     (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the relay's, if a relay
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
     """
-    name, port = net_ends(seen, gpu, nic)
-    path = seen.paths.get((name, port), DISCONNECTED)
-    over = relay_of(seen.system, path)
-    direct = gpu_direct_rule(seen.settings).allows(
-        seen.system,
-        name,
-        port,
-        distance=seen.paths[over, port].type if over else path.type,
-        direction=direction,
-        nvlinked=seen.nvlinked,
-    )
-    if direct:
+    ends = net_ends(seen, gpu, nic)
+    rule = gpu_direct_rule(seen.settings)
+    if reaches_gpu(seen.system, seen.paths, rule, ends, direction):
         return None
-    owner = over if over and direction == "send" else name
-    return int(local_cpu(seen.system, seen.plain, owner)[1:])
+    over = relay(seen, gpu, nic)
+    owner = gpu if over is None or direction == "receive" else over
+    return int(local_cpu(seen.system, seen.plain, f"G{owner}")[1:])
 
 
 def relay(seen: NcclView, gpu: int, nic: int) -> int | None:

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import permutations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import Link, PathType, System, build_system
 from tccl_py.nccl.versions import LOCAL_GBPS, version_facts
-
-# Whether a NIC reads and writes a GPU's memory itself: GPU direct RDMA, by NCCL's rule.
-
 
 Direction = Literal["send", "receive"]
 
@@ -24,9 +20,8 @@ _READS_BESIDE_PCI = 80
 """From this sm on a NIC reads GPU memory even where GPUs talk to each other over PCI."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuDirectRule:
-    """GPU direct RDMA under settings and a version.
+class GpuDirectRule(NamedTuple):
+    """Whether NICs read and write GPU memory: GPU direct RDMA under settings and a version.
 
     `level` is the farthest path; `read` whether NICs may read GPU memory, which sending needs
     (None: NCCL decides). With `relays_need_it` only GPUs with GPU direct relay; with `over_c2c` a
@@ -37,28 +32,6 @@ class GpuDirectRule:
     read: bool | None
     relays_need_it: bool
     over_c2c: bool
-
-    def allows(
-        self,
-        system: System,
-        gpu: str,
-        net: str,
-        *,
-        distance: PathType,
-        direction: Direction,
-        nvlinked: frozenset[str],
-    ) -> bool:
-        """Return whether port `net` reaches the memory of `gpu`.
-
-        `distance` is the type of their path, or of the relay's path; `direction` is `send` if the
-        NIC reads the memory; `nvlinked` are the GPUs with an NVLink to another GPU.
-        """
-        if (gpu, net) not in system.gpu_direct or distance > self.level:
-            return False
-        if direction == "receive" or self.read is not None:
-            return direction == "receive" or bool(self.read)
-        alone = len(system.gpus) == 1
-        return alone or system.sm[gpu] >= _READS_BESIDE_PCI or gpu in nvlinked
 
 
 def gpu_direct_rule(settings: Settings) -> GpuDirectRule:
@@ -189,20 +162,16 @@ def with_policy(
                 result[source, target] = by_way_of(result, source, cpu, target)
     if rule.over_c2c:
         _count_c2c_as_near(system, result)
-    policy = _NetPolicy(system, result, rule, nvlinked(system, result))
     for net in system.nets:
         for gpu in system.gpus:
-            policy.send_by_relay(gpu, net)
-            policy.go_over_cpu(gpu, net)
+            _send_by_relay(system, result, rule, gpu, net)
+            own = result.get((gpu, net), DISCONNECTED)
+            near = own.type < PathType.PHB
+            if near and not reaches_gpu(system, result, rule, (gpu, net), "receive"):
+                cpu = local_cpu(system, result, gpu)
+                result[net, gpu] = by_way_of(result, net, cpu, gpu)
+                result[gpu, net] = by_way_of(result, gpu, cpu, net)
     return result
-
-
-def nvlinked(system: System, paths: Paths) -> frozenset[str]:
-    """Return the GPUs with an NVLink to another GPU of the communicator."""
-    pairs = permutations(system.gpus, 2)
-    return frozenset(
-        pair[0] for pair in pairs if paths.get(pair, DISCONNECTED).type == PathType.NVL
-    )
 
 
 def _count_c2c_as_near(system: System, paths: Paths) -> None:
@@ -224,48 +193,37 @@ def relay_of(system: System, path: Path) -> str | None:
     return next(link.target for link in path.links if system.nodes[link.target].kind == "gpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _NetPolicy:
-    """Policy for paths between GPUs and NICs; changes `paths`."""
+def reaches_gpu(
+    system: System, paths: Paths, rule: GpuDirectRule, ends: tuple[str, str], direction: Direction
+) -> bool:
+    """Return whether a NIC port reaches the memory of a GPU; to `send`, the NIC reads the memory.
 
-    system: System
-    paths: Paths
-    rule: GpuDirectRule
-    nvlinked: frozenset[str]
+    `ends` are the GPU and the port. With a relay the relay's path counts.
+    """
+    gpu, net = ends
+    own = paths.get(ends, DISCONNECTED)
+    relay = relay_of(system, own)
+    distance = paths[relay, net].type if relay else own.type
+    if ends not in system.gpu_direct or distance > rule.level:
+        return False
+    if direction == "receive" or rule.read is not None:
+        return direction == "receive" or bool(rule.read)
+    peers = [paths.get((gpu, peer), DISCONNECTED).type for peer in system.gpus if peer != gpu]
+    return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
 
-    def _allows(self, gpu: str, net: str, distance: PathType, direction: Direction) -> bool:
-        ends = self.system, gpu, net
-        return self.rule.allows(
-            *ends, distance=distance, direction=direction, nvlinked=self.nvlinked
-        )
 
-    def send_by_relay(self, gpu: str, net: str) -> None:
-        """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
-        paths = self.paths
-        relay = local_gpu(self.system, paths, net)
-        if relay is None or relay == gpu:
-            return
-        own, near = (paths.get((end, net), DISCONNECTED) for end in (gpu, relay))
-        beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
-        if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
-            return
-        if not self.rule.relays_need_it or self._allows(relay, net, near.type, "send"):
-            over = by_way_of(paths, gpu, relay, net)
-            paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
-
-    def go_over_cpu(self, gpu: str, net: str) -> None:
-        """Lead the path over the GPU's own CPU where there is no GPU direct RDMA."""
-        paths = self.paths
-        own = paths.get((gpu, net), DISCONNECTED)
-        if own.type >= PathType.PHB:
-            return
-        relay = relay_of(self.system, own)
-        distance = paths[relay, net].type if relay else own.type
-        if self._allows(gpu, net, distance, "receive"):
-            return
-        cpu = local_cpu(self.system, paths, gpu)
-        paths[net, gpu] = by_way_of(paths, net, cpu, gpu)
-        paths[gpu, net] = by_way_of(paths, gpu, cpu, net)
+def _send_by_relay(system: System, paths: Paths, rule: GpuDirectRule, gpu: str, net: str) -> None:
+    """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
+    relay = local_gpu(system, paths, net)
+    if relay is None or relay == gpu:
+        return
+    own, near = (paths.get((end, net), DISCONNECTED) for end in (gpu, relay))
+    beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
+    if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
+        return
+    if not rule.relays_need_it or reaches_gpu(system, paths, rule, (relay, net), "send"):
+        over = by_way_of(paths, gpu, relay, net)
+        paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
 
 
 def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Source: p2p.cc and shm.cc of NCCL 2.30.7.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Literal
 
@@ -160,15 +161,8 @@ DEFAULT_BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 * 1024)
 """FIFO sizes tried where something bounces: NCCL's default, and a size that gained 1.4 on 4x H200.
 """
 _LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "NVL", "LOC")
-_ENGINES: dict[CopyEngineSide | None, tuple[Side, ...]] = {
-    None: (),
-    "both": ("receiver", "sender"),
-    "sender": ("sender",),
-    "receiver": ("receiver",),
-}
+_ENGINES: tuple[CopyEngineSide | None, ...] = (None, "both", "sender", "receiver")
 _SIDES: tuple[Side, ...] = ("receiver", "sender")
-
-_Pairs = dict[tuple[int, int], Mechanism]
 
 
 def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
@@ -177,7 +171,7 @@ def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tup
     Channels and FIFO size are NCCL's defaults; `p2p_level` fixes the level (None: any).
     """
     facts = version_facts(version)
-    engines = list(_ENGINES) if facts.shm_copy_engine else [None]
+    engines = _ENGINES if facts.shm_copy_engine else (None,)
     levels = _LEVELS if p2p_level is None else (p2p_level,)
     fields = "p2p_level p2p_read p2p_copy_engine shm_locality shm_copy_engine net_disable_intra"
     choices = product(levels, (None, True, False), (False, True), _SIDES, engines, (False, True))
@@ -200,39 +194,39 @@ def candidates(
     Of settings with equal outcome the first is returned, which departs least from NCCL's defaults;
     FIFO sizes vary only where a pair bounces. `p2p_level` fixes the level (None: any).
     """
-    distinct: dict[tuple[Mechanism, ...], Settings] = {}
-    known: dict[tuple[Level | None, bool], _Pairs] = {}
+    distinct: dict[tuple[object, ...], tuple[Settings, bool]] = {}
+    known: dict[tuple[Level | None, bool], tuple[NcclView, list[tuple[int, int]]]] = {}
     for settings in expressible(version, p2p_level=p2p_level):
+        # No other switch changes the paths, and defaults come first.
         key = settings.p2p_level, settings.net_disable_intra
         if key not in known:
-            plain = Settings(version=version, p2p_level=key[0], net_disable_intra=key[1])
-            seen = view(machine, knowledge, plain, gpus=gpus)
-            known[key] = {p: pair_mechanism(seen, *p) for p in permutations(seen.gpus, 2)}
-        outcome = tuple(
-            _switched(machine, mechanism, settings, pair) for pair, mechanism in known[key].items()
-        )
-        distinct.setdefault(outcome, settings)
-    found = []
-    for outcome, settings in distinct.items():
-        bounces = any(mechanism.kind == "bounce" for mechanism in outcome)
-        for count, size in product(channels, buffsizes if bounces else buffsizes[:1]):
-            chosen = msgspec.structs.replace(settings, channels=count, buffsize=size)
-            found.append(check_settings(chosen))
-    return tuple(found)
+            plain = view(machine, knowledge, settings, gpus=gpus)
+            known[key] = plain, _different_pairs(plain)
+        seen, pairs = replace(known[key][0], settings=settings), known[key][1]
+        outcome = [_outcome(seen, pair) for pair in pairs]
+        bounces = any(kind == "bounce" for kind, _, _ in outcome)
+        distinct.setdefault(tuple(outcome), (settings, bounces))
+    return tuple(
+        check_settings(msgspec.structs.replace(settings, channels=count, buffsize=size))
+        for settings, bounces in distinct.values()
+        for count, size in product(channels, buffsizes if bounces else buffsizes[:1])
+    )
 
 
-def _switched(
-    machine: Machine, default: Mechanism, settings: Settings, pair: tuple[int, int]
-) -> Mechanism:
-    """Return the mechanism under switches; `path` is a bounce's NUMA node, and nothing else."""
-    if default.kind == "network":
-        return Mechanism(kind="network", path="", gbps=0.0)
-    if default.kind == "bounce":
-        owner = pair[0] if settings.shm_locality == "sender" else pair[1]
-        engines = _ENGINES[settings.shm_copy_engine]
-        host = f"C{machine.numa_of(f'G{owner}')}"
-        return Mechanism(kind="bounce", path=host, gbps=0.0, copy_engines=engines)
-    if settings.p2p_copy_engine:
-        return Mechanism(kind="write", path="", gbps=0.0, copy_engines=("sender",))
-    reads = default.kind == "read" if settings.p2p_read is None else settings.p2p_read
-    return Mechanism(kind="read" if reads else "write", path="", gbps=0.0)
+def _different_pairs(seen: NcclView) -> list[tuple[int, int]]:
+    """Return a pair of each mechanism and NUMA nodes: switches treat pairs of a kind alike."""
+    pairs: dict[tuple[object, ...], tuple[int, int]] = {}
+    for pair in permutations(seen.gpus, 2):
+        nodes = (seen.machine.numa_of(f"G{gpu}") for gpu in pair)
+        pairs.setdefault((pair_mechanism(seen, *pair).kind, *nodes), pair)
+    return list(pairs.values())
+
+
+def _outcome(
+    seen: NcclView, pair: tuple[int, int]
+) -> tuple[MechanismKind, tuple[Side, ...], int | None]:
+    """Return what settings change: the mechanism, and the NUMA node of a bounce's buffer."""
+    mechanism = pair_mechanism(seen, *pair)
+    owner = pair[mechanism.side == "receiver"]
+    node = seen.machine.numa_of(f"G{owner}") if mechanism.kind == "bounce" else None
+    return mechanism.kind, mechanism.copy_engines, node

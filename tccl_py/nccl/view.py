@@ -7,7 +7,7 @@ of NCCL 2.30.7.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, permutations
 
@@ -19,7 +19,6 @@ from tccl_py.nccl.paths import (
     GpuDirectRule,
     Paths,
     gpu_direct_rule,
-    nvlinked,
     shortest_paths,
     with_policy,
 )
@@ -31,29 +30,22 @@ Pairs = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Paths and transports under the settings that change them.
+class NcclView:
+    """A machine as one communicator sees it; `plain` are the paths before policy is applied.
 
     `direct` are the pairs that talk without the CPU, `by_network` the pairs that NCCL sends over
-    NICs, `nvlinked` the GPUs with an NVLink to another GPU. `parts` are the GPUs in NCCL's order:
-    more than one part is a node that NCCL cuts at init, and a graph file over all GPUs is refused.
+    NICs. `parts` are the GPUs in NCCL's order: more than one part is a node that NCCL cuts at init,
+    and a graph file over all GPUs is refused.
     """
-
-    paths: Paths
-    direct: Pairs
-    by_network: Pairs
-    parts: tuple[tuple[str, ...], ...]
-    nvlinked: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class NcclView(Reach):
-    """A machine as one communicator sees it; `plain` are the paths before policy is applied."""
 
     system: System
     knowledge: Knowledge
     settings: Settings
     plain: Paths
+    paths: Paths
+    direct: Pairs
+    by_network: Pairs
+    parts: tuple[tuple[str, ...], ...]
 
     @property
     def machine(self) -> Machine:
@@ -91,12 +83,9 @@ def view(
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
     # No other setting changes a communicator's system, or its paths and transports.
     survey = machine, order, usable_nics(machine, settings), settings.version
-    system, plain = _surveyed(*survey)
-    level, rule = p2p_level(system, settings), gpu_direct_rule(settings)
+    level, rule = p2p_level(_surveyed(*survey)[0], settings), gpu_direct_rule(settings)
     off = settings.net_disable_intra, settings.shm_disable
-    reach = _reach(survey, knowledge, level, rule, off)
-    own = {name: getattr(reach, name) for name in Reach.__slots__}
-    return NcclView(system=system, knowledge=knowledge, settings=settings, plain=plain, **own)
+    return replace(_seen(survey, knowledge, level, rule, off), settings=settings)
 
 
 def direct_pairs(
@@ -186,13 +175,13 @@ def _surveyed(
 
 
 @lru_cache(maxsize=256)
-def _reach(
+def _seen(
     survey: tuple[Machine, tuple[int, ...], tuple[int, ...], str],
     knowledge: Knowledge,
     level: PathType,
     rule: GpuDirectRule,
     off: tuple[bool, bool],
-) -> Reach:
+) -> NcclView:
     system, plain = _surveyed(*survey)
     no_network, no_shared_memory = off
     pairs = list(permutations(system.gpus, 2))
@@ -206,12 +195,15 @@ def _reach(
         if (no_shared_memory and pair not in direct)
         or min(net_gbps.get(gpu, 0.0) for gpu in pair) > paths[pair].gbps
     )
-    return Reach(
+    return NcclView(
+        system=system,
+        knowledge=knowledge,
+        settings=Settings(),
+        plain=plain,
         paths=paths,
         direct=direct,
         by_network=by_network,
         parts=_parts(system.gpus, by_network),
-        nvlinked=nvlinked(system, paths),
     )
 
 
