@@ -34,7 +34,7 @@ from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
-from tccl_py.search.evaluator import BudgetSpentError
+from tccl_py.search.bounds import BudgetSpentError
 
 Kinds = tuple[str, ...]
 _MECHANISMS = ("direct write", "direct read", "bounce")

@@ -2,7 +2,7 @@
 
 Journal and symmetry come first. Parts are found by removing flows and measuring again. Supersets of
 slow sets are slow, so known rates of parts and of wholes answer most questions. Next, pairs that
-share a link or memory are measured, then QuickXplain halves the rest (`search/evaluator.py`).
+share a link or memory are measured, then QuickXplain halves the rest (`search/bounds.py`).
 Further causes are found in the rest without a flow of every known cause: the hitting-set tree of
 Reiter (Artificial Intelligence 32, 1987), depth first.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tccl_py.model.symmetry import Symmetry
 from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
-from tccl_py.search.evaluator import BudgetSpentError, smallest_slow_part
+from tccl_py.search.bounds import BudgetSpentError, smallest_slow_part
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import RememberingSource
 

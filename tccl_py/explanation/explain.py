@@ -36,7 +36,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.again import journal_of, journal_source, journal_sources
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
-from tccl_py.search.evaluator import BudgetSpentError
+from tccl_py.search.bounds import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import remembering
 

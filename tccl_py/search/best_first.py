@@ -18,13 +18,15 @@ import numpy.typing as npt
 
 from tccl_py.search.bounds import (
     Bounds,
+    BudgetSpentError,
+    Evaluator,
     Floats,
     best_connected,
     connected_above,
     crossing_bound,
     crossings,
+    smallest_slow_part,
 )
-from tccl_py.search.evaluator import BudgetSpentError, Evaluator, Incumbent, smallest_slow_part
 from tccl_py.search.problem import HopIndex, SetRule, admitted, all_ring_sets
 
 MAX_STATES = 10_000
@@ -36,6 +38,81 @@ MAX_PAIR_KINDS = 64
 """All pairs of hops are measured first if symmetry leaves no more kinds of pairs."""
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
+
+MAX_FINALISTS = 64
+"""Runners-up kept; more matter only where measurements are very noisy."""
+Sequences = tuple[tuple[int, ...], ...]
+
+
+# The best ring set so far, and runners-up that noise may have misjudged.
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured ring set: one sequence of hop numbers a ring, and its score in GB/s."""
+
+    score: float
+    index: HopIndex
+    sequences: Sequences
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """All hops of all rings."""
+        return tuple(hop for sequence in self.sequences for hop in sequence)
+
+    @property
+    def bounces(self) -> int:
+        """The number of hops that bounce through host memory."""
+        return int(self.index.bounces[list(self.hops)].sum())
+
+
+class Incumbent:
+    """The best candidate and the runners-up.
+
+    `error` is the largest relative standard error of a score; `floor` is a score reached elsewhere;
+    `improved_at` is the number of sets measured when the best was found.
+    """
+
+    def __init__(self, *, error: float = 0.0, floor: float = 0.0) -> None:
+        self.error = error
+        self._floor = floor
+        self._candidates: list[Candidate] = []
+        self.improved_at = 0
+
+    @property
+    def score(self) -> float:
+        """The best score so far, GB/s; 0 before the first."""
+        return self._candidates[0].score if self._candidates else 0.0
+
+    @property
+    def lower_bound(self) -> float:
+        """The score less possible luck: the best of many noisy scores is lucky."""
+        return max(self._floor, self.score * (1 - 2 * self.error))
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best candidate, if there is one."""
+        return self._candidates[0] if self._candidates else None
+
+    def offer(
+        self, score: float, index: HopIndex, sequences: Sequence[Sequence[int]], *, at: int
+    ) -> None:
+        """Take a ring set measured as number `at`; fewer bounces and rings win equal scores."""
+        if score > self.score:
+            self.improved_at = at
+        rings = tuple(tuple(sequence) for sequence in sequences)
+        self._candidates.append(Candidate(score=score, index=index, sequences=rings))
+        self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
+        del self._candidates[MAX_FINALISTS:]
+
+    def finalists(self) -> list[Candidate]:
+        """Return the candidates within three standard errors of the best, one of each set."""
+        close = [c for c in self._candidates if c.score >= self.score * (1 - 3 * self.error)]
+        distinct: dict[str, Candidate] = {}
+        for candidate in close:
+            distinct.setdefault(candidate.index.text(candidate.hops), candidate)
+        return list(distinct.values())
+
+    def clear(self) -> None:
+        """Drop all candidates, because their scores are no longer valid."""
+        self._candidates.clear()
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):

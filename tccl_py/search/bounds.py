@@ -1,4 +1,4 @@
-"""Upper bounds on the rate of a set of hops, from measured subsets.
+"""Measured sets of hops, each once up to symmetry, and the upper bounds that follow from subsets.
 
 Adding transfers never helps, so the rate of a subset, or of a subset's symmetric image, bounds a
 set. Single hops and pairs are looked up in a vector and a matrix; larger subsets ("patterns") are
@@ -9,16 +9,161 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.search.evaluator import smallest_slow_part
-from tccl_py.search.problem import HopIndex
+from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.search.problem import Budget, HopIndex
 
+SAFETY = 3.0
+"""Standard errors by which a noisy rate is raised before it counts as an upper bound."""
+
+IsSlow = Callable[[Sequence[int]], bool]
+"""Tells whether hops are slow together; supersets of slow sets are slow."""
 Floats = npt.NDArray[np.float64]
 Masks = npt.NDArray[np.uint64]
+
+
+class BudgetSpentError(Exception):
+    """The budget is used up; the search ends with the best so far."""
+
+
+class Evaluator:
+    """Measures sets of hops by a source, remembers the results, and counts the cost.
+
+    `noise` is the relative standard deviation of a measurement that does not state its own;
+    `measured` is called after each measurement.
+    """
+
+    def __init__(
+        self,
+        source: BandwidthSource,
+        *,
+        budget: Budget,
+        noise: float,
+        measured: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._source, self._noise, self._measured = source, noise, measured
+        self._budget = self._allotted = budget
+        self._known: dict[str, Measurement] = {}
+        self._started = time.monotonic()
+        self.sets_measured = self.sets_by_symmetry = 0
+        self.assumed = False
+        self._remembered_before = self._remembered
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the search began."""
+        return time.monotonic() - self._started
+
+    @property
+    def _remembered(self) -> int:
+        return int(getattr(self._source, "sets_remembered", 0))
+
+    @property
+    def sets_remembered(self) -> int:
+        """The part of `sets_measured` that the source remembered."""
+        return self._remembered - self._remembered_before
+
+    def allot(self, parts: int) -> None:
+        """Limit spending, from here on, to one of `parts` equal parts of the remaining budget."""
+        sets, seconds = self._budget.sets, self._budget.seconds
+        if sets is not None:
+            sets = self.sets_measured + (sets - self.sets_measured) // parts
+        if seconds is not None:
+            seconds = self.seconds + (seconds - self.seconds) / parts
+        self._allotted = Budget(sets=sets, seconds=seconds)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the allotted seconds are over."""
+        return self._allotted.seconds is not None and self.seconds >= self._allotted.seconds
+
+    def rate(self, index: HopIndex, hops: Sequence[int]) -> float:
+        """Return the slowest hop's rate with all `hops` running, GB/s."""
+        return self.measurement(index, hops).rate_gbps
+
+    def upper(self, index: HopIndex, hops: Sequence[int]) -> float:
+        """Return the rate raised by its possible noise: an upper bound for supersets, GB/s."""
+        measurement = self.measurement(index, hops)
+        return measurement.rate_gbps * (1 + SAFETY * self.relative_error(measurement))
+
+    def relative_error(self, measurement: Measurement) -> float:
+        """Return a rate's relative standard error: its own, or the noise the problem states."""
+        return max(measurement.relative_error, self._noise)
+
+    def measurement(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
+        """Return the measurement of the smallest symmetric image of `hops`."""
+        smallest = index.canonical(hops)
+        if index.text(smallest) in self._known:
+            self.sets_by_symmetry += 1
+        return self.measurement_as_is(index, smallest)
+
+    def measurement_as_is(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
+        """Return the measurement of `hops` themselves, not of an image."""
+        key = index.text(hops)
+        if key not in self._known:
+            sets = self._allotted.sets
+            if self.out_of_time or (sets is not None and self.sets_measured >= sets):
+                raise BudgetSpentError
+            (measurement,) = self._source.measure([index.transfer_set(hops)])
+            self._known[key] = measurement
+            self.sets_measured += 1
+            self.assumed |= measurement.assumed
+            self._measured()
+        return self._known[key]
+
+    def remeasure(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
+        """Return the rates of several fresh measurements of `hops` themselves, GB/s."""
+        measurements = self._source.measure([index.transfer_set(hops)] * times)
+        self.sets_measured += times
+        return [measurement.rate_gbps for measurement in measurements]
+
+
+# QuickXplain (Junker 2004): the smallest slow part of a slow set, with few measurements.
+def smallest_slow_part(hops: Sequence[int], is_slow: IsSlow) -> tuple[int, ...]:
+    """Return a slow subset without a slow proper subset; `hops` themselves must be slow.
+
+    >>> smallest_slow_part([1, 2, 3, 4, 5], lambda part: {2, 5} <= set(part))
+    (2, 5)
+    """
+    return tuple(sorted(_quickxplain([], False, list(hops), _without_repetition(is_slow))))
+
+
+def _quickxplain(background: list[int], grown: bool, hops: list[int], is_slow: IsSlow) -> list[int]:
+    """Return the part of `hops` that is slow together with `background`."""
+    # 1. If the background grew and is slow by itself, no hop is needed.
+    if grown and is_slow(background):
+        return []
+    # 2. A single hop is needed.
+    if len(hops) == 1:
+        return hops
+    # 3. Find what is needed of each half beside the other half.
+    half = len(hops) // 2
+    first, second = hops[:half], hops[half:]
+    from_second = _quickxplain(background + first, True, second, is_slow)
+    from_first = _quickxplain(background + from_second, bool(from_second), first, is_slow)
+    return from_first + from_second
+
+
+def _without_repetition(is_slow: IsSlow) -> IsSlow:
+    """Return `is_slow`, but without calls for subsets of sets known to be fast."""
+    fast: list[Counter[int]] = []
+
+    def known_or_asked(part: Sequence[int]) -> bool:
+        count = Counter(part)
+        if any(count <= known for known in fast):
+            return False
+        slow = is_slow(part)
+        if not slow:
+            fast.append(count)
+        return slow
+
+    return known_or_asked
 
 
 class Bounds:
