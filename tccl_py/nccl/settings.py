@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import require
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 
@@ -90,52 +90,43 @@ _DEFAULTS = Settings()
 
 def check_settings(settings: Settings) -> Settings:
     """Return `settings` if their version of NCCL can follow them."""
-    facts = version_facts(settings.version)
-    where = f"settings for NCCL {settings.version}"
-    if settings.shm_copy_engine is not None and not facts.shm_copy_engine:
-        right = "leave shm_copy_engine out, or use NCCL 2.28"
-        raise InputError(where, "bounces cannot use a copy engine", right)
-    if settings.shm_placement and settings.shm_locality != "sender":
-        right = "the plugin places what the sender allocates: set shm_locality to sender"
-        raise InputError(where, "shm_placement is true", right)
-    if not 1 <= settings.channels <= facts.max_channels:
-        right = f"a graph file holds 1 to {facts.max_channels}"
-        raise InputError(where, f"channels is {settings.channels}", right)
-    limits = (settings.min_channels or 1, settings.max_channels or facts.max_final_channels)
-    if not 1 <= limits[0] <= limits[1] <= facts.max_final_channels:
-        what = f"channels are to be {limits[0]} to {limits[1]} in the end"
-        raise InputError(where, what, f"1 to {facts.max_final_channels}")
-    if not 1024 <= settings.buffsize <= MAX_FIFO_BYTES:
-        raise InputError(where, f"buffsize is {settings.buffsize}", "1024 bytes to 1 GiB")
+    facts, where = version_facts(settings.version), f"settings for NCCL {settings.version}"
+    copies = facts.shm_copy_engine or settings.shm_copy_engine is None
+    right = "leave shm_copy_engine out, or use NCCL 2.28"
+    require(copies, where, "bounces cannot use a copy engine", right)
+    placed = not settings.shm_placement or settings.shm_locality == "sender"
+    right = "the plugin places what the sender allocates: set shm_locality to sender"
+    require(placed, where, "shm_placement is true", right)
+    most = facts.max_final_channels
+    low, high = settings.min_channels or 1, settings.max_channels or most
+    what = f"channels are to be {low} to {high} in the end"
+    require(1 <= low <= high <= most, where, what, f"1 to {most}")
+    for name, low, high in (
+        ("channels", 1, facts.max_channels),
+        ("buffsize", 1024, MAX_FIFO_BYTES),
+        ("ib_gid_index", 0, MAX_GID_INDEX),
+    ):
+        value = getattr(settings, name)
+        fits = value is None or low <= value <= high
+        require(fits, where, f"{name} is {value}", f"{low} to {high}")
     for name in ("p2p_level", "net_gdr_level"):
         level = getattr(settings, name)
-        if level in facts.unknown_levels:
-            raise InputError(where, f"{name} is {level}", "this version takes it for LOC")
-    gid = settings.ib_gid_index
-    if gid is not None and not 0 <= gid <= MAX_GID_INDEX:
-        raise InputError(where, f"ib_gid_index is {gid}", f"0 to {MAX_GID_INDEX}")
-    ports = "mlx5_0 or mlx5_0:1"
-    _check_names(f"{where}: ib_hca", settings.ib_hca, _HCA, most=_MAX_HCAS, such=ports)
-    names = settings.socket_ifname
-    _check_names(f"{where}: socket_ifname", names, _INTERFACE, most=_MAX_INTERFACES, such="eth0")
+        known = level not in facts.unknown_levels
+        require(known, where, f"{name} is {level}", "this version takes it for LOC")
+    for name, form, most in (
+        ("ib_hca", _HCA, _MAX_HCAS),
+        ("socket_ifname", _INTERFACE, _MAX_INTERFACES),
+    ):
+        names = getattr(settings, name)
+        exact = all(map(form.fullmatch, names)) and len(set(names)) == len(names) <= most
+        right = f"up to {most} different names, such as mlx5_0, mlx5_0:1 or eth0"
+        require(exact, where, f"{name} is {','.join(names)[:80]!r}", right)
     threads, sockets = settings.socket_threads or 1, settings.sockets_per_thread or 1
-    if not (1 <= threads <= _MAX_SOCKET_THREADS and 1 <= sockets <= _MAX_SOCKETS // threads):
-        what = f"a connection has {threads} socket threads with {sockets} sockets each"
-        right = f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together"
-        raise InputError(where, what, right)
+    fits = 1 <= threads <= _MAX_SOCKET_THREADS and 1 <= sockets <= _MAX_SOCKETS // threads
+    what = f"a connection has {threads} socket threads with {sockets} sockets each"
+    right = f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together"
+    require(fits, where, what, right)
     return settings
-
-
-def _check_names(
-    where: str, names: tuple[str, ...], form: re.Pattern[str], *, most: int, such: str
-) -> None:
-    for name in names:
-        if form.fullmatch(name) is None:
-            raise InputError(where, f"names {name[:40]!r}", f"a name is such as {such}")
-    if len(set(names)) != len(names):
-        raise InputError(where, "names one twice", "name each once")
-    if len(names) > most:
-        raise InputError(where, f"has {len(names)} names", f"NCCL takes {most}")
 
 
 def integer(text: str | None) -> int:

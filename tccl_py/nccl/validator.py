@@ -193,7 +193,7 @@ class _Node:
         strange = {gpu for channel in graph.channels for gpu in channel.gpus} - {*self.gpus}
         if strange:
             what = f"names GPU {min(strange)}, which the communicator does not have"
-            graph.fail(what, "name the communicator's GPUs")
+            graph.fail(what, f"NCCL says: dev {min(strange):x} not found")
         if graph.id not in _PATTERNS or graph.nchannels == 0:
             return
         if graph.pattern not in _PATTERNS[graph.id] or graph.crossnic not in (0, 1, 2):

@@ -27,7 +27,7 @@ from tccl_py.search.bounds import (
     crossings,
     smallest_slow_part,
 )
-from tccl_py.search.problem import HopIndex, SetRule, admitted, all_ring_sets
+from tccl_py.search.problem import HopIndex, SearchProblem, admitted, all_ring_sets
 
 MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
@@ -146,17 +146,14 @@ class RingSetSearch:
         index: HopIndex,
         evaluator: Evaluator,
         incumbent: Incumbent,
-        *,
+        problem: SearchProblem,
         count: int,
-        tolerance: float,
-        idle_sets: int | None = None,
-        rule: SetRule | None = None,
     ) -> None:
-        self.index, self._rule, self.count = index, rule, count
+        self.index, self._problem, self.count = index, problem, count
+        self._rule = problem.rules.get(count)
         self.bounds = Bounds(index, copies=count)
         self._bounces: list[int] = index.bounces.astype(int).tolist()
         self._evaluator, self._incumbent = evaluator, incumbent
-        self._tolerance, self._idle_sets = tolerance, idle_sets
         self._queue: list[tuple[tuple[float, ...], State]] = []
         self._serial = itertools.count()
         self._discarded_bound = 0.0
@@ -171,7 +168,7 @@ class RingSetSearch:
     @property
     def _enough(self) -> float:
         """Hop rate that a set must exceed to be worth finding."""
-        return self._incumbent.lower_bound * (1 + self._tolerance) / self.count
+        return self._incumbent.lower_bound * (1 + self._problem.tolerance) / self.count
 
     def dive(self) -> None:
         """Search a little, for a good answer before proofs are tried."""
@@ -180,7 +177,7 @@ class RingSetSearch:
         for hops in self._classes():
             self.bounds.learn(hops, self._evaluator.upper(self.index, hops))
         self._relaxation_bound = best_connected(self._weights(self.bounds.single))
-        self._search(idle_sets=DIVE_SETS)
+        self._search(DIVE_SETS)
 
     def enumerate_all(self) -> None:
         """Measure every ring set that could still beat the incumbent."""
@@ -213,7 +210,7 @@ class RingSetSearch:
     def run(self) -> None:
         """Search until nothing can beat the incumbent, or MAX_STATES or the budget is spent."""
         if self._relaxation_bound > self._enough:
-            self._search(idle_sets=self._idle_sets)
+            self._search(self._problem.budget.idle_sets)
 
     def _offer(self, sequences: Sequence[Sequence[int]], hops: Sequence[int]) -> None:
         rate = self._evaluator.rate(self.index, hops)
@@ -233,7 +230,7 @@ class RingSetSearch:
         smallest = {self.index.canonical(pair) for pair in pairs}
         return kinds + (sorted(smallest) if len(smallest) <= MAX_PAIR_KINDS else [])
 
-    def _search(self, *, idle_sets: int | None) -> None:
+    def _search(self, idle_sets: int | None) -> None:
         begun = self._evaluator.sets_measured
         for _ in range(MAX_STATES):
             last = max(begun, self._incumbent.improved_at)

@@ -280,15 +280,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
     for turn, (count, index) in enumerate(indices.items()):
         run.begin(count)
         run.evaluator.allot(len(indices) - turn)
-        search = RingSetSearch(
-            index,
-            run.evaluator,
-            run.incumbent,
-            count=count,
-            tolerance=run.problem.tolerance,
-            idle_sets=run.problem.budget.idle_sets,
-            rule=run.problem.rules.get(count),
-        )
+        search = RingSetSearch(index, run.evaluator, run.incumbent, run.problem, count)
         try:
             search.dive()
             if count_ring_sets(index.space, count) <= FEW_RING_SETS:
