@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -24,8 +25,8 @@ GOOD, BAD, DOUBT = "bold green", "bold red", "bold yellow"
 """Styles of verdicts; rich leaves colours out with NO_COLOR and where no terminal is."""
 _PIPED_WIDTH = 120
 _APART_S = 10.0
-_LEAST_WIDTH = 60
-"""In fewer columns tables would leave out rates; a terminal wraps their lines."""
+_NARROW, _LEAST_WIDTH = 60, 40
+"""In fewer columns tables may leave out words; nothing gets narrower than the second."""
 
 
 class _SafeConsole(Console):
@@ -37,6 +38,20 @@ class _SafeConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a Text of `text`, as rich does."""
         return super().render_str(visible(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does; on narrow consoles wide tables have a line for each cell."""
+        super().print(*(self._fitting(shown) for shown in objects), **options)
+
+    def _fitting(self, shown: Any) -> Any:
+        framed = isinstance(shown, Table) and shown.box is not None
+        if not framed or self.width >= _NARROW:
+            return shown
+        if Measurement.get(self, self.options.update_width(_NARROW), shown).minimum <= self.width:
+            return shown
+        names = [f"{column.header}" for column in shown.columns]
+        cells = zip(*(column.cells for column in shown.columns), strict=True)
+        return grid(line for row in cells for line in (*zip(names, row, strict=True), ("", "")))
 
 
 def results() -> Console:
@@ -52,18 +67,15 @@ def notices() -> Console:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     piped = stream is None or not stream.isatty()
-    console = _SafeConsole(
+    return _SafeConsole(
         stderr=stderr,
-        width=_columns() or (_PIPED_WIDTH if piped else None),
+        width=max(_columns(), _LEAST_WIDTH) if _columns() else _PIPED_WIDTH if piped else None,
         highlight=False,
         markup=False,
         emoji=False,
         # rich fails at a COLUMNS that is no number.
         _environ={name: text for name, text in os.environ.items() if name != "COLUMNS"},
     )
-    if not stderr:
-        console.width = max(console.width, _LEAST_WIDTH)
-    return console
 
 
 def _columns() -> int:
