@@ -23,7 +23,6 @@ from rich.table import Table
 from tccl_py.errors import InputError
 from tccl_py.plan.beside import check_plan_directory, load_tuning, plugin_variables
 from tccl_py.plan.load import load_plan
-from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import (
     Communicator,
     join,
@@ -32,8 +31,8 @@ from tccl_py.rank_processes.rank import (
     time_slots,
     write_result,
 )
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, LocalRunner
-from tccl_py.verify.plans import machine_launcher
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError
+from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.verify.spec import JobResult, JobSpec, size_text
 from tccl_py.verify.target import read_target
@@ -78,13 +77,10 @@ def control() -> None:
     tuned = msgspec.structs.replace(
         chosen, variables=variables | plugin_variables(asked.directory), graphs={}
     )
-    with ForkServer() as server:
-        pinned = tuple(plan.pinned_env)
-        launcher = machine_launcher(plan, asked.directory, "cuda", pinned, print)
-        launcher = msgspec.structs.replace(
-            launcher, runner=LocalRunner(server), program="scripts.benchmark_decode"
-        )
-        jobs = ConcurrentJobs(launcher, (_LARGEST,))
+    options = JobOptions(pinned=tuple(plan.pinned_env), say=print)
+    with launcher_of(plan, asked.directory, options) as launcher:
+        own = msgspec.structs.replace(launcher, program="scripts.benchmark_decode")
+        jobs = ConcurrentJobs(own, (_LARGEST,))
         found = list(_rounds(jobs, (target.arms[0], chosen, tuned), asked.rounds))
     _print(found)
     if asked.out:

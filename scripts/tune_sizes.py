@@ -15,12 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.plan.load import load_plan
-from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
-from tccl_py.verify.jobs import LocalRunner
-from tccl_py.verify.plans import machine_launcher
-from tccl_py.verify.size_plans import OTHERS, plugin_library
-from tccl_py.verify.sizes import ALL_SIZES, SizeBudget, arms_of, tune_sizes
+from tccl_py.verify.plans import JobOptions, launcher_of
+from tccl_py.verify.sizes import ALL_SIZES, OTHERS, arms_of, plugin_library, tune_sizes
 from tccl_py.verify.spec import parse_sizes
 from tccl_py.verify.target import read_target
 
@@ -36,21 +33,22 @@ def main() -> None:
     asked = parser.parse_args()
     plan = load_plan(asked.directory)
     sizes = ALL_SIZES[::2] if asked.others else ALL_SIZES
-    budget = SizeBudget(
-        collectives=OTHERS if asked.others else ("all_reduce",),
-        sizes=parse_sizes(asked.sizes) if asked.sizes else sizes,
-        sweep_seconds=asked.seconds / 2,
-        seconds=asked.seconds,
+    if asked.sizes:
+        sizes = parse_sizes(asked.sizes)
+    options = JobOptions(
+        backend=asked.backend,
+        pinned=tuple(plan.pinned_env),
+        say=print,
+        watch=lambda text: print(text, file=sys.stderr),
     )
-    with ForkServer() as server, tempfile.TemporaryDirectory() as folder:
-        pinned = tuple(plan.pinned_env)
-        launcher = machine_launcher(plan, asked.directory, asked.backend, pinned, print)
-        launcher = msgspec.structs.replace(launcher, runner=LocalRunner(server))
-        library = plugin_library(Path(folder), print) if asked.backend == "cuda" else None
+    with (
+        launcher_of(plan, asked.directory, options) as launcher,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        library = plugin_library(Path(folder)) if asked.backend == "cuda" else None
         arms = arms_of(read_target(plan, asked.directory), library)
-        found, sweep = tune_sizes(
-            arms, launcher, budget, watch=lambda text: print(text, file=sys.stderr)
-        )
+        collectives = OTHERS if asked.others else ("all_reduce",)
+        found, sweep = tune_sizes(launcher, arms, collectives, sizes, asked.seconds)
     if asked.out:
         asked.out.write_bytes(msgspec.json.encode({"tuning": found, "sweep": sweep}))
     for names, rows in ((COLUMNS, size_cells(found)), (ENTRY_COLUMNS, entry_cells(found))):

@@ -315,7 +315,7 @@ def verified(measured, monkeypatch):
     keep_verification(host.verified, measured)
 
     @contextmanager
-    def launcher_of(made, directory, **more):
+    def launcher_of(made, directory, options):
         yield dry_run(made, jobs(lambda _: factor[0], seed=3))
 
     monkeypatch.setattr("tccl_py.verify.preflight.launcher_of", launcher_of)

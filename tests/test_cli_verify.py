@@ -18,7 +18,7 @@ from tccl_py.verify import plans as module
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import as_only
-from tests.verified import FakeJobs, by_plan
+from tests.verified import FakeJobs, by_plan, without_gpus
 
 NAME = "intel-v100"
 KEYS = [
@@ -416,8 +416,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     fake = jobs(lambda _: 1.0)
     fake.seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
-    real = module.machine_launcher
-    monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, *e: real(p, at, "host", *e))
+    monkeypatch.setattr(module, "machine_launcher", without_gpus)
     monkeypatch.setattr(module, "check_tuning", lambda: None)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")

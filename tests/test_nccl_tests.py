@@ -17,6 +17,7 @@ from tccl_py.verify.preflight import check_collectives
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.target import read_target
 from tests.planned import as_only, plan_of
+from tests.verified import without_gpus
 
 NAME = "intel-v100"
 TABLE = """\
@@ -67,8 +68,7 @@ def place(tmp_path, monkeypatch):
     directory = tmp_path / "plan"
     directory.mkdir()
     write_plan(plan_of(NAME), directory, models=as_only(load_bundled(NAME)))
-    real = module.machine_launcher
-    monkeypatch.setattr(module, "machine_launcher", lambda p, at, _, *e: real(p, at, "host", *e))
+    monkeypatch.setattr(module, "machine_launcher", without_gpus)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)  # no torch
     return directory
 
@@ -157,8 +157,7 @@ def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
     path = program(place)
     assert tccl("verify", place, "--with", path, "--rounds", "6").exit_code == 0
     plan, verified = load_plan(place), load_verification(place)
-    more = {"job": None, "backend": "host", "say": lambda _: None}
-    with module.launcher_of(plan, place, program=path, **more) as launcher:
+    with module.launcher_of(plan, place, module.JobOptions(program=path)) as launcher:
         target = read_target(plan, place)
         healthy = check_collectives(target, launcher, verified, timed="all_reduce")
         path.write_text(path.read_text().replace("(100 +", "2 * (100 +"))

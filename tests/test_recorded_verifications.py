@@ -9,7 +9,7 @@ from rich.console import Console
 from tccl_py.cli.verify import print_verification
 from tccl_py.files import decode_json
 from tccl_py.verify.record import Verification, compare
-from tccl_py.verify.sizes import SizeTuning
+from tccl_py.verify.size_table import SizeTuning
 
 CASES = Path(__file__).parent / "cases" / "verification"
 NAMES = ("h200x2-vm", "h200x2-vm-no-p2p-tuned", "h200x2-vm-tuned")

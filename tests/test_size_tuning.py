@@ -30,12 +30,10 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
-from tccl_py.verify.contests import Tuner
-from tccl_py.verify.halving import FINALISTS, all_choices, halve
+from tccl_py.verify.contests import FINALISTS, Tuner, all_choices, halve
 from tccl_py.verify.jobs import HostRanks, JobError, Launcher
-from tccl_py.verify.size_plans import load_sizes, tune_by_size
 from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
-from tccl_py.verify.sizes import contests_again, with_spots
+from tccl_py.verify.sizes import contests_again, load_sizes, tune_by_size, with_spots
 from tccl_py.verify.spec import (
     FINAL_ROUNDS,
     KIB,
@@ -389,11 +387,9 @@ def tuned_plan(directory, jobs, said, plan=None):
     plan = plan or plan_of(SMALL)
     write_plan(plan, directory)
     host = HostRanks(ranks=tuple(range(len(plan.gpus))), gpus=plan.gpus, environment={})
-    launcher = Launcher(backend="cuda", hosts=(host,), runner=jobs)
+    launcher = Launcher(backend="cuda", hosts=(host,), runner=jobs, say=said.append)
     sizes = (64 * KIB, 128 * KIB)
-    return tune_by_size(
-        read_target(plan, directory), launcher, sizes, seconds=300.0, say=said.append
-    )
+    return tune_by_size(read_target(plan, directory), launcher, sizes, seconds=300.0)
 
 
 def gaining(one, choice):

@@ -235,7 +235,7 @@ def test_slower_send_recv_is_told_and_changes_neither_rates_nor_winner(boxed, bo
 
 
 def test_send_recv_is_timed_once_where_it_is_the_collective(plan, place):
-    budget = RunBudget(sizes=(64 << 20,), collective="send_recv")
+    budget = RunBudget(sizes=(64 << 20,), collectives=("send_recv",))
     found = run_verification(plan, place, dry_run(plan, FakeJobs(by_plan(lambda _: 1.2))), budget)
     assert {arm.transfers for arm in found.arms} == {()}
     assert found.transfer_notices == ()

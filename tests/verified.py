@@ -1,5 +1,7 @@
 """Stand-ins for jobs of real collectives: a runner whose ranks are formulas."""
 
+import os
+
 import msgspec
 import numpy as np
 
@@ -101,6 +103,13 @@ def dry_run(plan, jobs, **more):
     ranks = tuple(range(len(plan.gpus)))
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment={"PATH": "/bin"})
     return Launcher(**{"backend": "host", "hosts": (host,), "runner": jobs, **more})
+
+
+def without_gpus(plan, directory, options):
+    """A launcher of jobs here whatever GPUs are here; stands for `machine_launcher`."""
+    ranks = tuple(range(len(plan.gpus)))
+    host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
+    return msgspec.structs.replace(options, backend="host").launcher([host])
 
 
 def run_verification(plan, directory, launcher, budget, *, choice=None):

@@ -30,6 +30,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.verify.nccl_tests import find_program
+from tccl_py.verify.plans import JobOptions
 from tccl_py.verify.preflight import (
     FAMILIES,
     Preflight,
@@ -114,10 +115,10 @@ def check(
             plan,
             directory,
             effort,
+            JobOptions(
+                job=job, program=None if with_ is None else find_program(with_)[0], say=notice
+            ),
             preflight=preflight,
-            job=job,
-            program=find_program(with_) if with_ is not None else None,
-            say=notice,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )
     found = Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)

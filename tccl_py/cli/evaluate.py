@@ -17,8 +17,8 @@ from tccl_py.cli.verify import hold_plan, pinned_names
 from tccl_py.errors import InputError
 from tccl_py.report.verification import evaluation_json, evaluation_lines
 from tccl_py.sources.profiled import check_backend
-from tccl_py.verify.evaluation import DEFAULT_SECONDS, Evaluation, Sweep, csv_text
-from tccl_py.verify.plans import evaluate_plan
+from tccl_py.verify.evaluation import EVALUATED, Evaluation, csv_text
+from tccl_py.verify.plans import JobOptions, evaluate_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, Collective, Dtype, parse_sizes
 
@@ -33,7 +33,7 @@ def evaluate(
     sizes: Annotated[str | None, opt("LIST", "64K,1M,16M,256M if not given.")] = None,
     dtype: Annotated[str, opt("NAME", "float32 or bfloat16.")] = "float32",
     rounds: Annotated[int, opt("N", "Rounds over each set of GPUs.")] = LEAST_ROUNDS,
-    seconds: Annotated[float, opt("S", "After this no set is begun.")] = DEFAULT_SECONDS,
+    seconds: Annotated[float, opt("S", "After this no set is begun.")] = EVALUATED.seconds,
     csv: Annotated[Path | None, opt("FILE", "Write a row of each result as CSV.")] = None,
     no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
@@ -73,31 +73,30 @@ def evaluate(
     listed = COLLECTIVES if collectives is None else tuple(collectives.split(","))
     for name in listed:
         one_of("--collectives", name, COLLECTIVES)
-    sweep = Sweep(
+    budget = replace(
+        EVALUATED,
         collectives=cast("tuple[Collective, ...]", tuple(dict.fromkeys(listed))),
         dtype=cast(Dtype, dtype),
-        gpus=gpus_per_job,
         rounds=rounds,
         seconds=seconds,
         checks=not no_checks,
     )
     if sizes is not None:
-        sweep = replace(sweep, sizes=parse_sizes(sizes, "--sizes"))
+        budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
     kind = None if backend is None else check_backend(backend)
     pinned = pinned_names(pin_env or ())
     with ExitStack() as stack:
         job = hold_plan(stack, directory, anywhere=lambda plan: plan.simulated and kind is None)
-        found = evaluate_plan(
-            directory,
-            sweep,
+        asked = JobOptions(
             job=job,
             backend=kind,
             pinned=pinned,
             say=notice,
             watch=stack.enter_context(ProgressLine()).say,
         )
+        found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job)
     _write(found, directory, csv, json=json)
     if found.wrong or found.failures:
         raise typer.Exit(ANSWER_IS_NO)

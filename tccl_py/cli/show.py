@@ -29,7 +29,7 @@ from tccl_py.plan.words import (
 from tccl_py.readers.hosts import compress
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
 from tccl_py.verify.record import load_verification
-from tccl_py.verify.size_plans import load_sizes
+from tccl_py.verify.sizes import load_sizes
 
 
 def show(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -34,10 +34,10 @@ from tccl_py.report.verification import facts_of, headline, size_rows, verificat
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.nccl_tests import find_program, size_options
-from tccl_py.verify.plans import tuning_budget, verify_plan
+from tccl_py.verify.plans import JobOptions, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
-from tccl_py.verify.size_plans import load_sizes
-from tccl_py.verify.sizes import SizeTuning
+from tccl_py.verify.size_table import SizeTuning
+from tccl_py.verify.sizes import load_sizes
 from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective, parse_sizes
 from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
 
@@ -140,7 +140,7 @@ def verify(
         rounds=rounds,
         sizes=SIZES if sizes is None else parse_sizes(sizes, "--sizes"),
         seconds=seconds,
-        collective=cast(Collective, collective),
+        collectives=(cast(Collective, collective),),
         checks=not no_checks,
         training=training,
     )
@@ -159,18 +159,16 @@ def verify(
         )
     with ExitStack() as stack:
         job = hold_plan(stack, directory)
-        found = verify_plan(
-            directory,
-            budget,
+        asked = JobOptions(
             job=job,
             backend=kind,
             pinned=pinned,
             program=program,
-            tune=tune,
-            only=cast("ChoiceName | None", choice),
             say=notice,
             watch=stack.enter_context(ProgressLine()).say,
         )
+        only = cast("ChoiceName | None", choice)
+        found = verify_plan(directory, budget, asked, tune=tune, only=only)
     if json:
         by_size = [tuning_json(tuning) for tuning in load_sizes(directory)]
         print_json(verification_json(found) | {"by_size": by_size})
@@ -205,8 +203,8 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     """Verify a plan that was just written, tune it, and return it."""
     budget = tuning_budget(load_plan(directory))
     with ProgressLine() as line:
-        asked: dict[str, Any] = {"job": job, "backend": backend, "tune": True}
-        found = verify_plan(directory, budget, **asked, say=notice, watch=line.say)
+        asked = JobOptions(job=job, backend=backend, say=notice, watch=line.say)
+        found = verify_plan(directory, budget, asked, tune=True)
     print_verification(found, notices())
     print_sizes(load_sizes(directory), notices())
     return load_plan(directory)

@@ -31,8 +31,8 @@ from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
 from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
 from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
-from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
-from tccl_py.verify.sizes import SizeTuning
+from tccl_py.verify.size_table import SizeTuning
+from tccl_py.verify.sizes import SIZES_FILE, load_sizes
 
 _DRY_RUN = "is a dry run without GPUs"
 _MOST_BESIDE = 16

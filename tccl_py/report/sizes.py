@@ -11,8 +11,7 @@ import msgspec
 
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval
-from tccl_py.verify.size_table import SizeRow, ratio_of
-from tccl_py.verify.sizes import SizeTuning
+from tccl_py.verify.size_table import SizeRow, SizeTuning, covers, ratio_of
 from tccl_py.verify.spec import GIB, KIB, MIB, Choice, bus_gbps, size_text
 
 ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
@@ -50,10 +49,7 @@ def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
         inside = [
             row.fresh.middle
             for row in tuning.rows
-            if row.kept
-            and row.fresh is not None
-            and row.row.collective == entry.collective
-            and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+            if row.kept and row.fresh is not None and covers(entry, row.row)
         ]
         gains = f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
         ends = f"{_about(entry.from_bytes)} to {_about(entry.to_bytes)}"

@@ -1,8 +1,10 @@
-"""Contests of a rank: calls whose algorithm, protocol and channels the plugin's tuner is told.
+"""Contests of a rank: NCCL's own choice of algorithm, protocol and channels against others.
 
 NCCL asks its tuner when a call is enqueued, or captured in a CUDA graph, on the calling thread. So
-one communicator serves all choices of a contest, and batches of all of them are interleaved. Each
-batch of small calls has a CUDA graph of its own, as two graphs of the same calls differ.
+one communicator serves all choices of a contest, and batches of all of them are interleaved: a
+difference between two processes (2 of 17 us for 1 KiB on two H200) cannot count as a difference of
+choices. Each batch of small calls has a CUDA graph of its own, as two graphs of the same calls
+differ.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS
+from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
-from tccl_py.verify.halving import Orders, all_choices, halve
-from tccl_py.verify.spec import MIB, Choice, Contest, ContestTimes
+from tccl_py.verify.spec import FINAL_ROUNDS, KIB, MIB, Choice, Contest, ContestTimes, TimedRow
 from tccl_py.verify.timing import Call, row_call, time_calls, timed_batch
 
 BATCH_S = 0.003
@@ -34,6 +35,16 @@ _TUNER, _PLUGIN = "NCCL_TUNER_PLUGIN", "NCCL_ENV_PLUGIN"
 _CHANNELS = re.compile(r" ([0-9]{1,2}) coll channels")
 _TABLE, _NO_TABLE = -1, -2
 """What the tuner is told for no choice: its table, if any, or NCCL's own choice."""
+FINALISTS = 4
+_STAGE_ROUNDS = 2
+_LONGEST_LL, _SHORTEST_SIMPLE = 16 * MIB, 8 * KIB
+"""LL moves twice the bytes; Simple waits for memory fences in each step."""
+_LEAST_SHARE, _MOST_SHARE = 2 * KIB, 2 * MIB
+"""Bytes for each channel, from which the numbers of channels follow that are worth a try."""
+
+Orders = Sequence[Sequence[int]]
+Measure = Callable[[Orders], Sequence[Sequence[float]]]
+"""Times rounds: each is an order of variants, and gives a value for each of them."""
 
 
 class Tuner:
@@ -144,12 +155,8 @@ def _beside(
     left = [at for at, times in enumerate(found) if len(times) == len(found[0])]
     with rounds.slot():
         steps = _steps(communicator, calls)
-    firsts = [number % len(left) for number in range(_BESIDE_ROUNDS)]
-    orders = [[*left[first:], *left[:first]] for first in firsts]
     beside: list[list[float]] = [[] for _ in found]
-    for order, values in zip(orders, rounds.run(steps, orders), strict=True):
-        for at, value in zip(order, values, strict=True):
-            beside[at].append(value)
+    add_rounds(beside, left, _BESIDE_ROUNDS, partial(rounds.run, steps))
     return beside
 
 
@@ -194,6 +201,60 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
             torch.cuda.current_stream().wait_stream(stream)
 
     return [partial(time_calls, communicator, call, partial(step, call)) for call in variants]
+
+
+def all_choices(row: TimedRow, channels: int) -> tuple[Choice, ...]:
+    """Return the choices that are worth a try over a communicator of so many channels.
+
+    >>> row = TimedRow(collective="broadcast", bytes=4096)
+    >>> [(one.protocol, one.channels) for one in all_choices(row, 16)]
+    [('ll', 1), ('ll', 2), ('ll128', 1), ('ll128', 2)]
+    """
+    powers = [1 << shift for shift in range(channels.bit_length())]
+    least = min(row.bytes // _MOST_SHARE, channels // 4)
+    most = max(1, row.bytes // _LEAST_SHARE)
+    counts = [n for n in sorted({*powers, channels}) if least <= n <= most] if channels else [0]
+    protocols: list[Protocol] = ["ll"] if row.bytes <= _LONGEST_LL else []
+    protocols += ["ll128"]
+    protocols += ["simple"] if row.bytes >= _SHORTEST_SIMPLE else []
+    algorithms: list[Algorithm] = ["ring"]
+    algorithms += ["tree"] if row.collective == "all_reduce" else []
+    return tuple(
+        Choice(algorithm=algorithm, protocol=protocol, channels=count)
+        for algorithm in algorithms
+        for protocol in protocols
+        for count in counts
+    )
+
+
+def halve(count: int, measure: Measure, *, rounds: int = FINAL_ROUNDS) -> list[list[float]]:
+    """Return the times of NCCL's own choice and of `count` others, the slower ones' fewer.
+
+    While there are more than FINALISTS, the slower half is dropped after each stage. All others
+    have the last `rounds` rounds.
+    """
+    times: list[list[float]] = [[] for _ in range(count + 1)]
+    running = list(range(1, count + 1))
+    while len(running) > FINALISTS:
+        add_rounds(times, [0, *running], _STAGE_ROUNDS, measure)
+        running.sort(key=lambda variant: median(times[variant]))
+        running = sorted(running[: max(FINALISTS, len(running) // 2)])
+    add_rounds(times, [0, *running], rounds, measure)
+    return times
+
+
+def add_rounds(
+    times: Sequence[list[float]], variants: Sequence[int], rounds: int, measure: Measure
+) -> None:
+    """Add the times of rounds of these variants.
+
+    Each round begins with another variant, as what comes after a slow one may be slower.
+    """
+    firsts = [(len(times[variants[0]]) + number) % len(variants) for number in range(rounds)]
+    orders = [[*variants[first:], *variants[:first]] for first in firsts]
+    for order, seconds in zip(orders, measure(orders), strict=True):
+        for variant, value in zip(order, seconds, strict=True):
+            times[variant].append(value)
 
 
 def _channels() -> int:

@@ -6,14 +6,14 @@ import csv
 import io
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher
+from tccl_py.verify.jobs import Arm, JobError, Launcher
 from tccl_py.verify.record import EQUAL, LEAST_ROUNDS
 from tccl_py.verify.spec import (
     COLLECTIVES,
@@ -26,35 +26,23 @@ from tccl_py.verify.spec import (
     WrongValue,
     bus_gbps,
 )
-from tccl_py.verify.verify import RunBudget, Watcher, row_seconds, run_rounds
+from tccl_py.verify.verify import Rounds, RunBudget, check_arms, row_seconds, run_rounds
 
 FORMAT_VERSION = 1
 EVALUATION_FILE = "evaluate.json"
-SWEEP_SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
-DEFAULT_SECONDS = 1200.0
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of an evaluation, and its work.
-
-    `gpus` is a list of numbers and sets of GPUs, None the usual ones. `rounds` are run over
-    each set of GPUs; after `seconds` no further set is begun, and no round beyond LEAST_ROUNDS.
-    """
-
-    collectives: tuple[Collective, ...] = COLLECTIVES
-    dtype: Dtype = "float32"
-    sizes: tuple[int, ...] = SWEEP_SIZES
-    gpus: str | None = None
-    rounds: int = LEAST_ROUNDS
-    seconds: float = DEFAULT_SECONDS
-    checks: bool = True
-
-    @property
-    def spec(self) -> JobSpec:
-        """Return the timed work of each job."""
-        return JobSpec(collectives=self.collectives, dtypes=(self.dtype,), sizes=self.sizes)
+EVALUATED = RunBudget(
+    collectives=COLLECTIVES,
+    sizes=(64 * KIB, MIB, 16 * MIB, 256 * MIB),
+    rounds=LEAST_ROUNDS,
+    seconds=1200.0,
+    extra=1,
+)
+"""Work of an evaluation, if nothing else is asked for: `rounds` over each set of GPUs. After
+`seconds` no further set is begun, and no round beyond LEAST_ROUNDS."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,24 +129,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         gpus = f"GPUs {','.join(map(str, self.gpus))}"
         return f"{gpus} of {len(self.hosts)} hosts" if self.hosts else gpus
 
-    @property
-    def world(self) -> int:
-        """Return the number of ranks."""
-        return sum(len(host.ranks) for host in self.launcher.hosts)
 
-
-def estimated_seconds(parts: Sequence[Part], sweep: Sweep) -> float:
+def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
     """Estimate the duration of all rounds over all parts."""
-    rows = len(sweep.spec.rows)
+    rows = len(budget.spec.rows)
+    first = _CHECK_S if budget.checks else _START_S
     return sum(
-        _CHECK_S * sweep.checks + sweep.rounds * (_START_S + _ROW_S * rows * len(part.arms))
-        for part in parts
+        first + budget.rounds * (_START_S + _ROW_S * rows * len(part.arms)) for part in parts
     )
 
 
-def run_parts(
-    parts: Sequence[Part], sweep: Sweep, base: Evaluation, *, watch: Watcher = lambda _: None
-) -> Evaluation:
+def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Evaluation:
     """Run jobs over all parts, as far as the time suffices, and add their cells to `base`."""
     begun = time.monotonic()
     cells: list[Cell] = []
@@ -166,20 +147,26 @@ def run_parts(
     left_out: list[str] = []
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
     for number, part in enumerate(parts):
-        left = begun + sweep.seconds - time.monotonic()
+        started, launcher = time.monotonic(), part.launcher
+        left = begun + budget.seconds - started
         if left <= 0 and number:
             left_out.append(part.name)
             continue
-        watch(f"{part.name} ({number + 1} of {len(parts)})")
-        run = _Run(part, sweep, left / (len(parts) - number))
+        launcher.watch(f"{part.name} ({number + 1} of {len(parts)})")
+        own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
+        failed: dict[ChoiceName, str] = {}
         try:
-            run.check()
-            cells += run.cells()
+            checked, failed = check_arms(launcher, part.arms, checks=budget.checks)
+            for arm, outcome in checked.items():
+                if found := tuple(value for rank in outcome.results for value in rank.wrong):
+                    wrong[arm] = (*wrong.get(arm, ()), *found)
+            running = [arm for arm in part.arms if arm.name in checked]
+            rounds = run_rounds(launcher, running, own, budget.spec, begun=started)
+            failed |= rounds.failures
+            cells += _cells(part, budget.spec, rounds)
         except JobError as error:
             failures.append(f"{part.name}: {error}")
-        failures += [f"{part.name}, {arm}: {why}" for arm, why in run.failures.items()]
-        for arm, found in run.wrong.items():
-            wrong[arm] = (*wrong.get(arm, ()), *found)
+        failures += [f"{part.name}, {arm}: {why}" for arm, why in failed.items()]
     return msgspec.structs.replace(
         base,
         cells=tuple(cells),
@@ -190,55 +177,25 @@ def run_parts(
     )
 
 
-class _Run:
-    """Jobs over a part; `check` and `cells` raise JobError if a job of default NCCL fails."""
-
-    def __init__(self, part: Part, sweep: Sweep, seconds: float) -> None:
-        self._part, self._sweep = part, sweep
-        self._seconds, self._begun = seconds, time.monotonic()
-        self.failures: dict[ChoiceName, str] = {}
-        self.wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
-
-    def check(self) -> None:
-        """Compare the values of all collectives in every arm."""
-        if not self._sweep.checks:
-            return
-        jobs = ConcurrentJobs(self._part.launcher, ()).run(self._part.arms, JobSpec(checks=True))
-        for arm, outcome in zip(self._part.arms, jobs, strict=True):
-            if isinstance(outcome, JobError):
-                if arm.name == "default":
-                    raise outcome
-                self.failures[arm.name] = str(outcome)
-            elif found := tuple(one for rank in outcome.results for one in rank.wrong):
-                self.wrong[arm.name] = found
-
-    def cells(self) -> Iterable[Cell]:
-        """Time all rows in interleaved rounds."""
-        part, spec = self._part, self._sweep.spec
-        arms = [arm for arm in part.arms if arm.name not in self.failures]
-        budget = RunBudget(
-            rounds=self._sweep.rounds, sizes=self._sweep.sizes, seconds=self._seconds, extra=1
-        )
-        rounds = run_rounds(part.launcher, arms, budget, spec, begun=self._begun)
-        self.failures |= rounds.failures
-        for arm in arms:
-            jobs = [job for name, job in rounds.jobs if name == arm.name]
-            for row, taken in row_seconds(spec, jobs).items():
-                seconds = statistics.median(taken)
-                compared = rounds.compared.get((arm.name, row), EQUAL)
-                yield Cell(
-                    hosts=part.hosts,
-                    gpus=part.gpus,
-                    collective=row.collective,
-                    dtype=row.dtype,
-                    bytes=row.bytes,
-                    arm=arm.name,
-                    us=seconds * 1e6,
-                    gbps=bus_gbps(row.collective, part.world, row.bytes, seconds),
-                    ratio=compared.ratio,
-                    low=compared.low,
-                    high=compared.high,
-                )
+def _cells(part: Part, spec: JobSpec, rounds: Rounds) -> Iterator[Cell]:
+    """Yield the cells of all arms' jobs over a part."""
+    for arm in part.arms:
+        for row, taken in row_seconds(spec, rounds.of(arm.name)).items():
+            seconds = statistics.median(taken)
+            compared = rounds.compared.get((arm.name, row), EQUAL)
+            yield Cell(
+                hosts=part.hosts,
+                gpus=part.gpus,
+                collective=row.collective,
+                dtype=row.dtype,
+                bytes=row.bytes,
+                arm=arm.name,
+                us=seconds * 1e6,
+                gbps=bus_gbps(row.collective, part.launcher.world, row.bytes, seconds),
+                ratio=compared.ratio,
+                low=compared.low,
+                high=compared.high,
+            )
 
 
 def csv_text(found: Evaluation) -> str:

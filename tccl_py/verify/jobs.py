@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -41,6 +41,9 @@ _RANK_VARIABLES = {
 _CONCURRENT = 4
 _CONCURRENT_BYTES = 4 << 30
 """Limit of the buffers of concurrent jobs on a device, which may have few GiB."""
+
+Say = Callable[[str], None]
+"""Receives a line for the user."""
 
 
 class JobError(TcclError):
@@ -106,7 +109,8 @@ class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
 class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     """Runs jobs on its hosts, rank 0's first, `most_at_once` at the same time.
 
-    `keep` are caller's variables that jobs get.
+    `keep` are caller's variables that jobs get. `say` receives notices for the user, `watch` a line
+    on the current work.
     """
 
     backend: Backend
@@ -116,14 +120,22 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     keep: tuple[str, ...] = ()
     timeout: float = DEFAULT_TIMEOUT
     program: str = RANK_PROGRAM
+    say: Say = lambda _: None
+    watch: Say = lambda _: None
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return sum(len(host.ranks) for host in self.hosts)
 
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
         """Run a job of each arm, all at once, with their timed batches interleaved."""
         begun = time.monotonic()
-        world = sum(len(host.ranks) for host in self.hosts)
         rendezvous = self.runner.rendezvous(self.hosts[0].name, len(arms))
         specs = [
-            msgspec.structs.replace(spec, backend=self.backend, world=world, rendezvous=meeting)
+            msgspec.structs.replace(
+                spec, backend=self.backend, world=self.world, rendezvous=meeting
+            )
             for meeting in rendezvous
         ]
         tasks = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import (
@@ -38,20 +39,19 @@ from tccl_py.verify.evaluation import (
     Cell,
     Evaluation,
     Part,
-    Sweep,
     estimated_seconds,
     keep_evaluation,
     run_parts,
 )
-from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner
+from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.verify.nccl_tests import NcclTests
 from tccl_py.verify.record import Verification, keep_verification
 from tccl_py.verify.simulated import jobs_of_tables, predicted_cells, simulated_cells
-from tccl_py.verify.size_plans import SIZE_SECONDS, tune_by_size
+from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.verify.verify import RunBudget, Watcher, verify_target
+from tccl_py.verify.verify import RunBudget, verify_target
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import HostFacts, Job
@@ -63,8 +63,32 @@ and seconds of each comparison."""
 _NEEDED = ("torch",)
 _OTHERS = "start a rank on each host that the plan has, or plan these hosts"
 
-Say = Callable[[str], None]
-"""Receives a notice for the user."""
+
+class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a plan's jobs run: here, or on the hosts of an MPI `job`.
+
+    Without a `backend` jobs run on GPUs, and a simulated plan is evaluated by its model. `pinned`
+    are caller's variables that jobs get; jobs are of a `program` of nccl-tests, if one is given.
+    `say` receives notices for the user, `watch` a line on the current work.
+    """
+
+    job: Any = None
+    backend: Backend | None = None
+    pinned: tuple[str, ...] = ()
+    program: Path | None = None
+    say: Say = lambda _: None
+    watch: Say = lambda _: None
+
+    def launcher(self, hosts: Iterable[HostRanks], **more: Any) -> Launcher:
+        """Return a launcher of jobs on these hosts."""
+        return Launcher(
+            backend=self.backend or "cuda",
+            hosts=tuple(hosts),
+            keep=self.pinned,
+            say=self.say,
+            watch=self.watch,
+            **more,
+        )
 
 
 def check_torch() -> None:
@@ -101,63 +125,31 @@ def tuning_budget(plan: Plan) -> RunBudget:
 def verify_plan(
     directory: Path,
     budget: RunBudget,
+    options: JobOptions,
     *,
-    job: Job | None = None,
-    backend: Backend = "cuda",
-    pinned: tuple[str, ...] = (),
     tune: bool = False,
     only: ChoiceName | None = None,
-    program: Path | None = None,
-    say: Say = lambda _: None,
-    watch: Watcher = lambda _: None,
 ) -> Verification:
-    """Verify a plan on this machine, or a cluster's on the hosts of `job`; keep the result.
+    """Verify a plan on this machine, or a cluster's on the hosts of a job; keep the result.
 
-    Tuning a machine's plan ends with its table by message size. `pinned` are caller's variables
-    that jobs get; jobs are of a `program` of nccl-tests, if one is given. The other arguments are
-    as for `run`.
-
-    Raises:
-        InputError: the plan is for another machine or other hosts, or torch is missing.
+    See `run`. Raises InputError: the plan is for another machine or other hosts, or torch is
+    missing.
     """
     plan = load_plan(directory)
     check_files(directory)
-    asked: dict[str, Any] = {"pinned": pinned, "say": say, "program": program}
-    with launcher_of(plan, directory, job=job, backend=backend, **asked) as launcher:
-        target = read_target(plan, directory)
-        found = run(target, launcher, budget, tune=tune, only=only, say=say, watch=watch)
-        if tune and program is None and not plan.is_cluster:
-            target = read_target(load_plan(directory), directory)
-            seconds = min(budget.seconds, SIZE_SECONDS)
-            with interrupts_put_off(CTRL_C_AND_SIGTERM):
-                try:
-                    tune_by_size(
-                        target, launcher, budget.sizes, seconds=seconds, say=say, watch=watch
-                    )
-                except (KeyboardInterrupt, Terminated):
-                    say("interrupted: the verification is kept, without a table by message size")
-                    raise
-        return found
+    with launcher_of(plan, directory, options) as launcher:
+        return run(read_target(plan, directory), launcher, budget, tune=tune, only=only)
 
 
 @contextmanager
-def launcher_of(
-    plan: Plan,
-    directory: Path,
-    *,
-    job: Job | None,
-    backend: Backend,
-    pinned: tuple[str, ...] = (),
-    program: Path | None = None,
-    say: Say,
-) -> Iterator[Launcher]:
-    """Yield the launcher of a plan's jobs here, or on the hosts of `job`; see `verify_plan`."""
+def launcher_of(plan: Plan, directory: Path, options: JobOptions) -> Iterator[Launcher]:
+    """Yield the launcher of a plan's jobs here, or on the hosts of a job; see `verify_plan`."""
     if plan.is_cluster:
-        yield _hosts_launcher(plan, job, backend, pinned)
+        yield _hosts_launcher(plan, options)
         return
-    launcher = machine_launcher(plan, directory, backend, pinned, say)
-    if program is not None:
-        yield replace(launcher, runner=NcclTests(program), most_at_once=1)
+    launcher = machine_launcher(plan, directory, options)
+    if options.program is not None:
+        yield replace(launcher, runner=NcclTests(options.program), most_at_once=1)
         return
     check_torch()
     with ForkServer() as server:
@@ -171,10 +163,11 @@ def run(
     *,
     tune: bool = False,
     only: ChoiceName | None = None,
-    say: Say = lambda _: None,
-    watch: Watcher = lambda _: None,
 ) -> Verification:
-    """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result."""
+    """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result.
+
+    Tuning a machine's plan ends with its table by message size.
+    """
     if tune:
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
@@ -182,97 +175,100 @@ def run(
             target = plan if only is None else plan.narrowed(only)
             # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
             quick = replace(budget, seconds=0.0)
-            first = quick if tune and plan.hosts else budget
-            found = verify_target(target, launcher, first, watch=watch)
+            found = verify_target(target, launcher, quick if tune and plan.hosts else budget)
         except (KeyboardInterrupt, Terminated):
-            say(f"interrupted: nothing in {plan.directory} was changed")
+            launcher.say(f"interrupted: nothing in {plan.directory} was changed")
             raise
         if not tune:
-            return _kept(found, plan, say)
+            return _kept(found, plan, launcher.say)
         try:
             seconds = min(SWEEP_SECONDS, budget.seconds)
-            tuned = run_tuning(plan, launcher, budget, found, seconds=seconds, watch=watch)
+            tuned, found = run_tuning(plan, launcher, budget, found, seconds=seconds)
         except (KeyboardInterrupt, Terminated, TcclError) as error:
-            _kept(found, plan, say)
+            _kept(found, plan, launcher.say)
             why = "not tuned" if isinstance(error, TcclError) else "interrupted"
-            say(f"{why}: the plan is as it was, and its verification is kept")
+            launcher.say(f"{why}: the plan is as it was, and its verification is kept")
             raise
-    if tuned.plan is plan:
-        say("tuned: nothing that was tried is better, and the plan stays as it is")
-    return _kept(tuned.verification, tuned.plan, say, tuned=tuned.plan is not plan)
+        if tuned is plan:
+            launcher.say("tuned: nothing that was tried is better, and the plan stays as it is")
+        kept = _kept(found, tuned, launcher.say, tuned=tuned is not plan)
+        try:
+            if not plan.hosts:
+                target = read_target(load_plan(plan.directory), plan.directory)
+                longest = min(budget.seconds, SIZE_SECONDS)
+                tune_by_size(target, launcher, budget.sizes, seconds=longest)
+        except (KeyboardInterrupt, Terminated):
+            launcher.say("interrupted: the verification is kept, without a table by message size")
+            raise
+    return kept
 
 
 def evaluate_plan(
-    directory: Path,
-    sweep: Sweep,
-    *,
-    job: Job | None = None,
-    backend: Backend | None = None,
-    pinned: tuple[str, ...] = (),
-    say: Say = lambda _: None,
-    watch: Watcher = lambda _: None,
+    directory: Path, budget: RunBudget, options: JobOptions, *, gpus: str | None = None
 ) -> Evaluation:
     """Evaluate all arms of a plan over sets of GPUs and hosts, and keep the result.
 
-    The rates of a simulated plan are simulated unless a backend is named. Raises InputError: as
-    `verify_plan`; there is no set of GPUs, or no model of a simulated plan.
+    `gpus` lists numbers and sets of GPUs, None the usual ones. Raises InputError: as `verify_plan`;
+    there is no set of GPUs, or no model of a simulated plan.
     """
     plan = load_plan(directory)
     check_files(directory)
-    simulated = plan.simulated and backend is None
+    simulated = plan.simulated and options.backend is None
     base = Evaluation(
         machine=f"{len(plan.hosts)} hosts" if plan.is_cluster else plan.machine.name,
-        backend=backend or "cuda",
+        backend=options.backend or "cuda",
         simulated=simulated,
         assumed=plan.assumed and simulated,
         recommended=plan.recommended,
         cells=(),
     )
     if simulated:
-        cells = _simulated(plan, directory, sweep)
+        cells = _simulated(plan, directory, budget, gpus)
         if not cells:
             right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
             raise InputError(str(directory), "has nothing of it that can be simulated", right)
         return keep_evaluation(replace(base, cells=cells), directory)
     with ExitStack() as stack:
-        kind = backend or "cuda"
         if plan.is_cluster:
-            jobs = jobs_of_tables(plan, directory, sweep.gpus)
+            jobs = jobs_of_tables(plan, directory, gpus)
             parts = [
-                Part(hosts=made.host_order, gpus=gpus, arms=target.arms, launcher=launcher)
-                for made, gpus in jobs
+                Part(hosts=made.host_order, gpus=own, arms=target.arms, launcher=launcher)
+                for made, own in jobs
                 for target in [Target(plan=made, directory=directory, graphs=host_graphs(made))]
-                for launcher in [_hosts_launcher(made, job, kind, pinned, some=True)]
+                for launcher in [_hosts_launcher(made, options, some=True)]
             ]
         else:
-            launchers = launcher_of(plan, directory, job=None, backend=kind, pinned=pinned, say=say)
-            parts = _machine_parts(plan, directory, sweep, stack.enter_context(launchers))
+            launcher = stack.enter_context(launcher_of(plan, directory, options))
+            parts = _machine_parts(plan, directory, _gpu_sets(plan, gpus), launcher)
         if all(len(part.arms) == 1 for part in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
-        minutes = estimated_seconds(parts, sweep) / 60
-        say(f"{len(parts)} sets of GPUs in about {minutes:.0f} min, if the time suffices")
+        minutes = estimated_seconds(parts, budget) / 60
+        options.say(f"{len(parts)} sets of GPUs in about {minutes:.0f} min, if the time suffices")
         names = {arm.name for part in parts for arm in part.arms}
         recommended = plan.recommended if plan.recommended in names else "default"
-        found = run_parts(parts, sweep, replace(base, recommended=recommended), watch=watch)
+        found = run_parts(parts, budget, replace(base, recommended=recommended))
     return keep_evaluation(found, directory)
 
 
-def _simulated(plan: Plan, directory: Path, sweep: Sweep) -> tuple[Cell, ...]:
+def _simulated(
+    plan: Plan, directory: Path, budget: RunBudget, gpus: str | None
+) -> tuple[Cell, ...]:
     if plan.is_cluster:
-        jobs = jobs_of_tables(plan, directory, sweep.gpus)
-        return tuple(predicted_cells(jobs, sweep.collectives))
+        return tuple(predicted_cells(jobs_of_tables(plan, directory, gpus), budget.collectives))
     sets = [plan.gpus, *subsets(plan.machine, plan.gpus)]
-    if sweep.gpus is not None:
-        sets = _gpu_sets(plan, sweep)
+    if gpus is not None:
+        sets = _gpu_sets(plan, gpus)
     source = Simulator(known_model(plan, directory))
-    return tuple(simulated_cells(plan, source, sets, sweep.collectives))
+    return tuple(simulated_cells(plan, source, sets, budget.collectives))
 
 
-def _machine_parts(plan: Plan, directory: Path, sweep: Sweep, launcher: Launcher) -> list[Part]:
+def _machine_parts(
+    plan: Plan, directory: Path, sets: Sequence[tuple[int, ...]], launcher: Launcher
+) -> list[Part]:
     """Return a part for each set of GPUs; without planned rings it has no graph file."""
     target, parts = read_target(plan, directory), []
-    for gpus in _gpu_sets(plan, sweep):
+    for gpus in sets:
         planned, graphs = plan.subset(gpus), target.graphs
         if planned and gpus != plan.gpus:
             graphs = {THIS_HOST: subset_graph(plan, planned)}
@@ -287,8 +283,8 @@ def _machine_parts(plan: Plan, directory: Path, sweep: Sweep, launcher: Launcher
     return parts
 
 
-def _gpu_sets(plan: Plan, sweep: Sweep) -> list[tuple[int, ...]]:
-    sets = job_gpus(sweep.gpus, plan.gpus, where="--gpus-per-job")
+def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:
+    sets = job_gpus(text, plan.gpus, where="--gpus-per-job")
     return [gpus for gpus in sets if len(gpus) > 1]
 
 
@@ -314,15 +310,12 @@ def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -
         return keep_verification(found, plan.directory)
 
 
-def machine_launcher(
-    plan: Plan, directory: Path, backend: Backend, pinned: tuple[str, ...], say: Say
-) -> Launcher:
+def machine_launcher(plan: Plan, directory: Path, options: JobOptions) -> Launcher:
     """Return the launcher of a plan's jobs on this machine, if the plan is for it."""
-    if backend == "cuda":
-        _check_here(plan, directory, say)
+    if options.backend != "host":
+        _check_here(plan, directory, options.say)
     ranks = tuple(range(len(plan.gpus)))
-    here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
-    return Launcher(backend=backend, hosts=(here,), keep=pinned)
+    return options.launcher([HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))])
 
 
 def _check_here(plan: Plan, directory: Path, say: Say) -> None:
@@ -352,28 +345,26 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
             say(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
 
 
-def _hosts_launcher(
-    plan: Plan, job: Any, backend: Backend, pinned: tuple[str, ...], *, some: bool = False
-) -> Launcher:
+def _hosts_launcher(plan: Plan, options: JobOptions, *, some: bool = False) -> Launcher:
     """Return the launcher of a plan's jobs on the hosts, or `some`, of an MPI job."""
-    jobs = rank_jobs(job)
+    jobs = rank_jobs(options.job)
     here, planned = set(jobs.hosts), set(plan.host_order)
     for host in sorted(planned - here if some else here ^ planned):
         what = "runs a rank and is not in the plan"
         what = "is in the plan, and no rank runs there" if host in planned else what
         raise InputError(f"host {host}", what, _OTHERS)
-    facts = jobs.described(backend, interfaces=plan.settings.socket_ifname)
+    dry_run = options.backend == "host"
+    facts = jobs.described(options.backend or "cuda", interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     parts = []
     for place in plan.hosts:
         name, gpus = place.name, plan.gpus_of(place)
-        if backend == "cuda":
+        if not dry_run:
             _check_gpus(plan, facts[name])
-        variables = {} if backend == "cuda" else _gloo(facts[name], callers[name])
+        environment = callers[name] | (_gloo(facts[name], callers[name]) if dry_run else {})
         ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
-        environment = {**callers[name], **variables}
         parts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
-    return Launcher(backend=backend, hosts=tuple(parts), keep=pinned, runner=jobs)
+    return options.launcher(parts, runner=jobs)
 
 
 def _check_gpus(plan: Plan, facts: HostFacts) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -39,18 +39,15 @@ from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.sources.journal import AnewSource, JournalFile
 from tccl_py.sources.opening import HostsSource, OpenedSource
-from tccl_py.sources.profiled import Backend, is_dry_run
+from tccl_py.sources.profiled import is_dry_run
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
-from tccl_py.verify.nccl_tests import NO_TORCH
-from tccl_py.verify.plans import launcher_of
+from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
+from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import Row, Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
-
-if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
 
 FAMILIES = 2
 """Comparisons of transfers, and of collectives, share the rate of false alarms."""
@@ -266,17 +263,15 @@ def measure_plan_again(
     plan: Plan,
     directory: Path,
     effort: Effort,
+    options: JobOptions,
     *,
     preflight: bool,
-    job: Job | None,
-    program: tuple[Path, Collective] | None = None,
-    say: Callable[[str], None],
     watching: Callable[[], Callable[[int], None]],
 ) -> tuple[Drift, CollectivesChecked | None]:
     """Return the drift and, of a preflight, what a job of collectives found before.
 
-    `job` is the MPI job of a measured cluster's plan, `program` one of nccl-tests that runs in
-    place of torch; `watching` begins to show sets measured.
+    A measured cluster's plan needs the MPI job of `options`; `watching` begins to show sets
+    measured.
     """
     until = time.monotonic() + effort.seconds
     journal = journal_of(plan, directory)
@@ -284,18 +279,25 @@ def measure_plan_again(
 
     def tell(texts: Iterable[str]) -> None:
         for text in texts:
-            say(text)
+            options.say(text)
 
     tell(journal.notices)
     with ExitStack() as stack:
-        if preflight:
-            backend: Backend = "host" if is_dry_run(journal.header) else "cuda"
-            more: dict[str, Any] = {"job": job, "backend": backend, "say": say}
-            jobs = _collectives(plan, directory, until, program, **more)
+        if preflight and plan.simulated:
+            options.say("no collectives are run: the plan is simulated")
+        elif preflight:
+            if is_dry_run(journal.header):
+                options = msgspec.structs.replace(options, backend="host")
+            timed = None if options.program is None else PROGRAMS[options.program.name]
+            with launcher_of(plan, directory, options) as launcher:
+                verified, target = load_verification(directory), read_target(plan, directory)
+                jobs = check_collectives(target, launcher, verified, until=until, timed=timed)
         watch = watching()
         known: Sequence[Journal] = [journal.measurements]
-        if job is not None:
-            source: OpenedSource = stack.enter_context(hosts_again(plan, journal.header, job))
+        if options.job is not None:
+            source: OpenedSource = stack.enter_context(
+                hosts_again(plan, journal.header, options.job)
+            )
             known = journal_by_class(plan, journal)
         else:
             source, told = measuring_again(plan, directory, journal.header, effort.seed)
@@ -308,26 +310,6 @@ def measure_plan_again(
             tell(learn_patterns(plan, directory, known[0], source, until))
     tell(source.notices)
     return found, jobs
-
-
-def _collectives(
-    plan: Plan,
-    directory: Path,
-    until: float,
-    program: tuple[Path, Collective] | None,
-    *,
-    say: Callable[[str], None],
-    **more: Any,
-) -> CollectivesChecked | None:
-    """Run the jobs of a preflight; a job that hangs leaves time to find a culprit."""
-    if plan.simulated:
-        say("no collectives are run: the plan is simulated")
-        return None
-    path, timed = program or (None, None)
-    with launcher_of(plan, directory, program=path, say=say, **more) as launcher:
-        verified = load_verification(directory)
-        target = read_target(plan, directory)
-        return check_collectives(target, launcher, verified, until=until, timed=timed)
 
 
 def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
@@ -21,7 +22,7 @@ import msgspec
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.statistics import Interval, hodges_lehmann
-from tccl_py.verify.spec import Choice, ContestTimes, TimedRow
+from tccl_py.verify.spec import Choice, ContestTimes, Dtype, TimedRow
 
 LEAST_GAIN, MISSED_GAIN = 1.01, 1.02
 """A gain is predicted if its interval lies above the first, which fresh jobs have to reach as well,
@@ -35,6 +36,8 @@ _ALIKE, _AS_GOOD = 0.95, 0.98
 """Shares of the best ratio: within the first, multiplications decide between numbers of channels;
 within the second, a choice may stand for the best, so that adjacent sizes share an entry."""
 _ROUNDS = 6
+SWEPT: Dtype = "bfloat16"
+"""Elements of the sweep, whose predictions count."""
 
 NOTHING = Interval(middle=1.0, low=1.0, high=1.0)
 
@@ -83,22 +86,30 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.fresh.low > 1 if self.gains else self.fresh.low <= MISSED_GAIN
 
 
-class _Scored(msgspec.Struct, frozen=True):
-    """A choice's ratios in a sweep; `beside` is None where no multiplications ran."""
+class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rows of a set of GPUs, and the entries for the tuner that follow.
 
-    choice: Choice
-    ratio: Interval
-    beside: Interval | None
+    `arm` is the choice under which rows were timed. `skew` is the largest median difference between
+    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm. `by_plugin` are
+    rows under the plugin's own table, whose `fresh` is the speed over NCCL's own choice.
+    """
+
+    gpus: tuple[int, ...]
+    arm: ChoiceName
+    backend: str
+    nccl: str
+    rows: tuple[SizeRow, ...]
+    entries: tuple[TunerEntry, ...]
+    jobs: int
+    by_plugin: tuple[SizeRow, ...] = ()
+    skew: float = 0.0
+    seconds: float = 0.0
 
     @property
-    def gains(self) -> bool:
-        """Return whether the choice is faster beyond chance."""
-        return self.ratio.low >= LEAST_GAIN
-
-    @property
-    def harms(self) -> bool:
-        """Return whether multiplications beside the calls are slower, beyond chance."""
-        return self.beside is not None and self.beside.middle < NO_HARM and self.beside.high < 1
+    def predictions(self) -> tuple[int, int]:
+        """Return how many predictions fresh jobs found right, of how many."""
+        asked = [row for row in self.rows if row.row.dtype == SWEPT and row.fresh is not None]
+        return sum(row.right for row in asked), len(asked)
 
 
 def ratio_of(own: Sequence[float], chosen: Sequence[float], *, level: float = 0.95) -> Interval:
@@ -127,27 +138,38 @@ def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
     again = _by_row(jobs)
     scores = {times.row: _scores(times, again.get(times.row, ())) for times in sweep}
     found: dict[TimedRow, SizeRow] = {}
-    for rows in _series(scores):
-        run: list[TimedRow] = []
-        shared: set[Choice] = set()
-        for row in [*rows, None]:
-            good = _good(scores[row]) if row is not None else set()
-            if run and not shared & good:
-                found |= _run(run, shared, scores)
-                run, shared = [], good
-            if row is not None and good:
-                run.append(row)
-                shared = shared & good or good
-            elif row is not None:
-                fastest = max(
-                    scores[row].values(), key=lambda found: found.ratio.middle, default=None
-                )
-                found[row] = SizeRow(row=row) if fastest is None else _size_row(row, fastest)
+    for series in _series(scores):
+        # 1. Collect adjacent rows that can share a choice.
+        runs: list[tuple[list[TimedRow], set[Choice]]] = []
+        for row in series:
+            good = _good(scores[row])
+            if runs and runs[-1][1] & good:
+                runs[-1] = [*runs[-1][0], row], runs[-1][1] & good
+            else:
+                runs.append(([row], good))
+        # 2. Take the choice that is best over all of them; the fastest of a row without a good one.
+        for run, shared in runs:
+            best = max(
+                sorted(shared, key=repr),
+                key=lambda choice: math.prod(scores[row][choice].swept.middle for row in run),
+                default=None,
+            )
+            for row in run:
+                fastest = max(scores[row].values(), key=_speed, default=SizeRow(row=row))
+                found[row] = fastest if best is None else scores[row][best]
     return [found[times.row] for times in sweep]
 
 
-def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, _Scored]:
-    """Return the finalists with their ratios, by rounds of the sweep or by jobs, if enough ran."""
+def _speed(found: SizeRow) -> float:
+    return found.swept.middle
+
+
+def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, SizeRow]:
+    """Return a row for each finalist, with ratios by rounds of the sweep or by jobs, if enough ran.
+
+    A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
+    slower beyond chance.
+    """
     own, *others = times.seconds or ((),)
     alone, *besides = times.beside or ((),) * len(times.seconds)
     found = {}
@@ -157,10 +179,15 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, _
             continue
         if len(jobs) >= _ROUNDS:
             ratios = [_job_ratio(job, choice) for job in jobs]
-        found[choice] = _Scored(
-            choice,
-            ratio_of(ratios, [1.0] * len(ratios), level=_SURE),
-            ratio_of(alone, beside) if beside else None,
+        swept = ratio_of(ratios, [1.0] * len(ratios), level=_SURE)
+        slowed = ratio_of(alone, beside) if beside else None
+        found[choice] = SizeRow(
+            row=times.row,
+            choice=choice,
+            swept=swept,
+            beside=slowed,
+            harms=slowed is not None and slowed.middle < NO_HARM and slowed.high < 1,
+            gains=swept.low >= LEAST_GAIN,
         )
     return found
 
@@ -170,57 +197,31 @@ def _job_ratio(times: ContestTimes, choice: Choice) -> float:
     return _middle([a / b for a, b in zip(times.seconds[0], chosen, strict=True)])
 
 
-def _good(scores: Mapping[Choice, _Scored]) -> set[Choice]:
+def _good(scores: Mapping[Choice, SizeRow]) -> set[Choice]:
     """Return the choices that may stand for the best one."""
-    usable = [found for found in scores.values() if found.gains and not found.harms]
+    usable = {choice: row for choice, row in scores.items() if row.gains and not row.harms}
     if not usable:
         return set()
-    best = max(usable, key=lambda found: found.ratio.middle)
+    best = max(usable, key=lambda choice: _speed(usable[choice]))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
     alike = [
-        found
-        for found in usable
-        if found.choice.algorithm == best.choice.algorithm
-        and found.choice.protocol == best.choice.protocol
-        and found.ratio.middle >= _ALIKE * best.ratio.middle
-        and found.beside is not None
+        choice
+        for choice, row in usable.items()
+        if (choice.algorithm, choice.protocol) == (best.algorithm, best.protocol)
+        and _speed(row) >= _ALIKE * _speed(usable[best])
+        and row.beside is not None
     ]
-    if alike:
-        best = max(alike, key=_beside)
-    limit, least = best.ratio.middle * _AS_GOOD, _beside(best) * _AS_GOOD
+    best = max(alike, key=lambda choice: _beside(usable[choice]), default=best)
+    limit, least = (value(usable[best]) * _AS_GOOD for value in (_speed, _beside))
     return {
-        found.choice
-        for found in usable
-        if found.ratio.middle >= limit and (found.beside is None or _beside(found) >= least)
+        choice
+        for choice, row in usable.items()
+        if _speed(row) >= limit and (row.beside is None or _beside(row) >= least)
     }
 
 
-def _beside(found: _Scored) -> float:
+def _beside(found: SizeRow) -> float:
     return 0.0 if found.beside is None else found.beside.middle
-
-
-def _run(
-    run: Sequence[TimedRow],
-    shared: set[Choice],
-    scores: Mapping[TimedRow, Mapping[Choice, _Scored]],
-) -> dict[TimedRow, SizeRow]:
-    """Return adjacent rows with the one choice of `shared` that is best over all of them."""
-    best = max(
-        sorted(shared, key=repr),
-        key=lambda choice: math.prod(scores[row][choice].ratio.middle for row in run),
-    )
-    return {row: _size_row(row, scores[row][best]) for row in run}
-
-
-def _size_row(row: TimedRow, found: _Scored) -> SizeRow:
-    return SizeRow(
-        row=row,
-        choice=found.choice,
-        swept=found.ratio,
-        beside=found.beside,
-        harms=found.harms,
-        gains=found.gains,
-    )
 
 
 def confirm(
@@ -288,21 +289,21 @@ def _middle(values: Sequence[float]) -> float:
 
 def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
     """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
-    kept = {row.row: row.choice for row in rows if row.kept and row.choice is not None}
+    kept = {row.row: row.choice for row in rows if row.kept}
     swept = {times.row: times for times in sweep}
-    found = []
-    for series in _series(swept):
-        # A run of adjacent sizes with the same choice becomes one entry.
-        runs: list[tuple[Choice, list[int]]] = []
-        for at, row in enumerate(series):
-            choice = kept.get(row)
-            if choice is None:
-                continue
-            if not runs or runs[-1][0] != choice or runs[-1][1][-1] != at - 1:
-                runs.append((choice, []))
-            runs[-1][1].append(at)
-        found += [_entry(series, swept, choice, run) for choice, run in runs]
+    found = [
+        _entry(series, swept, choice, list(run))
+        for series in _series(swept)
+        for choice, run in itertools.groupby(series, key=kept.get)
+        if choice is not None
+    ]
     return tuple(sorted(found, key=table_order))
+
+
+def covers(entry: TunerEntry, row: TimedRow) -> bool:
+    """Return whether an entry of the tuner is for a row."""
+    inside = entry.from_bytes <= row.bytes <= entry.to_bytes
+    return inside and entry.collective == row.collective
 
 
 def table_order(entry: TunerEntry) -> tuple[int, int]:
@@ -314,14 +315,11 @@ def _entry(
     series: Sequence[TimedRow],
     swept: Mapping[TimedRow, ContestTimes],
     choice: Choice,
-    run: Sequence[int],
+    run: Sequence[TimedRow],
 ) -> TunerEntry:
-    """Return the entry of a run, which reaches half-way to the next sizes if it does no harm there.
-
-    `run` are places in `series`.
-    """
-    ends = [series[run[0]].bytes, series[run[-1]].bytes]
-    for end, at in enumerate((run[0] - 1, run[-1] + 1)):
+    """Return the entry of a run; it reaches half-way to the next sizes if it does no harm there."""
+    ends = [run[0].bytes, run[-1].bytes]
+    for end, at in enumerate((series.index(run[0]) - 1, series.index(run[-1]) + 1)):
         inside = 0 <= at < len(series)
         if inside and _ratio(swept[series[at]], choice) >= NO_HARM:
             ends[end] = math.isqrt(series[at].bytes * ends[end]) + (end == 0)

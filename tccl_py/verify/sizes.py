@@ -1,25 +1,62 @@
-"""Tuning by message size: a sweep of choices in one job, then fresh jobs that confirm or reject.
+"""Tuning by message size: all GPUs of a plan, then smaller sets; sizes.json.
 
-Choices are relative to the recommended choice of the plan without a table, whose jobs they share.
+Choices are relative to the recommended choice of the plan without a table, whose jobs they share. A
+sweep of choices runs in one job, and fresh jobs confirm or reject.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from tccl_py.nccl.tuner import TunerEntry
-from tccl_py.plan.plan import ChoiceName
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher, Outcome
-from tccl_py.verify.size_table import SizeRow, confirm, entries, finalists, predict
+from tccl_py.errors import InputError, undisturbed
+from tccl_py.files import read_text
+from tccl_py.model.symmetry import automorphisms, equal_sets
+from tccl_py.nccl.plugin import found_library
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
+from tccl_py.nccl.tuner import TunerEntry, TunerTable
+from tccl_py.plan.beside import (
+    PLUGIN_VARIABLE,
+    Tuning,
+    keep_beside_plan,
+    keep_tuning,
+    read_beside_plan,
+)
+from tccl_py.plan.files import graph_files
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.planner import subsets
+from tccl_py.verify.jobs import (
+    GRAPH_VARIABLE,
+    THIS_HOST,
+    Arm,
+    ConcurrentJobs,
+    JobError,
+    Launcher,
+)
+from tccl_py.verify.size_table import (
+    NO_HARM,
+    SWEPT,
+    SizeRow,
+    SizeTuning,
+    confirm,
+    covers,
+    entries,
+    finalists,
+    predict,
+    table_order,
+)
 from tccl_py.verify.spec import (
     FINAL_ROUNDS,
     KIB,
+    SIZES,
     Collective,
     Contest,
     ContestTimes,
@@ -30,10 +67,16 @@ from tccl_py.verify.spec import (
 from tccl_py.verify.target import Target
 from tccl_py.verify.timing import GRAPHED_BYTES
 
+SIZES_FILE = "sizes.json"
+FORMAT_VERSION = 1
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
+OTHERS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+_MOST_SUBSETS = 3
+"""Smaller sets of GPUs that are measured: pairs and halves, one of each kind."""
+SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
+"""No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
 ALL_SIZES = tuple(KIB << shift for shift in range(21))
 """1 KiB to 1 GiB in powers of two."""
-_DTYPE: Dtype = "bfloat16"
 _SPOT: Dtype = "float32"
 _NOISY = 512 * KIB
 _ROUNDS = {_NOISY: (12, 16), GRAPHED_BYTES: (FINAL_ROUNDS, 8), ALL_SIZES[-1]: (10, 5)}
@@ -45,178 +88,171 @@ LEAST_JOBS, MOST_JOBS = 6, 10
 _START_S = 60.0
 """Time for the start of a job's ranks and its first collectives."""
 _NEVER_S = 1e9
+_REFUSED = "the plugin refused it, as TCCL_DEBUG=1 would tell"
 
-Watcher = Callable[[str], None]
+EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
+"""The sets of GPUs that equal each measured set, itself included."""
 
 
-class SizeBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Work of tuning a set of GPUs: collectives, each at all sizes in bytes, and seconds.
+class SizeTunings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tunings of a plan: of all GPUs, the first of all-reduce, then of smaller sets."""
 
-    The sweep has `sweep_seconds`. No fresh jobs start after `seconds`, but LEAST_JOBS always run.
+    tunings: tuple[SizeTuning, ...]
+    plan_digest: str = ""
+    format_version: int = FORMAT_VERSION
+
+
+def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
+    """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
+    path = directory / SIZES_FILE
+    if not path.exists():
+        return ()
+    found = read_beside_plan(path, SizeTunings, version=FORMAT_VERSION)
+    return () if found is None else found.tunings
+
+
+def tune_by_size(
+    target: Target, launcher: Launcher, sizes: Sequence[int], *, seconds: float
+) -> tuple[SizeTuning, ...]:
+    """Tune all collectives of a machine's plan by message size, and keep the tables.
+
+    `sizes` in bytes are for all-reduce, SIZES for all sizes; every second one is for other
+    collectives and smaller sets. No fresh jobs of a tuning start after `seconds`. A set of GPUs
+    whose job fails has no table.
     """
-
-    collectives: tuple[Collective, ...] = ("all_reduce",)
-    sizes: tuple[int, ...] = ALL_SIZES
-    sweep_seconds: float = 150.0
-    seconds: float = 300.0
-
-
-class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows of a set of GPUs, and the entries for the tuner that follow.
-
-    `arm` is the choice under which rows were timed. `skew` is the largest median difference between
-    ranks in a sweep, as a share of the seconds. `jobs` fresh jobs ran of each arm. `by_plugin` are
-    rows under the plugin's own table, whose `fresh` is the speed over NCCL's own choice.
-    """
-
-    gpus: tuple[int, ...]
-    arm: ChoiceName
-    backend: str
-    nccl: str
-    rows: tuple[SizeRow, ...]
-    entries: tuple[TunerEntry, ...]
-    jobs: int
-    by_plugin: tuple[SizeRow, ...] = ()
-    skew: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def predictions(self) -> tuple[int, int]:
-        """Return how many predictions fresh jobs found right, of how many."""
-        asked = [row for row in self.rows if row.row.dtype == _DTYPE and row.fresh is not None]
-        return sum(row.right for row in asked), len(asked)
-
-
-def without(
-    tuning: SizeTuning, harmful: Sequence[TunerEntry], by_plugin: Sequence[SizeRow]
-) -> SizeTuning:
-    """Return a tuning without harmful entries, with the rows by the plugin that found these."""
-
-    def harms(row: SizeRow) -> bool:
-        return any(
-            entry.collective == row.row.collective
-            and entry.from_bytes <= row.row.bytes <= entry.to_bytes
-            for entry in harmful
-        )
-
-    replace = msgspec.structs.replace
-    own = {row.row.collective for row in tuning.rows}
-    return replace(
-        tuning,
-        rows=tuple(replace(row, kept=row.kept and not harms(row)) for row in tuning.rows),
-        entries=tuple(entry for entry in tuning.entries if entry not in harmful),
-        by_plugin=tuple(row for row in by_plugin if row.row.collective in own),
-    )
+    every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
+    fewer, short = every[::2], min(seconds, _SUBSET_SECONDS)
+    found: list[SizeTuning] = []
+    with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
+        try:
+            library = plugin_library(Path(folder)) if launcher.backend == "cuda" else None
+        except BuildError as error:
+            launcher.say(f"not tuned by message size, which needs the NCCL plugin: {error}")
+            return ()
+        arms = arms_of(target, library)
+        equal = dict(_measured_sets(target.plan))
+        work: list[tuple[Launcher, tuple[Arm, ...], tuple[Collective, ...], Sequence[int], float]]
+        work = [(launcher, arms, ("all_reduce",), every, seconds)]
+        work += [(launcher, arms, OTHERS, fewer, seconds)]
+        for gpus in equal:
+            work += [(*_over(target, launcher, arms, gpus), ("all_reduce",), fewer, short)]
+        for each in work:
+            try:
+                found.append(tune_sizes(*each)[0])
+            except JobError as error:
+                launcher.say(f"not tuned by message size: {error}")
+        equal[target.gpus] = {target.gpus}
+        try:
+            _keep(target, found, equal, tables=library is not None)
+            if library is not None and found:
+                found = _checked(target, launcher, found, library)
+                _keep(target, found, equal, tables=True)
+        except InputError as error:
+            launcher.say(f"the plugin gets no table by message size: {error}")
+    return tuple(found)
 
 
-def table_rows(entry: TunerEntry) -> list[TimedRow]:
-    """Return rows to time of an entry: its ends, the measured sizes inside, and half-way sizes."""
-    between = [math.isqrt(low * high) for low, high in pairwise(ALL_SIZES)]
-    inside = {size for size in (*ALL_SIZES, *between) if entry.from_bytes <= size <= entry.to_bytes}
-    return [
-        TimedRow(collective=entry.collective, dtype=_DTYPE, bytes=size)
-        for size in sorted(inside | {entry.from_bytes, entry.to_bytes})
-    ]
+def plugin_library(folder: Path) -> Path:
+    """Return the plugin's library, built in `folder` where the installation has none."""
+    return found_library() or build_plugin(folder)
 
 
-def table_contests(rows: Sequence[TimedRow]) -> tuple[Contest, ...]:
-    """Return contests of the plugin's table with NCCL's own choice."""
-    return tuple(
-        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], beside=False, table=True)
-        for row in rows
-    )
-
-
-def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
-    """Return contests of the finalists of small messages."""
-    return tuple(
-        Contest(row=times.row, choices=finalists(times), rounds=_AGAIN_ROUNDS, beside=False)
-        for times in sweep
-        if times.row.bytes <= _NOISY
-    )
-
-
-def run_jobs(
-    launcher: Launcher, arm: Arm, contests: tuple[Contest, ...], count: int = LEAST_JOBS
-) -> list[Outcome]:
-    """Run fresh jobs of an arm with these contests. Raises JobError: a job failed."""
-    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
-    jobs = ConcurrentJobs(launcher, [contest.row.bytes for contest in contests])
-    found = []
-    for outcome in jobs.run([arm] * count, spec):
-        if isinstance(outcome, JobError):
-            raise outcome
-        found.append(outcome)
-    return found
-
-
-class SizeArms(msgspec.Struct, frozen=True, kw_only=True):
-    """The arm whose choices are timed, and the arms beside it, default NCCL the first."""
-
-    plan: Arm
-    others: tuple[Arm, ...]
-
-    @property
-    def everything(self) -> tuple[Arm, ...]:
-        """Return all arms, the plan's first."""
-        return self.plan, *self.others
-
-
-def arms_of(target: Target, library: Path | None) -> SizeArms:
-    """Return the arms of a plan: the recommended choice has the plugin's tuner, if any."""
+def arms_of(target: Target, library: Path | None) -> tuple[Arm, ...]:
+    """Return the arms of a plan, the recommended choice first, which has the plugin's tuner."""
     plan = target.arm(target.plan.recommended)
-    others = tuple(arm for arm in target.arms if arm.name not in ("graph", plan.name))
-    variables = dict(plan.variables)
-    if library is not None:
-        variables[TUNER_VARIABLE] = str(library.resolve())
-    return SizeArms(plan=msgspec.structs.replace(plan, variables=variables), others=others)
+    others = (arm for arm in target.arms if arm.name not in ("graph", plan.name))
+    tuner = {} if library is None else {TUNER_VARIABLE: str(library.resolve())}
+    return replace(plan, variables=plan.variables | tuner), *others
+
+
+def _measured_sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
+    """Yield pairs and halves of a plan's GPUs to measure, and the sets that equal each.
+
+    Sets are equal where a symmetry of the machine exchanges their GPUs.
+    """
+    node = plan.cluster.classes[0]
+    symmetry = automorphisms(node.machine, node.knowledge, gpus=plan.gpus)
+    known: set[tuple[int, ...]] = set()
+    count = 0
+    for gpus in subsets(node.machine, plan.gpus):
+        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2)
+        if usual and gpus not in known and count < _MOST_SUBSETS:
+            equal = equal_sets(symmetry, gpus)
+            known |= equal
+            count += 1
+            yield gpus, equal
+
+
+def _over(
+    target: Target, launcher: Launcher, arms: tuple[Arm, ...], gpus: tuple[int, ...]
+) -> tuple[Launcher, tuple[Arm, ...]]:
+    """Return launcher and arms of a smaller set, with its own graph file where the plan has one."""
+    (host,) = launcher.hosts
+    part = replace(host, ranks=tuple(range(len(gpus))), gpus=gpus)
+    plan, *others = arms
+    if plan.graphs:
+        file = graph_files(target.plan).get(gpus)
+        variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
+        graphs = {}
+        if file is not None:
+            path = target.directory.resolve() / "nccl" / file
+            variables[GRAPH_VARIABLE] = str(path)
+            graphs = {THIS_HOST: read_text(path)}
+        plan = replace(plan, variables=variables, graphs=graphs)
+    return replace(launcher, hosts=(part,)), (plan, *others)
 
 
 def tune_sizes(
-    arms: SizeArms,
     launcher: Launcher,
-    budget: SizeBudget,
-    *,
-    watch: Watcher = lambda _: None,
+    arms: tuple[Arm, ...],
+    collectives: Sequence[Collective],
+    sizes: Sequence[int],
+    seconds: float,
 ) -> tuple[SizeTuning, tuple[ContestTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
 
-    Also returns all times of the sweep.
+    Choices are timed in the first arm, NCCL's own choice in all. The sweep has half of `seconds`,
+    after which no fresh jobs start beyond LEAST_JOBS. Also returns all times of the sweep.
 
     Raises JobError: the sweep's job failed, or too many fresh jobs.
     """
-    begun = time.monotonic()
-    timeout = max(launcher.timeout, budget.sweep_seconds + _START_S)
-    launcher = msgspec.structs.replace(launcher, timeout=timeout)
+    begun, plan = time.monotonic(), arms[0]
+    launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
     # 1. Sweep over all choices in one job.
-    watch(f"trying algorithms, protocols and channels of {arms.plan.name}")
+    launcher.watch(f"trying algorithms, protocols and channels of {plan.name}")
     contests = tuple(
         Contest(
-            row=TimedRow(collective=collective, dtype=_DTYPE, bytes=size),
+            row=TimedRow(collective=collective, dtype=SWEPT, bytes=size),
             rounds=_rounds(size)[0],
         )
-        for collective in budget.collectives
-        for size in budget.sizes
+        for collective in collectives
+        for size in sizes
     )
-    spec = JobSpec(contests=contests, contest_seconds=budget.sweep_seconds)
-    (job,) = launcher.run([arms.plan], spec)
+    (job,) = launcher.run([plan], JobSpec(contests=contests, contest_seconds=seconds / 2))
     sweep = job.results[0].contests
     # 2. Small messages depend on the process: time their finalists in several ones.
-    watch("timing the best of small messages again")
-    again = contests_again(sweep)
-    small = run_jobs(launcher, arms.plan, again, _AGAIN_JOBS) if again else []
-    predicted = with_spots(predict(sweep, [each.results[0].contests for each in small]))
+    again = _fresh_jobs(launcher, (plan,), contests_again(sweep), least=_AGAIN_JOBS)
+    predicted = with_spots(predict(sweep, again[plan.name]))
     # 3. Time the predicted choices in fresh jobs, which decide.
-    fresh = _fresh_jobs(arms, launcher, predicted, until=begun + budget.seconds, watch=watch)
-    rows = confirm(predicted, fresh, plan=arms.plan.name)
+    contests = tuple(
+        Contest(
+            row=row.row,
+            choices=() if row.choice is None else (row.choice,),
+            rounds=_rounds(row.row.bytes)[1],
+            beside=False,
+        )
+        for row in predicted
+    )
+    fresh = _fresh_jobs(launcher, arms, contests, most=MOST_JOBS, until=begun + seconds)
+    rows = confirm(predicted, fresh, plan=plan.name)
     tuning = SizeTuning(
         gpus=tuple(gpu for host in launcher.hosts for gpu in host.gpus),
-        arm=arms.plan.name,
+        arm=plan.name,
         backend=launcher.backend,
         nccl=job.results[0].nccl,
         rows=tuple(rows),
         entries=entries(rows, sweep),
-        jobs=len(fresh[arms.plan.name]),
+        jobs=len(fresh[plan.name]),
         skew=max((times.skew for times in sweep), default=0.0),
         seconds=time.monotonic() - begun,
     )
@@ -229,51 +265,148 @@ def _rounds(size: int) -> tuple[int, int]:
     )
 
 
+def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
+    """Return contests of the finalists of small messages."""
+    return tuple(
+        Contest(row=times.row, choices=finalists(times), rounds=_AGAIN_ROUNDS, beside=False)
+        for times in sweep
+        if times.row.bytes <= _NOISY
+    )
+
+
 def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
     """Return the rows, and all-reduces of the other dtype where the first one is to gain.
 
     NCCL does not tell a tuner the dtype: an entry holds for all of them.
     """
-    return [
-        *rows,
-        *(
-            msgspec.structs.replace(row, row=msgspec.structs.replace(row.row, dtype=_SPOT))
-            for row in rows
-            if row.gains and not row.harms and row.row.collective == "all_reduce"
-        ),
-    ]
+    spots = (
+        replace(row, row=replace(row.row, dtype=_SPOT))
+        for row in rows
+        if row.gains and not row.harms and row.row.collective == "all_reduce"
+    )
+    return [*rows, *spots]
 
 
 def _fresh_jobs(
-    arms: SizeArms,
     launcher: Launcher,
-    predicted: Sequence[SizeRow],
+    arms: tuple[Arm, ...],
+    contests: tuple[Contest, ...],
     *,
-    until: float,
-    watch: Watcher,
+    least: int = LEAST_JOBS,
+    most: int = 0,
+    until: float = 0.0,
+    log: str = "",
 ) -> dict[ChoiceName, list[Sequence[ContestTimes]]]:
-    """Return the times of each arm's jobs: MOST_JOBS, fewer if it is late."""
-    contests = tuple(
-        Contest(
-            row=row.row,
-            choices=() if row.choice is None else (row.choice,),
-            rounds=_rounds(row.row.bytes)[1],
-            beside=False,
-        )
-        for row in predicted
-    )
-    found: dict[ChoiceName, list[Sequence[ContestTimes]]]
-    found = {arm.name: [] for arm in arms.everything}
-    if not contests:
-        return found
+    """Return the times of `least` fresh jobs of each arm, of up to `most` if it is not late.
+
+    Raises JobError: a job failed, or its log lacks `log`.
+    """
     spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
-    jobs = ConcurrentJobs(launcher, [row.row.bytes for row in predicted])
-    own = found[arms.plan.name]
-    while len(own) < LEAST_JOBS or (len(own) < MOST_JOBS and time.monotonic() < until):
-        watch(f"fresh jobs, round {len(own) + 1}")
-        batch = arms.everything * max(1, jobs.at_once // len(arms.everything))
+    jobs = ConcurrentJobs(launcher, [contest.row.bytes for contest in contests])
+    found: dict[ChoiceName, list[Sequence[ContestTimes]]] = {arm.name: [] for arm in arms}
+    own = found[arms[0].name]
+    while contests and (len(own) < least or (len(own) < most and time.monotonic() < until)):
+        launcher.watch(f"fresh jobs of {len(contests)} rows, round {len(own) + 1}")
+        wanted = max(least, most) - len(own)
+        batch = arms * max(1, min(wanted, jobs.at_once // len(arms)))
         for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
             if isinstance(outcome, JobError):
                 raise outcome
+            if log not in outcome.log:
+                raise JobError(_REFUSED)
             found[arm.name].append(outcome.results[0].contests)
     return found
+
+
+def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets, *, tables: bool) -> None:
+    """Write the rows, and the plugin's tables if asked to."""
+    plan = target.plan
+    with undisturbed():
+        keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
+        if tables and found:
+            tuning = Tuning(
+                choice=plan.recommended,
+                nccl=found[0].nccl,
+                tables=_tables(found, equal),
+                simulated=plan.simulated,
+            )
+            keep_tuning(tuning, plan, target.directory)
+
+
+def _checked(
+    target: Target, launcher: Launcher, found: Sequence[SizeTuning], library: Path
+) -> list[SizeTuning]:
+    """Time what all GPUs get by the plugin, and return the tunings without entries that harm.
+
+    Each job compares the table with NCCL's own choice: at measured sizes, half-way between them,
+    and at the ends of each entry. The plan's tables must be in its directory.
+    """
+    asked = {
+        row: entry
+        for tuning in found
+        if tuning.gpus == target.gpus
+        for entry in tuning.entries
+        for row in _table_rows(entry)
+    }
+    plan = target.arm(target.plan.recommended)
+    index = target.directory.resolve() / "nccl" / INDEX_FILE
+    variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
+    variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
+    arm = replace(plan, variables=variables, graphs={})
+    contests = tuple(
+        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], beside=False, table=True)
+        for row in asked
+    )
+    try:
+        jobs = _fresh_jobs(launcher, (arm,), contests, log="tuned by")
+    except JobError as error:
+        launcher.say(f"the plugin's table was not timed: {error}")
+        return list(found)
+    timed = confirm([SizeRow(row=row) for row in asked], jobs, plan=arm.name)
+    harmful = [
+        asked[row.row] for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM
+    ]
+    return [
+        _without(tuning, harmful, timed if tuning.gpus == target.gpus else ()) for tuning in found
+    ]
+
+
+def _table_rows(entry: TunerEntry) -> list[TimedRow]:
+    """Return rows to time of an entry: its ends, the measured sizes inside, and half-way sizes."""
+    between = (math.isqrt(low * high) for low, high in pairwise(ALL_SIZES))
+    rows = [
+        TimedRow(collective=entry.collective, dtype=SWEPT, bytes=size)
+        for size in sorted({*ALL_SIZES, *between, entry.from_bytes, entry.to_bytes})
+    ]
+    return [row for row in rows if covers(entry, row)]
+
+
+def _without(
+    tuning: SizeTuning, harmful: Sequence[TunerEntry], by_plugin: Sequence[SizeRow]
+) -> SizeTuning:
+    """Return a tuning without harmful entries, with the rows by the plugin that found these."""
+
+    def kept(row: SizeRow) -> bool:
+        return row.kept and not any(covers(entry, row.row) for entry in harmful)
+
+    own = {row.row.collective for row in tuning.rows}
+    return replace(
+        tuning,
+        rows=tuple(replace(row, kept=kept(row)) for row in tuning.rows),
+        entries=tuple(entry for entry in tuning.entries if entry not in harmful),
+        by_plugin=tuple(row for row in by_plugin if row.row.collective in own),
+    )
+
+
+def _tables(found: Sequence[SizeTuning], equal: EqualSets) -> tuple[TunerTable, ...]:
+    """Return the tables of all sets: those measured, and those equal to them."""
+    tables = []
+    for measured, images in equal.items():
+        of = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
+        entries = tuple(sorted(of, key=table_order))
+        if entries:
+            tables += [
+                TunerTable(gpus=gpus, measured_on=measured, entries=entries)
+                for gpus in sorted(images)
+            ]
+    return tuple(tables)

@@ -10,7 +10,7 @@ compared in interleaved rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -21,9 +21,9 @@ from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
 from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification, sizes_text
-from tccl_py.verify.spec import JobSpec, bus_gbps, large_gbps
+from tccl_py.verify.spec import TimedRow, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
-from tccl_py.verify.verify import RunBudget, Watcher, row_seconds, verify_target
+from tccl_py.verify.verify import RunBudget, row_seconds, verify_target
 
 SWEEP_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0
@@ -52,13 +52,6 @@ Stage = Callable[[Settings], Iterator[Settings]]
 """Returns the settings to try, from the best so far."""
 
 
-class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan and its verification; the given plan where none is better."""
-
-    plan: Target
-    verification: Verification
-
-
 def run_tuning(
     plan: Target,
     launcher: Launcher,
@@ -66,16 +59,17 @@ def run_tuning(
     first: Verification,
     *,
     seconds: float = SWEEP_SECONDS,
-    watch: Watcher = lambda _: None,
-) -> Tuned:
+) -> tuple[Target, Verification]:
     """Try other settings for a plan, verified by `first`; its directory does not change.
+
+    Return the best plan and its verification; the given plan where none is better.
 
     The best settings are compared with training steps as well: more channels can be faster alone
     and take from computation at the same time. The sweep ends after `seconds`.
     """
     begun = time.monotonic() - first.seconds
     # 1. Try candidates, one job each.
-    sweep = Sweep(plan, launcher, budget, first, watch=watch)
+    sweep = Sweep(plan, launcher, budget, first)
     trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
     tried = (sweep.baseline(), *trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
@@ -98,7 +92,7 @@ def run_tuning(
         changed = plan.retuned(changes, rates)
         if changed.choices == plan.choices:
             break
-        compared = verify_target(changed, launcher, careful, watch=watch)
+        compared = verify_target(changed, launcher, careful)
         again = _judged_by_winner(compared)
         if _better(again, best):
             best_plan, best = changed, again
@@ -116,13 +110,11 @@ def run_tuning(
         best_plan, best = offer
     # 4. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
-        notices = (*first.notices, *rejected)
-        kept = msgspec.structs.replace(first, tried=tried, notices=notices)
-        return Tuned(plan=plan, verification=kept)
-    return Tuned(
-        plan=best_plan.settled(best),
-        verification=msgspec.structs.replace(best, tried=tried, notices=(*best.notices, *rejected)),
-    )
+        best = first
+    else:
+        best_plan = best_plan.settled(best)
+    notices = (*best.notices, *rejected)
+    return best_plan, msgspec.structs.replace(best, tried=tried, notices=notices)
 
 
 def _rejections(found: Verification) -> Iterator[str]:
@@ -214,19 +206,14 @@ class Sweep:
         launcher: Launcher,
         budget: RunBudget,
         first: Verification,
-        *,
-        watch: Watcher,
     ) -> None:
-        self._target, self._watch = target, watch
+        self._target, self._watch = target, launcher.watch
         self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        self._spec = JobSpec(
-            sizes=budget.few_sizes,
-            collectives=(budget.collective,),
-            transfer_sizes=budget.transfer_sizes,
+        self._spec = msgspec.structs.replace(
+            budget.spec, sizes=budget.few_sizes, transfer_sizes=budget.transfer_sizes
         )
         self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
-        self._default: tuple[float, ...] = ()
-        self._transfers: tuple[float, ...] = ()
+        self._default: dict[TimedRow, float] = {}
         self._default_gbps: list[float] = []
 
     @property
@@ -251,7 +238,7 @@ class Sweep:
             default = outcomes.pop(0)
             if isinstance(default, JobError):
                 raise default
-            self._default, self._transfers = self._seconds(default)
+            self._default = self._seconds(default)
         self._default_gbps += [self._gbps(self._default)] * len(candidates)
         return [
             self._rated(*candidate, outcome)
@@ -267,34 +254,32 @@ class Sweep:
     def _rated(self, name: ChoiceName, settings: Settings, outcome: Outcome | JobError) -> Tried:
         if isinstance(outcome, JobError):
             return Tried(arm=name, settings=settings, failed=str(outcome))
-        seconds, transfers = self._seconds(outcome)
+        seconds, transfers = self._seconds(outcome), self._spec.transfers
         worst = min(
-            max(default, self._slowest.get(size, 0.0)) / taken
-            for size, taken, default in zip(self._spec.sizes, seconds, self._default, strict=True)
+            max(default, self._slowest.get(row.bytes, 0.0)) / seconds[row]
+            for row, default in self._default.items()
+            if row not in transfers
         )
-        rate = self._gbps(seconds)
-        ratios = [own / taken for own, taken in zip(self._transfers, transfers, strict=True)]
+        ratios = (self._default[row] / seconds[row] for row in transfers)
         return Tried(
             arm=name,
             settings=settings,
-            gbps=rate,
+            gbps=self._gbps(seconds),
             worst_ratio=worst,
             transfer_ratio=min(ratios, default=1.0),
         )
 
-    def _gbps(self, seconds: Sequence[float]) -> float:
+    def _gbps(self, seconds: Mapping[TimedRow, float]) -> float:
         """Return the bus bandwidth at the large sizes."""
         rates = [
-            (size, bus_gbps(self._spec.collectives[0], self._target.world, size, taken))
-            for size, taken in zip(self._spec.sizes, seconds, strict=True)
+            (row.bytes, bus_gbps(row.collective, self._target.world, row.bytes, taken))
+            for row, taken in seconds.items()
+            if row not in self._spec.transfers
         ]
         return large_gbps(rates) or 0.0
 
-    def _seconds(self, outcome: Outcome) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the seconds of each size of the collective, and those of send/recv."""
-        found = tuple(seconds for (seconds,) in row_seconds(self._spec, [outcome]).values())
-        count = len(self._spec.sizes)
-        return found[:count], found[count:]
+    def _seconds(self, outcome: Outcome) -> dict[TimedRow, float]:
+        return {row: taken for row, (taken,) in row_seconds(self._spec, [outcome]).items()}
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -27,6 +27,7 @@ from tccl_py.verify.rings import RingsFound, rings_found
 from tccl_py.verify.spec import (
     SIZES,
     Collective,
+    Dtype,
     JobSpec,
     TimedRow,
     WrongValue,
@@ -48,9 +49,6 @@ _NARROW = 1 << 20
 _alike = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of a few training steps: sums in another order differ by rounding."""
 
-Watcher = Callable[[str], None]
-"""Receives a line on the current work."""
-
 
 class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
@@ -62,7 +60,8 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = DEFAULT_ROUNDS
     sizes: tuple[int, ...] = SIZES
     seconds: float = DEFAULT_SECONDS
-    collective: Collective = "all_reduce"
+    collectives: tuple[Collective, ...] = ("all_reduce",)
+    dtype: Dtype = "float32"
     checks: bool = True
     training: bool = False
     extra: int = 4
@@ -76,8 +75,13 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transfer_sizes(self) -> tuple[int, ...]:
         """Return the size at which send/recv is timed as well; () where it is the collective."""
-        own = self.collective == "send_recv"
+        own = "send_recv" in self.collectives
         return () if own else (min(_TRANSFER_BYTES, max(self.sizes)),)
+
+    @property
+    def spec(self) -> JobSpec:
+        """Return the collectives that each job times over all ranks."""
+        return JobSpec(collectives=self.collectives, dtypes=(self.dtype,), sizes=self.sizes)
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,35 +96,29 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     at_once: int
     compared: Mapping[tuple[ChoiceName, TimedRow], Compared]
 
+    def of(self, name: ChoiceName) -> list[Outcome]:
+        """Return the jobs of an arm."""
+        return [job for arm, job in self.jobs if arm == name]
 
-def verify_target(
-    target: Target, launcher: Launcher, budget: RunBudget, *, watch: Watcher = lambda _: None
-) -> Verification:
+
+def verify_target(target: Target, launcher: Launcher, budget: RunBudget) -> Verification:
     """Run real collectives in every arm of a plan. Raises JobError: a job of default NCCL failed,
     so nothing can be said of the others.
     """
     begun = time.monotonic()
     # 1. Check values, where every arm may fail.
-    watch("checking values" if budget.checks else "starting")
-    names = [arm.name for arm in target.arms]
-    first = ConcurrentJobs(launcher, ()).run(target.arms, JobSpec(checks=budget.checks))
-    checked = dict(zip(names, first, strict=True))
-    baseline = checked["default"]
-    if isinstance(baseline, JobError):
-        raise baseline
-    failures = {name: str(error) for name, error in checked.items() if isinstance(error, JobError)}
+    checked, failures = check_arms(launcher, target.arms, checks=budget.checks)
     # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
-    running = [arm for arm in target.arms if arm.name not in failures]
-    with_groups = not target.hosts and any(arm.name == "variables" for arm in running)
-    spec = JobSpec(
-        sizes=budget.sizes,
+    with_groups = not target.hosts and "variables" in checked
+    spec = msgspec.structs.replace(
+        budget.spec,
         groups=groups_of(target.world) if with_groups else (),
         group_sizes=budget.few_sizes[:4],
         transfer_sizes=budget.transfer_sizes,
-        collectives=(budget.collective,),
         training=budget.training,
     )
-    rounds = run_rounds(launcher, running, budget, spec, begun=begun, watch=watch)
+    running = [arm for arm in target.arms if arm.name in checked]
+    rounds = run_rounds(launcher, running, budget, spec, begun=begun)
     failures |= rounds.failures
     # 3. Judge each arm, and find the winner.
     found: list[ArmResult] = []
@@ -132,17 +130,16 @@ def verify_target(
             predicted_gbps=arm.predicted_gbps,
             failure=failures.get(arm.name, ""),
         )
-        outcome = checked[arm.name]
-        if arm.name not in failures and isinstance(outcome, Outcome):
-            logs = [outcome, *_jobs_of(arm.name, rounds.jobs)]
+        if not result.failure:
+            logs = [checked[arm.name], *rounds.of(arm.name)]
             rings = rings_of_jobs(target, launcher, arm, logs, checks=budget.checks)
-            rows = _rows(target, spec, rounds, arm)
-            transfers = tuple(row for timed, row in rows.items() if timed in spec.transfers)
-            judged = tuple(row for timed, row in rows.items() if timed not in spec.transfers)
-            result = msgspec.structs.replace(result, rows=judged, transfers=transfers, rings=rings)
-            result = _judged(result, logs, rounds, found[0] if found else None)
+            result = msgspec.structs.replace(result, rings=rings)
+            result = _judged(result, target, spec, logs, rounds)
+            large = result.over(found[0]) if found else EQUAL
+            result = msgspec.structs.replace(result, large=large)
         found.append(result)
-    letters = dict(zip(names, "ABC", strict=False))
+    letters = dict(zip((arm.name for arm in target.arms), "ABC", strict=False))
+    ranks = checked["default"].results
     return Verification(
         machine=target.name,
         gpus=target.gpus,
@@ -155,10 +152,10 @@ def verify_target(
         simulated=target.plan.simulated,
         assumed=target.plan.assumed,
         tuned=target.plan.tuned,
-        collective=budget.collective,
-        left_out=baseline.results[0].left_out,
-        versions={"torch": baseline.results[0].torch, "nccl": baseline.results[0].nccl},
-        devices=tuple(rank.device for rank in baseline.results),
+        collective=budget.collectives[0],
+        left_out=ranks[0].left_out,
+        versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
+        devices=tuple(rank.device for rank in ranks),
         order="".join(letters[name] for name, _ in rounds.jobs),
         at_once=rounds.at_once,
         raw=tuple(
@@ -169,20 +166,46 @@ def verify_target(
     )
 
 
+def check_arms(
+    launcher: Launcher, arms: Sequence[Arm], *, checks: bool
+) -> tuple[dict[ChoiceName, Outcome], dict[ChoiceName, str]]:
+    """Run a first job of each arm, which compares values if asked to.
+
+    Return the outcomes of those that ran, and why the others failed. Raises JobError: the job of
+    default NCCL failed.
+    """
+    launcher.watch("checking values" if checks else "starting")
+    ran: dict[ChoiceName, Outcome] = {}
+    failures: dict[ChoiceName, str] = {}
+    jobs = ConcurrentJobs(launcher, ()).run(arms, JobSpec(checks=checks))
+    for arm, outcome in zip(arms, jobs, strict=True):
+        if not isinstance(outcome, JobError):
+            ran[arm.name] = outcome
+        elif arm.name == "default":
+            raise outcome
+        else:
+            failures[arm.name] = str(outcome)
+    return ran, failures
+
+
 def _judged(
-    result: ArmResult, logs: Sequence[Outcome], rounds: Rounds, baseline: ArmResult | None
+    result: ArmResult, target: Target, spec: JobSpec, logs: Sequence[Outcome], rounds: Rounds
 ) -> ArmResult:
-    """Add the checked values of an arm's jobs, and its bandwidth beside the baseline's."""
+    """Add the rows and the checked values of an arm's jobs."""
+    rows = _rows(target, spec, rounds, result.name)
+    transfers = tuple(rows.pop(timed) for timed in spec.transfers if timed in rows)
     ranks = logs[0].results
     wrong = [wrong for rank in ranks for wrong in rank.wrong]
-    wrong += _wrong_training(_jobs_of("default", rounds.jobs), logs[1:])
-    return msgspec.structs.replace(
+    wrong += _wrong_training(rounds.of("default"), logs[1:])
+    result = msgspec.structs.replace(
         result,
+        rows=tuple(rows.values()),
+        transfers=transfers,
         checked=sum(rank.checked for rank in ranks),
         wrong=tuple(wrong),
-        gbps=large_gbps([(row.bytes, row.gbps) for row in result.sizes]),
-        large=EQUAL if baseline is None else result.over(baseline),
     )
+    gbps = large_gbps([(row.bytes, row.gbps) for row in result.sizes])
+    return msgspec.structs.replace(result, gbps=gbps)
 
 
 def rings_of_jobs(
@@ -198,10 +221,10 @@ def rings_of_jobs(
     return next((rings for rings in found if not rings.same), found[0])
 
 
-def _rows(target: Target, spec: JobSpec, rounds: Rounds, arm: Arm) -> dict[TimedRow, Row]:
+def _rows(target: Target, spec: JobSpec, rounds: Rounds, name: ChoiceName) -> dict[TimedRow, Row]:
     rows = {}
-    for timed, seconds in row_seconds(spec, _jobs_of(arm.name, rounds.jobs)).items():
-        compared = rounds.compared.get((arm.name, timed), EQUAL)
+    for timed, seconds in row_seconds(spec, rounds.of(name)).items():
+        compared = rounds.compared.get((name, timed), EQUAL)
         ranks = len(timed.groups[0]) if timed.groups else target.world
         rows[timed] = Row(
             bytes=timed.bytes,
@@ -226,10 +249,6 @@ def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Ite
                     yield WrongValue(case=f"training step, {mode}", rank=rank.rank, what=what)
 
 
-def _jobs_of(name: ChoiceName, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> list[Outcome]:
-    return [job for arm, job in jobs if arm == name]
-
-
 def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
     """Return the order of jobs in a round: A B C, C B A, B C A, A C B, ..."""
     first = number // 2 % len(arms)
@@ -244,7 +263,6 @@ def run_rounds(
     spec: JobSpec,
     *,
     begun: float,
-    watch: Watcher = lambda _: None,
 ) -> Rounds:
     """Run rounds of jobs until the verdicts are clear or the time is up.
 
@@ -261,7 +279,7 @@ def run_rounds(
     while len(running) > 1 and count < most:
         # 1. Run as many whole rounds as devices have room for.
         numbers = range(count, count + max(1, jobs.at_once // len(running)))
-        watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
+        launcher.watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
         batch = [arm for number in numbers for arm in round_order(running, number)]
         for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
             if not isinstance(outcome, JobError):
@@ -272,11 +290,11 @@ def run_rounds(
                 failures[arm.name] = str(outcome)
         running = [arm for arm in running if arm.name not in failures]
         ran = [(name, job) for name, job in ran if name not in failures]
-        count = len(_jobs_of(arms[0].name, ran))
+        count = sum(name == arms[0].name for name, _ in ran)
         if count < LEAST_ROUNDS or len(running) == 1:
             continue
         # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
-        compared = _compare_arms(spec, {arm.name: _jobs_of(arm.name, ran) for arm in running})
+        compared = _compare_arms(spec, ran)
         judged = {key: row for key, row in compared.items() if key[1] not in spec.transfers}
         if _enough(budget, judged, count) or time.monotonic() - begun > budget.seconds:
             break
@@ -304,12 +322,15 @@ def _enough(
 
 
 def _compare_arms(
-    spec: JobSpec, outcomes: Mapping[ChoiceName, Sequence[Outcome]]
+    spec: JobSpec, jobs: Sequence[tuple[ChoiceName, Outcome]]
 ) -> dict[tuple[ChoiceName, TimedRow], Compared]:
-    rows = {name: row_seconds(spec, jobs) for name, jobs in outcomes.items()}
-    baseline = next(iter(rows.values()))
-    keys = [(name, row) for name in list(rows)[1:] for row in rows[name]]
-    found = compare([rows[name][row] for name, row in keys], [baseline[row] for _, row in keys])
+    names = dict.fromkeys(name for name, _ in jobs)
+    baseline, *others = (
+        (name, row_seconds(spec, [job for own, job in jobs if own == name])) for name in names
+    )
+    keys = [(name, row) for name, rows in others for row in rows]
+    seconds = [seconds for _, rows in others for seconds in rows.values()]
+    found = compare(seconds, [baseline[1][row] for _, row in keys])
     return dict(zip(keys, found, strict=True))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tccl_py.plan.beside import load_tuning
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.size_plans import SIZES_FILE, load_sizes
+from tccl_py.verify.sizes import SIZES_FILE, load_sizes
 from tests.gpu.ranks import REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
