@@ -55,10 +55,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     imports: tuple[str, ...] = ()
 
 
-_Event = tuple[int, int | None]
-"""A forked process's number, and None, or the code of one that ended, as in subprocess."""
-
-
 class ForkServer:
     """Starts ranks by fork; a context manager that ends the server and every rank left.
 
@@ -70,7 +66,6 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._key: tuple[tuple[str, ...], dict[str, str]] = ((), {})
-        self._codes: dict[int, int | None] = {}
 
     def __enter__(self) -> ForkServer:
         return self
@@ -82,23 +77,26 @@ class ForkServer:
         """Start a rank that inherits `listener`."""
         environment = child_environment(program.environment)
         program = msgspec.structs.replace(program, environment=environment)
-        control = self._ready(program)
         # The environment may be larger than a message.
         file = Path(f"{program.output}-program.json")
         file.write_bytes(msgspec.json.encode(program))
+        server, control = self._ready(program)
         reading, lifeline = os.pipe()
         try:
             descriptors = [reading, *([listener.fileno()] if listener is not None else [])]
             socket.send_fds(control, [str(file).encode()], descriptors)
-            pid = self._forked(time.monotonic() + _START_S)
+            if not (pid := control.recv(_MESSAGE_BYTES)):
+                raise ConnectionResetError
         except BaseException as error:
             os.close(lifeline)
             if not isinstance(error, OSError):
                 raise
-            raise self._gone() from None
+            self.close()
+            what = "the process that starts ranks has ended; run the command again"
+            raise TcclError(what) from None
         finally:
             os.close(reading)
-        return ForkedRank(self, pid, lifeline)
+        return ForkedRank(server, int(pid), lifeline, _code_file(file))
 
     def close(self) -> None:
         """Kill the server and, with the server, all ranks."""
@@ -110,25 +108,18 @@ class ForkServer:
             process.kill()
             process.wait()
 
-    def code(self, pid: int) -> int | None:
-        """Return a rank's exit code; None while the rank runs, 1 if the server died first."""
-        self._drain()
-        if pid not in self._codes and self._control is None:
-            return 1
-        return self._codes.get(pid)
-
-    def _ready(self, program: Program) -> socket.socket:
-        """Return the connection to a server with the program's imports and environment."""
+    def _ready(self, program: Program) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Return a server with the program's imports and environment, and the connection to it."""
         environment = {k: v for k, v in program.environment.items() if not k.startswith(_PER_RANK)}
         key = (program.imports, environment)
-        # A server that was killed while idle has closed the connection.
-        self._drain()
-        if self._control is not None and key == self._key:
-            return self._control
+        process, control = self._process, self._control
+        if process and control and process.poll() is None and key == self._key:
+            return process, control
         self.close()
         ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_START_S)
         with remote:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 child_command(_MODULE, str(remote.fileno()), *program.imports),
                 env=environment,
                 pass_fds=(remote.fileno(),),
@@ -137,49 +128,26 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._control, self._key, self._codes = ours, key, {}
-        return ours
-
-    def _forked(self, deadline: float) -> int:
-        while (event := self._event(max(0.0, deadline - time.monotonic()))) is not None:
-            pid, code = event
-            if code is None:
-                return pid
-            self._codes[pid] = code
-        raise self._gone()
-
-    def _drain(self) -> None:
-        while (event := self._event(0.0)) is not None:
-            self._codes.update([event])
-
-    def _event(self, seconds: float) -> _Event | None:
-        """Return the next event; None on timeout or if the server has ended."""
-        if self._control is None:
-            return None
-        if not select.select([self._control], [], [], seconds)[0]:
-            return None
-        with contextlib.suppress(ConnectionResetError):
-            message = self._control.recv(_MESSAGE_BYTES)
-            if message:
-                return msgspec.json.decode(message, type=tuple[int, int | None])
-        self._control.close()
-        self._control = None
-        return None
-
-    def _gone(self) -> TcclError:
-        self.close()
-        return TcclError("the process that starts ranks has ended; run the command again")
+        self._process, self._control, self._key = process, ours, key
+        return process, ours
 
 
 class ForkedRank:
-    """A rank started by a fork server."""
+    """A rank started by a fork server, which writes the exit code to a file."""
 
-    def __init__(self, server: ForkServer, pid: int, lifeline: int) -> None:
-        self._server, self._pid, self._lifeline = server, pid, lifeline
+    def __init__(
+        self, server: subprocess.Popen[bytes], pid: int, lifeline: int, code: Path
+    ) -> None:
+        self._server, self._pid, self._lifeline, self._code = server, pid, lifeline, code
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal that ended the rank, or None while it runs."""
-        return self._server.code(self._pid)
+        """Return the exit code, minus the signal that ended the rank, or None while it runs.
+
+        The code is 1 if the server died first.
+        """
+        ended = self._server.poll() is not None
+        text = self._code.read_text() if self._code.exists() else ""
+        return int(text) if text else 1 if ended else None
 
     def end(self) -> None:
         """Kill the rank's process group; ranks own nothing that needs cleanup."""
@@ -192,6 +160,10 @@ class ForkedRank:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+
+
+def _code_file(program: Path) -> Path:
+    return program.with_name(f"{program.name}-code")
 
 
 def main() -> None:
@@ -209,34 +181,35 @@ def main() -> None:
 def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
     """Fork on request and return the request in the fork; return None when the client is gone."""
     server = os.getpid()
-    children: set[int] = set()
+    children: dict[int, Path] = {}
     while True:
         readable, _, _ = select.select([control], [], [], _POLL_S if children else None)
+        # 1. Write the codes of the ranks that have ended; a folder may be gone.
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(OSError):
+                    children[pid].write_text(str(os.waitstatus_to_exitcode(status)))
+                del children[pid]
+        if not readable:
+            continue
+        # 2. Fork for the next request: the kernel ends the fork with this process.
         try:
-            # 1. Report the ranks that have ended.
-            for pid in list(children):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    children.remove(pid)
-                    control.send(msgspec.json.encode((pid, os.waitstatus_to_exitcode(status))))
-            if not readable:
-                continue
-            # 2. Fork for the next request: the kernel ends the fork with this process.
             message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
             if not message:
                 return None
+            file = Path(message.decode())
             pid = os.fork()
             if pid == 0:
                 end_with(server)
-                request = Path(message.decode()).read_bytes()
-                return msgspec.json.decode(request, type=Program), descriptors
-            children.add(pid)
+                return msgspec.json.decode(file.read_bytes(), type=Program), descriptors
+            children[pid] = _code_file(file)
             # The client may kill the group as soon as it knows the pid.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             for descriptor in descriptors:
                 os.close(descriptor)
-            control.send(msgspec.json.encode((pid, None)))
+            control.send(str(pid).encode())
         except (BrokenPipeError, ConnectionResetError):
             return None
 

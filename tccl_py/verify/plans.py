@@ -40,13 +40,15 @@ from tccl_py.verify.evaluation import (
     Evaluation,
     Part,
     estimated_seconds,
+    jobs_of_tables,
     keep_evaluation,
+    predicted_cells,
     run_parts,
+    simulated_cells,
 )
 from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.verify.nccl_tests import NcclTests
 from tccl_py.verify.record import Verification, keep_verification
-from tccl_py.verify.simulated import jobs_of_tables, predicted_cells, simulated_cells
 from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import Target, read_target
