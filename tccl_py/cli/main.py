@@ -45,7 +45,7 @@ COMMANDS = {
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
     "doctor": ("doctor:doctor", "Look for what hangs or slows NCCL on this host."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
-    "evaluate": ("evaluate:evaluate", "Time all collectives over sets of GPUs, in every choice."),
+    "evaluate": ("verify:evaluate", "Time all collectives over sets of GPUs, in every choice."),
     "check": ("check:check", "Compare a machine with its plan's measurements."),
     "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
 }

@@ -16,15 +16,7 @@ from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, o
 from tccl_py.cli.output import results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.overlap.job import (
-    Backend,
-    PairRow,
-    ProductRow,
-    Span,
-    default_sets,
-    parse_sets,
-    time_overlap,
-)
+from tccl_py.overlap.job import Backend, Row, Span, default_sets, parse_sets, time_overlap
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 
 MIB = 1024 * 1024
@@ -109,9 +101,7 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
     return chosen
 
 
-def _print(
-    head: Mapping[str, Any], pairs: Sequence[PairRow], products: Sequence[ProductRow]
-) -> None:
+def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row]) -> None:
     out = results()
     where = head["gpu"] or "host memory, a dry run"
     out.print(
@@ -120,13 +110,13 @@ def _print(
     )
     table = Table("by", "set", "mode", "one message of each pair", "all of them")
     for row in pairs:
-        each = "  ".join(_text(span) for span in row.message)
-        table.add_row(row.by, " ".join(row.set), row.mode, each, _text(row.total))
+        each = "  ".join(map(_text, row["message"]))
+        table.add_row(row["by"], " ".join(row["set"]), row["mode"], each, _text(row["total"]))
     out.print(table)
     table = Table("by", "transfer", "mode", "transfer", "product", "both done")
-    for one in products:
-        times = (one.transfer_time, one.product_time, one.total)
-        table.add_row(one.by, one.transfer, one.mode, *(_text(time) for time in times))
+    for row in products:
+        times = (_text(row[name]) for name in ("transfer_time", "product_time", "total"))
+        table.add_row(row["by"], row["transfer"], row["mode"], *times)
     out.print(table)
 
 

@@ -1,14 +1,15 @@
-"""`tccl verify`: real collectives by default NCCL and by the other choices of a plan."""
+"""`tccl verify` and `tccl evaluate`: real collectives by default NCCL and a plan's choices."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, notices, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json
+from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
@@ -30,15 +31,23 @@ from tccl_py.report.sizes import (
     tuning_facts,
     tuning_json,
 )
-from tccl_py.report.verification import facts_of, headline, size_rows, verification_json
+from tccl_py.report.verification import (
+    evaluation_json,
+    evaluation_lines,
+    facts_of,
+    headline,
+    size_rows,
+    verification_json,
+)
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
+from tccl_py.verify.evaluation import EVALUATED, csv_text
 from tccl_py.verify.nccl_tests import find_program, size_options
-from tccl_py.verify.plans import JobOptions, tuning_budget, verify_plan
+from tccl_py.verify.plans import JobOptions, evaluate_plan, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning
 from tccl_py.verify.sizes import load_sizes
-from tccl_py.verify.spec import COLLECTIVES, SIZES, Collective, parse_sizes
+from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, SIZES, Collective, Dtype, parse_sizes
 from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
 
 if TYPE_CHECKING:
@@ -146,8 +155,6 @@ def verify(
     )
     if program is not None:
         size_options(budget.sizes)
-    kind = check_backend(backend)
-    pinned = pinned_names(pin_env or ())
     if choice is not None:
         one_of("--choice", choice, ("variables", "graph"))
     if choice is not None and tune:
@@ -157,16 +164,7 @@ def verify(
             {"--choice": choice, "--with": program},
             ("", "is for the plan of one machine", "leave it out"),
         )
-    with ExitStack() as stack:
-        job = hold_plan(stack, directory)
-        asked = JobOptions(
-            job=job,
-            backend=kind,
-            pinned=pinned,
-            program=program,
-            say=notice,
-            watch=stack.enter_context(ProgressLine()).say,
-        )
+    with _job_options(directory, backend, pin_env, program=program) as asked:
         only = cast("ChoiceName | None", choice)
         found = verify_plan(directory, budget, asked, tune=tune, only=only)
     if json:
@@ -181,22 +179,123 @@ def verify(
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def hold_plan(
-    stack: ExitStack, directory: Path, *, anywhere: Callable[[Plan], bool] = lambda _: False
-) -> Job | None:
-    """Hold a plan's directory against other runs until `stack` closes; return the job under MPI.
+def evaluate(
+    directory: options.Directory,
+    *,
+    gpus_per_job: Annotated[
+        str | None, opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2.")
+    ] = None,
+    collectives: Annotated[str | None, opt("LIST", f"Of {', '.join(COLLECTIVES)}.")] = None,
+    sizes: Annotated[str | None, opt("LIST", "64K,1M,16M,256M if not given.")] = None,
+    dtype: Annotated[str, opt("NAME", "float32 or bfloat16.")] = "float32",
+    rounds: Annotated[int, opt("N", "Rounds over each set of GPUs.")] = LEAST_ROUNDS,
+    seconds: Annotated[float, opt("S", "After this no set is begun.")] = EVALUATED.seconds,
+    csv: Annotated[Path | None, opt("FILE", "Write a row of each result as CSV.")] = None,
+    no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
+    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
+    backend: options.Backend = None,
+    json: options.Json = False,
+) -> None:
+    """Evaluate a plan: all collectives by size over sets of GPUs, against default NCCL.
 
-    Plans of several hosts need a job, and plans of one machine none, but those that run `anywhere`.
+    Jobs of all arms are interleaved in rounds, as by `tccl verify`, over all GPUs of the plan,
+    half, a quarter, or the sets of --gpus-per-job, after a check of every collective's values. For
+    a cluster's plan, start it by mpirun or srun: sets are GPUs of each host, over all hosts, half
+    of the hosts and so on. An estimate of the time is printed first; sets that --seconds do not
+    suffice for are named.
+
+    A simulated plan is evaluated by its model, unless --backend is given: large messages only,
+    over every set of GPUs that a plan has rings for. Ring collectives have the bandwidth of each
+    arm's rings; send/recv and all-to-all are transfers of all pairs at once. A cluster has ring
+    collectives alone. Sizes and times are left out, as latency is not simulated.
+
+    DIR/evaluate.json has all results; `tccl report` draws a heat map of them.
+
+    Exit codes: 0; 1 wrong values or a failed job; 2 wrong use, or no plan for this machine.
+
+    --json has the keys `machine`, `simulated`, `recommended`, `arms` (a list of `arm`, `cells`,
+    `mean`, `least`, `most`: ratios to default NCCL), `cells` (a list of `hosts`, `gpus`,
+    `collective`, `dtype`, `bytes`, `arm`, `us`, `gbps`, `ratio`, `low`, `high`), `wrong`,
+    `failures`, `left_out`, `seconds`.
+
+    Examples:
+
+        tccl evaluate my-plan --csv my-plan.csv
+        tccl evaluate my-plan --gpus-per-job 4,2,0+2 --collectives all_reduce --sizes 1M,256M
     """
+    in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
+    in_range("--seconds", seconds, 86_400, least=0)
+    one_of("--dtype", dtype, ELEMENT_BYTES)
+    listed = COLLECTIVES if collectives is None else tuple(collectives.split(","))
+    for name in listed:
+        one_of("--collectives", name, COLLECTIVES)
+    budget = replace(
+        EVALUATED,
+        collectives=cast("tuple[Collective, ...]", tuple(dict.fromkeys(listed))),
+        dtype=cast(Dtype, dtype),
+        rounds=rounds,
+        seconds=seconds,
+        checks=not no_checks,
+    )
+    if sizes is not None:
+        budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
+    if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
+        raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
+    with _job_options(directory, backend, pin_env, by_model=True) as asked:
+        found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job)
+    if csv is not None:
+        write_result(csv_text(found), csv)
+    if json:
+        print_json(evaluation_json(found))
+    else:
+        for line in evaluation_lines(found):
+            results().print(line, soft_wrap=True)
+    notice(f"wrote {directory / 'evaluate.json'}" + ("" if csv is None else f" and {csv}"))
+    notice_each(f"failed: {text}" for text in found.failures)
+    notice_each(f"left out, the time is up: {text}" for text in found.left_out)
+    if found.wrong or found.failures:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+@contextmanager
+def _job_options(
+    directory: Path,
+    backend: str | None,
+    pin_env: Sequence[str] | None,
+    *,
+    program: Path | None = None,
+    by_model: bool = False,
+) -> Iterator[JobOptions]:
+    """Hold a plan's directory against other runs, and yield how jobs of the plan run.
+
+    Plans of several hosts need an MPI job, and plans of one machine none; without a backend a
+    simulated plan needs neither where it is judged `by_model`.
+    """
+    kind = None if backend is None else check_backend(backend)
+    for name in pin_env or ():
+        if _NAME.fullmatch(name) is None:
+            where = f"--pin-env {name[:40]!r}"
+            raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
+        if name == "NCCL_GRAPH_FILE":
+            raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
     several = in_job()
-    job = stack.enter_context(controlled_job()) if several else None
-    check_plan_directory(directory)
-    plan = load_plan(directory)
-    if plan.is_cluster != several and not anywhere(plan):
-        raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
-    # A plan that is written into it meanwhile would get the results of another one.
-    stack.enter_context(locked(directory))
-    return job
+    with ExitStack() as stack:
+        job = stack.enter_context(controlled_job()) if several else None
+        check_plan_directory(directory)
+        plan = load_plan(directory)
+        anywhere = by_model and plan.simulated and kind is None
+        if plan.is_cluster != several and not anywhere:
+            raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
+        # A plan that is written into it meanwhile would get the results of another one.
+        stack.enter_context(locked(directory))
+        yield JobOptions(
+            job=job,
+            backend=kind,
+            pinned=tuple(pin_env or ()),
+            program=program,
+            say=notice,
+            watch=stack.enter_context(ProgressLine()).say,
+        )
 
 
 def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:
@@ -208,17 +307,6 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     print_verification(found, notices())
     print_sizes(load_sizes(directory), notices())
     return load_plan(directory)
-
-
-def pinned_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the variables of --pin-env, checked."""
-    for name in names:
-        if _NAME.fullmatch(name) is None:
-            where = f"--pin-env {name[:40]!r}"
-            raise InputError(where, "is no NCCL variable", "a name such as NCCL_P2P_DISABLE")
-        if name == "NCCL_GRAPH_FILE":
-            raise InputError(f"--pin-env {name}", "is what is compared", "leave it out")
-    return tuple(names)
 
 
 def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:

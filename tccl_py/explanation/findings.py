@@ -143,10 +143,7 @@ def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
 
 def load_explanation(directory: Path) -> Explanation | None:
     """Return the explanation of the plan in `directory`; None if there is none of this plan."""
-    path = directory / EXPLANATION_FILE
-    if not path.is_file():
-        return None
-    return read_beside_plan(path, Explanation, version=FORMAT_VERSION)
+    return read_beside_plan(directory / EXPLANATION_FILE, Explanation, version=FORMAT_VERSION)
 
 
 def kind_of(flow: Flow) -> str:

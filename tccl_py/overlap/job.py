@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -97,25 +97,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     high_ms: float
 
 
-class PairRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A set in a mode: time of one message by pair, and of all messages of all pairs."""
-
-    by: str
-    mode: Mode
-    set: tuple[str, ...]
-    message: tuple[Span, ...]
-    total: Span
-
-
-class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer and a GEMM in a mode: the time of each, and of both."""
-
-    by: str
-    mode: Mode
-    transfer: str
-    transfer_time: Span
-    product_time: Span
-    total: Span
+Row = dict[str, Any]
+"""A row of a table, with the keys of `--json`."""
 
 
 def default_sets(places: int) -> tuple[Pairs, ...]:
@@ -138,26 +121,25 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
     >>> parse_sets(["G4->G6"], (4, 6))
     ((Pair(source=0, target=1),),)
     """
-    return tuple(_parse_set(text, gpus) for text in texts)
+    found = []
+    for text in texts:
+        where, words = f"set {text[:60]!r}", flow_texts(text)
+        if not 1 <= len(words) <= _MOST_PAIRS:
+            right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
+            raise InputError(where, f"has {len(words)} pairs", right)
+        found.append(tuple(_parse_pair(word, gpus, where) for word in words))
+    return tuple(found)
 
 
-def _parse_set(text: str, gpus: Sequence[int]) -> Pairs:
-    where, words = f"set {text[:60]!r}", flow_texts(text)
-    if not 1 <= len(words) <= _MOST_PAIRS:
-        right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
-        raise InputError(where, f"has {len(words)} pairs", right)
-    pairs = []
-    for word in words:
-        flow = parse_flow(_PAIR.sub(r"\1:\2", word))
-        if str(flow) != str(direct_write(flow.source.index, flow.destination.index)):
-            raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
-        ends = flow.source.index, flow.destination.index
-        unknown = [gpu for gpu in ends if gpu not in gpus]
-        if unknown:
-            known = f"the job has {', '.join(map(str, gpus))}"
-            raise InputError(where, f"names GPU {unknown[0]}", known)
-        pairs.append(Pair(*map(gpus.index, ends)))
-    return tuple(pairs)
+def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
+    flow = parse_flow(_PAIR.sub(r"\1:\2", word))
+    ends = flow.source.index, flow.destination.index
+    if str(flow) != str(direct_write(*ends)):
+        raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
+    if unknown := [gpu for gpu in ends if gpu not in gpus]:
+        known = f"the job has {', '.join(map(str, gpus))}"
+        raise InputError(where, f"names GPU {unknown[0]}", known)
+    return Pair(*map(gpus.index, ends))
 
 
 def run_job(
@@ -192,14 +174,14 @@ def run_job(
 
 def time_overlap(
     backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
-) -> tuple[list[PairRow], list[ProductRow], OverlapResult]:
+) -> tuple[list[Row], list[Row], OverlapResult]:
     """Run a job of messages and one of copies here; return their rows, and a rank's result.
 
     `counts` are as in OverlapSpec; raises MeasurementError as `run_job` and `rows_of`.
     """
     environment = torch_environment(os.environ, gpus if backend == "nccl" else None)
-    pairs: list[PairRow] = []
-    products: list[ProductRow] = []
+    pairs: list[Row] = []
+    products: list[Row] = []
     kinds: tuple[tuple[str, Kind], ...] = ((backend, "messages"), ("memcpy", "copies"))
     with ForkServer() as server:
         for by, kind in kinds:
@@ -219,7 +201,7 @@ def span(samples: Iterable[float]) -> Span:
 
 def rows_of(
     by: str, spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
-) -> tuple[tuple[PairRow, ...], tuple[ProductRow, ...]]:
+) -> tuple[list[Row], list[Row]]:
     """Return a job's rows; `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place.
 
     Wrong bytes are a MeasurementError.
@@ -228,50 +210,27 @@ def rows_of(
     if wrong:
         what = f"gave rank {', '.join(wrong)} wrong bytes: times are void"
         raise MeasurementError(f"transfers by {by}: {what}")
-    names = [tuple(pair.text(gpus) for pair in pairs) for pairs in spec.sets]
-    pairs = [
-        _pair_row(by, mode, names[at], spec.messages, [result.sets[at][mode] for result in results])
-        for at, timings in enumerate(results[0].sets)
-        for mode in timings
-    ]
-    products = [
-        _product_row(
-            by,
-            mode,
-            ALL_REDUCE if transfer is None else transfer.text(gpus),
-            [result.products[at][1][mode] for result in results],
-        )
-        for at, (transfer, timings) in enumerate(results[0].products)
-        for mode in timings
-    ]
-    return tuple(pairs), tuple(products)
+    pairs, products = [], []
+    for at, places in enumerate(spec.sets):
+        for mode in results[0].sets[at]:
+            ranks = (result.sets[at][mode] for result in results)
+            each = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
+            row: Row = {"by": by, "mode": mode, "set": [pair.text(gpus) for pair in places]}
+            row["message"] = [span(time / spec.messages for time in times) for times in each]
+            row["total"] = span(map(_TOTAL[mode], zip(*each, strict=True)))
+            pairs.append(row)
+    for at, (transfer, timings) in enumerate(results[0].products):
+        name = ALL_REDUCE if transfer is None else transfer.text(gpus)
+        for mode in timings:
+            # All ranks multiply; only ranks of the transfer affect it.
+            part = [found for rank in results if (found := rank.products[at][1][mode])[1]]
+            row = {"by": by, "mode": mode, "transfer": name}
+            row["transfer_time"] = _slowest(works[1] for works in part)
+            row["product_time"] = _slowest(works[0] for works in part)
+            row["total"] = _slowest(map(_TOTAL[mode], zip(*works, strict=True)) for works in part)
+            products.append(row)
+    return pairs, products
 
 
-def _pair_row(
-    by: str, mode: Mode, pairs: tuple[str, ...], messages: int, ranks: Sequence[Works]
-) -> PairRow:
-    each = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
-    return PairRow(
-        by=by,
-        mode=mode,
-        set=pairs,
-        message=tuple(span(time / messages for time in times) for times in each),
-        total=span(map(_TOTAL[mode], zip(*each, strict=True))),
-    )
-
-
-def _product_row(by: str, mode: Mode, transfer: str, ranks: Sequence[Works]) -> ProductRow:
-    # All ranks multiply; only ranks of the transfer affect it.
-    part = [works for works in ranks if works[1]]
-
-    def slowest(rows: Iterable[Iterable[float]]) -> Span:
-        return span(map(max, zip(*rows, strict=True)))
-
-    return ProductRow(
-        by=by,
-        mode=mode,
-        transfer=transfer,
-        transfer_time=slowest(works[1] for works in part),
-        product_time=slowest(works[0] for works in part),
-        total=slowest(map(_TOTAL[mode], zip(*works, strict=True)) for works in part),
-    )
+def _slowest(ranks: Iterable[Iterable[float]]) -> Span:
+    return span(map(max, zip(*ranks, strict=True)))

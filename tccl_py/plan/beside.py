@@ -101,10 +101,12 @@ def keep_beside_plan(found: S, path: Path) -> S:
 
 
 def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
-    """Read a finding of the plan that is now in the directory; None if of another plan.
+    """Read a finding of the plan that is now in the directory; None if none, or of another plan.
 
     Raises InputError: it is unreadable, of another version, or damaged.
     """
+    if not path.exists():
+        return None
     text = read_text(path)
     head = decode_json(text, _Head, where=str(path), name=kind.__name__)
     if head.format_version != version:
@@ -138,8 +140,6 @@ def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
     Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
     """
     path = directory / TUNING_FILE
-    if not path.exists():
-        return None
     found = read_beside_plan(path, Tuning, version=TUNING_VERSION)
     if found is not None:
         check_tables(found.tables, plan.gpus, where=str(path))

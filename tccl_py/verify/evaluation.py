@@ -18,7 +18,7 @@ from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import pinned_level
-from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import read_beside_plan
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.table_jobs import plan_of_job
@@ -354,12 +354,6 @@ def csv_text(found: Evaluation) -> str:
     return text.getvalue()
 
 
-def keep_evaluation(found: Evaluation, directory: Path) -> Evaluation:
-    """Write evaluate.json beside a plan, whole or not at all, and return its content."""
-    return keep_beside_plan(found, directory / EVALUATION_FILE)
-
-
 def load_evaluation(directory: Path) -> Evaluation | None:
     """Return the evaluation of the plan in a directory; None if none, or of an earlier plan."""
-    path = directory / EVALUATION_FILE
-    return read_beside_plan(path, Evaluation, version=FORMAT_VERSION) if path.exists() else None
+    return read_beside_plan(directory / EVALUATION_FILE, Evaluation, version=FORMAT_VERSION)

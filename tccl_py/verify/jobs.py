@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -65,11 +64,10 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a job's ranks, in order, NCCL's log, and the seconds that the job took."""
+    """Results of a job's ranks, in order, and NCCL's log."""
 
     results: tuple[JobResult, ...]
     log: str
-    seconds: float
 
 
 class Runner(Protocol):
@@ -128,9 +126,13 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of ranks."""
         return sum(len(host.ranks) for host in self.hosts)
 
+    def over(self, gpus: tuple[int, ...]) -> Launcher:
+        """Return a launcher over these GPUs of a single host."""
+        host = msgspec.structs.replace(self.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
+        return msgspec.structs.replace(self, hosts=(host,))
+
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
         """Run a job of each arm, all at once, with their timed batches interleaved."""
-        begun = time.monotonic()
         rendezvous = self.runner.rendezvous(self.hosts[0].name, len(arms))
         specs = [
             msgspec.structs.replace(
@@ -149,7 +151,6 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             outputs = self.runner.run(tasks)
         except MeasurementError as error:
             raise JobError(str(error)) from error
-        seconds = time.monotonic() - begun
         return tuple(
             Outcome(
                 results=tuple(
@@ -158,7 +159,6 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
                     for result in decoded(outputs[host.name][number], host.ranks, JobResult)
                 ),
                 log="\n".join(outputs[host.name][number].log for host in self.hosts),
-                seconds=seconds,
             )
             for number in range(len(arms))
         )

@@ -22,6 +22,7 @@ from tccl_py.errors import (
 )
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
+from tccl_py.plan.beside import keep_beside_plan
 from tccl_py.plan.files import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
@@ -36,12 +37,12 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.opening import rank_jobs
 from tccl_py.sources.profiled import Backend, measured_machine
 from tccl_py.verify.evaluation import (
+    EVALUATION_FILE,
     Cell,
     Evaluation,
     Part,
     estimated_seconds,
     jobs_of_tables,
-    keep_evaluation,
     predicted_cells,
     run_parts,
     simulated_cells,
@@ -229,7 +230,7 @@ def evaluate_plan(
         if not cells:
             right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
             raise InputError(str(directory), "has nothing of it that can be simulated", right)
-        return keep_evaluation(replace(base, cells=cells), directory)
+        return keep_beside_plan(replace(base, cells=cells), directory / EVALUATION_FILE)
     with ExitStack() as stack:
         if plan.is_cluster:
             jobs = jobs_of_tables(plan, directory, gpus)
@@ -250,7 +251,7 @@ def evaluate_plan(
         names = {arm.name for part in parts for arm in part.arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, budget, replace(base, recommended=recommended))
-    return keep_evaluation(found, directory)
+    return keep_beside_plan(found, directory / EVALUATION_FILE)
 
 
 def _simulated(
@@ -279,9 +280,7 @@ def _machine_parts(
             for arm in target.arms
             if planned or arm.name != "graph"
         ]
-        host = replace(launcher.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
-        own = replace(launcher, hosts=(host,))
-        parts.append(Part(gpus=gpus, arms=tuple(arms), launcher=own))
+        parts.append(Part(gpus=gpus, arms=tuple(arms), launcher=launcher.over(gpus)))
     return parts
 
 

@@ -359,10 +359,7 @@ def keep_verification(found: Verification, directory: Path) -> Verification:
 
 def load_verification(directory: Path) -> Verification | None:
     """Return the verification of the plan in a directory; None if none, or of an earlier plan."""
-    path = directory / VERIFICATION_FILE
-    if not path.exists():
-        return None
-    return read_beside_plan(path, Verification, version=FORMAT_VERSION)
+    return read_beside_plan(directory / VERIFICATION_FILE, Verification, version=FORMAT_VERSION)
 
 
 def why_not_verified(directory: Path) -> str:

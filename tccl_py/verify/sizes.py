@@ -17,7 +17,6 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, undisturbed
-from tccl_py.files import read_text
 from tccl_py.model.symmetry import automorphisms, equal_sets
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -30,7 +29,7 @@ from tccl_py.plan.beside import (
     keep_tuning,
     read_beside_plan,
 )
-from tccl_py.plan.files import graph_files
+from tccl_py.plan.files import subset_graph
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.verify.jobs import (
@@ -104,10 +103,7 @@ class SizeTunings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
-    path = directory / SIZES_FILE
-    if not path.exists():
-        return ()
-    found = read_beside_plan(path, SizeTunings, version=FORMAT_VERSION)
+    found = read_beside_plan(directory / SIZES_FILE, SizeTunings, version=FORMAT_VERSION)
     return () if found is None else found.tunings
 
 
@@ -135,7 +131,8 @@ def tune_by_size(
         work = [(launcher, arms, ("all_reduce",), every, seconds)]
         work += [(launcher, arms, OTHERS, fewer, seconds)]
         for gpus in equal:
-            work += [(*_over(target, launcher, arms, gpus), ("all_reduce",), fewer, short)]
+            own = _arms_over(target.plan, arms, gpus)
+            work += [(launcher.over(gpus), own, ("all_reduce",), fewer, short)]
         for each in work:
             try:
                 found.append(tune_sizes(*each)[0])
@@ -183,23 +180,17 @@ def _measured_sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], set[tuple[int,
             yield gpus, equal
 
 
-def _over(
-    target: Target, launcher: Launcher, arms: tuple[Arm, ...], gpus: tuple[int, ...]
-) -> tuple[Launcher, tuple[Arm, ...]]:
-    """Return launcher and arms of a smaller set, with its own graph file where the plan has one."""
-    (host,) = launcher.hosts
-    part = replace(host, ranks=tuple(range(len(gpus))), gpus=gpus)
-    plan, *others = arms
-    if plan.graphs:
-        file = graph_files(target.plan).get(gpus)
-        variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
-        graphs = {}
-        if file is not None:
-            path = target.directory.resolve() / "nccl" / file
-            variables[GRAPH_VARIABLE] = str(path)
-            graphs = {THIS_HOST: read_text(path)}
-        plan = replace(plan, variables=variables, graphs=graphs)
-    return replace(launcher, hosts=(part,)), (plan, *others)
+def _arms_over(plan: Plan, arms: tuple[Arm, ...], gpus: tuple[int, ...]) -> tuple[Arm, ...]:
+    """Return the arms over a smaller set, with a graph file of its own if the plugin gives one."""
+    first, *others = arms
+    if first.graphs:
+        planned, variables, graphs = plan.subset(gpus), dict(first.variables), {}
+        if planned is not None and planned.gains:
+            graphs = {THIS_HOST: subset_graph(plan, planned)}
+        else:
+            del variables[GRAPH_VARIABLE]
+        first = replace(first, variables=variables, graphs=graphs)
+    return first, *others
 
 
 def tune_sizes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from statistics import median
 
 import msgspec
@@ -144,13 +145,13 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
     Each stage starts from the best settings of each choice so far.
     """
     trials = sweep.run(list(plan.choices.items()))
-    for steps in zip(*(stages(plan, name) for name in plan.choices), strict=True):
+    for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
         known = {(trial.arm, trial.settings) for trial in trials}
         wanted: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
             best = _fastest(trials, name)
             base = plan.choices[name] if best is None else best.settings
-            wanted |= dict.fromkeys((name, settings) for settings in stage(base))
+            wanted |= dict.fromkeys((name, settings) for settings in (stage(base) if stage else ()))
         waiting = [each for each in wanted if each not in known and plan.permits(*each)]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
@@ -323,12 +324,9 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
         if kinds & {"read", "write"}:
             yield _valid(base, p2p_copy_engine=True)
 
-    found = sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
-    return (_no_settings,) * len(found) if target.choices[name].shm_placement else found
-
-
-def _no_settings(_base: Settings) -> Iterator[Settings]:
-    yield from ()
+    if target.choices[name].shm_placement:
+        return ()
+    return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
 
 
 def _valid(base: Settings, **changes: object) -> Settings:
