@@ -22,7 +22,8 @@ from tccl_py.errors import MeasurementError
 CHUNK = 2  # slices of a chunk, as in pump.cu
 SPINS = 500
 """Rounds without progress, each of which yields the core, before a thread naps between them."""
-NAP_S = 20e-6
+NAP_S, LONG_NAP_S = 20e-6, 1e-3
+"""The first nap and the longest: a nap is a small share of the wait, and leaves cores to others."""
 _NEVER = 1 << 63
 
 
@@ -243,12 +244,12 @@ class MappedSpaces:
         self._segments = {}
 
 
-def pause(rounds: int, spins: int = SPINS) -> None:
-    """Let other threads run, longer after `spins` rounds without progress."""
+def pause(rounds: int, spins: int = SPINS, longest_s: float = LONG_NAP_S) -> None:
+    """Let other threads run, longer and longer after `spins` rounds without progress."""
     if rounds < spins:
         yield_core()
     else:
-        time.sleep(NAP_S)
+        time.sleep(min(longest_s, NAP_S * (1 + (rounds - spins) // 2)))
 
 
 def released(
@@ -259,6 +260,6 @@ def released(
     while flag.value < epoch:
         if stopping() or time.monotonic_ns() > until:
             return 0
-        pause(rounds)
+        pause(rounds, longest_s=5 * NAP_S)
         rounds += 1
     return 0 if flag.value == ABORT else time.monotonic_ns()
