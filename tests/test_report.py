@@ -18,11 +18,8 @@ from tccl_py.model.transfer import bounce, parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.report.contents import (
-    fastest_alone,
-    fastest_bounces,
     heat_maps,
     read_contents,
-    slowest_together,
     viridis,
 )
 from tccl_py.report.hops import chain_ends, drawn_hops, link_loads
@@ -113,24 +110,22 @@ def test_a_lane_is_as_low_as_it_must_be():
 
 
 def test_a_pair_alone_has_its_fastest_flow():
-    found = fastest_alone(
-        journal(
-            ("G0->G0->G1", 20.0),
-            ("G0->G1->G1", 25.0),
-            ("G0->G0->C0->G1->G1", 9.0),
-            ("G0->G0->C0", 40.0),
-            ("G1->G1->G0 G0->G0->G1", 5.0, 6.0),
-        )
+    rates = journal(
+        ("G0->G0->G1", 20.0),
+        ("G0->G1->G1", 25.0),
+        ("G0->G0->C0->G1->G1", 9.0),
+        ("G0->G0->C0", 40.0),
+        ("G1->G1->G0 G0->G0->G1", 5.0, 6.0),
     )
+    found = heat_maps(rates, (0, 1), (0,))[0].readings
     assert {key: (str(one.flow), one.gbps) for key, one in found.items()} == {
         (0, 1): ("G0->G1->G1", 25.0)
     }
 
 
 def test_bounces_go_by_numa_node_and_sender():
-    found = fastest_bounces(
-        journal(("G0->G0->C1->G1->G1", 9.0), ("G0->G0->C1->G2->G2{blocks=2}", 11.0))
-    )
+    rates = journal(("G0->G0->C1->G1->G1", 9.0), ("G0->G0->C1->G2->G2{blocks=2}", 11.0))
+    found = heat_maps(rates, (0, 1, 2), (0, 1))[2].readings
     assert {key: one.gbps for key, one in found.items()} == {(1, 0): 11.0}
     assert found[1, 0].flow.is_bounce
 
@@ -142,7 +137,7 @@ def test_beside_its_worst_neighbour_a_pair_has_its_lowest_rate():
         ("G0->G0->G1 G3->G3->G2", 15.0, 15.0),
         ("G0->G0->G1 G1->G1->G2 G3->G3->G0", 1.0, 1.0, 1.0),
     )
-    found = slowest_together(rates)
+    found = heat_maps(rates, (0, 1, 2, 3), ())[1].readings
     assert (found[0, 1].gbps, str(found[0, 1].beside)) == (8.0, "G2->G2->G3")
     assert found[2, 3].gbps == 12.0
 
@@ -150,7 +145,7 @@ def test_beside_its_worst_neighbour_a_pair_has_its_lowest_rate():
 def test_a_set_measured_twice_has_the_median_of_all_samples():
     one = parse_set("G0->G0->G1")
     once, again = (journal((str(one), rate))[one] for rate in (10.0, 20.0))
-    assert fastest_alone({one: once + again})[0, 1].gbps == 15.0
+    assert heat_maps({one: once + again}, (0, 1), ())[0].readings[0, 1].gbps == 15.0
 
 
 # scales and words

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,6 @@ from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import PLAN_FILE
-from tccl_py.plan.words import CHOICE_WORDS, mark, settings_words
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
@@ -141,105 +139,17 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
     return journal, list(journal.notices)
 
 
-def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
-    """Yield the kinds of rates and facts in the report: name, provenance, and note."""
-    plan, found = contents.plan, contents.explanation
-    done = "simulated" if plan.simulated else "measured"
-    basis = "a prediction of NCCL's bus bandwidth"
-    if plan.tuned:
-        basis = "shares of the bandwidth of NCCL jobs when settings were tuned"
-    cost = (
-        f"{plan.sets_measured} sets {done}, {plan.sets_remembered} from memory or journal, "
-        f"{plan.sets_by_symmetry} by symmetry; search {plan.strategy}"
-    )
-    yield "rates of rings and hops", plan.provenance, f"{basis}; {cost}"
-    stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
-    yield "default NCCL", stock, plan.stock.note
-    searched = "of all ring sets of the searched sizes under these settings"
-    yield "bound", plan.provenance, searched if plan.bound_gbps else "not known"
-    if plan.limit_gbps is not None:
-        yield "limit", plan.provenance, "bare copies over the hops of the recommended choice"
-    if found is not None:
-        yield "explanation", found.provenance, ""
-    if contents.achieved:
-        yield "achieved rates", "measured with NCCL (verify.json)", ""
-    if contents.journal is not None:
-        yield "maps and pairs", *_journal_source(contents.journal)
-    for part in plan.cluster.classes:
-        known = part.knowledge
-        facts = Counter(fact.provenance for fact in known.peer_access)
-        pairs = ", ".join(f"{count} pairs {kind}" for kind, count in facts.items())
-        default = f"by default {'yes' if known.peer_access_default else 'no'}"
-        access = f"{known.peer_access_provenance} ({default})"
-        where = f" of {part.name}" if plan.is_cluster else ""
-        yield f"direct access between GPUs{where}", access, pairs
-        for link in known.hidden_links:
-            yield f"hidden link {link.one} to {link.other}{where}", link.provenance, link.note
-
-
-def _journal_source(journal: JournalContents) -> tuple[str, str]:
-    measured = [one for found in journal.measurements.values() for one in found]
-    kinds = Counter(mark(simulated=one.simulated, assumed=one.assumed) for one in measured)
-    source = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing measured"
-    note = f"{len(measured)} measurements of {journal.header.machine} ({journal.header.identity})"
-    unsettled = sum(not one.settled for one in measured)
-    return source, note + (f"; {unsettled} are less precise than asked" if unsettled else "")
-
-
-# Rates of a plan and of a journal: bars, and maps of single hops and of pairs of hops.
-class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate to compare, None if unknown: `kind` is a class of the page; `note` explains it."""
-
-    label: str
-    gbps: float | None
-    kind: str
-    note: str = ""
-
-
-def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
-    """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
-    how = "achieved when tuned" if plan.tuned else "predicted"
-    found = []
-    for name, choice in plan.choices.items():
-        recommended, gain = name == plan.recommended, plan.gain(name)
-        notes = [
-            "recommended" * recommended,
-            f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
-            "" if choice.rate_gbps is not None else "not rated",
-            choice.note,
-        ]
-        label, kind = CHOICE_WORDS[name], "plan" if recommended else "stock"
-        bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
-        found.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
-        if name in achieved:
-            found.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
-    limits = {
-        plan.limit_text or "bare copies": plan.limit_gbps,
-        f"upper bound: the plan is {plan.proof}": plan.bound_gbps,
-    }
-    bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
-    return found + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
-
-
-def settings_bars(plan: Plan) -> list[Bar]:
-    """Return the best ring set under each of the settings searched; empty if not kept."""
-    return [
-        Bar(
-            label=settings_words(found.settings),
-            gbps=found.rate_gbps,
-            kind="plan" if found.settings == plan.settings else "stock",
-            note=f"{found.rings_in_set} ring{'' if found.rings_in_set == 1 else 's'}",
-        )
-        for found in plan.alternatives
-    ]
-
-
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """A flow between two GPUs and its rate, GB/s, alone or beside another flow."""
 
     flow: Flow
     gbps: float
     beside: Flow | None = None
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """The flows that ran."""
+        return (self.flow,) if self.beside is None else (self.flow, self.beside)
 
 
 Readings = dict[tuple[int, int], Reading]
@@ -271,26 +181,23 @@ def heat_maps(
     journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
 ) -> list[HeatMap]:
     """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
-    comparable = with_equal_channels(journal, hosts)
-    alone = _within(fastest_alone(comparable, hosts), gpus, gpus)
-    together = _within(slowest_together(journal, hosts), gpus, gpus)
-    usual = {reading.flow.blocks for reading in alone.values()}
-    equal = {
-        each: found
-        for each, found in journal.items()
-        if {one.blocks for one in each.flows} == usual
-    }
-    alike = _within(slowest_together(equal, hosts), gpus, gpus)
-    if len(alike) == len(together):
-        together = alike
-    bounces = _within(fastest_bounces(journal, hosts), numa_nodes, gpus)
+    readings = _readings(journal, hosts)
+    alone = [one for one in readings if one.beside is None]
+    usual = _usual_channels(alone)
+    singles = [one for one in alone if one.flow.blocks == usual]
+    beside = sorted((one for one in readings if one.beside), key=lambda one: one.gbps)
+    equal = [one for one in beside if {flow.blocks for flow in one.flows} == {usual}]
+    fastest, slowest, alike = (_mapped(found, gpus, gpus) for found in (singles, beside, equal))
+    if len(alike) == len(slowest):
+        slowest = alike
+    bounces = _mapped([one for one in alone if one.flow.is_bounce], numa_nodes, gpus, bounces=True)
     # One scale for both: equal colours are equal rates.
-    largest = max(_largest(alone), _largest(together))
+    largest = max(_largest(fastest), _largest(slowest))
     first = HeatMap(
         name="alone",
         title="Each pair of GPUs alone",
-        caption=_alone_caption(alone, len(gpus)),
-        readings=alone,
+        caption=_alone_caption(fastest, len(gpus)),
+        readings=fastest,
         largest=largest,
         rows=gpus,
         columns=gpus,
@@ -302,7 +209,7 @@ def heat_maps(
         name="together",
         title="Each pair of GPUs beside its worst neighbour",
         caption="The lowest rate of a hop beside one other; the table names both.",
-        readings=together,
+        readings=slowest,
     )
     third = HeatMap(
         name="bounces",
@@ -319,6 +226,53 @@ def heat_maps(
     return [first, second, third]
 
 
+def _readings(journal: Journal, hosts: Hosts) -> list[Reading]:
+    """Return flows between GPUs of one host, alone and beside one other, the fastest first."""
+    found = []
+    for transfers, measured in journal.items():
+        flows = transfers.flows
+        used = {host for flow in flows for host in flow.hosts}
+        gpus = all(flow.source.kind == flow.destination.kind == "G" for flow in flows)
+        if len(flows) <= 2 and gpus and len(used) == 1 and used.issubset(hosts):
+            rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
+            for at, row in enumerate(rows):
+                gbps = median(itertools.chain.from_iterable(row))
+                beside = flows[1 - at] if len(flows) == 2 else None
+                found.append(Reading(flow=flows[at], gbps=gbps, beside=beside))
+    return sorted(found, key=lambda reading: -reading.gbps)
+
+
+def _usual_channels(alone: Sequence[Reading]) -> int | None:
+    """Return the number of channels by which most pairs were measured."""
+    pairs: dict[int | None, set[tuple[int, int]]] = {}
+    for one in alone:
+        pairs.setdefault(one.flow.blocks, set()).add(_ends(one.flow))
+    counted = ((len(ends), blocks is None, blocks or 0) for blocks, ends in pairs.items())
+    _, unlimited, blocks = max(counted, default=(0, True, 0))
+    return None if unlimited else blocks
+
+
+def _ends(flow: Flow) -> tuple[int, int]:
+    return flow.source.index, flow.destination.index
+
+
+def _mapped(
+    readings: Iterable[Reading],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    *,
+    bounces: bool = False,
+) -> Readings:
+    """Return the first of the readings for each row and column."""
+    found: Readings = {}
+    for one in readings:
+        source, target = _ends(one.flow)
+        row, column = (one.flow.through, source) if bounces else (source, target)
+        if row is not None and row in rows and column in columns:
+            found.setdefault((row, column), one)
+    return dict(sorted(found.items()))
+
+
 def _alone_caption(alone: Readings, gpus: int) -> str:
     blocks = next((one.flow.blocks for one in alone.values()), None)
     channels = "as many channels as help" if blocks is None else f"{blocks} channels"
@@ -326,18 +280,6 @@ def _alone_caption(alone: Readings, gpus: int) -> str:
     if len(alone) == gpus * (gpus - 1):
         return said
     return f"{said} For all: `tccl measure --all-pairs --journal DIR/measurements.jsonl`."
-
-
-def with_equal_channels(journal: Journal, hosts: Hosts = ONE_HOST) -> Journal:
-    """Return the sets of one flow with the number of channels by which most pairs were measured."""
-    pairs: dict[int | None, set[tuple[int, int]]] = {}
-    for one in _singles(journal, hosts):
-        pairs.setdefault(one.flow.blocks, set()).add(_ends(one.flow))
-    if not pairs:
-        return {}
-    most = max(pairs, key=lambda blocks: (len(pairs[blocks]), blocks is None, blocks or 0))
-    singles = (transfers for transfers in journal if len(transfers) == 1)
-    return {one: journal[one] for one in singles if one.flows[0].blocks == most}
 
 
 def simulated_pairs(plan: Plan, directory: Path) -> Journal:
@@ -364,11 +306,6 @@ def simulated_pairs(plan: Plan, directory: Path) -> Journal:
             if source != start and target != end
         ]
     return {found.transfers: [found] for found in Simulator(model).measure(sets)}
-
-
-def _within(readings: Readings, rows: Sequence[int], columns: Sequence[int]) -> Readings:
-    inside = (key for key in readings if key[0] in rows and key[1] in columns)
-    return {key: readings[key] for key in sorted(inside)}
 
 
 def _largest(readings: Readings) -> float:
@@ -409,58 +346,3 @@ def cell_text(gbps: float) -> str:
     ('3.5', '50.6', '361')
     """
     return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.1f}"
-
-
-def fastest_alone(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
-    """Return the fastest flow of each ordered pair of GPUs that was measured alone."""
-    return {_ends(one.flow): one for one in _singles(journal, hosts)}
-
-
-def fastest_bounces(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
-    """Return the fastest bounce alone through each NUMA node from each GPU."""
-    return {
-        (one.flow.transfers[0].destination.index, one.flow.source.index): one
-        for one in _singles(journal, hosts)
-        if one.flow.is_bounce
-    }
-
-
-def slowest_together(journal: Journal, hosts: Hosts = ONE_HOST) -> Readings:
-    """Return the slowest flow of each ordered pair of GPUs beside one other flow between GPUs."""
-    found = sorted(_beside(journal, hosts), key=lambda reading: reading.gbps)
-    return {_ends(one.flow): one for one in reversed(found)}
-
-
-def _ends(flow: Flow) -> tuple[int, int]:
-    return flow.source.index, flow.destination.index
-
-
-def _singles(journal: Journal, hosts: Hosts) -> list[Reading]:
-    """Return the flows measured alone, the fastest last."""
-    found = [
-        Reading(flow=transfers.flows[0], gbps=_rates(measured)[0])
-        for transfers, measured in journal.items()
-        if len(transfers) == 1 and _joins_gpus(transfers, hosts)
-    ]
-    return sorted(found, key=lambda one: -one.gbps)[::-1]
-
-
-def _beside(journal: Journal, hosts: Hosts) -> Iterator[Reading]:
-    for transfers, measured in journal.items():
-        if len(transfers) != 2 or not _joins_gpus(transfers, hosts):
-            continue
-        first, second = zip(transfers.flows, _rates(measured), strict=True)
-        for (flow, gbps), (other, _) in ((first, second), (second, first)):
-            yield Reading(flow=flow, gbps=gbps, beside=other)
-
-
-def _joins_gpus(transfers: TransferSet, hosts: Hosts) -> bool:
-    used = {host for flow in transfers.flows for host in flow.hosts}
-    ends = [(flow.source, flow.destination) for flow in transfers.flows]
-    gpus = all(source.kind == target.kind == "G" for source, target in ends)
-    return gpus and len(used) == 1 and used.issubset(hosts)
-
-
-def _rates(measured: Sequence[Measurement]) -> list[float]:
-    rows = zip(*(measurement.samples_gbps for measurement in measured), strict=True)
-    return [median([rate for row in pooled for rate in row]) for pooled in rows]

@@ -6,7 +6,7 @@ import functools
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,14 @@ from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_sh, pinned_env_text
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import gpu_list, order_words, plan_name, settings_words
+from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
 from tccl_py.report.contents import (
     Contents,
     HeatMap,
     cell_style,
     cell_text,
     heat_maps,
-    rate_bars,
-    rate_sources,
-    settings_bars,
     viridis,
 )
 from tccl_py.report.hops import (
@@ -55,6 +52,7 @@ from tccl_py.report.machine import (
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_maps
+from tccl_py.sources.journal import JournalContents
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -208,6 +206,98 @@ def _node(contents: Contents, number: int) -> NodeView:
         loads=link_loads(Paths(part.machine, part.knowledge), hops),
         maps=heat_maps(journal, gpus, numa_nodes, hosts),
     )
+
+
+def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
+    """Yield the kinds of rates and facts in the report: name, provenance, and note."""
+    plan, found = contents.plan, contents.explanation
+    done = "simulated" if plan.simulated else "measured"
+    basis = "a prediction of NCCL's bus bandwidth"
+    if plan.tuned:
+        basis = "shares of the bandwidth of NCCL jobs when settings were tuned"
+    cost = (
+        f"{plan.sets_measured} sets {done}, {plan.sets_remembered} from memory or journal, "
+        f"{plan.sets_by_symmetry} by symmetry; search {plan.strategy}"
+    )
+    yield "rates of rings and hops", plan.provenance, f"{basis}; {cost}"
+    stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
+    yield "default NCCL", stock, plan.stock.note
+    searched = "of all ring sets of the searched sizes under these settings"
+    yield "bound", plan.provenance, searched if plan.bound_gbps else "not known"
+    if plan.limit_gbps is not None:
+        yield "limit", plan.provenance, "bare copies over the hops of the recommended choice"
+    if found is not None:
+        yield "explanation", found.provenance, ""
+    if contents.achieved:
+        yield "achieved rates", "measured with NCCL (verify.json)", ""
+    if contents.journal is not None:
+        yield "maps and pairs", *_journal_source(contents.journal)
+    for part in plan.cluster.classes:
+        known = part.knowledge
+        facts = Counter(fact.provenance for fact in known.peer_access)
+        pairs = ", ".join(f"{count} pairs {kind}" for kind, count in facts.items())
+        default = f"by default {'yes' if known.peer_access_default else 'no'}"
+        access = f"{known.peer_access_provenance} ({default})"
+        where = f" of {part.name}" if plan.is_cluster else ""
+        yield f"direct access between GPUs{where}", access, pairs
+        for link in known.hidden_links:
+            yield f"hidden link {link.one} to {link.other}{where}", link.provenance, link.note
+
+
+def _journal_source(journal: JournalContents) -> tuple[str, str]:
+    measured = [one for found in journal.measurements.values() for one in found]
+    kinds = Counter(mark(simulated=one.simulated, assumed=one.assumed) for one in measured)
+    source = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing measured"
+    note = f"{len(measured)} measurements of {journal.header.machine} ({journal.header.identity})"
+    unsettled = sum(not one.settled for one in measured)
+    return source, note + (f"; {unsettled} are less precise than asked" if unsettled else "")
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """A rate to compare, None if unknown: `kind` is a class of the page; `note` explains it."""
+
+    label: str
+    gbps: float | None
+    kind: str
+    note: str = ""
+
+
+def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
+    """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
+    how = "achieved when tuned" if plan.tuned else "predicted"
+    found = []
+    for name, choice in plan.choices.items():
+        recommended, gain = name == plan.recommended, plan.gain(name)
+        notes = [
+            "recommended" * recommended,
+            f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
+            "" if choice.rate_gbps is not None else "not rated",
+            choice.note,
+        ]
+        label, kind = CHOICE_WORDS[name], "plan" if recommended else "stock"
+        bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
+        found.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
+        if name in achieved:
+            found.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
+    limits = {
+        plan.limit_text or "bare copies": plan.limit_gbps,
+        f"upper bound: the plan is {plan.proof}": plan.bound_gbps,
+    }
+    bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
+    return found + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
+
+
+def settings_bars(plan: Plan) -> list[Bar]:
+    """Return the best ring set under each of the settings searched; empty if not kept."""
+    return [
+        Bar(
+            label=settings_words(found.settings),
+            gbps=found.rate_gbps,
+            kind="plan" if found.settings == plan.settings else "stock",
+            note=f"{found.rings_in_set} ring{'' if found.rings_in_set == 1 else 's'}",
+        )
+        for found in plan.alternatives
+    ]
 
 
 @functools.cache
