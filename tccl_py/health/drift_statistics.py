@@ -102,22 +102,15 @@ def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
     beyond = 0.0
     if len(repeated) > 1:
         beyond = float(np.var(logs, ddof=1) - np.mean(scipy.special.polygamma(1, half)))
-    if beyond <= 0:
+    if beyond <= 1 / _MANY:
         pooled = float(np.average(variances, weights=freedom))
         return Spread(variance=pooled, freedom=min(float(freedom.sum()), _MANY))
-    prior = 2 * _inverse_trigamma(beyond)
+    # Of equal variances beyond chance trigamma(freedom / 2) is the variance of the logarithms.
+    prior = 2 * scipy.optimize.brentq(
+        lambda y: scipy.special.polygamma(1, y) - beyond, 1 / _MANY, 2 * _MANY
+    )
     middle = float(np.mean(logs)) + scipy.special.digamma(prior / 2) - math.log(prior / 2)
     return Spread(variance=max(math.exp(middle), _FLOOR), freedom=min(prior, _MANY))
-
-
-def _inverse_trigamma(value: float) -> float:
-
-    def beyond(y: float) -> float:
-        return float(scipy.special.polygamma(1, y)) - value
-
-    low = (1 + math.sqrt(1 + 2 * value)) / (2 * value)
-    high = (1 + math.sqrt(1 + 4 * value)) / (2 * value)
-    return float(scipy.optimize.brentq(beyond, 0.99 * low, 1.01 * high))  # room for rounding
 
 
 def compared(

@@ -73,14 +73,9 @@ class HopsView(msgspec.Struct, frozen=True, kw_only=True):
     paths: str = ""
     description: str
 
-    @property
-    def planned(self) -> bool:
-        """Return whether the plan measured the hops."""
-        return any(hop.gbps is not None for hop in self.hops)
 
-
-Ends = tuple[str, str, Flow | None, float | None]
-"""A hop to draw: its two devices, flow and rate."""
+Ends = tuple[str, str, str, Flow | None, float | None]
+"""A hop to draw: its two devices, kind, flow and rate."""
 
 
 def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
@@ -111,12 +106,12 @@ def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
     views = []
     for at, (ring, channels) in enumerate(turned.items()):
         pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True)) if len(ring) > 1 else []
-        ends: list[Ends] = [(f"G{one}", f"G{other}", None, None) for one, other in pairs]
-        kinds = [pair_mechanism(seen, *pair).kind for pair in pairs]
-        hops = tuple(
-            msgspec.structs.replace(hop, kind={"network": "net"}.get(kind, kind))
-            for hop, kind in zip(drawn_hops(plan.machine, ends, layout), kinds, strict=True)
-        )
+        kinds = [pair_mechanism(seen, *pair).kind.replace("network", "net") for pair in pairs]
+        ends: list[Ends] = [
+            (f"G{one}", f"G{other}", kind, None, None)
+            for (one, other), kind in zip(pairs, kinds, strict=True)
+        ]
+        hops = drawn_hops(plan.machine, ends, layout)
         title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
         named = _view(f"default-{at}", title, hops, layout)
         views.append(msgspec.structs.replace(named, order=order_words(ring)))
@@ -126,7 +121,7 @@ def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
 def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) -> HopsView | None:
     """Return a finding's flows as a drawing; None if an end is not drawn."""
     ends: list[Ends] = [
-        (flow.source.device, flow.destination.device, flow, gbps)
+        (flow.source.device, flow.destination.device, line_kind(flow), flow, gbps)
         for flow, gbps in zip(finding.flows, finding.each_gbps, strict=True)
     ]
     if not all(end in layout.boxes for one in ends for end in one[:2]):
@@ -168,6 +163,7 @@ def chain_ends(ring: PlanChain) -> list[Ends]:
         (
             f"N{ring.entry_nic}" if hop.source == WORLD else f"G{hop.source}",
             f"N{ring.exit_nic}" if hop.target == WORLD else f"G{hop.target}",
+            line_kind(hop.flow),
             hop.flow,
             hop.gbps,
         )
@@ -192,14 +188,14 @@ def drawn_hops(machine: Machine, ends: Sequence[Ends], layout: Layout) -> Drawn:
             target=target,
             flow=flow,
             gbps=gbps,
-            kind=line_kind(flow) if flow is not None else "",
+            kind=kind,
             path=_path(machine, source, target, flow),
             slowest=gbps is not None and gbps <= least < most,
             wire=wire,
             top=layout.boxes[source].bottom,
             y=layout.bottom + LANE * wire.lane + LANE / 2,
         )
-        for (source, target, flow, gbps), wire in zip(ends, found, strict=True)
+        for (source, target, kind, flow, gbps), wire in zip(ends, found, strict=True)
     )
 
 

@@ -59,7 +59,10 @@ def drawing(subject: Machine | Plan | PlanChain | Ring) -> str:
 
 def _circle(ring: PlanChain | Ring) -> SimpleNamespace:
     """Return a ring's devices on a circle, and an arrow for each hop; the slowest is marked."""
-    ends: list[Ends] = [(f"G{one.source}", f"G{one.target}", one.flow, None) for one in ring.hops]
+    ends: list[Ends] = [
+        (f"G{hop.source}", f"G{hop.target}", line_kind(hop.flow), hop.flow, None)
+        for hop in ring.hops
+    ]
     slowest = None
     if isinstance(ring, PlanChain):
         ends = chain_ends(ring)
@@ -75,7 +78,7 @@ def _circle(ring: PlanChain | Ring) -> SimpleNamespace:
         for name, turn in zip(names, turns, strict=True)
     }
     arrows = []
-    for source, target, flow, gbps in ends:
+    for source, target, kind, flow, gbps in ends:
         ahead = at[target] - at[source]
         ahead /= abs(ahead) or 1
         start, end = at[source] + _RADIUS * ahead, at[target] - _RADIUS * ahead
@@ -84,7 +87,7 @@ def _circle(ring: PlanChain | Ring) -> SimpleNamespace:
                 line=f"M{start.real:.1f} {start.imag:.1f}L{end.real:.1f} {end.imag:.1f}",
                 at=f"{end.real:.1f} {end.imag:.1f}",
                 turn=f"{math.degrees(math.atan2(ahead.imag, ahead.real)):.1f}",
-                kind=(line_kind(flow) if flow else "") + " slowest" * (gbps == slowest is not None),
+                kind=kind + " slowest" * (gbps == slowest is not None),
                 flow=f"{flow}: {gbps:.2f} GB/s" if gbps is not None else str(flow),
             )
         )
