@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from tccl_profiler.clock import ClockReading
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, HostLost, HostTimeouts, checked
 from tccl_profiler.cluster.facts import (
@@ -42,6 +41,7 @@ from tccl_profiler.messages import (
 )
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
+from tccl_profiler.rates import ClockReading
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic

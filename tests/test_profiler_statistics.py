@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
 from tccl_profiler.precision import (
-    Interval,
     Stopping,
     drift,
     median_interval,
@@ -45,14 +44,14 @@ def test_the_interval_holds_the_median_as_often_as_it_says(name, repeats):
     draw, median = DISTRIBUTIONS[name]
     samples = draw(np.random.default_rng(repeats), (5000, repeats)).tolist()
     intervals = [median_interval(row) for row in samples]
-    assert np.mean([one.low <= median <= one.high for one in intervals]) >= 0.94
+    assert np.mean([low <= median <= high for low, high in intervals]) >= 0.94
 
 
 @given(MANY)
 def test_the_interval_lies_around_the_median_and_within_the_samples(samples):
-    interval = median_interval(samples)
-    assert min(samples) <= interval.low <= np.median(samples) * (1 + 1e-12)
-    assert max(samples) >= interval.high >= np.median(samples) * (1 - 1e-12)
+    low, high = median_interval(samples)
+    assert min(samples) <= low <= np.median(samples) * (1 + 1e-12)
+    assert max(samples) >= high >= np.median(samples) * (1 - 1e-12)
 
 
 @given(MANY, st.randoms())
@@ -62,52 +61,32 @@ def test_the_order_of_repeats_does_not_matter(samples, shuffler):
     assert median_interval(shuffled) == median_interval(samples)
 
 
-@given(MANY, st.floats(0.5, 0.94))
-def test_less_confidence_never_widens_the_interval(samples, confidence):
-    sure, bold = median_interval(samples), median_interval(samples, confidence)
-    assert bold.low >= sure.low - 1e-9
-    assert bold.high <= sure.high + 1e-9
-
-
 @given(st.lists(RATES, min_size=6, max_size=40, unique=True))
 def test_the_interval_is_at_most_a_rank_narrower_than_the_one_scipy_gives(samples):
-    ours, ordered = median_interval(samples), sorted(samples)
+    (low, high), ordered = median_interval(samples), sorted(samples)
     theirs = quantile_test(samples, p=0.5).confidence_interval(0.95)
-    assert theirs.low <= ours.low <= ordered[ordered.index(theirs.low) + 1]
-    assert theirs.high >= ours.high >= ordered[ordered.index(theirs.high) - 1]
+    assert theirs.low <= low <= ordered[ordered.index(theirs.low) + 1]
+    assert theirs.high >= high >= ordered[ordered.index(theirs.high) - 1]
 
 
 def test_the_width_shrinks_with_every_sample_and_not_in_steps():
-    spread = [
-        relative_width(median_interval(list(np.linspace(23, 25, n))), 24) for n in range(6, 41)
-    ]
+    spread = [relative_width(np.linspace(23, 25, n)) for n in range(6, 41)]
     assert all(after < before for before, after in itertools.pairwise(spread))
 
 
 def test_a_gap_between_modes_is_not_interpolated_across():
-    assert median_interval([20.0, 24.0, 24.1, 24.2, 24.3, 24.4]).low == 20.0
+    assert median_interval([20.0, 24.0, 24.1, 24.2, 24.3, 24.4])[0] == 20.0
 
 
 @pytest.mark.parametrize("samples", [[], [24.0], [24.0] * 5])
 def test_fewer_than_six_samples_say_nothing_about_the_median(samples):
-    assert median_interval(samples) == Interval(low=-math.inf, high=math.inf)
-
-
-def test_five_samples_say_enough_for_nine_tenths_confidence():
-    assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0], 0.9).low > 1.0
-
-
-@pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
-def test_a_confidence_in_percent_is_refused(confidence):
-    with pytest.raises(InputError, match=r"is none; give one"):
-        median_interval([1.0] * 6, confidence)
+    assert median_interval(samples) == (-math.inf, math.inf)
 
 
 def test_a_flow_that_moved_nothing_has_no_rate_that_could_be_known():
-    assert relative_width(median_interval([0.0] * 6), 0.0) == math.inf
-    assert relative_width(Interval(low=0.0, high=1.0), 0.0) == math.inf
-    assert relative_width(Interval(low=9.0, high=11.0), 10.0) == pytest.approx(0.2)
-    assert relative_width(median_interval([1.0]), 1.0) == math.inf
+    assert relative_width([0.0] * 6) == math.inf
+    assert relative_width([9.0, 9.0, 9.0, 11.0, 11.0, 11.0]) == pytest.approx(0.2)
+    assert relative_width([1.0]) == math.inf
 
 
 def test_one_slow_repeat_is_flagged_and_normal_noise_is_not():
@@ -204,9 +183,3 @@ def test_a_change_that_the_spread_explains_is_no_drift():
     before, after = [20.0, 28.0, 21.0, 27.0, 22.0, 26.0], [21.0, 29.0, 22.0, 28.0, 23.0, 27.0]
     assert drift("G0->G0->G1", [before], [after], 2) is None
     assert drifted(24.0, 12.0, repeats=5) is None
-
-
-def test_a_flow_that_begins_to_move_or_comes_to_rest_has_drifted():
-    for before, after, change in ([0.0, 5.0, r"\+inf%"], [5.0, 0.0, r"-100\.0%"]):
-        said = drift("G0->G0->G1", [[before] * 6], [[after] * 6], 2)
-        assert change.replace("\\", "") in said

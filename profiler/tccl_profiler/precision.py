@@ -148,43 +148,36 @@ def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace
 
 OUTLIER_SCORE = 3.5  # modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)
 MAD_FLOOR = 0.001  # share of the median below which a spread is the timer's step
+_CONFIDENCE = 0.95
 _DRIFT = 0.02  # relative change of a median that is ignored
 
 
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A confidence interval of a median, both ends included; infinite for too few samples."""
-
-    low: float
-    high: float
-
-
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the confidence interval of the median, for any distribution.
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the median's 95 % confidence interval, for any distribution.
 
     The ends are order statistics: the number of n samples below the median is binomial with p = 1/2
     (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
     interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
-    sample. Below 6 samples no pair of order statistics holds the median with 95 %.
+    sample. Below 6 samples no pair of order statistics holds the median with 95 %, and the interval
+    is infinite.
     """
     ordered = sorted(samples)
-    ranks = _ranks(len(ordered), confidence)
-    if ranks is None:
-        return Interval(low=-math.inf, high=math.inf)
-    rank, inwards = ranks
+    rank, inwards = _ranks(len(ordered))
+    if not rank:
+        return -math.inf, math.inf
     low, high = ordered[rank - 1], ordered[-rank]
 
     def step(gap: float) -> float:
         # A gap over half the interval parts two modes: a point inside may miss the median.
         return inwards * gap if gap <= (high - low) / 2 else 0.0
 
-    return Interval(
-        low=low + step(ordered[rank] - low), high=high - step(high - ordered[-rank - 1])
-    )
+    return low + step(ordered[rank] - low), high - step(high - ordered[-rank - 1])
 
 
-def relative_width(interval: Interval, median: float) -> float:
-    """Return width over median; infinite for a median of 0."""
-    return (interval.high - interval.low) / abs(median) if median else math.inf
+def relative_width(samples: Sequence[float]) -> float:
+    """Return the width of the median's interval over the median; infinite for a median of 0."""
+    (low, high), median = median_interval(samples), float(np.median(samples))
+    return (high - low) / median if median else math.inf
 
 
 def outliers(samples: Sequence[float]) -> tuple[int, ...]:
@@ -223,11 +216,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     def reached(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether every flow's interval is narrower than the target."""
-        if len(samples_by_flow[0]) < self.minimum:
-            return False
-        return all(
-            relative_width(median_interval(row), float(np.median(row))) < self.target
-            for row in samples_by_flow
+        return len(samples_by_flow[0]) >= self.minimum and all(
+            relative_width(row) < self.target for row in samples_by_flow
         )
 
 
@@ -253,27 +243,23 @@ def drift(
 def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
     """Return the median's relative change, 0 if facing sides of the intervals explain it."""
     before, after = float(np.median(first)), float(np.median(newest))
-    old, new = median_interval(first), median_interval(newest)
-    fell = math.hypot(before - old.low, new.high - after)
-    rose = math.hypot(old.high - before, after - new.low)
-    if abs(after - before) <= (fell if after < before else rose):
-        return 0.0
-    return (after - before) / before if before else math.copysign(math.inf, after)
+    (old_low, old_high), (new_low, new_high) = median_interval(first), median_interval(newest)
+    fell = math.hypot(before - old_low, new_high - after)
+    rose = math.hypot(old_high - before, after - new_low)
+    certain = abs(after - before) > (fell if after < before else rose)
+    return (after - before) / before if certain else 0.0
 
 
 @lru_cache(maxsize=1024)
-def _ranks(count: int, confidence: float) -> tuple[int, float] | None:
-    """Return the rank of the lower end, from 1, and the share of the way to the next rank."""
-    if not 0 < confidence < 1:
-        raise InputError("confidence", f"{confidence} is none", "give one between 0 and 1")
+def _ranks(count: int) -> tuple[int, float]:
+    """Return the rank of the lower end, from 1 (0: none), and the share of the way to the next."""
     below = 0  # of 2^count equally likely cases, those with fewer than `rank` samples below
     rank, held = 0, 1.0
     while rank <= count // 2:
         below += math.comb(count, rank)
         narrower = 1 - 2 * below / 2**count
-        if narrower < confidence:
+        if narrower < _CONFIDENCE:
             break
         rank, held = rank + 1, narrower
-    share = (held - confidence) / (held - narrower)
-    inwards = (count - rank) * share / (rank + (count - 2 * rank) * share) if rank else 0.0
-    return (rank, inwards) if rank else None
+    share = (held - _CONFIDENCE) / (held - narrower)
+    return rank, (count - rank) * share / (rank + (count - 2 * rank) * share) if rank else 0.0

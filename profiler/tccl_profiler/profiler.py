@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from tccl_profiler import rates
-from tccl_profiler.clock import Clock, offset_from_pings
 from tccl_profiler.compiler import FlowCoupling, checkable, program_for
 from tccl_profiler.endpoints import Network
 from tccl_profiler.execution import Runner, RunSpec
@@ -30,6 +29,7 @@ from tccl_profiler.precision import (
     stretched,
 )
 from tccl_profiler.program import MAX_REPEATS, Program
+from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, TransferSet

@@ -1,4 +1,4 @@
-"""Bandwidth, start skew and overlap from the records of a run.
+"""Bandwidth, start skew and overlap from the records of a run, and the clocks of devices.
 
 NCCL gives every channel the same number of bytes, and a collective ends with its last channel. On
 NVLink, channels of one kernel are served unequally: of 24 between two H200, the slowest seven had
@@ -8,6 +8,8 @@ rate at most, which the same set with few channels has.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.precision import ChannelRate
 from tccl_profiler.program import FlowEndpoint, Program, is_nic
+from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
@@ -70,9 +73,8 @@ def sample_of(
                     fifo_slices=-(-part.slices // grain),
                 )
             )
-    parts = [*program.counted, *(part for others in program.other for part in others)]
-    spans = [(part.device, *_span(part, result, spec)) for part in parts]
-    skew_us, error_us, overlap = _overlap(spans, to_host)
+    parts = [*program.counted, *itertools.chain(*program.other)]
+    skew_us, error_us, overlap = _overlap(parts, result, spec, to_host)
     return Sample(
         gbps=tuple(gbps),
         channels=tuple(channels),
@@ -80,7 +82,7 @@ def sample_of(
         skew_error_us=error_us,
         overlap=overlap,
         wrong=tuple(_wrong(part, result) for part in program.counted),
-        ended_early=any(_ended_early(part, result, spec) for part in parts),
+        ended_early=any(_ended_early(part, result, spec) for part in parts if part.engine),
     )
 
 
@@ -190,15 +192,21 @@ def _rates(part: FlowEndpoint, result: RunResult, spec: RunSpec, *, bursts: bool
     a lane's rate is then bounded by its bytes over the whole window.
     """
     if part.engine:
-        return np.array([_copy_rate(part, result, number, spec) for number in part.numbers])
-    side = "in" if part.incoming else "out"
-    records = result.records[part.device][list(part.numbers)]
-    lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
-    counted = records[f"{side}_count"].astype(np.float64) * part.slice_bytes
-    moved = (records[f"{side}_count"] > 0) & (lasting > 0)
-    rates: Floats = np.zeros(len(records))
-    np.divide(counted, lasting, out=rates, where=moved)
-    if bursts:
+        done = [_in_window(row, spec, piped=part.piped) for row in _stamps(part, result)]
+        groups = [spec.paces[part.device][number].slices for number in part.numbers]
+        lasting = np.array([float(np.ptp(times)) if len(times) else 0.0 for times in done])
+        slices = np.array(
+            [(len(times) - 1) * size for times, size in zip(done, groups, strict=True)]
+        )
+    else:
+        side = "in" if part.incoming else "out"
+        records = result.records[part.device][list(part.numbers)]
+        lasting = (records[f"{side}_last"] - records[f"{side}_first"]).astype(np.float64)
+        slices = records[f"{side}_count"].astype(np.float64)
+    counted = slices * part.slice_bytes
+    rates: Floats = np.zeros(len(part.numbers))
+    np.divide(counted, lasting, out=rates, where=(slices > 0) & (lasting > 0))
+    if bursts and not part.engine:
         # A steady lane that ends n slices in a window is slower than n + 1 in its length.
         most = (counted + 2 * part.slice_bytes) / (spec.window_us * 1e3)
         np.minimum(rates, most, out=rates)
@@ -210,21 +218,16 @@ def _grain(part: FlowEndpoint, number: int, spec: RunSpec) -> int:
     return spec.paces[part.device][number].slices if part.engine else 1
 
 
-def _copy_rate(part: FlowEndpoint, result: RunResult, number: int, spec: RunSpec) -> float:
-    done = _in_window(result.stamps[part.device][number], spec, piped=part.piped)
-    if len(done) < 2 or done[-1] <= done[0]:
-        return 0.0
-    group_bytes = _grain(part, number, spec) * part.slice_bytes
-    return float((len(done) - 1) * group_bytes / (done[-1] - done[0]))
+def _stamps(part: FlowEndpoint, result: RunResult) -> list[npt.NDArray[np.uint64]]:
+    return [result.stamps[part.device][number] for number in part.numbers]
 
 
 def _in_window(
     stamps: npt.NDArray[np.uint64], spec: RunSpec, *, piped: bool
 ) -> npt.NDArray[np.int64]:
     times = stamps[stamps > 0].astype(np.int64)
-    since = times - times[0]
+    done, since = times[1:], times[1:] - times[0]
     warm_ns, end_ns = spec.warm_us * 1e3, (spec.warm_us + spec.window_us) * 1e3
-    done, since = times[1:], since[1:]
     # A copy that was released after its peer had stopped moves nothing that counts.
     counts = since <= end_ns if piped else np.ones(len(done), bool)
     inside: npt.NDArray[np.int64] = done[(since >= warm_ns) & (since <= end_ns)]
@@ -233,16 +236,14 @@ def _in_window(
 
 
 def _ended_early(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> bool:
-    if not part.engine:
-        return False
-    rows = [result.stamps[part.device][number] for number in part.numbers]
     lasting_ns = (spec.warm_us + spec.window_us) * 1e3
-    return any(int(row[-1]) - int(row[0]) < lasting_ns for row in rows)
+    return any(int(row[-1]) - int(row[0]) < lasting_ns for row in _stamps(part, result))
 
 
 def _span(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
+    """Return the first and the last start, and the last end."""
     if part.engine:
-        rows = [result.stamps[part.device][number] for number in part.numbers]
+        rows = _stamps(part, result)
         starts = [int(row[0]) for row in rows]
         ends = [end for row in rows for end in _in_window(row, spec, piped=part.piped).tolist()]
     else:
@@ -253,20 +254,21 @@ def _span(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> tuple[int, in
 
 
 def _overlap(
-    spans: Sequence[tuple[str, int, int, int]], to_host: Mapping[str, ToHost]
+    parts: Sequence[FlowEndpoint], result: RunResult, spec: RunSpec, to_host: Mapping[str, ToHost]
 ) -> tuple[float, float, float]:
     """Return skew and its error in microseconds, and the overlap, on the host's clock."""
     first, last, ends, errors = [], [], [], []
-    for device, first_start, last_start, end in spans:
-        start_ns, error_ns = to_host[device](first_start)
+    for part in parts:
+        begun, last_begun, end = _span(part, result, spec)
+        start_ns, error_ns = to_host[part.device](begun)
         first.append(start_ns)
         # Within microseconds a device's own clock is as good as the host's.
-        last.append(start_ns + last_start - first_start)
-        ends.append(start_ns + end - first_start)
+        last.append(start_ns + last_begun - begun)
+        ends.append(start_ns + end - begun)
         errors.append(error_ns)
     whole = max(ends) - min(first)
     overlap = max(0.0, (min(ends) - max(last)) / whole) if whole > 0 else 0.0
-    error_us = 0.0 if len({span[0] for span in spans}) == 1 else 2 * max(errors) / 1e3
+    error_us = 0.0 if len({part.device for part in parts}) == 1 else 2 * max(errors) / 1e3
     return (max(last) - min(first)) / 1e3, error_us, overlap
 
 
@@ -275,3 +277,114 @@ def _wrong(part: FlowEndpoint, result: RunResult) -> int:
     if part.engine or not (part.incoming or is_nic(part.device)):
         return 0
     return int(result.records[part.device][list(part.numbers)]["errors"].sum())
+
+
+# Device clocks on the host's CLOCK_MONOTONIC, with error bounds; an offset is device minus host.
+# Stamps are about 10^18 ns, where float64 steps by 128 ns: only differences become floats.
+DRIFT_LIMIT_PPM = 500
+"""Bound of two clocks' drift: crystals differ by 100 ppm, NTP slews by up to 500."""
+WANDER_PPM = 1.0  # assumed deviation of a clock's rate from the fit, as devices warm up
+KEPT = 32  # readings in a fit; older ones say little of a clock that wanders
+
+_TOLERANCE_NS = 2_000  # deviation of a reading beyond all errors that is no jump
+
+
+class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
+    """Device minus host was `offset_ns` +- `error_ns`, at the host's `at_ns`."""
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+def offset_from_pings(
+    t0_ns: Sequence[int], d_ns: Sequence[int], t1_ns: Sequence[int], *, resolution_ns: int = 1
+) -> ClockReading:
+    """Return the reading of one burst: ping i left at t0, was stamped d, and was back at t1.
+
+    The stamp was taken between t0 and t1, however unequal the ways, so the offset lies in [d - t1,
+    d - t0]. The reading is the intersection of all pings' intervals (Cristian 1989, Marzullo 1984)
+    at the middle of the shortest, each widened by the drift until then and by the counter's step.
+    If it is empty, a clock jumped, and the shortest ping stands alone.
+    """
+    pings = [(int(t0), int(d), int(t1)) for t0, d, t1 in zip(t0_ns, d_ns, t1_ns, strict=True)]
+    shortest = min(pings, key=lambda ping: ping[2] - ping[0])
+    at = (shortest[0] + shortest[2]) // 2
+    bounds = [_offset_bounds(ping, at, resolution_ns) for ping in pings]
+    low, high = max(bound[0] for bound in bounds), min(bound[1] for bound in bounds)
+    if low > high:
+        low, high = _offset_bounds(shortest, at, resolution_ns)
+    middle = (low + high) // 2
+    return ClockReading(at_ns=at, offset_ns=middle, error_ns=high - middle)
+
+
+def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> tuple[int, int]:
+    t0, d, t1 = ping
+    drifted = max(abs(t0 - at), abs(t1 - at)) * DRIFT_LIMIT_PPM // 1_000_000 + 1
+    return d - t1 - drifted, d + resolution_ns - 1 - t0 + drifted
+
+
+class Clock:
+    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`.
+
+    The fit is a line of offset over host time, about the first reading kept, in ns and ns/ns.
+    Errors are bounds: a way back that is always longer does not average away.
+    """
+
+    def __init__(self, *, device: str = "device") -> None:
+        self.device = device
+        self._readings: tuple[ClockReading, ...] = ()
+
+    def add(self, reading: ClockReading) -> None:
+        """Add a reading to the fit; the oldest beyond 32 are dropped."""
+        self._readings = (*self._readings, reading)[-KEPT:]
+        first = self._readings[0]
+        self._times = np.array([float(seen.at_ns - first.at_ns) for seen in self._readings])
+        offsets = np.array([float(seen.offset_ns - first.offset_ns) for seen in self._readings])
+        errors = np.array([float(max(seen.error_ns, 1)) for seen in self._readings])
+        # Least squares with weights 1/error^2, and "no drift" as one more observation, as wrong as
+        # a drift can be: it says nothing once readings lie seconds apart. About the weighted mean
+        # time, offset and slope are independent.
+        weights = errors**-2.0
+        mean_time = float(weights @ self._times / weights.sum())
+        away = weights * (self._times - mean_time)
+        prior = 1e6 / DRIFT_LIMIT_PPM
+        curvature = float(away @ (self._times - mean_time)) + prior**2
+        self._slope = float(away @ offsets) / curvature
+        self._start = float(weights @ offsets / weights.sum()) - self._slope * mean_time
+        self._slope_error = (float(np.abs(away) @ errors) + prior) / curvature
+        self._errors = np.abs(offsets - self._start - self._slope * self._times) + errors
+
+    def host_ns(self, device_ns: int) -> tuple[int, int]:
+        """Return the host time of a device's stamp and its error bound, both in ns.
+
+        The bound holds, however unequal the ways of the pings, if the device's rate stays within 1
+        ppm of an even one. It grows with the time to the nearest reading.
+        """
+        if not self._readings:
+            raise MeasurementError(f"{self.device}: its clock was never read; ping it first")
+        first = self._readings[0]
+        since = int(device_ns) - first.at_ns - first.offset_ns
+        elapsed = (since - self._start) / (1 + self._slope)
+        # At the drift limit, a host's ns is that much longer than a device's; 1 ns is rounding.
+        return first.at_ns + round(elapsed), math.ceil(self._error(elapsed) * 1.001) + 1
+
+    def jumped(self, reading: ClockReading) -> str | None:
+        """Return a notice if a new reading contradicts the fit beyond errors and tolerance."""
+        if not self._readings:
+            return None
+        elapsed = float(reading.at_ns - self._readings[0].at_ns)
+        offset = reading.offset_ns - self._readings[0].offset_ns
+        off = offset - self._start - self._slope * elapsed
+        allowed = reading.error_ns + self._error(elapsed)
+        if abs(off) <= allowed + _TOLERANCE_NS:
+            return None
+        return (
+            f"{self.device}: its clock jumped by {off / 1e3:+,.1f} us against the host's, of which "
+            f"{allowed / 1e3:,.1f} us are explained; discard what it stamped since the last reading"
+        )
+
+    def _error(self, elapsed: float) -> float:
+        """Return the line's error bound at a time, in ns: a reading's, and the drift since."""
+        rate_error = self._slope_error + WANDER_PPM / 1e6
+        return float(np.min(self._errors + np.abs(self._times - elapsed) * rate_error))

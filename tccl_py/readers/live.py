@@ -25,19 +25,17 @@ from tccl_py.model.machine import (
     HiddenLink,
     Knowledge,
     Machine,
-    Nic,
     NvLink,
     NvSwitch,
     PciBridge,
+    PciLink,
     PeerAccess,
     check,
     check_knowledge,
     normal_bus_id,
 )
 from tccl_py.readers.sysfs import (
-    Attachment,
     PciTree,
-    Port,
     network_ports,
     numa_nodes,
     read_word,
@@ -91,7 +89,6 @@ def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
     # 2. The devices, by those names.
     links = tuple(_nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places]))
     gdr = _gpu_direct_modules(sysfs, proc)
-    nics = enumerate(zip(ports, port_places, strict=True))
     return Machine(
         name=_name(facts),
         numa_nodes=nodes,
@@ -108,7 +105,16 @@ def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
             )
             for gpu, place in zip(facts.gpus, gpu_places, strict=True)
         ),
-        nics=tuple(_nic(index, port, place, names, gdr=gdr) for index, (port, place) in nics),
+        nics=tuple(
+            msgspec.structs.replace(
+                port,
+                # Not on PCI (virtio): NCCL hangs it from the first CPU it knows.
+                parent=(place.bridge or names[place.numa_id]) if place else nodes[0].id,
+                link=place.link if place else PciLink(),
+                gdr=gdr and port.gdr,
+            )
+            for port, place in zip(ports, port_places, strict=True)
+        ),
         nvswitches=(NvSwitch(index=0),) if any(link.target == "S0" for link in links) else (),
         nvlinks=links,
     )
@@ -119,26 +125,6 @@ def _name(facts: DriverFacts) -> str:
     kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
     model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
     return f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else "")
-
-
-def _nic(
-    index: int, port: Port, place: Attachment | None, names: dict[int, str], *, gdr: bool
-) -> Nic:
-    if place is None:
-        # Not on PCI (virtio): NCCL hangs it from the first CPU it knows.
-        first = next(iter(names.values()))
-        return Nic(index=index, name=port.name, parent=first, speed_mbps=port.speed_mbps)
-    return Nic(
-        index=index,
-        name=port.name,
-        parent=place.bridge or names[place.numa_id],
-        bus_id=port.bus_id,
-        link=place.link,
-        speed_mbps=port.speed_mbps,
-        gdr=gdr and port.rdma,
-        guid=port.guid,
-        port=port.port,
-    )
 
 
 def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tccl_py.model.machine import NumaNode, PciBridge, PciLink, normal_bus_id
+import msgspec
+
+from tccl_py.model.machine import Nic, NumaNode, PciBridge, PciLink, normal_bus_id
 
 _SHORT_BUS_ID = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.ASCII)
 """NCCL's bus ids in a path; longer domains look to it like the CPU."""
@@ -100,7 +102,10 @@ def read_word(path: Path) -> str:
 
 def integer_in(path: Path) -> int | None:
     """Return the integer in a small file, or None."""
-    text = read_word(path)
+    return _integer(read_word(path))
+
+
+def _integer(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text, re.ASCII) else None
 
 
@@ -127,8 +132,8 @@ def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNod
             numa_id=numa_id,
             arch=_ARCHITECTURES.get(arch, arch),
             vendor=cpu.get("vendor_id", ""),
-            family=_number(cpu.get("cpu family", "")),
-            model=_number(cpu.get("model", "")),
+            family=_integer(cpu.get("cpu family", "")),
+            model=_integer(cpu.get("model", "")),
             affinity=read_word(_node_path(sysfs, numa_id) / "cpumap"),
             socket=_socket(sysfs, numa_id, system),
         )
@@ -151,35 +156,21 @@ def _socket(sysfs: Path, numa_id: int, system: tuple[int, ...]) -> int | None:
     return package if package is not None and package >= 0 else None
 
 
-def _number(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"[0-9]{1,6}", text, re.ASCII) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Port:
-    """A network port; `bus_id` is "" for a port outside PCI (virtio, USB)."""
-
-    name: str
-    bus_id: str
-    speed_mbps: int
-    port: int = 0
-    guid: str = ""
-    rdma: bool = False
-
-
-def network_ports(sysfs: Path) -> tuple[Port, ...]:
+def network_ports(sysfs: Path) -> tuple[Nic, ...]:
     """Return RDMA ports, then Ethernet interfaces of other cards; each group in natural order.
 
     Inactive ports are left out, as by NCCL, and virtual interfaces (bridges, tunnels, `lo`). NCCL
-    uses a single transport, so the first group has NCCL's device numbers on a host with RDMA.
+    uses a single transport, so the first group has NCCL's device numbers on a host with RDMA. NICs
+    have no parent yet; `gdr` of RDMA ports depends on the host's modules too.
     """
-    rdma = tuple(_rdma_ports(sysfs / "class" / "infiniband"))
+    rdma = list(_rdma_ports(sysfs / "class" / "infiniband"))
     cards = {_card(port) for port in rdma if port.bus_id}
     others = _interfaces(sysfs / "class" / "net")
-    return (*rdma, *(port for port in others if not port.bus_id or _card(port) not in cards))
+    ports = rdma + [port for port in others if not port.bus_id or _card(port) not in cards]
+    return tuple(msgspec.structs.replace(port, index=i) for i, port in enumerate(ports))
 
 
-def _card(port: Port) -> str:
+def _card(port: Nic) -> str:
     return port.bus_id.rpartition(".")[0]
 
 
@@ -199,26 +190,28 @@ def _bus_id(entry: Path) -> str:
     return (normal_bus_id(device.resolve().name) or "") if device.exists() else ""
 
 
-def _rdma_ports(directory: Path) -> Iterator[Port]:
+def _rdma_ports(directory: Path) -> Iterator[Nic]:
     for entry in _entries(directory):
         for place in _entries(entry / "ports"):
             if "ACTIVE" not in read_word(place / "state") or not place.name.isdecimal():
                 continue
             rate = _GIGABITS.match(read_word(place / "rate"))
             guid = read_word(entry / "node_guid").replace(":", "")
-            yield Port(
+            yield Nic(
+                index=0,
                 name=entry.name,
+                parent="",
                 bus_id=_bus_id(entry),
                 speed_mbps=int(float(rate[1]) * 1000) if rate else 0,
                 port=int(place.name),
                 guid=f"0x{guid}" if guid else "",
-                rdma=True,
+                gdr=True,
             )
 
 
-def _interfaces(directory: Path) -> Iterator[Port]:
+def _interfaces(directory: Path) -> Iterator[Nic]:
     for entry in _entries(directory):
         physical = entry.name != "lo" and (entry / "device").exists()
         if physical and read_word(entry / "operstate") != "down":
             speed = max(integer_in(entry / "speed") or 0, 0)
-            yield Port(name=entry.name, bus_id=_bus_id(entry), speed_mbps=speed)
+            yield Nic(index=0, name=entry.name, parent="", bus_id=_bus_id(entry), speed_mbps=speed)

@@ -325,10 +325,9 @@ def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
 
     In the measurement's order of flows.
     """
-    from tccl_profiler.precision import median_interval, relative_width  # noqa: PLC0415
+    from tccl_profiler.precision import relative_width  # noqa: PLC0415
 
-    rows = zip(measurement.samples_gbps, measurement.gbps, strict=True)
-    return tuple(relative_width(median_interval(row), middle) for row, middle in rows)
+    return tuple(map(relative_width, measurement.samples_gbps))
 
 
 def conditions_of(gpus: Sequence[int]) -> list[tuple[GpuConditions, tuple[str, ...]]]:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from tccl_profiler.clock import ClockReading, offset_from_pings
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message, Messenger
 from tccl_profiler.linux import realtime
 from tccl_profiler.messages import ConnectionClosed, Failed, WorkerLost
+from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_profiler.worker import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous

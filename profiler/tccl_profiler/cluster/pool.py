@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from tccl_profiler.clock import Clock, ClockReading
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agents import Agents, checked
 from tccl_profiler.execution import RunResult, RunSpec
@@ -18,6 +17,7 @@ from tccl_profiler.linux import realtime
 from tccl_profiler.messages import Endpoint, LinkEnds, LinkLost, LinkStep, Ping, Pinged, WorkerLost
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program, host_of
+from tccl_profiler.rates import Clock, ClockReading
 from tccl_profiler.worker import Answer
 from tccl_py.errors import SourceLostError
 
@@ -227,7 +227,7 @@ def joined(results: Mapping[str, RunResult]) -> RunResult:
 
 
 class HostClock:
-    """One host's CLOCK_MONOTONIC on the controller's, as `clock.Clock` fits a device's."""
+    """One host's CLOCK_MONOTONIC on the controller's, as `rates.Clock` fits a device's."""
 
     def __init__(self, host: str, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.host = host
