@@ -17,9 +17,9 @@ Three ambiguities of the text are settled so:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations, product
 from pathlib import Path
 
 from tccl_py.errors import InputError
@@ -54,49 +54,37 @@ _Groups = list[list[int]]  # Row numbers of devices that belong together, in ord
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
-    """A device's relations to all devices, and the NUMA affinity ("" if missing)."""
-
-    label: str
-    cells: tuple[str, ...]
-    numa: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """The rows in the order of the text, and the NICs' names by its legend."""
+    """The devices in the order of the text, with their relations and NUMA affinities ("" if none).
 
-    rows: tuple[_Row, ...]
-    nic_names: dict[str, str]
+    `gpus` are the rows of GPUs, and the NVML index of each; all further rows are NICs.
+    """
+
     where: str
+    labels: list[str]
+    cells: list[list[str]]
+    numa: list[str]
+    gpus: dict[int, int]
 
     def relation(self, one: int, other: int) -> str:
         """PIX to SYS; "" for NVLinked GPUs, whose relation on PCI is hidden."""
-        cell = self.rows[one].cells[other]
+        cell = self.cells[one][other]
         return "" if _NVLINKED.fullmatch(cell) else cell
 
     def nvlinks(self, one: int, other: int) -> int:
         """Return the number of NVLinks between two devices."""
-        match = _NVLINKED.fullmatch(self.rows[one].cells[other])
+        match = _NVLINKED.fullmatch(self.cells[one][other])
         return int(match[1]) if match else 0
 
-    @property
-    def gpu_rows(self) -> dict[int, int]:
-        """The rows of GPUs, and the NVML index of each; all further rows are NICs."""
-        labels = [_GPU_LABEL.fullmatch(row.label) for row in self.rows]
-        return {i: int(label[1]) for i, label in enumerate(labels) if label is not None}
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Return each two rows once."""
-        return combinations(range(len(self.rows)), 2)
-
-    def told(self, group: Sequence[int]) -> set[str]:
-        """Return the NUMA affinities of a group's devices."""
-        return {self.rows[row].numa for row in group if self.rows[row].numa}
+    def joined(self, level: str) -> _Groups:
+        """Return groups of devices that relations of this level or nearer ones join."""
+        pairs = combinations(range(len(self.labels)), 2)
+        near = [pair for pair in pairs if self.relation(*pair) in _near(level)]
+        return joined_groups(near, range(len(self.labels)))
 
     def refused(self, one: int, other: int, relation: str, right: str) -> InputError:
         """Return the error about the relation of two devices."""
-        labels = f"{self.rows[one].label} and {self.rows[other].label}"
+        labels = f"{self.labels[one]} and {self.labels[other]}"
         return InputError(self.where, f"relates {labels} by {relation}", right)
 
 
@@ -111,61 +99,79 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
     InputError: no matrix, one cut off or not symmetric, or relations of no PCI tree (names the two
     devices). The stem of `where` is the machine's name.
     """
-    matrix = _parse_matrix(text, where=where)
+    matrix = _parse_matrix(_COLOUR.sub("", text).splitlines(), where)
     _check_symmetry(matrix)
-    levels = {level: _groups(matrix, level) for level in LEVELS[:-1]}
-    _check_tree(matrix, levels)
-    return check(_build(matrix, levels), where=where)
+    nic_names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
+    nodes, bridges, parents = _tree(matrix, {level: matrix.joined(level) for level in LEVELS[:-1]})
+    nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
+    links, switches = _nvlinks(matrix)
+    machine = Machine(
+        name=Path(where).stem,
+        numa_nodes=tuple(nodes),
+        bridges=tuple(bridges),
+        gpus=tuple(
+            Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parents[row])
+            for row, index in matrix.gpus.items()
+        ),
+        nics=tuple(
+            Nic(
+                index=index,
+                name=nic_names.get(matrix.labels[row], matrix.labels[row]),
+                parent=parents[row],
+            )
+            for index, row in enumerate(nics)
+        ),
+        nvswitches=switches,
+        nvlinks=links,
+    )
+    return check(machine, where=where)
 
 
-def _parse_matrix(text: str, *, where: str) -> _Matrix:
-    lines = [(n, _COLOUR.sub("", line)) for n, line in enumerate(text.splitlines(), start=1)]
-    words = ([*line.split(), "", ""] for _, line in lines)
+def _parse_matrix(lines: Sequence[str], where: str) -> _Matrix:
+    words = ([*line.split(), "", ""] for line in lines)
     headers = (_GPU_LABEL.fullmatch(found[0]) and not _is_relation(found[1]) for found in words)
     start = next((i for i, header in enumerate(headers) if header), None)
     if start is None:
         raise InputError(where, "has no line that begins with GPU0", "give `nvidia-smi topo -m`")
-    number, header = lines[start]
-    labels, titles = _header(header, f"{where}:{number}")
-    body = [(n, line) for n, line in lines[start + 1 :] if line.strip()][: len(labels)]
-    rows = [
-        _row(line, label, labels, titles, where=f"{where}:{n}")
-        for label, (n, line) in zip(labels, body, strict=False)
-    ]
-    if len(rows) < len(labels):
-        raise InputError(where, f"has {len(rows)} rows for {len(labels)} devices", _WHOLE)
-    names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
-    return _Matrix(rows=tuple(rows), nic_names=names, where=where)
+    pieces = _TITLES.split(lines[start])
+    labels, titles = pieces[0].split(), pieces[1::2]
+    gpus = _gpu_rows(labels, f"{where}:{start + 1}")
+    body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
+    if len(body) < len(labels):
+        raise InputError(where, f"has {len(body)} rows for {len(labels)} devices", _WHOLE)
+    cells, numa = [], []
+    for label, (n, line) in zip(labels, body, strict=False):
+        cells.append(_relations(line.split(), label, labels, where=f"{where}:{n}"))
+        # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
+        # written and always last; a Machine has no place for it.
+        told = line.split()[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
+        affinities = dict(zip(titles, told, strict=False))
+        numa.append(affinities.get("NUMA Affinity", "").replace("N/A", ""))
+    return _Matrix(where=where, labels=labels, cells=cells, numa=numa, gpus=gpus)
 
 
 def _is_relation(word: str) -> bool:
     return word in (_SELF, *LEVELS, *_OLD_NAMES) or _NVLINKED.fullmatch(word) is not None
 
 
-def _header(line: str, where: str) -> tuple[list[str], list[str]]:
-    pieces = _TITLES.split(line)
-    labels, titles = pieces[0].split(), pieces[1::2]
-    gpus = [label for label in labels if _GPU_LABEL.fullmatch(label)]
+def _gpu_rows(labels: Sequence[str], where: str) -> dict[int, int]:
+    matches = {row: _GPU_LABEL.fullmatch(label) for row, label in enumerate(labels)}
+    gpus = {row: int(match[1]) for row, match in matches.items() if match}
     if len(labels) > MAX_DEVICES or len(gpus) > MAX_GPUS:
         what = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
         right = f"at most {MAX_GPUS} GPUs and {MAX_DEVICES} devices fit a node"
         raise InputError(where, what, right)
-    for label in labels:
+    for row, label in enumerate(labels):
         if labels.count(label) > 1:
             raise InputError(where, f"names {label} twice", "every device has one column")
-        index = _GPU_LABEL.fullmatch(label)
-        if index is not None and int(index[1]) >= MAX_DEVICES:
+        if gpus.get(row, 0) >= MAX_DEVICES:
             raise InputError(where, f"names {label}", f"GPUs are numbered below {MAX_DEVICES}")
-    return labels, titles
+    return gpus
 
 
-def _row(
-    line: str, label: str, labels: Sequence[str], titles: Sequence[str], *, where: str
-) -> _Row:
-    words = line.split()
-    if not words or words[0] != label:
-        found = shown(words[0]) if words else "nothing"
-        raise InputError(where, f"begins with {found}", f"the row of {label} comes here")
+def _relations(words: Sequence[str], label: str, labels: Sequence[str], *, where: str) -> list[str]:
+    if words[0] != label:
+        raise InputError(where, f"begins with {shown(words[0])}", f"the row of {label} comes here")
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
         raise InputError(where, f"has {len(cells)} of {label}'s {len(labels)} relations", _WHOLE)
@@ -173,24 +179,16 @@ def _row(
         if not _is_relation(cell):
             what = f"relates {label} and {column} by {shown(cell)}"
             raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
-    # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
-    # written and always last; a Machine has no place for it.
-    words = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
-    names = [title for title in titles if title != "GPU NUMA ID"]
-    told = {name: "" if word == "N/A" else word for name, word in zip(names, words, strict=False)}
-    return _Row(label=label, cells=tuple(cells), numa=told.get("NUMA Affinity", ""))
+    return cells
 
 
 def _check_symmetry(matrix: _Matrix) -> None:
-    for index, row in enumerate(matrix.rows):
-        for column, cell in enumerate(row.cells):
-            if (cell == _SELF) != (index == column):
-                raise matrix.refused(index, column, cell, f"{_SELF} stands on the diagonal only")
-    gpus = matrix.gpu_rows
-    for a, b in matrix.pairs():
-        if matrix.nvlinks(a, b) and not (a in gpus and b in gpus):
+    for a, b in product(range(len(matrix.labels)), repeat=2):
+        there, back = matrix.cells[a][b], matrix.cells[b][a]
+        if (there == _SELF) != (a == b):
+            raise matrix.refused(a, b, there, f"{_SELF} stands on the diagonal only")
+        if matrix.nvlinks(a, b) and not {a, b} <= matrix.gpus.keys():
             raise matrix.refused(a, b, "NVLinks", "NVLinks join GPUs")
-        there, back = matrix.rows[a].cells[b], matrix.rows[b].cells[a]
         if there != back:
             relation = f"{there} one way, {back} the other"
             raise matrix.refused(a, b, relation, "both ways are the same")
@@ -200,46 +198,15 @@ def _near(level: str) -> tuple[str, ...]:
     return LEVELS[: LEVELS.index(level) + 1]
 
 
-def _groups(matrix: _Matrix, level: str) -> _Groups:
-    near = _near(level)
-    joined = (pair for pair in matrix.pairs() if matrix.relation(*pair) in near)
-    return joined_groups(joined, range(len(matrix.rows)))
-
-
-def _check_tree(matrix: _Matrix, levels: dict[str, _Groups]) -> None:
+def _tree(
+    matrix: _Matrix, levels: dict[str, _Groups]
+) -> tuple[list[NumaNode], list[PciBridge], dict[int, str]]:
+    """Return NUMA nodes, bridges, and the parent of each row's device."""
     for level, groups in levels.items():
         for pair in (pair for group in groups for pair in combinations(group, 2)):
-            relation = matrix.relation(*pair)
-            if relation and relation not in _near(level):
+            if (relation := matrix.relation(*pair)) not in ("", *_near(level)):
                 words = f"{relation}, but others join them by {level} or nearer"
                 raise matrix.refused(*pair, words, "a PCI tree has no such relations")
-
-
-def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
-    """Return groups of devices by NUMA node, merging groups with only NVLinks between."""
-    merged: _Groups = []
-    for group in groups:
-        for known in merged:
-            hidden = not any(matrix.relation(a, b) for a in known for b in group)
-            affinities = [matrix.told(rows) for rows in (known, group)]
-            if hidden and (not all(affinities) or affinities[0] == affinities[1]):
-                known.extend(group)
-                break
-        else:
-            merged.append(list(group))
-    # Unknown NUMA nodes (-1) come last.
-    unknown = 2 * MAX_DEVICES
-    return sorted(merged, key=lambda group: (_numa_id(matrix, group) % unknown, min(group)))
-
-
-def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
-    told = matrix.told(group)
-    (text,) = told if len(told) == 1 else ("",)
-    known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
-    return int(text) if known else -1
-
-
-def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
     nodes: list[NumaNode] = []
     bridges: list[PciBridge] = []
     parents: dict[int, str] = {}
@@ -251,64 +218,63 @@ def _build(matrix: _Matrix, levels: dict[str, _Groups]) -> Machine:
             if near[0] in group:
                 inner = [same for same in levels["PIX"] if same[0] in near]
                 _hang(inner, f"C{index}", bridges, parents)
-    links, switches = _nvlinks(matrix)
-    return Machine(
-        name=Path(matrix.where).stem,
-        numa_nodes=tuple(nodes),
-        bridges=tuple(bridges),
-        gpus=tuple(
-            Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parents[row])
-            for row, index in matrix.gpu_rows.items()
-        ),
-        nics=_nics(matrix, parents),
-        nvswitches=switches,
-        nvlinks=links,
-    )
+    return nodes, bridges, parents
+
+
+def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
+    """Return groups of devices by NUMA node, merging groups with only NVLinks between."""
+    merged: _Groups = []
+    for group in groups:
+        for known in merged:
+            hidden = not any(matrix.relation(a, b) for a in known for b in group)
+            affinities = [{matrix.numa[row] for row in rows} - {""} for rows in (known, group)]
+            if hidden and (not all(affinities) or affinities[0] == affinities[1]):
+                known.extend(group)
+                break
+        else:
+            merged.append(list(group))
+    # Unknown NUMA nodes (-1) come last.
+    unknown = 2 * MAX_DEVICES
+    return sorted(merged, key=lambda group: (_numa_id(matrix, group) % unknown, min(group)))
+
+
+def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
+    told = {matrix.numa[row] for row in group} - {""}
+    (text,) = told if len(told) == 1 else ("",)
+    known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
+    return int(text) if known else -1
 
 
 def _hang(groups: _Groups, parent: str, bridges: list[PciBridge], parents: dict[int, str]) -> None:
+    def bridge() -> str:
+        bus_id = f"fffe:{len(bridges) % 256:02x}:{len(bridges) // 256:02x}.0"
+        bridges.append(PciBridge(bus_id=bus_id, parent=parent))
+        return bus_id
+
+    alone = len(groups) == 1 and len(groups[0]) == 1
     if len(groups) > 1:
-        parent = _new_bridge(bridges, parent)
+        parent = bridge()
     for group in groups:
-        alone = len(groups) == 1 and len(group) == 1
-        place = parent if alone else _new_bridge(bridges, parent)
-        parents.update(dict.fromkeys(group, place))
-
-
-def _new_bridge(bridges: list[PciBridge], parent: str) -> str:
-    number = len(bridges)
-    bus_id = f"fffe:{number % 256:02x}:{number // 256:02x}.0"
-    bridges.append(PciBridge(bus_id=bus_id, parent=parent))
-    return bus_id
-
-
-def _nics(matrix: _Matrix, parents: dict[int, str]) -> tuple[Nic, ...]:
-    gpus = matrix.gpu_rows
-    others = [(i, row.label) for i, row in enumerate(matrix.rows) if i not in gpus]
-    return tuple(
-        Nic(index=index, name=matrix.nic_names.get(label, label), parent=parents[row])
-        for index, (row, label) in enumerate(others)
-    )
+        parents.update(dict.fromkeys(group, parent if alone else bridge()))
 
 
 def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]:
     """Return NVLinks, through a switch for each set of GPUs too large for direct links."""
     links: list[NvLink] = []
     switches: list[NvSwitch] = []
-    linked = (pair for pair in combinations(matrix.gpu_rows, 2) if matrix.nvlinks(*pair))
-    for island in joined_groups(linked, matrix.gpu_rows):
-        counts = {matrix.nvlinks(a, b) for a in island for b in island if a != b}
-        count = max(counts, default=0)
-        names = {row: f"G{matrix.gpu_rows[row]}" for row in island}
-        if len(counts) == 1 and count * (len(island) - 1) > MAX_NVLINKS:
+    linked = (pair for pair in combinations(matrix.gpus, 2) if matrix.nvlinks(*pair))
+    for island in joined_groups(linked, matrix.gpus):
+        names = {row: f"G{matrix.gpus[row]}" for row in island}
+        counts = {pair: matrix.nvlinks(*pair) for pair in permutations(island, 2)}
+        count = max(counts.values(), default=0)
+        if len({*counts.values()}) == 1 and count * (len(island) - 1) > MAX_NVLINKS:
             switch = NvSwitch(index=len(switches))
             switches.append(switch)
             links += [NvLink(source=n, target=switch.id, count=count) for n in names.values()]
-            continue
-        links += [
-            NvLink(source=names[a], target=names[b], count=matrix.nvlinks(a, b))
-            for a in island
-            for b in island
-            if matrix.nvlinks(a, b)
-        ]
+        else:
+            links += [
+                NvLink(source=names[a], target=names[b], count=count)
+                for (a, b), count in counts.items()
+                if count
+            ]
     return tuple(links), tuple(switches)
