@@ -7,10 +7,11 @@ graph/xml.cc and graph/topo.cc; where this reader is stricter, it refuses with a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from tccl_py.files import read_text
 from tccl_py.model.machine import (
@@ -38,18 +39,19 @@ _UNKNOWN_WIDTHS = (0, 255)  # NCCL writes 0 if sysfs says nothing; the kernel it
 _GPU_VENDORS = ("", "0x10de", "0x1002")
 _VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
+T = TypeVar("T")
 _LinkKind = Literal["nvlink", "xgmi", "c2c"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """A GPU or NIC of the file, with place and element (None for a bare `<pci>`)."""
+    """A GPU or NIC of the file: its place, and its element or the bare `<pci>`."""
 
     bus_id: str
     parent: str
     numa: str
+    element: Element
     link: PciLink = field(default_factory=PciLink)
-    element: Element | None = None
 
 
 @dataclass(kw_only=True)
@@ -84,16 +86,22 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
             if child.tag == "pci":
                 _walk_pci(child, "", parent, found)
             else:
-                _note_nets(child, _Device(bus_id="", parent=parent, numa=parent), found)
-    gpus = _numbered_gpus(found)
-    links = _nvlinks(gpus)
+                place = _Device(bus_id="", parent=parent, numa=parent, element=child)
+                _note_nets(child, place, found)
+    # Bare display devices beside real GPUs are none.
+    gpus = _numbered(found.gpus or found.bare_gpus, "every GPU has its own dev", most=255)
+    if len(gpus) > MAX_GPUS:
+        extra = (found.gpus or found.bare_gpus)[MAX_GPUS].element
+        raise extra.refused(f"is GPU number {len(gpus)}", f"at most {MAX_GPUS} fit a node")
+    nics = _numbered(found.nics, "every net has its own dev")
+    links, switches = _nvlinks(gpus)
     machine = Machine(
         name=Path(where).stem,
         numa_nodes=tuple(nodes),
         bridges=tuple(found.bridges),
-        gpus=tuple(_gpu(index, gpu) for index, gpu in sorted(gpus.items())),
-        nics=_nics(found.nics),
-        nvswitches=_nvswitches(links, gpus.values()),
+        gpus=tuple(_gpu(index, gpu) for index, gpu in gpus.items()),
+        nics=tuple(_nic(index, nic) for index, nic in nics.items()),
+        nvswitches=switches,
         nvlinks=links,
     )
     return check(machine, where=where)
@@ -112,20 +120,35 @@ def _cpus_in_order(root: Element) -> list[Element]:
     cpus = list(root.only("cpu"))
     if len({cpu.attributes.get("host_hash", "") for cpu in cpus}) > 1:
         raise root.refused("describes several hosts", "give the file of one host")
-    numbered = _by_number(cpus, "numaid", "every NUMA node stands once", least=-1)
+    numbered: dict[int, Element] = {}
+    for cpu in cpus:
+        _number(cpu, "numaid", cpu, numbered, "every NUMA node stands once", least=-1)
     return [cpu for _, cpu in sorted(numbered.items())]
 
 
-def _by_number(
-    elements: Iterable[Element], name: str, right: str, *, least: int = 0, most: int = 2**31 - 1
-) -> dict[int, Element]:
-    numbered: dict[int, Element] = {}
-    for element in elements:
-        number = element.integer(name, least=least, most=most)
-        if number in numbered:
-            raise element.refused(f"repeats {name} {number}", right)
-        numbered[number] = element
-    return numbered
+def _number(
+    element: Element, name: str, value: T, into: dict[int, T], right: str, **bounds: int
+) -> None:
+    """Take a value under the element's number, which may stand once."""
+    number = element.integer(name, **bounds)
+    if number in into:
+        raise element.refused(f"repeats {name} {number}", right)
+    into[number] = value
+
+
+def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> dict[int, _Device]:
+    """Return devices by `dev`; those without one take the free numbers in order of bus id."""
+    numbered: dict[int, _Device] = {}
+    rest = []
+    for device in devices:
+        if "dev" in device.element.attributes:
+            _number(device.element, "dev", device, numbered, right, most=most)
+        else:
+            rest.append(device)
+    rest.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
+    free = [index for index in range(len(devices)) if index not in numbered]
+    numbered.update(zip(free, rest, strict=False))
+    return dict(sorted(numbered.items()))
 
 
 def _numa_node(cpu: Element, index: int) -> NumaNode:
@@ -153,7 +176,7 @@ def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
             if child.tag == "pci":
                 _walk_pci(child, bus_id, numa, found)
         return
-    device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa)
+    device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa, element=pci)
     if kind == "gpu":
         elements = list(pci.only("gpu"))
         if len(elements) > 1:
@@ -161,7 +184,7 @@ def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
         if elements:
             found.gpus.append(replace(device, element=elements[0]))
         elif pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
-            found.bare_gpus.append(replace(device, element=pci))
+            found.bare_gpus.append(device)
     elif kind == "nic":
         if not pci.children:
             found.nics.append(device)
@@ -225,21 +248,7 @@ def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
             found.nics.append(replace(device, element=net))
 
 
-def _numbered_gpus(found: _Found) -> dict[int, _Device]:
-    """Return GPUs by `dev` or bus id; bare display devices beside real `<gpu>`s are none."""
-    gpus = found.gpus or found.bare_gpus
-    elements = [gpu.element for gpu in gpus if gpu.element is not None]
-    if len(gpus) > MAX_GPUS:
-        right = f"at most {MAX_GPUS} fit a node"
-        raise elements[MAX_GPUS].refused(f"is GPU number {len(gpus)}", right)
-    if not any("dev" in element.attributes for element in elements):
-        return dict(enumerate(sorted(gpus, key=lambda gpu: bus_order(gpu.bus_id))))
-    by_dev = _by_number(elements, "dev", "every GPU has its own dev", most=255)
-    return {dev: gpus[elements.index(element)] for dev, element in by_dev.items()}
-
-
 def _gpu(index: int, gpu: _Device) -> Gpu:
-    assert gpu.element is not None
     gcn = gpu.element.attributes.get("gcn")
     # RCCL's sm counts compute units; only NCCL's is a compute capability.
     capability = gpu.element.integer("sm", most=1000) if "sm" in gpu.element.attributes else None
@@ -254,22 +263,9 @@ def _gpu(index: int, gpu: _Device) -> Gpu:
     )
 
 
-def _nics(nics: list[_Device]) -> tuple[Nic, ...]:
-    """Return NICs by `dev`; NICs without one take the free numbers in order of bus id."""
-    elements = [nic.element for nic in nics if nic.element and "dev" in nic.element.attributes]
-    told = [nic for nic in nics if nic.element and "dev" in nic.element.attributes]
-    by_dev = _by_number(elements, "dev", "every net has its own dev")
-    numbered = dict(zip(by_dev, told, strict=True))
-    rest = [nic for nic in nics if nic not in told]
-    rest.sort(key=lambda nic: bus_order(nic.bus_id) if nic.bus_id else ())
-    free = [index for index in range(len(nics)) if index not in numbered]
-    numbered.update(zip(free, rest, strict=False))
-    return tuple(_nic(index, nic) for index, nic in sorted(numbered.items()))
-
-
 def _nic(index: int, nic: _Device) -> Nic:
     net, bus_id = nic.element, nic.bus_id
-    if net is None:
+    if net.tag != "net":
         return Nic(index=index, name=bus_id, parent=nic.parent, bus_id=bus_id, link=nic.link)
     # NCCL takes speed -1, which some cards report, for "unknown".
     speed = net.integer("speed", default=0, least=-1)
@@ -286,26 +282,31 @@ def _nic(index: int, nic: _Device) -> Nic:
     )
 
 
-def _nvlinks(gpus: dict[int, _Device]) -> tuple[NvLink, ...]:
-    """Return the links of GPUs, the counts of links with the same ends summed."""
+def _nvlinks(gpus: dict[int, _Device]) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]:
+    """Return the links of GPUs, the counts of links with the same ends summed, and the switch."""
     by_bus_id = {gpu.bus_id: f"G{index}" for index, gpu in gpus.items()}
-    counts: dict[tuple[str, str, _LinkKind], int] = {}
-    for index, gpu in sorted(gpus.items()):
-        if gpu.element is None or gpu.element.tag != "gpu":
-            continue
-        for link in gpu.element.only(*get_args(_LinkKind)):
+    counts: Counter[tuple[str, str, _LinkKind]] = Counter()
+    planes = set()
+    for index, gpu in gpus.items():
+        links = gpu.element.only(*get_args(_LinkKind)) if gpu.element.tag == "gpu" else ()
+        for link in links:
             link.only_none()
             target = gpu.numa if link.tag == "c2c" else _target(link, gpu.numa, by_bus_id)
             count = link.integer("count", least=1, most=1024)
+            if target == "S0" and link.attributes.get("tclass"):
+                planes.add(normal_bus_id(link.text("target")) or "")
             # A link to the GPU itself (Azure writes them, to keep NCCL from asking NVML) forms no
             # path in NCCL, nor does a link to a GPU that is not in the file.
             if target not in (None, f"G{index}"):
-                key = (f"G{index}", str(target), cast("_LinkKind", link.tag))
-                counts[key] = counts.get(key, 0) + count
-    return tuple(
+                counts[f"G{index}", str(target), cast("_LinkKind", link.tag)] += count
+    found = tuple(
         NvLink(source=source, target=target, count=count, kind=kind)
         for (source, target, kind), count in counts.items()
     )
+    # The first plane stands for all; fffffff:ff:ff.0 is how a hidden switch is written.
+    visible = sorted(plane for plane in planes if plane and not plane.startswith("fffffff:"))
+    switch = NvSwitch(index=0, bus_id=visible[0] if visible else "")
+    return found, (switch,) if any(link.target == "S0" for link in found) else ()
 
 
 def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
@@ -323,17 +324,3 @@ def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
     if code.startswith("0x0680"):
         return numa if code.startswith("0x068001") else "S0"
     raise link.refused(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
-
-
-def _nvswitches(links: Iterable[NvLink], gpus: Iterable[_Device]) -> tuple[NvSwitch, ...]:
-    if not any(link.target == "S0" for link in links):
-        return ()
-    targets = {
-        normal_bus_id(link.attributes.get("target", "")) or ""
-        for gpu in gpus
-        for link in (gpu.element.children if gpu.element is not None else ())
-        if link.attributes.get("tclass", "").startswith("0x0680")
-    }
-    # The first plane stands for all; fffffff:ff:ff.0 is how a hidden switch is written.
-    visible = sorted(target for target in targets if target and not target.startswith("fffffff:"))
-    return (NvSwitch(index=0, bus_id=visible[0] if visible else ""),)
