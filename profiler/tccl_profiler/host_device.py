@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -217,29 +217,23 @@ class HostDevice(ThreadedDevice):
         start, control = self._opened()
         arena = self._spaces.segment(start.device)
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
-        carried = [i for i, copy in enumerate(run.program.copies) if copy.link is not None]
-        if carried:
-            rows = [self._stamps(run.paces, repeat) for repeat in range(run.repeats)]
         # Daemons: the peer they wait for may never come.
         self._carriers = [
-            threading.Thread(
-                target=self._carry,
-                args=(run, control.flag, run.program.copies[i], run.paces[i], [r[i] for r in rows]),
-                daemon=True,
-            )
-            for i in carried
+            threading.Thread(target=self._carry, args=(run, number, control.flag), daemon=True)
+            for number, copy in enumerate(run.program.copies)
+            if copy.link is not None
         ]
         for thread in self._carriers:
             thread.start()
 
-    def _carry(
-        self, run: Run, flag: ctypes.c_uint64, copy: Lane, pace: Pace, rows: Sequence[Stamps]
-    ) -> None:
+    def _carry(self, run: Run, number: int, flag: ctypes.c_uint64) -> None:
         """Run a copy over a link: host memory has no streams, so a thread waits and stamps."""
+        copy, pace = run.program.copies[number], run.paces[number]
         try:
             linux.precise_sleeps()
             assert copy.link is not None
-            for repeat, row in enumerate(rows):
+            for repeat in range(run.repeats):
+                row = self._stamps(run.paces, repeat)[number]
                 row[0] = time.monotonic_ns()
                 if released(flag, run.epoch + repeat, run.patience_ns, lambda: self._stopping):
                     row[1] = time.monotonic_ns()
@@ -262,16 +256,15 @@ class HostDevice(ThreadedDevice):
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         """Return one repeat's lanes, then its copies, which are lanes with one end here."""
-        program = run.program
-        own = [copy.link is None for copy in program.copies]
-        shares = [*program.lanes, *compress(program.copies, own)]
         # The clock stops a lane; a copy may have a pace, and stamps.
-        paces: list[Pace | None] = [None] * len(program.lanes)
-        stamps: list[Stamps | None] = [None] * len(program.lanes)
-        paces += compress(run.paces, own) if run.paces else [None] * sum(own)
-        stamps += compress(self._stamps(run.paces, repeat), own) if run.paces else [None] * sum(own)
+        shares: list[tuple[Lane, Pace | None, Stamps | None]] = [
+            (lane, None, None) for lane in run.program.lanes
+        ]
+        stamps = self._stamps(run.paces, repeat)
+        copies = zip_longest(run.program.copies, run.paces, stamps)
+        shares += [own for own in copies if own[0].link is None]
         lanes = []
-        for number, (share, pace, row) in enumerate(zip(shares, paces, stamps, strict=True)):
+        for number, (share, pace, row) in enumerate(shares):
             size = share.slice_bytes
             user, user_slices = self._memory(size, number, len(shares))
             lane = HostLane(
@@ -326,8 +319,10 @@ def host_machine(
     """
     nodes = sysfs / "devices" / "system" / "node"
     ids = linux.online_nodes(nodes)
-    usable = sorted(set(os.sched_getaffinity(0) if cpus is None else cpus))
-    node_of = _nodes_of(usable, ids, nodes)
+    usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
+    node_of = dict.fromkeys(usable, 0)
+    with contextlib.suppress(MeasurementError):  # a kernel without NUMA: one node has all
+        node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, nodes)}
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
     if not least <= count <= MAX_GPUS:
@@ -374,23 +369,6 @@ def cpu_model(root: Path = ROOT) -> str:
         r"^model name\s*:\s*(\S.*)$", read_word(root / "proc" / "cpuinfo"), re.MULTILINE
     )
     return match[1].strip() if match else platform.machine()
-
-
-def _nodes_of(cpus: Iterable[int], ids: Iterable[int], nodes: Path) -> dict[int, int]:
-    """Return the index (not the system's number) of each core's NUMA node."""
-    try:
-        on = {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, nodes)}
-    except MeasurementError:
-        # A kernel without NUMA: one node has all.
-        on = dict.fromkeys(range(os.cpu_count() or 1), 0)
-    found = {cpu: on[cpu] for cpu in cpus if cpu in on}
-    for cpu in cpus:
-        if cpu not in found:
-            known = ",".join(map(str, sorted(on)))
-            raise InputError("host machine", f"core {cpu} is not there", f"there are {known}")
-    if not found:
-        raise InputError("host machine", "has no cores", "name at least one")
-    return found
 
 
 def _host_id(root: Path) -> str:
