@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property
 
@@ -70,7 +70,7 @@ class Communicators:
         self._device, self._gpu, self._memory = device, gpu, memory
         self._made: dict[Link, int] = {}
         self._ids: dict[Link, bytes] = {}
-        self._making: tuple[Link, _Making] | None = None
+        self._making: tuple[Link, Future[int], float] | None = None
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
         """Return the unique ids by which senders reach this device."""
@@ -131,14 +131,34 @@ class Communicators:
                 self._library.abort(made)
 
     def _begin(self, link: Link, unique_id: bytes, rank: int, limit_s: float) -> None:
+        """Make a communicator in a thread; a daemon, as NCCL may wait for ever for its peer."""
         self._settle()
-        limit_s = max(limit_s, _LIMIT_S)
-        self._making = link, _Making(lambda: self._member(link, unique_id, rank), limit_s)
+        making: Future[int] = Future()
+
+        def make() -> None:
+            try:
+                making.set_result(self._member(link, unique_id, rank))
+            except Exception as error:
+                making.set_exception(error)
+
+        threading.Thread(target=make, name="communicator", daemon=True).start()
+        self._making = link, making, max(limit_s, _LIMIT_S)
 
     def _settle(self) -> None:
-        if self._making is not None:
-            (link, making), self._making = self._making, None
-            self._made[link] = making.ended(link)
+        """Wait for the communicator that is being made.
+
+        Raises LinkLost if it could not be made; RuntimeError if the thread still waits within NCCL,
+        and the process is of no more use.
+        """
+        if self._making is None:
+            return
+        (link, making, limit_s), self._making = self._making, None
+        if not wait([making], limit_s).done:
+            raise RuntimeError(f"{link}: NCCL made no communicator within {limit_s:g} s")
+        try:
+            self._made[link] = making.result()
+        except Exception as error:
+            raise LinkLost(f"{link}: {error}") from error
 
     def _member(self, link: Link, unique_id: bytes, rank: int) -> int:
         assert link.carrier is not None
@@ -176,49 +196,7 @@ class Communicators:
                 )
 
 
-class _Making:
-    """A thread making a communicator; a daemon, as NCCL may wait for ever for a lost member."""
-
-    def __init__(self, make: Callable[[], int], limit_s: float) -> None:
-        self._made: Future[int] = Future()
-        self._limit_s = limit_s
-        threading.Thread(target=self._run, args=(make,), name="communicator", daemon=True).start()
-
-    def _run(self, make: Callable[[], int]) -> None:
-        try:
-            self._made.set_result(make())
-        except Exception as error:
-            self._made.set_exception(error)
-
-    def ended(self, link: Link) -> int:
-        """Return the communicator.
-
-        Raises LinkLost if it could not be made; RuntimeError if the thread still waits within NCCL,
-        and the process is of no more use.
-        """
-        if not wait([self._made], self._limit_s).done:
-            raise RuntimeError(f"{link}: NCCL made no communicator within {self._limit_s:g} s")
-        failure = self._made.exception()
-        if failure is not None:
-            raise LinkLost(f"{link}: {failure}") from failure
-        return self._made.result()
-
-
 _FARTHEST, _NEVER = "SYS", "LOC"
-_GRAPHS = """<graphs version="1">
-{ring}{tree}</graphs>
-"""
-_GRAPH = """  <graph id="{number}" pattern="{pattern}" crossnic="0" nchannels="{count}" \
-speedintra="10" speedinter="10" latencyinter="0" typeintra="LOC" typeinter="SYS" samechannels="1">
-{channels}  </graph>
-"""
-_CHANNEL = """    <channel>
-      <net dev="{nic:#x}"/>
-      <gpu dev="{gpu:#x}"/>
-      <net dev="{nic:#x}"/>
-    </channel>
-"""
-_RING, _TREE = (0, 4), (1, 3)  # id and pattern; a communicator has no more channels than its tree
 
 
 def process_variables(links: Collection[Link]) -> dict[str, str]:
@@ -255,13 +233,16 @@ def process_variables(links: Collection[Link]) -> dict[str, str]:
 def graph_text(gpu: int, carrier: Carrier, *, sends: bool) -> str:
     """Return the graph file of one of the two GPUs, with the NIC on its host.
 
-    NCCL makes twice as many channels as a file has.
+    NCCL makes twice as many channels as a file has, and no more than its tree has.
     """
     nic = carrier.nic_out if sends else carrier.nic_in
     count = (carrier.channels + 1) // 2
-    channel = _CHANNEL.format(gpu=gpu, nic=nic)
+    net = f'      <net dev="{nic:#x}"/>\n'
+    channel = f'    <channel>\n{net}      <gpu dev="{gpu:#x}"/>\n{net}    </channel>\n'
     ring, tree = (
-        _GRAPH.format(number=number, pattern=pattern, count=count, channels=channel * count)
-        for number, pattern in (_RING, _TREE)
+        f'  <graph id="{number}" pattern="{pattern}" crossnic="0" nchannels="{count}"'
+        ' speedintra="10" speedinter="10" latencyinter="0" typeintra="LOC" typeinter="SYS"'
+        f' samechannels="1">\n{channel * count}  </graph>\n'
+        for number, pattern in ((0, 4), (1, 3))
     )
-    return _GRAPHS.format(ring=ring, tree=tree)
+    return f'<graphs version="1">\n{ring}{tree}</graphs>\n'
