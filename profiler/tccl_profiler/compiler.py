@@ -59,7 +59,12 @@ def program_for(
     ]
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
-        _check_lanes(device, len(program.lanes), lanes)
+        if len(program.lanes) > lanes[device]:
+            what = "lanes" if is_nic(device) else "blocks"
+            raise MeasurementError(
+                f"{device} would run {len(program.lanes)} {what} at once, it can run "
+                f"{lanes[device]}: give the flows fewer blocks"
+            )
         if len(program.copies) > MAX_COPIES:
             raise MeasurementError(
                 f"the copy engines of {device} would go through {len(program.copies)} FIFOs at "
@@ -98,15 +103,6 @@ def check_places(
             )
         if len(flow.hosts) > 1 and not flow.is_network:
             raise MeasurementError(f"{flow}: goes from host to host without a NIC")
-
-
-def _check_lanes(device: str, count: int, lanes: Mapping[str, int]) -> None:
-    if count > lanes[device]:
-        what = "lanes" if is_nic(device) else "blocks"
-        raise MeasurementError(
-            f"{device} would run {count} {what} at once, it can run {lanes[device]}: give the "
-            "flows fewer blocks"
-        )
 
 
 def checkable(transfers: TransferSet) -> TransferSet:

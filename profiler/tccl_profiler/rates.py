@@ -64,15 +64,14 @@ def sample_of(
         rates = _rates(part, result, spec, bursts=flow.is_network)
         shared = shares_links(flow)
         gbps.append(straggler_gbps(rates, known.get(flow)) if shared else float(rates.sum()))
-        for number, rate in zip(part.numbers, rates, strict=True):
-            grain = _grain(part, number, spec)
-            channels.append(
-                ChannelRate(
-                    slice_bytes=part.slice_bytes * grain,
-                    gbps=float(rate),
-                    fifo_slices=-(-part.slices // grain),
-                )
+        channels += [
+            ChannelRate(
+                slice_bytes=part.slice_bytes * grain,
+                gbps=float(rate),
+                fifo_slices=-(-part.slices // grain),
             )
+            for rate, grain in zip(rates, _grains(part, spec), strict=True)
+        ]
     parts = [*program.counted, *itertools.chain(*program.other)]
     skew_us, error_us, overlap = _overlap(parts, result, spec, to_host)
     return Sample(
@@ -193,11 +192,8 @@ def _rates(part: FlowEndpoint, result: RunResult, spec: RunSpec, *, bursts: bool
     """
     if part.engine:
         done = [_in_window(row, spec, piped=part.piped) for row in _stamps(part, result)]
-        groups = [spec.paces[part.device][number].slices for number in part.numbers]
         lasting = np.array([float(np.ptp(times)) if len(times) else 0.0 for times in done])
-        slices = np.array(
-            [(len(times) - 1) * size for times, size in zip(done, groups, strict=True)]
-        )
+        slices = np.array([len(times) - 1 for times in done]) * np.array(_grains(part, spec))
     else:
         side = "in" if part.incoming else "out"
         records = result.records[part.device][list(part.numbers)]
@@ -213,9 +209,11 @@ def _rates(part: FlowEndpoint, result: RunResult, spec: RunSpec, *, bursts: bool
     return rates
 
 
-def _grain(part: FlowEndpoint, number: int, spec: RunSpec) -> int:
+def _grains(part: FlowEndpoint, spec: RunSpec) -> list[int]:
     """Return the slices that are counted at once: a copy is stamped in groups."""
-    return spec.paces[part.device][number].slices if part.engine else 1
+    if not part.engine:
+        return [1] * len(part.numbers)
+    return [spec.paces[part.device][number].slices for number in part.numbers]
 
 
 def _stamps(part: FlowEndpoint, result: RunResult) -> list[npt.NDArray[np.uint64]]:

@@ -144,6 +144,7 @@ def _fill_with_pages(segment: Segment, numa_id: int | None) -> None:
     if numa_id is None or len(linux.online_nodes()) == 1:
         _fault_in(segment)
         return
+    before: frozenset[int] = frozenset()
     try:
         linux.bind(segment.address, segment.size, numa_id)
     except OSError as error:
@@ -151,12 +152,11 @@ def _fill_with_pages(segment: Segment, numa_id: int | None) -> None:
             raise
         # The calling thread touches the pages first, from the node's CPUs.
         before = linux.pin_to_cpus(linux.cpus_of_node(numa_id))
-        try:
-            _fault_in(segment)
-        finally:
-            linux.pin_to_cpus(before)
-    else:
+    try:
         _fault_in(segment)
+    finally:
+        if before:
+            linux.pin_to_cpus(before)
     seen = linux.pages_by_node(segment.address, segment.size)
     elsewhere = {node: pages for node, pages in sorted(seen.items()) if node != numa_id}
     if elsewhere or not seen:
