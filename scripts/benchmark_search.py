@@ -29,7 +29,7 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.reference_strategies import SkippedError, brute_force, tccl
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)

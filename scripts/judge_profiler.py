@@ -35,7 +35,8 @@ from tccl_py.nccl.transport import hop_space  # noqa: E402
 from tccl_py.nccl.view import view  # noqa: E402
 from tccl_py.plan.files import graph_text  # noqa: E402
 from tccl_py.readers.live import discover_machine  # noqa: E402
-from tccl_py.sources.journal import JournalFile, RememberingSource  # noqa: E402
+from tccl_py.sources.journal import JournalFile  # noqa: E402
+from tccl_py.sources.remembering import RememberingSource  # noqa: E402
 
 CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))

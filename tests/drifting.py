@@ -11,7 +11,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import Links
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 FIGURES = ("write", "read", "mixed", "write_in_mix", "read_in_mix")
 

@@ -4,11 +4,10 @@ import functools
 
 import msgspec
 
-from tccl_py.files import encode_json
 from tccl_py.model.cluster import class_name
 from tccl_py.plan.plan import single_host
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.plan.staging import MANIFEST_FILE, manifest_of, read_manifest
+from tccl_py.plan.staging import MANIFEST_FILE, read_manifest, with_manifest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -72,8 +71,8 @@ def with_parts(plan, *, machine=None, knowledge=None, gpus=None, rings=None, **c
 def rebind(directory):
     """Give a plan's directory, whose files a test has changed, the manifest of these files."""
     names = [name for name in read_manifest(directory).files if (directory / name).is_file()]
-    manifest = manifest_of({name: (directory / name).read_bytes() for name in names})
-    (directory / MANIFEST_FILE).write_text(encode_json(manifest))
+    found = with_manifest({name: (directory / name).read_bytes() for name in names})
+    (directory / MANIFEST_FILE).write_text(found[MANIFEST_FILE])
 
 
 def as_only(model):

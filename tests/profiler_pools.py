@@ -7,16 +7,18 @@ import threading
 import time
 from pathlib import Path
 
+from tccl_profiler.workers import DeviceSpec
+
 from tccl_profiler.host_device import host_machine
 from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.worker import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
+from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""

@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.model.transfer import bounce, direct_write, transfer_set
-from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
+from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"

@@ -18,9 +18,10 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
-from tccl_py.sources.journal import JournalHeader, read_journal
+from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
+from tccl_py.sources.remembering import JournalHeader
 from tccl_py.verify.record import keep_verification
 from tests.drifting import with_slower_link
 from tests.planned import plan_of, rebind, with_parts

@@ -16,7 +16,8 @@ from tccl_py.plan.plan import PlannedHost
 from tccl_py.plan.variants import for_version
 from tccl_py.plan.words import choice_json
 from tccl_py.plan.writing import nccl_files, write_plan
-from tccl_py.sources.journal import JournalFile, JournalHeader
+from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.remembering import JournalHeader
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind
 

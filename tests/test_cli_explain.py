@@ -16,8 +16,9 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
+from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import simulation_header
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 

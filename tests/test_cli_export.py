@@ -18,7 +18,8 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
+from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tccl_py.tccl_fork.database import mask_of
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.sessions import Fake, measures_by

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.plan.directory import locked
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.staging import locked
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify import plans as module

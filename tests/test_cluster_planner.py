@@ -27,7 +27,7 @@ from tccl_py.plan.tables import HostTable, KeptTable, OwnChains
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource, remembering
+from tccl_py.sources.remembering import RememberingSource, remembering
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)

@@ -23,7 +23,7 @@ from tccl_py.plan.plan import PlanChain, PlanHop
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
 from tests.planned import with_parts

@@ -21,13 +21,8 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import (
-    JournalFile,
-    JournalHeader,
-    RememberingSource,
-    read_journal,
-    widen_journal,
-)
+from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 

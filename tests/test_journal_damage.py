@@ -18,7 +18,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
+from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]

@@ -39,7 +39,7 @@ from tccl_py.plan.writing import nccl_files
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import make_database
 from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_nodes import with_nics

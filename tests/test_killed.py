@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.installation.install import Installed, install, uninstall
-from tccl_py.plan.directory import output_directory
+from tccl_py.plan.beside import output_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
 from tccl_py.plan.writing import write_nccl_files, write_plan

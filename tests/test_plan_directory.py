@@ -14,13 +14,14 @@ from tccl_py.files import encode_json
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import plugin_variables
-from tccl_py.plan.directory import machine_file, output_directory
+from tccl_py.plan.beside import output_directory, plugin_variables
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
+from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "20", "--rings", "1")

@@ -10,7 +10,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.cluster_plans import PAIR as MACHINE
 
 GBPS, SLOW_GBPS = 20.0, 4.0

@@ -14,7 +14,8 @@ from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_channels
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_flow, parse_set
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource, read_journal
+from tccl_py.sources.journal import JournalFile, read_journal
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.fakes import FakePool
 from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
 

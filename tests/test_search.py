@@ -10,7 +10,7 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.fakes import SharedResources, random_resources, space_of, two_uplinks
 from tests.reference_strategies import SkippedError, brute_force, tccl
 from tests.toy import no_symmetry, toy_machine

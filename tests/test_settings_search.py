@@ -10,7 +10,7 @@ from tccl_py.plan.tasks import CAREFUL, Task, condensed, measured_well, orders_u
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.planned import FOUR_GPUS, PCIE, SMALL
 
 

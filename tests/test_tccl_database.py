@@ -18,7 +18,7 @@ from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import (
     Crossing,
     Database,

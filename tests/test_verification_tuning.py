@@ -18,8 +18,8 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SourceLostError, Terminated
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.directory import locked
 from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.staging import locked
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description

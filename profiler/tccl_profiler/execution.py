@@ -25,7 +25,7 @@ from tccl_profiler.program import (
     local,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
-from tccl_profiler.worker import WorkerProcess
+from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 
 _LOOK_S = 0.02  # how often a wait checks that all workers live

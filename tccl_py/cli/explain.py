@@ -20,9 +20,9 @@ from tccl_py.explanation.findings import Explanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import class_sources, source_again
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource

@@ -133,7 +133,7 @@ def _export_fork(
     # These take long to load.
     from tccl_py.plan.again import source_or_journal  # noqa: PLC0415
     from tccl_py.plan.tables import HostTable, read_tables  # noqa: PLC0415
-    from tccl_py.sources.journal import RememberingSource  # noqa: PLC0415
+    from tccl_py.sources.remembering import RememberingSource  # noqa: PLC0415
     from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
     from tccl_py.tccl_fork.kept import TablesOnly  # noqa: PLC0415
     from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415

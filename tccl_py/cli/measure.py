@@ -25,7 +25,6 @@ from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import (
     HostsSource,
     OpenedSource,
@@ -46,6 +45,7 @@ from tccl_py.sources.profiled import (
     measured_machine,
     relative_intervals,
 )
+from tccl_py.sources.remembering import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

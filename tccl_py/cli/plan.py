@@ -31,8 +31,8 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.plan.again import planned_models
+from tccl_py.plan.beside import holds_measurements, output_directory
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.directory import holds_measurements, output_directory
 from tccl_py.plan.job import (
     KnownPlan,
     cluster_of_job,

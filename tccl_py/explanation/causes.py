@@ -22,7 +22,7 @@ from tccl_py.model.symmetry import Symmetry
 from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
 from tccl_py.search.bounds import BudgetSpentError, smallest_slow_part
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 HURT = 0.95
 """Flows with less than this share of the slowest's rate alone slow each other."""

@@ -38,7 +38,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.bounds import BudgetSpentError
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import remembering
+from tccl_py.sources.remembering import remembering
 
 Sources = Sequence[BandwidthSource]
 DEFAULT_BUDGET = Budget(sets=200)

@@ -31,9 +31,9 @@ from tccl_py.model.transfer import TransferSet, direct_write, transfer_set
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.journal import JournalHeader
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
 from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions
+from tccl_py.sources.remembering import JournalHeader
 
 ROUNDS = 3
 """Measurements of each set, interleaved with the other sets to show the spread over time."""

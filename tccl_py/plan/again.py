@@ -14,13 +14,13 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
-from tccl_py.plan.directory import JOURNAL_FILE, machine_file
+from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
-from tccl_py.plan.staging import check_if_listed
+from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, JournalHeader, RememberingSource, read_journal
+from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.opening import (
     HostsSource,
     OpenedSource,
@@ -35,6 +35,7 @@ from tccl_py.sources.profiled import (
     is_dry_run,
     measured_machine,
 )
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

@@ -9,13 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_json, read_bytes, read_text, write_atomically
+from tccl_py.files import (
+    check_path,
+    decode_json,
+    encode_json,
+    read_bytes,
+    read_text,
+    refused,
+    write_atomically,
+)
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
@@ -25,11 +35,16 @@ from tccl_py.plan.files import HOSTS_FOLDER
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
+    FOLDERS,
+    JOURNAL_FILE,
     MANIFEST_FILE,
     PLAN_FILE,
     check_files,
     check_if_listed,
+    locked,
+    make,
     read_manifest,
+    unmake,
     write_with_plan,
 )
 
@@ -230,3 +245,75 @@ def why_not_trusted(path: Path) -> str:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return f"others can write {place}"
     return ""
+
+
+# A directory that takes a plan and its journal.
+
+
+@contextmanager
+def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
+    """Make `directory` ready to take a plan and a journal; yield the journal's path.
+
+    A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
+    error ends the block, the directories made by this call are removed, unless the journal has
+    measurements of hardware. Until the block ends no other run gets the directory: two would mix
+    their lines in the journal. Raises InputError: a plan or other files are in it and `force` is
+    not given, another run has it, or it cannot be made.
+    """
+    made: list[Path] = []
+    unusable = "cannot be made", "name a writable place"
+    with _taken_away(made), refused(directory, *unusable):
+        check_path(directory.absolute())
+        if directory.exists() and not directory.is_dir():
+            raise InputError(str(directory), "is no directory", "name a new or empty one")
+        make(directory, made)
+    # Not taken away if another run has it by now.
+    journal = directory / JOURNAL_FILE
+    with locked(directory), _taken_away(made, journal):
+        with refused(directory, *unusable):
+            _check_held(directory, force=force)
+        yield journal
+
+
+@contextmanager
+def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
+    """Remove the directories made if an error, not an interruption, ends the block."""
+    try:
+        yield
+    except Exception:
+        if journal is None or not holds_measurements(journal):
+            unmake(made)
+        raise
+
+
+def holds_measurements(journal: Path) -> bool:
+    """Return whether a file is a journal with measurements of hardware."""
+    from tccl_py.sources.journal import read_journal  # noqa: PLC0415 (loads numpy)
+
+    with suppress(InputError, OSError):
+        contents = read_journal(journal)
+        return not contents.header.simulated and bool(contents.measurements)
+    return False
+
+
+def _check_held(directory: Path, *, force: bool) -> None:
+    held = {entry.name for entry in directory.iterdir()}
+    where = str(directory)
+    if PLAN_FILE in held:
+        if not force and not _is_interrupted(directory):
+            raise InputError(where, "already holds a plan", "add --force to replace it")
+        return
+    if held - {JOURNAL_FILE} and not force:
+        right = "name a new directory, or add --force to use this one"
+        raise InputError(where, "is not empty", right)
+    # Without a plan beside them these are not ours to replace.
+    for name in sorted(held & set(FOLDERS)):
+        where = str(directory / name)
+        raise InputError(where, "belongs to no plan", "name a directory without it")
+
+
+def _is_interrupted(directory: Path) -> bool:
+    """Return whether a directory holds the plan of an interrupted search."""
+    with suppress(InputError):
+        return load_plan(directory).cancelled
+    return False

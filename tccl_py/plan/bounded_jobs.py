@@ -18,7 +18,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.files import conf_text, env_text
 from tccl_py.plan.load import BOUNDED_JOB, Head, plan_file
 from tccl_py.plan.plan import FORMAT_VERSION
-from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, manifest_of, write_new_directory
+from tccl_py.plan.staging import PLAN_FILE, with_manifest, write_new_directory
 from tccl_py.plan.tables import HostTable, OwnChains
 from tccl_py.plan.writing import order_files
 
@@ -142,7 +142,7 @@ def write_bounded_job(job: BoundedJob, output: Path) -> int:
         }
         files: dict[str, str | bytes] = {f"nccl/{name}": text for name, text in nccl.items()}
         files[PLAN_FILE] = encode_json(job)
-        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
+        return with_manifest(files)
 
     return write_new_directory(output, files_of)
 

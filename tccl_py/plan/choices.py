@@ -122,7 +122,7 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
         task.knowledge,
         task.version,
         gpus=task.gpus,
-        channels=(_base_channels(task),),
+        channels=(max(one for one in _channel_counts(task) if one <= BASE_CHANNELS),),
         buffsizes=(DEFAULT_FIFO_BYTES,),
         p2p_level=task.p2p_level,
     )
@@ -161,10 +161,6 @@ def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[fl
     return float(f"{best:.2g}"), -bounces
 
 
-def _base_channels(task: Task) -> int:
-    return max(one for one in _channel_counts(task) if one <= BASE_CHANNELS)
-
-
 def _channel_counts(task: Task) -> tuple[int, ...]:
     """Return the numbers of channels worth trying: on a slow network many FIFOs only wait."""
     most = version_facts(task.version).max_channels
@@ -192,14 +188,13 @@ def _tuned(task: Task, choice: Choice) -> Choice:
             tried = msgspec.structs.replace(
                 choice, settings=settings, rings=rings, rate_gbps=rings.rate(measurement)
             )
-            if _preferred(tried, best):
+            costs = [
+                (len(one.orders), one.settings.channels, -one.settings.buffsize)
+                for one in (tried, best)
+            ]
+            if preferred(tried.rate_gbps, best.rate_gbps, less=costs[0] < costs[1]):
                 best = tried
     return best
-
-
-def _preferred(one: Choice, other: Choice) -> bool:
-    costs = [(len(c.orders), c.settings.channels, -c.settings.buffsize) for c in (one, other)]
-    return preferred(one.rate_gbps, other.rate_gbps, less=costs[0] < costs[1])
 
 
 # NCCL without a graph file: by default, and with the best environment variables.

@@ -21,7 +21,7 @@ from tccl_py.plan.plan import AS_GOOD, Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
-from tccl_py.sources.journal import remembering
+from tccl_py.sources.remembering import remembering
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""

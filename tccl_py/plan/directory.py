@@ -1,15 +1,15 @@
-"""The directory of a plan: its files appear together, or not at all."""
+"""The files of a machine's plan, and a new directory with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_path, encode_json, refused
+from tccl_py.files import encode_json
 from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import (
@@ -22,19 +22,9 @@ from tccl_py.nccl.plugin.index import (
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.variables import env_rules
 from tccl_py.plan.files import graph_files, machine_files
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import (
-    FOLDERS,
-    PLAN_FILE,
-    Files,
-    locked,
-    make,
-    unmake,
-    write_with_plan,
-)
+from tccl_py.plan.staging import PLAN_FILE, Files, with_manifest, write_new_directory
 
-JOURNAL_FILE = "measurements.jsonl"
 ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 
@@ -43,116 +33,45 @@ Models = Mapping[str, msgspec.Struct | None]
 """Models behind the rates of a simulated plan, by the names of its classes."""
 
 
-@contextmanager
-def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
-    """Make `directory` ready to take a plan and a journal; yield the journal's path.
-
-    A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
-    error ends the block, the directories made by this call are removed, unless the journal has
-    measurements of hardware. Until the block ends no other run gets the directory: two would mix
-    their lines in the journal. Raises InputError: a plan or other files are in it and `force` is
-    not given, another run has it, or it cannot be made.
-    """
-    made: list[Path] = []
-    unusable = "cannot be made", "name a writable place"
-    with _taken_away(made), refused(directory, *unusable):
-        check_path(directory.absolute())
-        if directory.exists() and not directory.is_dir():
-            raise InputError(str(directory), "is no directory", "name a new or empty one")
-        make(directory, made)
-    # Not taken away if another run has it by now.
-    journal = directory / JOURNAL_FILE
-    with locked(directory), _taken_away(made, journal):
-        with refused(directory, *unusable):
-            _check_held(directory, force=force)
-        yield journal
-
-
-@contextmanager
-def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
-    """Remove the directories made if an error, not an interruption, ends the block."""
-    try:
-        yield
-    except Exception:
-        if journal is None or not holds_measurements(journal):
-            unmake(made)
-        raise
-
-
-def holds_measurements(journal: Path) -> bool:
-    """Return whether a file is a journal with measurements of hardware."""
-    from tccl_py.sources.journal import read_journal  # noqa: PLC0415 (loads numpy)
-
-    with suppress(InputError, OSError):
-        contents = read_journal(journal)
-        return not contents.header.simulated and bool(contents.measurements)
-    return False
-
-
-def _check_held(directory: Path, *, force: bool) -> None:
-    held = {entry.name for entry in directory.iterdir()}
-    where = str(directory)
-    if PLAN_FILE in held:
-        if not force and not _is_interrupted(directory):
-            raise InputError(where, "already holds a plan", "add --force to replace it")
-        return
-    if held - {JOURNAL_FILE} and not force:
-        right = "name a new directory, or add --force to use this one"
-        raise InputError(where, "is not empty", right)
-    # Without a plan beside them these are not ours to replace.
-    for name in sorted(held & set(FOLDERS)):
-        where = str(directory / name)
-        raise InputError(where, "belongs to no plan", "name a directory without it")
-
-
-def _is_interrupted(directory: Path) -> bool:
-    """Return whether a directory holds the plan of an interrupted search."""
-    with suppress(InputError):
-        return load_plan(directory).cancelled
-    return False
-
-
 def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
     """Return the file of a class's machine, by the number of the class, in a plan's directory."""
     return directory / "machines" / f"{plan.cluster.classes[number].name}.json"
 
 
-def write_machine_plan(
+def write_new_plan(plan: Plan, output: Path) -> None:
+    """Write all files of a machine's plan to the new directory `output`.
+
+    Raises InputError: it exists, or cannot be written; nothing is left then.
+    """
+    write_new_directory(output, lambda place: with_manifest(machine_plan_files(plan, place)))
+
+
+def machine_plan_files(
     plan: Plan,
     directory: Path,
     *,
     models: Models | None = None,
     fingerprint: Fingerprint | None = None,
-) -> None:
-    """Write all files of a machine's plan below `directory`; see `write_files`."""
+) -> dict[str, str | bytes]:
+    """Return names and contents of a machine's plan's files, as they will lie in `directory`."""
     texts = machine_files(plan, directory)
     nccl = {**texts, **plugin_files(plan, texts, fingerprint, directory=directory)}
-    write_files(plan, nccl, directory, models=models, fingerprint=fingerprint)
+    return plan_files(plan, nccl, models=models, fingerprint=fingerprint)
 
 
-def write_files(
+def plan_files(
     plan: Plan,
     nccl: Files,
-    directory: Path,
     *,
     models: Models | None = None,
     fingerprint: Fingerprint | None = None,
-    tables: Mapping[str, str] | None = None,
-) -> None:
-    """Write a plan with its files for NCCL below `directory`, and their manifest: all, or none.
+) -> dict[str, str | bytes]:
+    """Return names and contents of a plan's files, with `nccl`, those below `nccl/`.
 
-    Args:
-        plan: the plan.
-        nccl: names below `nccl/` and contents.
-        directory: an existing directory.
-        models: the models behind the rates of a simulated plan, by the names of its classes,
-            written in the machines' place, so that more can be planned by them.
-        fingerprint: the measured host, written beside the machine.
-        tables: files of chain tables, as `tables.table_files` gives them.
-
-    Raises InputError: a file cannot be written; the earlier files are still there.
+    `models` are written in the machines' place, so that more can be planned by them; `fingerprint`
+    is that of the measured host, written beside the machine.
     """
-    files = {f"nccl/{name}": content for name, content in nccl.items()} | dict(tables or {})
+    files: dict[str, str | bytes] = {f"nccl/{name}": content for name, content in nccl.items()}
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)
         files[str(machine_file(plan, Path(), number))] = (
@@ -160,8 +79,7 @@ def write_files(
             if found is None
             else encode_json(found)
         )
-    files[PLAN_FILE] = encode_json(plan)
-    write_with_plan(files, directory, check=load_plan)
+    return {**files, PLAN_FILE: encode_json(plan)}
 
 
 # The plugin's files: index and library.

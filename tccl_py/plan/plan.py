@@ -224,11 +224,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: a plan of several hosts, or the directory is not new.
         """
-        from tccl_py.plan.directory import output_directory, write_machine_plan  # noqa: PLC0415
+        from tccl_py.plan.directory import write_new_plan  # noqa: PLC0415
 
         self.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
-        with output_directory(Path(directory), force=False):
-            write_machine_plan(self, Path(directory))
+        write_new_plan(self, Path(directory))
 
     def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
         """Return the bandwidth of another ring order; see `tccl_py.plan.study.what_if`."""
@@ -480,11 +479,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return "not proven best"
         among = "single rings" if self.ring_count == 1 else f"sets of {self.ring_count} rings"
         return f"proven best within 1 % among {among} under these settings"
-
-    def gains_over(self, gpus: Iterable[int]) -> bool:
-        """Return whether rings over just these GPUs are faster than NCCL's own, as far as known."""
-        found = self.subset(gpus)
-        return found is not None and found.gains
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs of a single host, or None."""

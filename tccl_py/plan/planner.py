@@ -53,7 +53,7 @@ from tccl_py.plan.plan import (
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.journal import RememberingSource, remembering
+from tccl_py.sources.remembering import RememberingSource, remembering
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
@@ -205,7 +205,12 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
         stock=own.default,
         variables=own.variables,
         error=interval(measurement),
-        alternatives=_alternatives(search.searched),
+        alternatives=tuple(
+            Alternative(
+                settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
+            )
+            for one in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+        ),
         subsets=planned,
         notices=(*dict.fromkeys(notes), *version_notices(task.version)),
         cancelled=cancelled,
@@ -246,16 +251,6 @@ def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
     if rate >= own.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement
     return as_graph(own), own.measurement
-
-
-def _alternatives(searched: Sequence[Choice]) -> tuple[Alternative, ...]:
-    """All settings that were searched, best first."""
-    return tuple(
-        Alternative(
-            settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
-        )
-        for one in sorted(searched, key=lambda choice: -choice.rate_gbps)
-    )
 
 
 def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanChain, ...]:

@@ -34,7 +34,7 @@ from tccl_py.model.transfer import (
 )
 from tccl_py.plan.host_class import used_nics
 from tccl_py.plan.plan import Plan
-from tccl_py.sources.journal import AnewSource, RememberingSource
+from tccl_py.sources.remembering import AnewSource, RememberingSource
 
 MOST_SAMPLED = 16
 """Hosts of a class that are compared with it in a first plan."""

@@ -33,6 +33,7 @@ from tccl_py.files import (
 
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
+JOURNAL_FILE = "measurements.jsonl"
 FORMAT_VERSION = 1
 AGAIN = "plan again with --force, which measures nothing twice"
 _PLUGIN_FILES = ("nccl/plugin", "nccl/libnccl-env-")
@@ -60,9 +61,10 @@ Files = Mapping[str, str | bytes]
 """Contents of files by name."""
 
 
-def manifest_of(files: Files) -> Manifest:
-    """Return the manifest of these files."""
-    return Manifest(files={name: digest(_bytes(content)) for name, content in files.items()})
+def with_manifest(files: Files) -> dict[str, str | bytes]:
+    """Return a plan's files with the manifest of them."""
+    found = Manifest(files={name: digest(_bytes(content)) for name, content in files.items()})
+    return {**files, MANIFEST_FILE: encode_json(found)}
 
 
 def _bytes(content: str | bytes) -> bytes:
@@ -158,7 +160,7 @@ def write_with_plan(
     """
     with refused(directory, "cannot be written", SPACE):
         _tidy(directory)
-    staged = {**files, MANIFEST_FILE: encode_json(manifest_of(files)), _MARK: ""}
+    staged = {**with_manifest(files), _MARK: ""}
     with _staged(staged, directory, STAGING, directory) as staging:
         try:
             check(staging)

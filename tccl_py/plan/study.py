@@ -13,7 +13,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Task, orders_under
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import remembering
+from tccl_py.sources.remembering import remembering
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -31,7 +31,7 @@ from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 Order = tuple[int, ...]
 Rings = Sequence[Ring]

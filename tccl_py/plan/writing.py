@@ -25,8 +25,8 @@ from tccl_py.plan.directory import (
     Models,
     index_of_class,
     machine_file,
-    write_files,
-    write_machine_plan,
+    machine_plan_files,
+    plan_files,
 )
 from tccl_py.plan.files import (
     HOSTS_FOLDER,
@@ -36,9 +36,9 @@ from tccl_py.plan.files import (
     machine_files,
     settings_files,
 )
-from tccl_py.plan.load import check_plan
+from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import HostPath, Plan
-from tccl_py.plan.staging import MANIFEST_FILE, PLAN_FILE, manifest_of, write_new_directory
+from tccl_py.plan.staging import with_manifest, write_new_directory, write_with_plan
 
 ORDER_FOLDER = "order"
 LAUNCH_NOTES = "launch.txt"
@@ -98,9 +98,10 @@ def write_plan(
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
     if plan.is_cluster:
-        write_files(plan, nccl_files(plan, directory), directory, models=models, tables=tables)
+        files = plan_files(plan, nccl_files(plan, directory), models=models)
     else:
-        write_machine_plan(plan, directory, models=models, fingerprint=fingerprint)
+        files = machine_plan_files(plan, directory, models=models, fingerprint=fingerprint)
+    write_with_plan({**files, **(tables or {})}, directory, check=load_plan)
 
 
 def write_nccl_files(plan: Plan, output: Path) -> int:
@@ -125,11 +126,9 @@ def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
     def files_of(place: Path) -> Mapping[str, str | bytes]:
         texts = nccl_files(plan, place)
         nccl = {**texts, **_plugin_files(plan, texts)}
-        files = {f"nccl/{name}": content for name, content in nccl.items()}
-        for number, one in enumerate(plan.cluster.classes):
-            files[str(machine_file(plan, Path(), number))] = machines[one.name]
-        files[PLAN_FILE] = encode_json(plan)
-        return {**files, MANIFEST_FILE: encode_json(manifest_of(files))}
+        classes = enumerate(plan.cluster.classes)
+        named = {str(machine_file(plan, Path(), n)): machines[one.name] for n, one in classes}
+        return with_manifest({**plan_files(plan, nccl), **named})
 
     return write_new_directory(output, files_of)
 

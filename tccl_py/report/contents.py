@@ -20,10 +20,9 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
-from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
-from tccl_py.plan.staging import PLAN_FILE
+from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets

@@ -1,4 +1,4 @@
-"""The journal, from which an interrupted run resumes, and a source that measures each set once.
+"""The journal, from which an interrupted run resumes.
 
 The journal is an append-only file of JSON lines: a header with the machine, driver and options of
 the measurements, then a line with the raw samples of each measured set. Every line is flushed at
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import re
 import shutil
 import stat
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -35,70 +32,18 @@ from tccl_py.files import (
     refused,
     replacement,
 )
-from tccl_py.model.measurement import BandwidthSource, Measurement, NoRateError, faults
+from tccl_py.model.measurement import Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
+from tccl_py.sources.remembering import FORMAT_VERSION, JournalHeader
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
-FORMAT_VERSION = 1
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
 _UNWRITABLE = "cannot be written", SPACE
 _DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
-PART = " | "
-"""Between the parts of the identity of several hosts."""
-_OF_HOST = re.compile(r"host (?P<name>[A-Za-z0-9_.-]{1,240}): ")
-
-
-class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machine, driver and options that a journal's measurements are valid for.
-
-    `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision,
-    seed of the noise. A journal with another header is refused.
-    """
-
-    machine: str
-    identity: str
-    simulated: bool
-    format_version: int = FORMAT_VERSION
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """What the measurements are valid for, by host, and "" for what all hosts share."""
-        parts = [(_OF_HOST.match(part), part) for part in self.identity.split(PART)]
-        return {"" if match is None else match["name"]: part for match, part in parts}
-
-    def covers(self, other: JournalHeader) -> bool:
-        """Return whether a journal with this header has only measurements as of the other's hosts.
-
-        Sets of several hosts name them, so measurements of further hosts do no harm.
-        """
-        if self == other or not other.parts.keys() - {""}:
-            return self == other
-        same = (self.simulated, self.format_version) == (other.simulated, other.format_version)
-        return same and other.parts.items() <= self.parts.items()
-
-    def joined(self, other: JournalHeader) -> JournalHeader:
-        """Return the header of measurements of the hosts of both.
-
-        Raises:
-            InputError: a host is not as it was, or options differ.
-        """
-        here, there = self.parts, other.parts
-        for name in here.keys() & there.keys():
-            if here[name] != there[name]:
-                where = f"host {name}" if name else "this job"
-                what = f"is {there[name]}, and was {here[name]}"
-                raise InputError(where, what, "measure as before, or plan into a new directory")
-        parts = here | there
-        hosts = sorted(parts.keys() - {""})
-        return msgspec.structs.replace(
-            self,
-            machine=",".join(hosts),
-            identity=PART.join(parts[name] for name in (*hosts, "")),
-        )
 
 
 class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
@@ -366,114 +311,3 @@ def _is_resumable(path: Path, header: JournalHeader) -> bool:
 def _described(header: JournalHeader) -> str:
     kind = "simulated" if header.simulated else "measured"
     return f"machine {header.machine} ({header.identity}, {kind})"
-
-
-def remembering(source: BandwidthSource) -> RememberingSource:
-    """Return a source that remembers: `source` itself if it does, as the source of a journal."""
-    return source if isinstance(source, RememberingSource) else RememberingSource(source)
-
-
-class RememberingSource:
-    """A source with a memory, shared by several searches; a context manager.
-
-    `source` measures sets that neither `known` nor the open `journal` has, each by itself, hardware
-    in random order (of `seed`), so that drift favours no place in a list. New measurements are
-    appended to the journal, which is closed with this source. `sets_measured` counts sets that the
-    wrapped source measured, `sets_remembered` sets answered from memory.
-    """
-
-    def __init__(
-        self,
-        source: BandwidthSource,
-        known: Mapping[TransferSet, Sequence[Measurement]] | None = None,
-        *,
-        journal: JournalFile | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._source = source
-        self._journal = journal
-        self._before = (known or {}) if journal is None else journal.measurements
-        self._new: dict[TransferSet, list[Measurement]] = {}
-        self._random = random.Random(seed)
-        self.sets_measured = 0
-        self.sets_remembered = 0
-
-    @property
-    def simulated(self) -> bool:
-        """Return whether the wrapped source simulates."""
-        return self._source.simulated
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user on the journal, and on damaged lines in it."""
-        return self._journal.notices if self._journal is not None else ()
-
-    @property
-    def times_known(self) -> dict[TransferSet, int]:
-        """Number of measurements of each set."""
-        return {key: self.times_of(key) for key in (*self._before, *self._new)}
-
-    def times_of(self, key: TransferSet) -> int:
-        """Return how often a set was measured."""
-        return len(self._before.get(key, ())) + len(self._new.get(key, ()))
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set from memory or, once, by the source.
-
-        A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
-        source fails, or the flows of a set did not run together.
-        """
-        counts, wanted = Counter[TransferSet](), []
-        for key in sets:
-            wanted.append((key, counts[key]))
-            counts[key] += 1
-        missing = [key for key, number in wanted if number >= self.times_of(key)]
-        self.sets_remembered += len(sets) - len(missing)
-        if not self.simulated:
-            self._random.shuffle(missing)
-        for key in missing:
-            self.measure_anew(key)
-        return [self._answer(key, number) for key, number in wanted]
-
-    def _answer(self, key: TransferSet, number: int) -> Measurement:
-        before = self._before.get(key, ())
-        return before[number] if number < len(before) else self._new[key][number - len(before)]
-
-    def measure_anew(self, transfers: TransferSet) -> Measurement:
-        """Measure a set once more, whatever is known of it, and keep the result."""
-        (measurement,) = self._source.measure([transfers])
-        if not measurement.is_together:
-            share = f"{measurement.overlap:.0%}"
-            raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
-        if self._journal is not None:
-            self._journal.append(measurement)
-        self._new.setdefault(transfers, []).append(measurement)
-        self.sets_measured += 1
-        return measurement
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the journal, if there is one; it already has every measurement."""
-        if self._journal is not None:
-            self._journal.close()
-
-
-class AnewSource:
-    """Measures every set anew by a source that remembers, for comparisons over time."""
-
-    def __init__(self, source: RememberingSource) -> None:
-        self._source = source
-
-    @property
-    def simulated(self) -> bool:
-        """Return whether the source simulates."""
-        return self._source.simulated
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set once more; see `RememberingSource.measure`."""
-        return [self._source.measure_anew(transfers) for transfers in sets]

@@ -18,7 +18,7 @@ from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, JournalHeader, RememberingSource
+from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.profiled import (
     DRY_RUN,
     Backend,
@@ -28,6 +28,7 @@ from tccl_py.sources.profiled import (
     check_backend,
     measured_machine,
 )
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.agents import RankJobs

@@ -15,7 +15,7 @@ from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import Place, TransferSet, flow_texts, parse_flow
 from tccl_py.readers.live import discover_machine
-from tccl_py.sources.journal import JournalHeader
+from tccl_py.sources.remembering import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.session import ClusterSession

@@ -36,7 +36,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
 DEFAULT_MAX_SETS = 10_000

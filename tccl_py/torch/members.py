@@ -92,8 +92,9 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
         gpus = tuple(sorted(member.gpu for member in members))
         name = GRAPH_FILE if gpus == self.plan.gpus else subset_file(gpus)
         one_host = len({member.host for member in members}) == 1
-        given = one_host and self.plan.gains_over(gpus)
-        return name if given and f"nccl/{name}" in self.files else None
+        rings = self.plan.subset(gpus) if one_host else None
+        given = rings is not None and rings.gains and f"nccl/{name}" in self.files
+        return name if given else None
 
     def _host_graph(self, members: Sequence[Member], own: Member) -> str | None:
         wanted = [(host.name, sorted(self.plan.gpus_of(host))) for host in self.plan.hosts]

@@ -26,7 +26,7 @@ from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.tasks import Order, Task, condensed, orders_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.search.problem import Budget
-from tccl_py.sources.journal import remembering
+from tccl_py.sources.remembering import remembering
 from tccl_py.verify.jobs import Arm, JobError, Launcher
 from tccl_py.verify.record import EQUAL, LEAST_ROUNDS
 from tccl_py.verify.spec import (

@@ -35,11 +35,12 @@ from tccl_py.health.drift import (
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import class_sources, hosts_again, journal_by_class, journal_of
-from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.plan import Plan
-from tccl_py.sources.journal import AnewSource, JournalFile
+from tccl_py.plan.staging import JOURNAL_FILE
+from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import is_dry_run
+from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
 from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS

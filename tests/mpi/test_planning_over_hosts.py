@@ -10,9 +10,9 @@ import pytest
 
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.directory import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.probe_hosts import whole_ring
+from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import kept_files
 from tccl_py.plan.writing import write_plan

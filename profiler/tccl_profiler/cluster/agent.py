@@ -26,7 +26,7 @@ from tccl_profiler.pool import Pool
 from tccl_profiler.program import Link, is_nic, local
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import Watch, warnings
-from tccl_profiler.worker import DeviceSpec
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer

@@ -21,7 +21,7 @@ from tccl_profiler.session import Backend
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import InputError
 from tccl_py.model.transfer import Flow, Place, TransferSet
-from tccl_py.sources.journal import PART, JournalHeader
+from tccl_py.sources.remembering import PART, JournalHeader
 
 LIMITS = WindowLimits(
     minimum_ms=20.0,
