@@ -2,8 +2,6 @@
 
 import contextlib
 
-from tccl_profiler.workers import DeviceSpec
-
 from tccl_profiler.cluster.agent import take_step
 from tccl_profiler.cluster.pool import joined
 from tccl_profiler.compiler import program_for
@@ -13,6 +11,7 @@ from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import LinkStep
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
+from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 
 LINK_S = 2.0

@@ -295,8 +295,8 @@ LINES = int(os.environ.get("TCCL_JOURNAL_LINES", "100000"))
 READING = """
 import resource, sys, time
 from pathlib import Path
-from tccl_py.sources.journal import JournalHeader, JournalFile
-from tccl_py.sources.journal import RememberingSource
+from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tccl_py.model.transfer import parse_set
 
 class Nothing:

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tccl_profiler.workers import WorkerProcess
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
@@ -22,6 +21,7 @@ from tccl_profiler.messages import Connection, FromWorker, WorkerLost
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
+from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,

@@ -14,7 +14,7 @@ from tccl_profiler.nccl_links import Communicators, graph_text, process_variable
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
-from tccl_profiler.worker import without_disturbance
+from tccl_profiler.workers import without_disturbance
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
 from tccl_py.nccl_library import Library

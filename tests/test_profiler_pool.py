@@ -1,7 +1,6 @@
 """The pool and the profiler over the host backend: real processes, real copies."""
 
 import pytest
-from tccl_profiler.workers import DeviceSpec
 
 from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
@@ -13,6 +12,7 @@ from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.rates import sample_of
 from tccl_profiler.session import Session
 from tccl_profiler.watch import GpuConditions
+from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults

@@ -14,7 +14,7 @@ from tccl_profiler.cluster.messages import Backoff, Message, Messenger
 from tccl_profiler.linux import realtime
 from tccl_profiler.messages import ConnectionClosed, Failed, WorkerLost
 from tccl_profiler.rates import ClockReading, offset_from_pings
-from tccl_profiler.worker import Answer
+from tccl_profiler.workers import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task

@@ -18,7 +18,7 @@ from tccl_profiler.messages import Endpoint, LinkEnds, LinkLost, LinkStep, Ping,
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program, host_of
 from tccl_profiler.rates import Clock, ClockReading
-from tccl_profiler.worker import Answer
+from tccl_profiler.workers import Answer
 from tccl_py.errors import SourceLostError
 
 FIRST_PINGS, PINGS = 40, 12

@@ -1,0 +1,178 @@
+"""Worker processes, as the controller starts, asks and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from tccl_profiler import messages
+from tccl_py.children import child_command, child_environment, search_path
+from tccl_py.errors import MeasurementError
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+_DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""A graph file's NICs are counted among those that NCCL uses: it must use all."""
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A device by name (`G0`, `N0`), and CPUs for its worker.
+
+    A GPU is found by bus id, a NIC by IP address and interface.
+    """
+
+    device: str
+    bus_id: str = ""
+    cpus: tuple[int, ...] = ()
+    address: str = ""
+    interface: str = ""
+
+
+@dataclass
+class WorkerProcess:
+    """One worker, its connection, and `stderr_fd`, a memfd with the worker's stderr.
+
+    `owes_answer` marks a request without an answer yet.
+    """
+
+    spec: DeviceSpec
+    slot: int
+    process: subprocess.Popen[bytes]
+    connection: messages.Connection[messages.FromWorker]
+    stderr_fd: int
+    answer_s: float
+    arena_fd: int = -1
+    owes_answer: bool = False
+    lanes_asked: int = 0
+
+    @property
+    def who(self) -> str:
+        """The worker's name in messages."""
+        return f"the worker of {self.spec.device}"
+
+    def ask(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Send a request, within `answer_s`."""
+        # Before the send: an interruption just after it would leave an unexpected answer.
+        self.owes_answer = True
+        try:
+            self.connection.send(message, fds, self.answer_s)
+        except messages.ConnectionClosed as error:
+            raise messages.WorkerLost(f"{self.who} {self._death()}") from error
+        except messages.ConnectionTimeout as error:
+            what = f"{self.who} has not listened for {self.answer_s:g} s"
+            raise messages.WorkerLost(what) from error
+
+    def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
+        """Return the answer, of this type, and its descriptors."""
+        try:
+            message, fds = self.connection.receive(max(0.0, limit_s))
+        except messages.ConnectionClosed as error:
+            raise messages.WorkerLost(f"{self.who} {self._death()}") from error
+        except messages.ConnectionTimeout as error:
+            raise messages.WorkerLost(f"{self.who} has not answered for {limit_s:.1f} s") from error
+        except MeasurementError as error:
+            # An invalid message; the error has the worker's name.
+            raise messages.WorkerLost(str(error)) from error
+        self.owes_answer = False
+        if isinstance(message, messages.Failed):
+            raise message.error(_by_name(self.spec.device, message.what))
+        if not isinstance(message, kind):
+            raise messages.WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
+        return message, fds
+
+    def done(self, limit_s: float) -> None:
+        """Wait until a request has been carried out; raises as `received`."""
+        self.received(messages.Done, limit_s)
+
+    def free(self, limit_s: float) -> None:
+        """Wait for the end of the process, and close its descriptors."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
+        os.close(self.stderr_fd)
+        if self.arena_fd >= 0:
+            os.close(self.arena_fd)
+
+    def _death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode
+        if code is None:
+            return "closed its connection"
+        end = os.fstat(self.stderr_fd).st_size
+        said = os.pread(self.stderr_fd, 1 << 16, max(0, end - (1 << 16)))
+        lines = said.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        return f"{how} ({last[:300]})" if last else how
+
+
+def spawned(
+    slot: int, spec: DeviceSpec, variables: Mapping[str, str], answer_s: float
+) -> WorkerProcess:
+    """Start a worker's process with these variables; it waits for Start."""
+    with contextlib.ExitStack() as undo:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.enter_context(ours)
+        stderr_fd = os.memfd_create(f"tccl-stderr-{spec.device}")
+        undo.callback(os.close, stderr_fd)
+        with theirs:
+            process = subprocess.Popen(
+                child_command("tccl_profiler.worker", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                env=_environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr_fd,
+            )
+        worker = WorkerProcess(
+            spec=spec,
+            slot=slot,
+            process=process,
+            stderr_fd=stderr_fd,
+            answer_s=answer_s,
+            connection=messages.Connection(
+                ours, receives=messages.FromWorker, peer=f"the worker of {spec.device}"
+            ),
+        )
+        undo.pop_all()
+    return worker
+
+
+def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that contradict a worker's settings of NCCL."""
+    return {name: value for name, value in environment.items() if name not in _DROPPED}
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    environment = dict(
+        without_disturbance(os.environ),
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",
+        # A queue for each stream: a waiting stream must not hold up another.
+        CUDA_DEVICE_MAX_CONNECTIONS="32",
+        # numpy would start a thread for every core, in every worker.
+        OPENBLAS_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join(search_path()),
+    )
+    # Devices are taken by bus id, and their peers must be visible too.
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    return child_environment({**environment, **variables})
+
+
+def _by_name(device: str, what: str) -> str:
+    names = rf"\b({device}|GPU {device[1:]})\b"
+    return what if re.search(names, what) else f"{device}: {what}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
