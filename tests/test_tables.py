@@ -16,7 +16,7 @@ from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import check_plan, load_plan
-from tccl_py.plan.table_images import image_of
+from tccl_py.plan.table_jobs import image_of
 from tccl_py.plan.tables import HostTable, KeptTable, job_gpus, read_tables, table_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget

@@ -131,11 +131,10 @@ def _export_fork(
 ) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     # These take long to load.
-    from tccl_py.plan.again import source_or_journal  # noqa: PLC0415
+    from tccl_py.plan.again import NoSource, source_or_journal  # noqa: PLC0415
     from tccl_py.plan.tables import HostTable, read_tables  # noqa: PLC0415
     from tccl_py.sources.remembering import RememberingSource  # noqa: PLC0415
     from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
-    from tccl_py.tccl_fork.kept import TablesOnly  # noqa: PLC0415
     from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
@@ -154,7 +153,7 @@ def _export_fork(
             tables = read_tables(place, plan.cluster.classes)
             if not tables:
                 raise InputError(str(place), "has no tables of chains", "plan the cluster again")
-            source = RememberingSource(TablesOnly())
+            source = RememberingSource(NoSource(simulated=False))
         else:
             source, notices = source_or_journal(plan, place, otherwise=right, watch=line.measured)
         notice_each(notices)

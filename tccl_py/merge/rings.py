@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -89,7 +89,7 @@ def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> Merged
         worthwhile(rates[used]),
         lambda asked: _in_order_closed(rates >= asked, order),
         lambda walk: _ring_rate(rates, order, walk.crossings),
-        _one_crossing(rates[used], range(len(order))),
+        _one_crossing(rates[used], ("",) * len(order)),
     )
     if best.walk is None:
         raise _no_ring(tables, used, "chains of nodes in this order meet in no round of crossings")
@@ -114,32 +114,10 @@ def _in_order_closed(relations: Relation, order: tuple[int, ...]) -> Decision:
     if not len(closed):
         return Decision()
     crossings = path([relations[number] for number in order], int(closed[0]), int(closed[0]))
-    return Decision(walk=Walk(hosts=tuple(range(len(order))), crossings=crossings))
+    return Decision(walk=Walk(hosts=("",) * len(order), crossings=crossings))
 
 
 # Any order, under switches.
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts by number, and groups below switches, behind an uplink (GB/s)."""
-
-    hosts: tuple[int, ...] = ()
-    groups: tuple[Group, ...] = ()
-    uplink: float = math.inf
-
-    @property
-    def all_hosts(self) -> Iterator[int]:
-        """The hosts of this group and of all groups in it."""
-        yield from self.hosts
-        for group in self.groups:
-            yield from group.all_hosts
-
-    @property
-    def all_groups(self) -> Iterator[Group]:
-        """This group and all groups in it; neighbours in the tree are near each other."""
-        yield self
-        for group in self.groups:
-            yield from group.all_groups
-
-
 def merge_with_switches(
     tables: Sequence[ChainTable],
     host_classes: Mapping[str, int],
@@ -164,76 +142,61 @@ def merge_with_switches(
 
     Raises SearchError: there is no ring.
     """
-    names = tuple(tree.all_hosts)
     rates = np.stack([table.rates for table in tables])
     if given_order is not None:
         rates = np.minimum(rates, uplink_limit(tree, given_order))
         capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
         ring = merge_in_order(capped, [host_classes[name] for name in given_order])
         return msgspec.structs.replace(ring, hosts=tuple(given_order))
-    classes = [host_classes[name] for name in names]
-    best = _best_order(rates, classes, _group(tree, names))
+    best = _best_order(rates, host_classes, tree)
     if best.walk is None:
         why = "no order was found in which chains of all nodes meet"
-        raise _no_ring(tables, sorted(set(classes)), why)
-    order = tuple(classes[host] for host in best.walk.hosts)
-    hosts = tuple(names[host] for host in best.walk.hosts)
+        raise _no_ring(tables, sorted({host_classes[host] for host in tree.all_hosts}), why)
+    hosts, crossings = best.walk.hosts, best.walk.crossings
+    order = tuple(host_classes[host] for host in hosts)
     return MergedRing(
-        rate_gbps=min(_ring_rate(rates, order, best.walk.crossings), uplink_limit(tree, hosts)),
+        rate_gbps=min(_ring_rate(rates, order, crossings), uplink_limit(tree, hosts)),
         bound_gbps=best.bound,
         order=order,
-        crossings=best.walk.crossings,
+        crossings=crossings,
         hosts=hosts,
     )
 
 
 def uplink_limit(tree: SwitchTree, order: Sequence[str]) -> float:
     """Return the ring rate that uplinks allow in this order, GB/s; all passes share an uplink."""
-    return _uplink_share(_group(tree, order), range(len(order)))
+    return min((_uplink(switch) / n for switch, n in _exits(tree, order) if n), default=math.inf)
 
 
 def passes(tree: SwitchTree, order: Sequence[str]) -> int:
     """Count the steps of the ring that leave a switch, over all switches."""
-    groups = _group(tree, order).all_groups
-    return sum(exits(tuple(group.all_hosts), range(len(order))) for group in groups)
+    return sum(steps for _, steps in _exits(tree, order))
 
 
-def exits(group: Collection[int], order: Sequence[int]) -> int:
-    """Count the steps of a ring in this order that leave a group of hosts.
+def _exits(tree: SwitchTree, order: Sequence[str]) -> Iterator[tuple[SwitchTree, int]]:
+    """Yield each switch with the number of steps of a ring in this order that leave the switch.
 
-    >>> exits([0, 1], [0, 2, 1, 3])
-    2
+    >>> pairs = [SwitchTree(name="", hosts=pair) for pair in (("a", "b"), ("c", "d"))]
+    >>> [n for _, n in _exits(SwitchTree(name="", switches=tuple(pairs)), "acbd")]
+    [0, 2, 2]
     """
-    inside = np.isin(np.asarray(order), np.fromiter(group, dtype=np.int64))
-    return int((inside & ~np.roll(inside, -1)).sum())
+    following = dict(zip(order, (*order[1:], *order[:1]), strict=True))
+    for switch in tree.all_switches:
+        inside = set(switch.all_hosts)
+        yield switch, sum(following[host] not in inside for host in inside)
 
 
-def _group(switch: SwitchTree, names: Sequence[str]) -> Group:
-    """Return the tree with hosts by their positions in `names`."""
-    number = {name: position for position, name in enumerate(names)}
-
-    def group(switch: SwitchTree) -> Group:
-        return Group(
-            hosts=tuple(number[name] for name in switch.hosts),
-            groups=tuple(map(group, switch.switches)),
-            uplink=math.inf if switch.uplink_gbps is None else switch.uplink_gbps,
-        )
-
-    return group(switch)
+def _uplink(switch: SwitchTree) -> float:
+    return math.inf if switch.uplink_gbps is None else switch.uplink_gbps
 
 
-def _uplink_share(root: Group, order: Sequence[int]) -> float:
-    limited = [group for group in root.all_groups if group.uplink < math.inf]
-    times = [exits(tuple(group.all_hosts), order) for group in limited]
-    return min((g.uplink / n for g, n in zip(limited, times, strict=True) if n), default=math.inf)
-
-
-def _best_order(rates: Rates, classes: Sequence[int], root: Group) -> Best:
-    """Find the fastest ring; `classes[h]` is the class of host h, the bound is for all orders."""
-    counts = np.bincount(classes, minlength=len(rates))
+def _best_order(rates: Rates, classes: Mapping[str, int], root: SwitchTree) -> Best:
+    """Find the fastest ring over hosts of these classes; the bound is for all orders."""
+    hosts = tuple(root.all_hosts)
+    counts = np.bincount([classes[host] for host in hosts], minlength=len(rates))
     used = np.flatnonzero(counts)
     # A ring passes every uplink once at least, so no chain is of use beyond that.
-    capped = np.minimum(rates[used], _uplink_share(root, tuple(root.all_hosts)))
+    capped = np.minimum(rates[used], uplink_limit(root, hosts))
     candidates = not_ruled_out(
         np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min())),
         lambda asked: could_close(capped >= asked, counts[used].tolist()),
@@ -243,25 +206,26 @@ def _best_order(rates: Rates, classes: Sequence[int], root: Group) -> Best:
         lambda asked: _decided(rates >= asked, classes, root, asked),
         lambda walk: min(
             _ring_rate(rates, [classes[host] for host in walk.hosts], walk.crossings),
-            _uplink_share(root, walk.hosts),
+            uplink_limit(root, walk.hosts),
         ),
-        _one_crossing(capped, tuple(root.all_hosts)),
+        _one_crossing(capped, hosts),
     )
 
 
-def _shares(root: Group, ceiling: float) -> Rates:
+def _shares(root: SwitchTree, ceiling: float) -> Rates:
     """Return each uplink's share of a ring with two passes, three passes, and so on."""
     everyone = len(tuple(root.all_hosts))
     found = [np.zeros(0)]
-    for group in root.all_groups:
-        inside = len(tuple(group.all_hosts))
-        if group.uplink < math.inf and 0 < inside < everyone:
-            found.append(group.uplink / np.arange(2, min(inside, everyone - inside) + 1))
+    for switch in root.all_switches:
+        inside = len(tuple(switch.all_hosts))
+        if switch.uplink_gbps is not None and 0 < inside < everyone:
+            most = min(inside, everyone - inside)
+            found.append(switch.uplink_gbps / np.arange(2, most + 1))
     shares: Rates = np.unique(np.concatenate(found))
     return shares[shares <= ceiling]
 
 
-def _one_crossing(rates: Rates, hosts: Sequence[int]) -> Walk | None:
+def _one_crossing(rates: Rates, hosts: Sequence[str]) -> Walk | None:
     """Return the best ring over a single crossing, for which any order of hosts is equal."""
     slowest = np.diagonal(rates, axis1=1, axis2=2).min(axis=0)
     best = int(np.argmax(slowest))
@@ -270,7 +234,9 @@ def _one_crossing(rates: Rates, hosts: Sequence[int]) -> Walk | None:
     return Walk(hosts=tuple(hosts), crossings=(best,) * len(hosts))
 
 
-def _decided(relations: Relation, classes: Sequence[int], root: Group, asked: float) -> Decision:
+def _decided(
+    relations: Relation, classes: Mapping[str, int], root: SwitchTree, asked: float
+) -> Decision:
     """Look for a ring at the rate asked for, in any order that uplinks allow.
 
     1. The hosts of every group stay together, which passes every uplink once.
@@ -289,49 +255,51 @@ def _decided(relations: Relation, classes: Sequence[int], root: Group, asked: fl
         if decision.walk is None:
             return decision if number == 0 else Decision(certain=False)
         walk = _with_few_exits(decision.walk, classes, root, loose)
-        if _uplink_share(root, walk.hosts) >= asked:
+        if uplink_limit(root, walk.hosts) >= asked:
             return Decision(walk=walk)
     return Decision(certain=False)
 
 
-def _loosened(root: Group, wide: float) -> Group:
-    """Return the tree without groups behind uplinks of `wide` GB/s and more."""
-    hosts, groups = list(root.hosts), []
-    for group in root.groups:
-        inner = _loosened(group, wide)
-        if group.uplink < wide:
-            groups.append(inner)
+def _loosened(root: SwitchTree, wide: float) -> SwitchTree:
+    """Return the tree without switches behind uplinks of `wide` GB/s and more."""
+    hosts, switches = list(root.hosts), []
+    for switch in root.switches:
+        inner = _loosened(switch, wide)
+        if _uplink(switch) < wide:
+            switches.append(inner)
         else:
             hosts += inner.hosts
-            groups += inner.groups
-    return Group(hosts=tuple(hosts), groups=tuple(groups), uplink=root.uplink)
+            switches += inner.switches
+    return msgspec.structs.replace(root, hosts=tuple(hosts), switches=tuple(switches))
 
 
-def _with_few_exits(walk: Walk, classes: Sequence[int], root: Group, loose: Group) -> Walk:
-    """Exchange hosts of one class within groups of `loose`, so that few steps leave a group."""
-    held = {host: n for n, group in enumerate(loose.all_groups) for host in group.hosts}
-    near = {host: n for n, group in enumerate(root.all_groups) for host in group.hosts}
-    pools: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for host in sorted(walk.hosts, reverse=True):
+def _with_few_exits(
+    walk: Walk, classes: Mapping[str, int], root: SwitchTree, loose: SwitchTree
+) -> Walk:
+    """Exchange hosts of one class within groups of `loose`, so that few steps leave a switch."""
+    held = {host: n for n, switch in enumerate(loose.all_switches) for host in switch.hosts}
+    near = {host: n for n, switch in enumerate(root.all_switches) for host in switch.hosts}
+    pools: dict[tuple[int, int], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for host in reversed(list(root.all_hosts)):
         pools[classes[host], held[host]][near[host]].append(host)
-    hosts: list[int] = []
+    hosts: list[str] = []
     for host in walk.hosts:
         pool = pools[classes[host], held[host]]
         last = near[hosts[-1]] if hosts else 0
-        closest = min((abs(group - last), group) for group in pool)[1]
+        closest = min((abs(number - last), number) for number in pool)[1]
         hosts.append(pool[closest].pop())
         if not pool[closest]:
             del pool[closest]
     return Walk(hosts=tuple(hosts), crossings=walk.crossings)
 
 
-def _closed(relations: Relation, classes: Sequence[int], root: Group) -> Decision:
+def _closed(relations: Relation, classes: Mapping[str, int], root: SwitchTree) -> Decision:
     """Look for a ring in which groups stay together."""
     joiner, of_class = Joiner(), list(relations)
 
-    def pieces(group: Group) -> list[Piece]:
-        found = [host_piece(host, of_class[classes[host]]) for host in group.hosts]
-        inner = [pieces(below) for below in group.groups]
+    def pieces(switch: SwitchTree) -> list[Piece]:
+        found = [host_piece(host, of_class[classes[host]]) for host in switch.hosts]
+        inner = [pieces(below) for below in switch.switches]
         return found + [joiner.join(below) for below in inner if below]
 
     whole = joiner.join(pieces(root))

@@ -21,8 +21,8 @@ import scipy  # lazy submodules: commands start without them
 Rates = npt.NDArray[np.float64]
 Relation = npt.NDArray[np.bool_]
 """`relation[x, y]`: a piece can be entered by crossing x and left by crossing y."""
-Step = tuple[int, int]
-"""A host's number, and the crossing by which the ring leaves the host."""
+Step = tuple[str, int]
+"""A host, and the crossing by which the ring leaves the host."""
 Steps = Callable[[int, int], Iterator[Step]]
 
 MAX_PRODUCTS = 4_096
@@ -38,9 +38,12 @@ _INFEASIBLE = 2
 
 
 class Walk(msgspec.Struct, frozen=True, kw_only=True):
-    """A closed walk: the ring leaves `hosts[n]` by `crossings[n]` and enters the next host."""
+    """A closed walk: the ring leaves `hosts[n]` by `crossings[n]` and enters the next host.
 
-    hosts: tuple[int, ...]
+    In a given order of hosts their names are empty.
+    """
+
+    hosts: tuple[str, ...]
     crossings: tuple[int, ...]
 
 
@@ -188,11 +191,11 @@ class Piece:
     exact: bool = True
 
 
-def host_piece(number: int, relation: Relation) -> Piece:
+def host_piece(host: str, relation: Relation) -> Piece:
     """Return a single host as a piece."""
 
     def steps(entry: int, leave: int) -> Iterator[Step]:  # noqa: ARG001
-        yield number, leave
+        yield host, leave
 
     return Piece(relation, steps)
 

@@ -48,10 +48,10 @@ class ElsewhereError(InputError):
     """A plan was measured on another machine than this host."""
 
 
-class _NoSource:
-    """Fails for every set: only a journal has answers."""
+class NoSource:
+    """Fails for every set: only a journal or tables have answers."""
 
-    def __init__(self, *, simulated: bool, elsewhere: ElsewhereError | None) -> None:
+    def __init__(self, *, simulated: bool, elsewhere: ElsewhereError | None = None) -> None:
         self.simulated = simulated
         self._why = elsewhere
 
@@ -72,7 +72,7 @@ def journal_source(
 
     `elsewhere` says why nothing can be measured; a set that is missing ends the work then.
     """
-    none = _NoSource(simulated=contents.header.simulated, elsewhere=elsewhere)
+    none = NoSource(simulated=contents.header.simulated, elsewhere=elsewhere)
     return RememberingSource(none, contents.measurements)
 
 

@@ -103,10 +103,9 @@ def simulated_cluster(
 ) -> Cluster:
     """Return a cluster of equal nodes: the hosts of a file, or as many as `nodes` says.
 
-    Raises InputError: neither, too few or too many, both and they differ, or uneven ranks.
+    Raises InputError: neither, too few or too many, or both and they differ.
     """
     listed = _listed(nodes, hosts)
-    _check_even(listed, len(model.machine.gpus), where=str(hosts))
     machine, knowledge = model.machine, model.knowledge
     reports = [
         HostReport(host=host.name, machine=machine, knowledge=knowledge, slots=host.slots)
@@ -179,17 +178,6 @@ def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:
         raise InputError("--nodes", f"is {nodes}", f"2 to {MANY_NODES} nodes")
     width = len(str(nodes))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
-
-
-def _check_even(hosts: Sequence[HostSlots], gpus: int, *, where: str) -> None:
-    """Check that equal machines have equal numbers of ranks, also those listed repeatedly."""
-    ranks = {host.name: gpus if host.slots is None else host.slots for host in hosts}
-    for host in hosts:
-        uneven = next((name for name, count in ranks.items() if count != ranks[host.name]), None)
-        if host.times > 1 and uneven is not None:
-            what = f"names {host.name} {host.times} times, which makes {ranks[host.name]} ranks"
-            right = f"a host that is named once has {gpus}: name each once, or all as often"
-            raise InputError(where, f"{what}, and {uneven} has {ranks[uneven]}", right)
 
 
 # Plans.

@@ -136,11 +136,10 @@ def _run(text: str, entry: str, where: str) -> tuple[range, str]:
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host of a list, its number of ranks or None, and the number of lines (not by rank)."""
+    """A host of a list, and its number of ranks or None."""
 
     name: str
     slots: int | None = None
-    times: int = 1
 
 
 def read_host_list(path: Path) -> tuple[HostSlots, ...]:
@@ -175,7 +174,6 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         slots, limit = _options(options, place)
         for name, count, counted in _named(entry, place):
             tally = found.setdefault(name, _Tally(name))
-            tally.times += 1
             tally.given = tally.given or counted or tally.slots > 0
             tally.slots += count
             tally.set(slots, limit, place)
@@ -186,8 +184,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
     if not found:
         raise InputError(where, "names no host", _LINE)
     return tuple(
-        HostSlots(tally.name, tally.slots if tally.given else None, tally.times)
-        for tally in found.values()
+        HostSlots(tally.name, tally.slots if tally.given else None) for tally in found.values()
     )
 
 
@@ -199,7 +196,6 @@ class _Tally:
     slots: int = 0
     given: bool = False
     limit: int = MAX_SLOTS
-    times: int = 0
 
     def set(self, slots: int | None, limit: int | None, place: str) -> None:
         if slots is not None and self.given:

@@ -1,4 +1,4 @@
-"""Switches between hosts, from SLURM's topology files or the YAML form, as a SwitchTree.
+"""Switches between hosts, from SLURM's topology.conf or the YAML form, as a SwitchTree.
 
 The YAML form:
 
@@ -19,16 +19,16 @@ Every switch is below at most one switch. Several uppermost switches are joined 
 name and limit. The file may have hosts outside the job.
 
 Refused parts of YAML are anchors and aliases, tags, and several documents. Names are plain texts: a
-host may be called `010` or `no`. SLURM's files follow topology.conf(5),
-topology.yaml(5) (since SLURM 25.05) and src/common/parse_config.c.
+host may be called `010` or `no`. SLURM's file follows topology.conf(5) and
+src/common/parse_config.c.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import yaml
@@ -55,10 +55,8 @@ MAX_VALUES = 500_000
 _PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")
 _RIGHT = "a line is SwitchName=NAME with Nodes=LIST or Switches=LIST"
-_TRUE = ("true", "True", "TRUE", "yes", "on")
 _FIRST = re.compile(r"^\s*(switchname|blockname)\s*=", re.IGNORECASE | re.MULTILINE)
 
-_Form = TypeVar("_Form")
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -80,7 +78,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
-    """Read a topology.conf, a topology.yaml or the YAML form, as suffix or else text say.
+    """Read a topology.conf or the YAML form, as suffix or else text say.
 
     Args:
         path: the file.
@@ -104,12 +102,15 @@ def parse_slurm_topology(
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
-    """Return the network of the YAML form, or of SLURM's topology.yaml."""
+    """Return the network of the YAML form."""
     document = _plain_yaml(text, where)
-    if isinstance(document, list):
-        lines = _topology_lines(_converted(document, list[_Topology], where), where)
-        return Network(switches=_joined(lines, where=where, hosts=hosts))
-    form = _converted(document, _Switches, where)
+    try:
+        form = msgspec.convert(document, _Switches, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
+        place = f"{where} {path.strip('.`')}".strip()
+        right = "write switches: and a list of them, each with name: and hosts: or switches:"
+        raise InputError(place, f"is of another form ({what})", right) from error
     described = enumerate(form.switches)
     lines = (line for i, switch in described for line in _flat(switch, f"{where} switches[{i}]"))
     return Network(switches=_joined(lines, where=where, hosts=hosts), rails=form.rails)
@@ -129,28 +130,6 @@ class _Switches(msgspec.Struct, forbid_unknown_fields=True):
 
     switches: list[_Switch]
     rails: Rails = "any"
-
-
-class _SlurmSwitch(msgspec.Struct, forbid_unknown_fields=True):
-    """A switch of a topology.yaml; lists are expressions."""
-
-    switch: _Text
-    nodes: _Text | None = None
-    children: _Text | None = None
-
-
-class _SlurmTree(msgspec.Struct, forbid_unknown_fields=True):
-    """The tree of a topology."""
-
-    switches: list[_SlurmSwitch] = []
-
-
-class _Topology(msgspec.Struct):
-    """A topology of a topology.yaml; only trees are read further."""
-
-    topology: str
-    cluster_default: str = ""
-    tree: Any = msgspec.UNSET
 
 
 class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
@@ -198,16 +177,6 @@ def _check_events(text: str, where: str) -> None:
             raise InputError(place, what, "describe the switches of one cluster")
 
 
-def _converted(document: Any, kind: type[_Form], where: str) -> _Form:
-    try:
-        return msgspec.convert(document, kind, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
-        place = f"{where} {path.strip('.`')}".strip()
-        right = "write switches: and a list of them, each with name: and hosts: or switches:"
-        raise InputError(place, f"is of another form ({what})", right) from error
-
-
 def _flat(switch: _Switch, where: str) -> Iterator[_Line]:
     """Yield a switch, and then the switches described inside it."""
     below = [switch.switches] if isinstance(switch.switches, str) else switch.switches
@@ -235,19 +204,6 @@ def _expanded(expressions: Iterable[str], where: str) -> tuple[str, ...]:
 
 def _too_many(where: str) -> InputError:
     return InputError(where, f"makes it more than {MAX_NAMES} names", "describe one cluster")
-
-
-def _topology_lines(topologies: Sequence[_Topology], where: str) -> Iterator[_Line]:
-    trees = [topology for topology in topologies if topology.tree is not msgspec.UNSET]
-    default = [tree for tree in trees if tree.cluster_default in _TRUE]
-    if len(default or trees) != 1:
-        right = "leave one of those with tree:, or say cluster_default: true of one"
-        raise InputError(where, f"has {len(trees)} topologies that are a tree", right)
-    (chosen,) = default or trees
-    for i, switch in enumerate(_converted(chosen.tree, _SlurmTree, f"{where} tree").switches):
-        given = {"nodes": switch.nodes, "switches": switch.children, "switchname": switch.switch}
-        pairs = {key: text for key, text in given.items() if text is not None}
-        yield _slurm_line(pairs, f"{where} switches[{i}]")
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:

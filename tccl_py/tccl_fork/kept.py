@@ -6,29 +6,16 @@ chain that was measured beside others is at least as fast by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.measurement import Measurement
+from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
-from tccl_py.model.transfer import TransferSet
-from tccl_py.nccl.network import Pairing
 from tccl_py.plan.plan import PlanChain
 from tccl_py.plan.tables import HostTable
 from tccl_py.plan.tasks import Order
 from tccl_py.tccl_fork.search import MOST_CHANNELS, Found
-
-
-class TablesOnly:
-    """A source without measurements, for a database whose rates are in tables."""
-
-    simulated = False
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Raise MeasurementError."""
-        raise MeasurementError(f"{sets[0]} is in no table")
 
 
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,17 +38,21 @@ def kept_chains(
     """
     wanted = wanted or [table.gpus for table in tables]
     groups: dict[tuple[int, int, int], dict[Order, Found]] = {}
-    for gpus, fifo_bytes, chain in _chains(tables):
+    every = (
+        (table.gpus, settings.buffsize, chain)
+        for table in tables
+        for settings, found in table.all_chains()
+        for chain in found.chains
+    )
+    for gpus, fifo_bytes, chain in every:
         by, blocks = chain.entry_nic, chain.hops[0].flow.blocks or 1
         other = by is None or by != chain.exit_nic or by != (by if nic is None else nic)
-        if other or blocks > MOST_CHANNELS or gpus not in wanted:
+        if other or blocks > MOST_CHANNELS or gpus not in wanted or not _can_be_set_up(chain):
             continue
-        if not _can_be_set_up(chain):
-            continue
-        found = groups.setdefault((by or 0, blocks, fifo_bytes), {})
-        if gpus not in found or chain.rate > found[gpus].rate_gbps:
+        best = groups.setdefault((by or 0, blocks, fifo_bytes), {})
+        if gpus not in best or chain.rate > best[gpus].rate_gbps:
             closed = Ring(tuple(Hop(hop.source, hop.target, hop.flow) for hop in chain.hops))
-            found[gpus] = Found(ring=closed, rate_gbps=chain.rate, bound_gbps=None)
+            best[gpus] = Found(ring=closed, rate_gbps=chain.rate, bound_gbps=None)
     if not groups:
         what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
         raise InputError("the plan's tables", what, "name another NIC, or plan the cluster again")
@@ -70,21 +61,11 @@ def kept_chains(
         found = groups[key]
         return len(found), found[max(found, key=len)].rate_gbps
 
-    best = max(groups, key=worth)
-    by, blocks, fifo_bytes = best
-    missing = {gpus: "no table has one" for gpus in wanted if gpus not in groups[best]}
+    by, blocks, fifo_bytes = key = max(groups, key=worth)
+    missing = {gpus: "no table has one" for gpus in wanted if gpus not in groups[key]}
     return KeptChains(
-        nic=by, blocks=blocks, fifo_bytes=fifo_bytes, chains=groups[best], missing=missing
+        nic=by, blocks=blocks, fifo_bytes=fifo_bytes, chains=groups[key], missing=missing
     )
-
-
-def _chains(tables: Iterable[HostTable]) -> Iterator[tuple[Order, int, PlanChain]]:
-    for table in tables:
-        for answer in table.kept.answers:
-            for pairs in (one.pairs for one in answer.paired):
-                found = table.chains_with(answer.settings, Pairing(pairs))
-                for chain in found.chains if found else ():
-                    yield table.gpus, answer.settings.buffsize, chain
 
 
 def _can_be_set_up(chain: PlanChain) -> bool:
