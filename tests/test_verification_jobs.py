@@ -86,7 +86,6 @@ def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
     found = job("answer answer answer", tmp_path, server, sizes=(4, 8))
     assert [one.rank for one in found.results] == [0, 1, 2]
     assert all(len(one.timings) == 2 for one in found.results)
-    assert 0 < found.seconds < 60
 
 
 def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_path):

@@ -13,6 +13,8 @@ caller is killed, the kernel kills the server and the ranks; their standard inpu
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import os
 import runpy
@@ -22,7 +24,11 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -172,10 +178,12 @@ def main() -> None:
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    # A fork shares memory until it is written, as the collector would do.
+    gc.freeze()
     request = _serve(control)
     if request is not None:
         control.close()
-        _run(*request)
+        _leave(partial(_run, *request))
 
 
 def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
@@ -230,6 +238,27 @@ def _run(program: Program, descriptors: list[int]) -> None:
         os.environ[LISTENER] = str(listener)
     sys.argv = [program.module, *program.arguments]
     runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+
+
+def _leave(run: Callable[[], None]) -> NoReturn:
+    """Run in this fork and end it; taking torch's modules apart would copy all their memory."""
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        else:
+            code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # NCCL's log, and what else C has buffered.
+        ctypes.CDLL(None).fflush(None)
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import load_verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
-from tests.namespaces import ended, namespaces  # noqa: F401 (a fixture)
+from tests.namespaces import ended, namespaces_in
 
 pytestmark = [
     pytest.mark.mpi,
@@ -24,6 +24,14 @@ pytestmark = [
 ORDER = ("h2", "h0", "h1")
 """Ranks follow the plan's hosts, not the launcher's: h2 is not the controller's."""
 QUICK = ("--backend", "host", "--sizes", "4K", "--rounds", "6", "--seconds", "0.2")
+
+
+@pytest.fixture(scope="module")
+def namespaces(tmp_path_factory):
+    """Hosts whose links let checks of large messages pass without waiting."""
+    folder = tmp_path_factory.mktemp("fast")
+    with namespaces_in(folder, link_gbps=2.0, uplink_gbps=2.0) as made:
+        yield made
 
 
 @pytest.fixture
@@ -76,7 +84,7 @@ def ranks_alive(hosts):
     return found
 
 
-def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):  # noqa: F811
+def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):
     ran = namespaces.run(
         "verify", str(directory), *QUICK, "--json", hosts=("h0", "h1", "h2"), timeout_s=300
     )
@@ -96,14 +104,14 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory): 
     assert not ranks_alive(namespaces)
 
 
-def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):  # noqa: F811
+def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):
     ran = namespaces.run("verify", str(directory), *QUICK, hosts=("h0", "h1"), timeout_s=120)
     assert (ran.code, ran.stdout) == (2, "")
     assert "host h2: is in the plan" in ran.stderr
     assert not (directory / "verify.json").exists()
 
 
-def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):  # noqa: F811
+def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):
     with under_way(namespaces, directory) as process:
         os.killpg(process.pid, signal.SIGINT)
         ran = ended(process, 120)
@@ -111,7 +119,7 @@ def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):  # noqa
         assert ran.stdout == ""
 
 
-def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):  # noqa: F811
+def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):
     with under_way(namespaces, directory) as process:
         os.kill(namespaces.rank_pid("h1"), signal.SIGKILL)
         ran = ended(process, 120)
