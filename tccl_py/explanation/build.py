@@ -37,6 +37,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.search.bounds import BudgetSpentError
 
 Kinds = tuple[str, ...]
+Reason = tuple[frozenset[str], frozenset[str]]
+"""Mechanisms of a slow set, and kinds of shared parts, without names of devices."""
 _MECHANISMS = ("direct write", "direct read", "bounce")
 _MOST_FLOWS = 6
 """Larger known sets say little about a mechanism, and are no pitfalls."""
@@ -202,20 +204,20 @@ class Builder:
         found: list[Finding] = []
         for finding in chain(self._slow_mechanisms(), self._slow_sets(reasons)):
             reason = self._reason(finding.flows)
-            if not any(known.explains(reason) for known in reasons):
+            if not _explained(reason, reasons):
                 reasons.append(reason)
                 found.append(finding)
         return tuple(sorted(found, key=lambda finding: -finding.slowdown)[:most])
 
-    def _reason(self, flows: Flows) -> _Reason:
+    def _reason(self, flows: Flows) -> Reason:
         if len(flows) == 1:
             # A single flow's reason is its target, on whichever NUMA node.
             shared = frozenset([re.sub("[0-9]+", "", described(self.machine, flows))])
         else:
             shared = frozenset(place.kind for place in self.suspects(flows))
-        return _Reason(kinds=frozenset(map(kind_of, flows)), shared=shared)
+        return frozenset(map(kind_of, flows)), shared
 
-    def _slow_sets(self, reasons: Sequence[_Reason]) -> Iterator[Finding]:
+    def _slow_sets(self, reasons: Sequence[Reason]) -> Iterator[Finding]:
         """Yield the smallest part of each much slowed set; `reasons` grows meanwhile."""
         slow: dict[Key, _Known] = {}
         for known in self.known_sets():
@@ -226,7 +228,7 @@ class Builder:
         for known in sorted(slow.values(), key=lambda known: (len(known.flows), known.share)):
             try:
                 reason = self._reason(known.flows)
-                if tried >= _TRIED or any(told.explains(reason) for told in reasons):
+                if tried >= _TRIED or _explained(reason, reasons):
                     continue
                 tried += 1
                 related = self.paths.related
@@ -258,15 +260,9 @@ class Builder:
                     yield self._finding([worst], rate.gbps, alone, error=rate.error, instead=others)
 
 
-class _Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason of a slow set, without names of devices."""
-
-    kinds: frozenset[str]
-    shared: frozenset[str]
-
-    def explains(self, other: _Reason) -> bool:
-        """Return whether the other set has this reason, and perhaps more."""
-        return self.kinds == other.kinds and self.shared <= other.shared
+def _explained(reason: Reason, reasons: Sequence[Reason]) -> bool:
+    """Return whether one of `reasons` is part of a reason."""
+    return any(kinds == reason[0] and shared <= reason[1] for kinds, shared in reasons)
 
 
 def _kinds(flows: Flows) -> Kinds:

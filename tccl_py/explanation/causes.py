@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.model.symmetry import Symmetry
-from tccl_py.model.transfer import Flow, Place, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.bounds import BudgetSpentError, smallest_slow_part
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import RememberingSource
@@ -96,20 +96,15 @@ class SymmetryKeys:
         base = len(self._position) + 1
         columns = []
         for flow in flows:
-            parts = flow.transfers
-            places = [p for one in parts for p in (one.source, one.executor, one.destination)]
             # A relabelling keeps the kinds of places and the options.
-            form = f"{''.join(place.kind for place in places)} {flow.blocks} {flow.fifo}"
+            form = f"{''.join(place.kind for place in flow.places)} {flow.blocks} {flow.fifo}"
             number = self._forms.setdefault(form, len(self._forms) + 1)
             codes = np.full(len(rows), number, dtype=np.int64)
-            for place in places:
-                codes = codes * base + rows[:, self._column(place)]
+            for place in flow.places:
+                column = self._position.get(place.device, len(self._position))
+                codes = codes * base + rows[:, column]
             columns.append(codes)
         return np.sort(np.stack(columns, axis=1), axis=1)
-
-    def _column(self, place: Place) -> int:
-        name = f"{'G' if place.kind == 'D' else place.kind}{place.index}"
-        return self._position.get(name, len(self._position))
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):

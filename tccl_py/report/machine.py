@@ -132,8 +132,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
     for label, nodes in groups.items():
         start, x = x, x + _PAD
         for node in nodes:
-            tree.place(node.id, x, top + _HEADER)
-            x += tree.widths[node.id] + _GAP
+            x = tree.place(node.id, x, top + _HEADER) + _GAP
         width, height = x + _PAD - _GAP - start, bottom - top
         words = fitted(label, width - 20, 11)
         frames.append(Box(kind="socket", x=start, y=top, width=width, height=height, label=words))
@@ -156,7 +155,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
 
 
 class _Tree:
-    """The devices that are drawn, their parents and widths, and boxes as they are placed."""
+    """The devices that are drawn, their parents, and boxes as they are placed."""
 
     def __init__(self, machine: Machine, gpus: Collection[int] | None) -> None:
         self._machine, self._gpus = machine, gpus
@@ -174,52 +173,46 @@ class _Tree:
             self._children.setdefault(machine.parents[device], []).append(device)
         self.depth = 1 + max((len(machine.ancestors(one)) - 1 for one in self._leaves), default=0)
         self.boxes: dict[str, Box] = {}
-        self.widths: dict[str, float] = {}
-        for node in machine.numa_nodes:
-            self._measure(node.id)
 
     def order(self, device: str) -> tuple[float, int, str]:
         """Return a key from left to right: by GPU, then by id."""
         return self._first.get(device, math.inf), len(device), device
-
-    def _measure(self, device: str) -> float:
-        below = [self._measure(child) for child in self._children.get(device, ())]
-        width = sum(below) + _GAP * max(0, len(below) - 1)
-        if device in self._leaves:
-            count = len(self._machine.gpus)
-            roomy = 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
-            width = roomy if isinstance(self._leaves[device], Gpu) else min(roomy, 58.0)
-        elif device in self._machine.parents:
-            width += _GAP
-        else:
-            width = max(_NUMA_LEAST, width + _GAP)
-        self.widths[device] = width
-        return width
 
     def row_y(self, row: int) -> float:
         """Return the upper edge of a row below the NUMA nodes', which is row 0."""
         below = (row - 1) * (_HEIGHTS["bridge"] + _LINK)
         return _HEIGHTS["numa"] + _LINK + below if row else 0.0
 
-    def place(self, device: str, x: float, top: float, row: int = 0) -> None:
-        """Add the boxes of a device and of all below it, from `x` on."""
-        leaf = device in self._leaves
-        kind, label, note, title = self._words(device)
+    def place(self, device: str, x: float, top: float, row: int = 0) -> float:
+        """Add the boxes of a device, from `x` on, and of all below it; return the right edge."""
+        before = list(self.boxes)
+        leaf = self._leaves.get(device)
+        if leaf is not None:
+            count = len(self._machine.gpus)
+            roomy = 124.0 if count <= 4 else 92.0 if count <= 8 else 58.0
+            right = x + (roomy if isinstance(leaf, Gpu) else min(roomy, 58.0))
+        else:
+            right = x - _GAP / 2
+            for child in self._children.get(device, ()):
+                right = self.place(child, right + _GAP, top, row + 1)
+            right += _GAP / 2
+        short = x + _NUMA_LEAST - right if device not in self._machine.parents else 0.0
+        if short > 0:
+            right += short
+            for below in self.boxes.keys() - before:
+                box = self.boxes[below]
+                self.boxes[below] = msgspec.structs.replace(box, x=box.x + short / 2)
+        kind, label, note, title = self._words(device, right - x)
         self.boxes[device] = Box(
             kind=kind, x=x, y=top + self.row_y(self.depth if leaf else row),
-            width=self.widths[device], height=_HEIGHTS[kind], label=label, note=note, title=title,
+            width=right - x, height=_HEIGHTS[kind], label=label, note=note, title=title,
             faint=kind == "gpu" and self._gpus is not None and int(device[1:]) not in self._gpus,
         )  # fmt: skip
-        below = self._children.get(device, [])
-        taken = sum(self.widths[child] for child in below) + _GAP * max(0, len(below) - 1)
-        x += (self.widths[device] - taken) / 2
-        for child in below:
-            self.place(child, x, top, row + 1)
-            x += self.widths[child] + _GAP
+        return right
 
-    def _words(self, device: str) -> tuple[str, str, str, str]:
+    def _words(self, device: str, width: float) -> tuple[str, str, str, str]:
         """Return a device's kind, label, note and title."""
-        width, leaf = self.widths[device], self._leaves.get(device)
+        leaf = self._leaves.get(device)
         if isinstance(leaf, Gpu):
             note = fitted(leaf.bus_id.removeprefix("0000:"), width - 4, 9.5)
             return "gpu", leaf.id, note, f"{leaf.id} {leaf.name} {leaf.bus_id}"
