@@ -31,12 +31,12 @@ from tccl_py.rank_processes.rank import (
     time_slots,
     write_result,
 )
+from tccl_py.verify.collectives import graphed, time_calls, warm_up
 from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError
 from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.verify.spec import JobResult, JobSpec, size_text
 from tccl_py.verify.target import read_target
-from tccl_py.verify.timing import graphed, time_calls, warm_up
 
 LAYERS, REPLAYS, GRAPHS = 16, 5, 9
 HIDDEN, BATCHES = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tccl_py.rank_processes.rank import Communicator
-from tccl_py.verify.timing import GRAPH_CALLS, GRAPHED_BYTES, time_calls, timed_batch, warm_up
+from tccl_py.verify.collectives import GRAPH_CALLS, GRAPHED_BYTES, time_calls, timed_batch, warm_up
 from tccl_py.verify.training import TrainingStep
 
 needs_torch = pytest.mark.skipif(

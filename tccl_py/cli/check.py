@@ -29,7 +29,7 @@ from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.verify.nccl_tests import find_program
+from tccl_py.verify.jobs import find_program
 from tccl_py.verify.plans import JobOptions
 from tccl_py.verify.preflight import (
     FAMILIES,
@@ -115,9 +115,7 @@ def check(
             plan,
             directory,
             effort,
-            JobOptions(
-                job=job, program=None if with_ is None else find_program(with_)[0], say=notice
-            ),
+            JobOptions(job=job, program=None if with_ is None else find_program(with_), say=notice),
             preflight=preflight,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )

@@ -42,7 +42,7 @@ from tccl_py.report.verification import (
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.evaluation import EVALUATED, csv_text
-from tccl_py.verify.nccl_tests import find_program, size_options
+from tccl_py.verify.jobs import PROGRAMS, find_program, size_options
 from tccl_py.verify.plans import JobOptions, evaluate_plan, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning
@@ -134,7 +134,8 @@ def verify(
     one_of("--collective", collective, COLLECTIVES)
     program = None
     if with_ is not None:
-        program, own = find_program(with_)
+        program = find_program(with_)
+        own = PROGRAMS[program.name]
         refuse(
             {
                 "--training": training,

@@ -23,8 +23,8 @@ from typing import Any
 
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
+from tccl_py.verify.collectives import Call, row_call, time_calls, timed_batch
 from tccl_py.verify.spec import FINAL_ROUNDS, KIB, MIB, Choice, Contest, ContestTimes, TimedRow
-from tccl_py.verify.timing import Call, row_call, time_calls, timed_batch
 
 BATCH_S = 0.003
 """Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""

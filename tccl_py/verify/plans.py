@@ -47,8 +47,7 @@ from tccl_py.verify.evaluation import (
     run_parts,
     simulated_cells,
 )
-from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
-from tccl_py.verify.nccl_tests import NcclTests
+from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, NcclTests, Say
 from tccl_py.verify.record import Verification, keep_verification
 from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES

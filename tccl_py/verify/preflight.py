@@ -42,8 +42,7 @@ from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import is_dry_run
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
-from tccl_py.verify.jobs import Arm, JobError, Launcher, Outcome
-from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
+from tccl_py.verify.jobs import NO_TORCH, PROGRAMS, Arm, JobError, Launcher, Outcome
 from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import Row, Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text

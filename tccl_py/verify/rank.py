@@ -22,10 +22,9 @@ from tccl_py.rank_processes.rank import (
     time_slots,
     write_result,
 )
-from tccl_py.verify.checks import run_checks
+from tccl_py.verify.collectives import row_call, run_checks, timed_batch, warm_up
 from tccl_py.verify.contests import run_contests
 from tccl_py.verify.spec import Groups, JobResult, JobSpec
-from tccl_py.verify.timing import row_call, timed_batch, warm_up
 from tccl_py.verify.training import time_training
 
 BATCHES = 9

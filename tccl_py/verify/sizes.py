@@ -32,6 +32,7 @@ from tccl_py.plan.beside import (
 from tccl_py.plan.files import subset_graph
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets
+from tccl_py.verify.collectives import GRAPHED_BYTES
 from tccl_py.verify.jobs import (
     GRAPH_VARIABLE,
     THIS_HOST,
@@ -64,7 +65,6 @@ from tccl_py.verify.spec import (
     TimedRow,
 )
 from tccl_py.verify.target import Target
-from tccl_py.verify.timing import GRAPHED_BYTES
 
 SIZES_FILE = "sizes.json"
 FORMAT_VERSION = 1

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
-from tccl_py.verify.timing import Call, graphed
+from tccl_py.verify.collectives import Call, graphed
 
 PARALLEL = {"ddp": 1, "tp2": 2, "tp4": 4}
 """Names of training modes: DistributedDataParallel, and tensor parallel by the number of ranks."""
