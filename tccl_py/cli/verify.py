@@ -48,7 +48,7 @@ from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning
 from tccl_py.verify.sizes import load_sizes
 from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, SIZES, Collective, Dtype, parse_sizes
-from tccl_py.verify.verify import DEFAULT_ROUNDS, DEFAULT_SECONDS, RunBudget
+from tccl_py.verify.verify import RunBudget
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -65,9 +65,9 @@ def verify(
     directory: options.Directory,
     *,
     choice: Annotated[str | None, opt("variables|graph", "Compare this choice alone.")] = None,
-    rounds: Annotated[int, opt("N", "Rounds with a job of each choice.")] = DEFAULT_ROUNDS,
+    rounds: Annotated[int, opt("N", "Rounds with a job of each choice.")] = RunBudget().rounds,
     sizes: Annotated[str | None, opt("LIST", "As 4K,1M,256M; 1K to 1G if not given.")] = None,
-    seconds: Annotated[float, opt("S", "After this no round begins.")] = DEFAULT_SECONDS,
+    seconds: Annotated[float, opt("S", "After this no round begins.")] = RunBudget().seconds,
     collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
     training: Annotated[bool, flag("--training", "Also time steps of a small GPT.")] = False,
     tune: Annotated[bool, flag("--tune", "Try other settings, and keep better ones.")] = False,

@@ -130,28 +130,21 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tuple(found for arm in arms if (found := self.summary(arm)))
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs of each of some hosts, the arms of jobs over them, and their launcher."""
+Part = tuple[Launcher, Sequence[Arm]]
+"""Jobs over a set of GPUs, and the arms to run there."""
 
-    hosts: tuple[str, ...] = ()
-    gpus: tuple[int, ...]
-    arms: tuple[Arm, ...]
-    launcher: Launcher
 
-    @property
-    def name(self) -> str:
-        """Return the GPUs and hosts in words."""
-        gpus = f"GPUs {','.join(map(str, self.gpus))}"
-        return f"{gpus} of {len(self.hosts)} hosts" if self.hosts else gpus
+def _name(launcher: Launcher) -> str:
+    """Return the GPUs and hosts of jobs in words."""
+    gpus = f"GPUs {','.join(map(str, launcher.hosts[0].gpus))}"
+    return f"{gpus} of {len(launcher.hosts)} hosts" if launcher.hosts[0].name else gpus
 
 
 def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
     """Estimate the duration of all rounds over all parts."""
     rows = len(budget.spec.rows)
     first = _CHECK_S if budget.checks else _START_S
-    return sum(
-        first + budget.rounds * (_START_S + _ROW_S * rows * len(part.arms)) for part in parts
-    )
+    return sum(first + budget.rounds * (_START_S + _ROW_S * rows * len(arms)) for _, arms in parts)
 
 
 def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Evaluation:
@@ -161,27 +154,27 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     failures: list[str] = []
     left_out: list[str] = []
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
-    for number, part in enumerate(parts):
-        started, launcher = time.monotonic(), part.launcher
+    for number, (launcher, arms) in enumerate(parts):
+        name, started = _name(launcher), time.monotonic()
         left = begun + budget.seconds - started
         if left <= 0 and number:
-            left_out.append(part.name)
+            left_out.append(name)
             continue
-        launcher.watch(f"{part.name} ({number + 1} of {len(parts)})")
+        launcher.watch(f"{name} ({number + 1} of {len(parts)})")
         own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
         failed: dict[ChoiceName, str] = {}
         try:
-            checked, failed = check_arms(launcher, part.arms, checks=budget.checks)
+            checked, failed = check_arms(launcher, arms, checks=budget.checks)
             for arm, outcome in checked.items():
                 if found := tuple(value for rank in outcome.results for value in rank.wrong):
                     wrong[arm] = (*wrong.get(arm, ()), *found)
-            running = [arm for arm in part.arms if arm.name in checked]
+            running = [arm for arm in arms if arm.name in checked]
             rounds = run_rounds(launcher, running, own, budget.spec, begun=started)
             failed |= rounds.failures
-            cells += _cells(part, budget.spec, rounds)
+            cells += _cells(launcher, [arm.name for arm in running], budget.spec, rounds)
         except JobError as error:
-            failures.append(f"{part.name}: {error}")
-        failures += [f"{part.name}, {arm}: {why}" for arm, why in failed.items()]
+            failures.append(f"{name}: {error}")
+        failures += [f"{name}, {arm}: {why}" for arm, why in failed.items()]
     return msgspec.structs.replace(
         base,
         cells=tuple(cells),
@@ -192,21 +185,23 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     )
 
 
-def _cells(part: Part, spec: JobSpec, rounds: Rounds) -> Iterator[Cell]:
-    """Yield the cells of all arms' jobs over a part."""
-    for arm in part.arms:
-        for row, taken in row_seconds(spec, rounds.of(arm.name)).items():
+def _cells(
+    launcher: Launcher, arms: Sequence[ChoiceName], spec: JobSpec, rounds: Rounds
+) -> Iterator[Cell]:
+    """Yield the cells of all arms' jobs over a set of GPUs."""
+    for arm in arms:
+        for row, taken in row_seconds(spec, rounds.of(arm)).items():
             seconds = statistics.median(taken)
-            compared = rounds.compared.get((arm.name, row), EQUAL)
+            compared = rounds.compared.get((arm, row), EQUAL)
             yield Cell(
-                hosts=part.hosts,
-                gpus=part.gpus,
+                hosts=tuple(host.name for host in launcher.hosts if host.name),
+                gpus=launcher.hosts[0].gpus,
                 collective=row.collective,
                 dtype=row.dtype,
                 bytes=row.bytes,
-                arm=arm.name,
+                arm=arm,
                 us=seconds * 1e6,
-                gbps=bus_gbps(row.collective, part.launcher.world, row.bytes, seconds),
+                gbps=bus_gbps(row.collective, launcher.world, row.bytes, seconds),
                 ratio=compared.ratio,
                 low=compared.low,
                 high=compared.high,

@@ -232,22 +232,22 @@ def evaluate_plan(
         return keep_beside_plan(replace(base, cells=cells), directory / EVALUATION_FILE)
     with ExitStack() as stack:
         if plan.is_cluster:
-            jobs = jobs_of_tables(plan, directory, gpus)
-            parts = [
-                Part(hosts=made.host_order, gpus=own, arms=target.arms, launcher=launcher)
-                for made, own in jobs
-                for target in [Target(plan=made, directory=directory, graphs=host_graphs(made))]
-                for launcher in [_hosts_launcher(made, options, some=True)]
+            parts: list[Part] = [
+                (
+                    _hosts_launcher(made, options, some=True),
+                    Target(plan=made, directory=directory, graphs=host_graphs(made)).arms,
+                )
+                for made, _ in jobs_of_tables(plan, directory, gpus)
             ]
         else:
             launcher = stack.enter_context(launcher_of(plan, directory, options))
             parts = _machine_parts(plan, directory, _gpu_sets(plan, gpus), launcher)
-        if all(len(part.arms) == 1 for part in parts):
+        if all(len(arms) == 1 for _, arms in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
         minutes = estimated_seconds(parts, budget) / 60
         options.say(f"{len(parts)} sets of GPUs in about {minutes:.0f} min, if the time suffices")
-        names = {arm.name for part in parts for arm in part.arms}
+        names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, budget, replace(base, recommended=recommended))
     return keep_beside_plan(found, directory / EVALUATION_FILE)
@@ -269,7 +269,7 @@ def _machine_parts(
     plan: Plan, directory: Path, sets: Sequence[tuple[int, ...]], launcher: Launcher
 ) -> list[Part]:
     """Return a part for each set of GPUs; without planned rings it has no graph file."""
-    target, parts = read_target(plan, directory), []
+    target, parts = read_target(plan, directory), list[Part]()
     for gpus in sets:
         planned, graphs = plan.subset(gpus), target.graphs
         if planned and gpus != plan.gpus:
@@ -279,7 +279,7 @@ def _machine_parts(
             for arm in target.arms
             if planned or arm.name != "graph"
         ]
-        parts.append(Part(gpus=gpus, arms=tuple(arms), launcher=launcher.over(gpus)))
+        parts.append((launcher.over(gpus), arms))
     return parts
 
 

@@ -37,9 +37,6 @@ from tccl_py.verify.spec import (
 )
 from tccl_py.verify.target import Target
 
-DEFAULT_ROUNDS = 10
-DEFAULT_SECONDS = 300.0
-"""Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
 _TRANSFER_BYTES = 64 << 20
@@ -57,9 +54,10 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     open and time is left.
     """
 
-    rounds: int = DEFAULT_ROUNDS
+    rounds: int = 10
+    """Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
     sizes: tuple[int, ...] = SIZES
-    seconds: float = DEFAULT_SECONDS
+    seconds: float = 300.0
     collectives: tuple[Collective, ...] = ("all_reduce",)
     dtype: Dtype = "float32"
     checks: bool = True
