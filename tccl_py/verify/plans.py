@@ -174,10 +174,10 @@ def run(
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            target = plan if only is None else plan.narrowed(only)
             # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
             quick = replace(budget, seconds=0.0)
-            found = verify_target(target, launcher, quick if tune and plan.hosts else budget)
+            work = quick if tune and plan.hosts else budget
+            found = verify_target(plan, launcher, work, only=only)
         except (KeyboardInterrupt, Terminated):
             launcher.say(f"interrupted: nothing in {plan.directory} was changed")
             raise

@@ -202,8 +202,8 @@ def tune_sizes(
 ) -> tuple[SizeTuning, tuple[ContestTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
 
-    Choices are timed in the first arm, NCCL's own choice in all. The sweep has half of `seconds`,
-    after which no fresh jobs start beyond LEAST_JOBS. Also returns all times of the sweep.
+    Choices are timed in the first arm, NCCL's own choice in all. The sweep has half of `seconds`;
+    after all of them no fresh jobs start beyond LEAST_JOBS. Also returns all times of the sweep.
 
     Raises JobError: the sweep's job failed, or too many fresh jobs.
     """

@@ -44,13 +44,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A plan to verify or tune.
 
     `graphs` are the texts of graph files by host, THIS_HOST for a single one; NCCL_GRAPH_FILE of
-    the arms names the files of `directory`. `only` is the choice in question, if there is just one.
+    the arms names the files of `directory`.
     """
 
     plan: Plan
     directory: Path
     graphs: Mapping[str, str]
-    only: ChoiceName | None = None
 
     @property
     def name(self) -> str:
@@ -96,26 +95,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 graphs=dict(self.graphs) if "NCCL_GRAPH_FILE" in variables else {},
             )
             arms.setdefault(tuple(sorted(variables.items())), arm)
-        found = tuple(arms.values())
-        if self.only is None:
-            return found
-        return found[0], next((arm for arm in found if arm.name == self.only), found[0])
+        return tuple(arms.values())
 
     def arm(self, name: ChoiceName) -> Arm:
         """Return the arm of a choice: default NCCL's where the choice sets nothing else."""
         return next((arm for arm in self.arms if arm.name == name), self.arms[0])
-
-    @property
-    def chosen(self) -> ChoiceName:
-        """Return the choice in question."""
-        return self.only or self.arm(self.plan.recommended).name
-
-    def narrowed(self, name: ChoiceName) -> Target:
-        """Return default NCCL against one choice."""
-        if self.arm(name) is self.arms[0]:
-            what = "sets nothing that default NCCL has not"
-            raise InputError(f"--choice {name}", what, "leave it out")
-        return msgspec.structs.replace(self, only=name)
 
     @property
     def choices(self) -> Choices:

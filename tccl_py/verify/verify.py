@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from tccl_py.errors import InputError
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher, Outcome
 from tccl_py.verify.record import (
@@ -99,13 +100,21 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
         return [job for arm, job in self.jobs if arm == name]
 
 
-def verify_target(target: Target, launcher: Launcher, budget: RunBudget) -> Verification:
-    """Run real collectives in every arm of a plan. Raises JobError: a job of default NCCL failed,
-    so nothing can be said of the others.
+def verify_target(
+    target: Target, launcher: Launcher, budget: RunBudget, *, only: ChoiceName | None = None
+) -> Verification:
+    """Run real collectives in every arm of a plan, or in default NCCL and `only` one choice.
+
+    Raises JobError: a job of default NCCL failed, so nothing can be said of the others.
     """
-    begun = time.monotonic()
+    begun, arms = time.monotonic(), target.arms
+    if only is not None:
+        arms = arms[0], target.arm(only)
+        if arms[0] is arms[1]:
+            what = "sets nothing that default NCCL has not"
+            raise InputError(f"--choice {only}", what, "leave it out")
     # 1. Check values, where every arm may fail.
-    checked, failures = check_arms(launcher, target.arms, checks=budget.checks)
+    checked, failures = check_arms(launcher, arms, checks=budget.checks)
     # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and "variables" in checked
     spec = msgspec.structs.replace(
@@ -115,12 +124,12 @@ def verify_target(target: Target, launcher: Launcher, budget: RunBudget) -> Veri
         transfer_sizes=budget.transfer_sizes,
         training=budget.training,
     )
-    running = [arm for arm in target.arms if arm.name in checked]
+    running = [arm for arm in arms if arm.name in checked]
     rounds = run_rounds(launcher, running, budget, spec, begun=begun)
     failures |= rounds.failures
     # 3. Judge each arm, and find the winner.
     found: list[ArmResult] = []
-    for arm in target.arms:
+    for arm in arms:
         result = ArmResult(
             name=arm.name,
             settings=arm.settings,
@@ -136,7 +145,7 @@ def verify_target(target: Target, launcher: Launcher, budget: RunBudget) -> Veri
             large = result.over(found[0]) if found else EQUAL
             result = msgspec.structs.replace(result, large=large)
         found.append(result)
-    letters = dict(zip((arm.name for arm in target.arms), "ABC", strict=False))
+    letters = dict(zip((arm.name for arm in arms), "ABC", strict=False))
     ranks = checked["default"].results
     return Verification(
         machine=target.name,
@@ -145,7 +154,7 @@ def verify_target(target: Target, launcher: Launcher, budget: RunBudget) -> Veri
         backend=launcher.backend,
         arms=tuple(found),
         recommended=target.plan.recommended,
-        chosen=target.chosen,
+        chosen=only or target.arm(target.plan.recommended).name,
         winner=find_winner(found),
         simulated=target.plan.simulated,
         assumed=target.plan.assumed,
