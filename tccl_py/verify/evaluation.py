@@ -154,13 +154,13 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     failures: list[str] = []
     left_out: list[str] = []
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
-    for number, (launcher, arms) in enumerate(parts):
-        name, started = _name(launcher), time.monotonic()
+    for number, (quiet, arms) in enumerate(parts):
+        name, started = _name(quiet), time.monotonic()
         left = begun + budget.seconds - started
         if left <= 0 and number:
             left_out.append(name)
             continue
-        launcher.watch(f"{name} ({number + 1} of {len(parts)})")
+        launcher = _named(quiet, f"{name} ({number + 1} of {len(parts)})")
         own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
         failed: dict[ChoiceName, str] = {}
         try:
@@ -183,6 +183,12 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
         left_out=tuple(left_out),
         seconds=time.monotonic() - begun,
     )
+
+
+def _named(launcher: Launcher, name: str) -> Launcher:
+    """Return the launcher, whose words on the current work begin with a name."""
+    watch = launcher.watch
+    return msgspec.structs.replace(launcher, watch=lambda text: watch(f"{name}: {text}"))
 
 
 def _cells(
