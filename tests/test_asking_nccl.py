@@ -23,13 +23,12 @@ from tccl_py.nccl import asked as installed_rings
 from tccl_py.nccl.asked import (
     InstalledRings,
     NcclAnswer,
-    Question,
     RefusedError,
     ask_each,
     ask_nccl,
     judged,
 )
-from tccl_py.nccl.communicators import CommunicatorLog, same_rings, transport_of
+from tccl_py.nccl.communicators import CommunicatorLog, Question, same_rings, transport_of
 from tccl_py.nccl.graph_file import Channel, Graph
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
@@ -467,7 +466,7 @@ DUMP = (VERDICTS / "graphs" / "a_ok1.xml").read_text()
 @given(st.integers(0, len(LOG)), st.integers(0, len(LOG)), st.integers(0, len(DUMP)))
 @settings(max_examples=200, deadline=None)
 def test_of_torn_logs_no_rings_are_made(start, end, dumped):
-    said = [CommunicatorLog(number=0, log=LOG[start:end], dump=DUMP[:dumped])]
+    said = [CommunicatorLog(log=LOG[start:end], dump=DUMP[:dumped])]
     question = Question(gpus=(4, 5, 7))
     try:
         found = asked.read_answer(question, said, "2.28.9")
@@ -481,7 +480,7 @@ def test_of_torn_logs_no_rings_are_made(start, end, dumped):
 
 
 def test_whole_logs_give_rings_and_transports():
-    said = [CommunicatorLog(number=0, log=LOG, dump=DUMP)]
+    said = [CommunicatorLog(log=LOG, dump=DUMP)]
     found = asked.read_answer(Question(gpus=(4, 5, 7)), said, "2.28.9")
     assert found.rings == ((4, 5, 7), (4, 7, 5)) * 2
     assert len(found.via) == 6

@@ -16,9 +16,9 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.communicators import (
-    Communicator,
     CommunicatorLog,
     JobSpec,
+    Question,
     RankResult,
     parse_log,
     same_rings,
@@ -43,13 +43,6 @@ _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to si
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
 _SPEED = 0.01
 _SHOWN = 3
-
-
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A communicator over GPUs in rank order, with the text of a graph file (None: no file)."""
-
-    gpus: tuple[int, ...]
-    graph: str | None = None
 
 
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,35 +136,24 @@ def _run(
     environment: Mapping[str, str], questions: Sequence[Question], library: str, seconds: float
 ) -> tuple[NcclAnswer, ...]:
     gpus = tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
-    files = {f"graph-{n}.xml": q.graph for n, q in enumerate(questions) if q.graph is not None}
-    spec = JobSpec(
-        library=library,
-        gpus=gpus,
-        communicators=tuple(
-            Communicator(
-                ranks=tuple(gpus.index(gpu) for gpu in question.gpus),
-                graph="" if question.graph is None else f"graph-{number}.xml",
-            )
-            for number, question in enumerate(questions)
-        ),
-    )
     ranks = tuple(range(len(gpus)))
     task = Task(
         program=PROGRAM,
-        spec=encode_json(spec),
+        spec=encode_json(JobSpec(library=library, gpus=gpus, questions=tuple(questions))),
         ranks=ranks,
         environment=dict(environment),
         timeout=seconds,
-        files=files,
     )
     (left,) = run_tasks([task])
     results = decoded(left, ranks, RankResult)
-    answers = []
-    for number, question in enumerate(questions):
-        of_ranks = (results[gpus.index(gpu)].logs for gpu in question.gpus)
-        logs = [log for rank_logs in of_ranks for log in rank_logs if log.number == number]
-        answers.append(read_answer(question, logs, results[0].version))
-    return tuple(answers)
+    return tuple(
+        read_answer(
+            question,
+            [results[gpus.index(gpu)].logs[number] for gpu in question.gpus],
+            results[0].version,
+        )
+        for number, question in enumerate(questions)
+    )
 
 
 def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: str) -> NcclAnswer:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from tccl_py.nccl.paths import DISCONNECTED, NetPorts, Paths
+from tccl_py.nccl.paths import NetPorts, Paths
 from tccl_py.nccl.system import Link, PathType, System
 
 Pattern = Literal["ring", "balanced tree", "tree"]
@@ -138,7 +138,7 @@ class ChannelSearch:
         for pair in (
             (a, b) for a in ends for b in ends if a in self._system.sm or b in self._system.sm
         ):
-            for link in self._paths.get(pair, DISCONNECTED).links:
+            for link in self._paths[pair].links:
                 used[link.index] = link
                 back = self._answered(pair[0], link)
                 if back is not None:
@@ -215,7 +215,7 @@ class ChannelSearch:
     def _way(self, source: str, target: str, limit: PathType, rate: float) -> Step | None:
         limit = min(limit, PathType.NET)
         ways = [(source, target), (target, source)][: 2 - (self._wanted.pattern == "ring")]
-        if any(self._paths.get(pair, DISCONNECTED).type > limit for pair in ways):
+        if any(self._paths[pair].type > limit for pair in ways):
             return None
         return self._use(source, target, rate)
 
@@ -442,14 +442,14 @@ class ChannelSearch:
 
     def _score(self, gpu: int, other: int) -> tuple[int, int]:
         """Score the path between two GPUs, in whole GB/s; smaller is better."""
-        path = self._paths.get((self._gpus[gpu], self._gpus[other]), DISCONNECTED)
+        path = self._paths[self._gpus[gpu], self._gpus[other]]
         return -int(path.gbps), len(path.links)
 
     def _port_score(self, port: str, gpu: int, state: int) -> tuple[int, int, int]:
         """Score a GPU for the path back to `port`; zeros for no port."""
         if not port:
             return 0, 0, 0
-        path = self._paths.get((port, self._gpus[gpu]), DISCONNECTED)
+        path = self._paths[port, self._gpus[gpu]]
         left = [(state >> shift & self._field) // _SCALE for shift in self._pci[gpu]]
         return -int(path.gbps), -min(left, default=-1), len(path.links)
 

@@ -36,11 +36,11 @@ _VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re
 MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
-class Communicator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A communicator to make: its ranks, and the name of its graph file ("": none)."""
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A communicator over GPUs in rank order, with the text of a graph file (None: no file)."""
 
-    ranks: tuple[int, ...]
-    graph: str = ""
+    gpus: tuple[int, ...]
+    graph: str | None = None
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,22 +48,21 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     library: str
     gpus: tuple[int, ...]
-    communicators: tuple[Communicator, ...]
+    questions: tuple[Question, ...]
 
 
 class CommunicatorLog(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's log of communicator `number` in this rank; its rank 0 adds the dumped graphs."""
+    """NCCL's log of a communicator in this rank; its rank 0 adds the dumped graphs."""
 
-    number: int
     log: str
     dump: str = ""
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's version, and its log of each communicator with this rank."""
+    """NCCL's version, and its log of each communicator with this rank, by number."""
 
     version: str
-    logs: tuple[CommunicatorLog, ...]
+    logs: dict[int, CommunicatorLog]
 
 
 def main() -> None:
@@ -77,33 +76,34 @@ def main() -> None:
     try:
         library = Library(spec.library)
         library.use_gpu(rank)
-        logs = []
-        for number, communicator in enumerate(spec.communicators):
-            if rank in communicator.ranks:
+        logs = {}
+        for number, question in enumerate(spec.questions):
+            if spec.gpus[rank] in question.gpus:
                 # Names the communicator in case NCCL crashes.
                 print(f"communicator {number}", flush=True)
-                logs.append(_made(library, communicator, number, rank, folder))
+                logs[number] = _made(library, spec, number, rank, folder)
     except TcclError as error:
         where = f"communicator {number}: " if number >= 0 else ""
         print(f"error: {where}{error}", flush=True)
         os._exit(1)
-    write_result(folder, rank, RankResult(version=version_text(library.version), logs=tuple(logs)))
+    write_result(folder, rank, RankResult(version=version_text(library.version), logs=logs))
     sys.stdout.flush()
     # Threads of NCCL may still run.
     os._exit(0)
 
 
-def _made(
-    library: Library, communicator: Communicator, number: int, rank: int, folder: Path
-) -> CommunicatorLog:
+def _made(library: Library, spec: JobSpec, number: int, rank: int, folder: Path) -> CommunicatorLog:
     """Make one communicator with the other ranks, end it, and return its log."""
-    place = communicator.ranks.index(rank)
+    question, gpus = spec.questions[number], spec.gpus
+    place = question.gpus.index(gpus[rank])
     dump, log = folder / f"dump-{number}.xml", folder / f"nccl-{rank}"
     # 1. Name the files that NCCL reads and writes with every communicator.
     os.environ["NCCL_GRAPH_DUMP_FILE"] = str(dump)
     os.environ.pop("NCCL_GRAPH_FILE", None)
-    if communicator.graph:
-        os.environ["NCCL_GRAPH_FILE"] = str(folder / communicator.graph)
+    if question.graph is not None:
+        graph = folder / f"graph-{number}.xml"
+        write_atomically(graph, question.graph)
+        os.environ["NCCL_GRAPH_FILE"] = str(graph)
     # 2. Join by the id of rank 0.
     id_file = folder / f"id-{number}"
     if place == 0:
@@ -111,17 +111,17 @@ def _made(
     _wait_for(id_file)
     begun = log.stat().st_size if log.exists() else 0
     unique_id = bytes.fromhex(id_file.read_text())
-    made = library.communicator(unique_id, rank=place, ranks=len(communicator.ranks))
+    made = library.communicator(unique_id, rank=place, ranks=len(question.gpus))
     # 3. Abort once all ranks have it: until then they need this rank.
     (folder / f"made-{number}-{rank}").touch()
-    for peer in communicator.ranks:
-        _wait_for(folder / f"made-{number}-{peer}")
+    for gpu in question.gpus:
+        _wait_for(folder / f"made-{number}-{gpus.index(gpu)}")
     ending = threading.Thread(target=library.abort, args=(made,), daemon=True)
     ending.start()
     ending.join(_ABORT_S)
     text = log.read_bytes()[begun:].decode(errors="replace")
     dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
-    return CommunicatorLog(number=number, log=text, dump=dumped)
+    return CommunicatorLog(log=text, dump=dumped)
 
 
 def _wait_for(path: Path) -> None:

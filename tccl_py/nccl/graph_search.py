@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
-from tccl_py.nccl.paths import DISCONNECTED, local_nets
+from tccl_py.nccl.paths import local_nets
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.versions import LOCAL_GBPS, speeds, version_facts
@@ -73,11 +73,11 @@ class _Compute:
 
     def _bounds(self) -> None:
         gpus, nets, paths = self.system.gpus, self.system.nets, self.seen.paths
-        intra = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in gpus if a != b]
-        inter = [paths.get((a, b), DISCONNECTED).type for a in gpus for b in nets]
+        intra = [paths[a, b].type for a in gpus for b in gpus if a != b]
+        inter = [paths[a, b].type for a in gpus for b in nets]
         self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
         self.most_intra = max([PathType.LOC, *intra]) if len(gpus) > 1 else PathType.SYS
-        inward = [paths.get((b, a), DISCONNECTED).type for a in gpus for b in nets]
+        inward = [paths[b, a].type for a in gpus for b in nets]
         self.types_intra, self.types_inter = {*intra}, {*inter, *inward}
         self.least_inter, self.most_inter = PathType.PIX, PathType.SYS
         if self.inter:
@@ -94,7 +94,7 @@ class _Compute:
             return
         ends = self.system.nets if self.inter else gpus
         paths = self.seen.plain if self.system.rules.device_nodes else self.seen.paths
-        ways = [paths.get((a, b), DISCONNECTED) for a in gpus for b in ends]
+        ways = [paths[a, b] for a in gpus for b in ends]
         self.most = max((way.gbps for way in ways if way.links), default=0.0)
         self.total = single(max(_leaving(self.system, gpu) for gpu in gpus))
 
@@ -268,7 +268,7 @@ def _two_nvlink_islands(seen: NcclView) -> bool:
     domains = list(range(len(gpus)))
     for place, gpu in enumerate(gpus):
         for other in range(place + 1, len(gpus)):
-            if seen.paths.get((gpu, gpus[other]), DISCONNECTED).type == PathType.NVL:
+            if seen.paths[gpu, gpus[other]].type == PathType.NVL:
                 domains[other] = domains[place]
     return sum(domains.count(domain) > 1 for domain in set(domains)) == 2
 

@@ -21,7 +21,6 @@ from tccl_py.model.rings import Hop, HopSpace, Ring, ring
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, receiving_nic, sending_nic
 from tccl_py.nccl.paths import (
-    DISCONNECTED,
     Direction,
     gpu_direct_rule,
     local_cpu,
@@ -182,7 +181,7 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
     pair = net_ends(seen, gpu, nic)
-    over = relay_of(seen.system, seen.paths.get(pair, DISCONNECTED))
+    over = relay_of(seen.system, seen.paths[pair])
     return None if over is None else int(over[1:])
 
 

@@ -54,15 +54,22 @@ class Path:
     type: PathType
 
 
-Paths = dict[tuple[str, str], Path]
-DISCONNECTED = Path((), 0.0, PathType.DIS)
+class Paths(dict[tuple[str, str], Path]):
+    """Paths by their ends; pairs without a path are disconnected."""
+
+    def __missing__(self, ends: tuple[str, str]) -> Path:
+        """Return no path."""
+        return _DISCONNECTED
+
+
+_DISCONNECTED = Path((), 0.0, PathType.DIS)
 _LONGEST_NVB = 1
 
 
 def shortest_paths(system: System) -> Paths:
     """Return paths to every CPU, GPU, NIC port and NVSwitch, before policy."""
     reverse = {(link.source, link.target, link.type): link for link in system.links}
-    paths: Paths = {}
+    paths = Paths()
     for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
         for device, path in _paths_to(system, base, reverse).items():
             paths[device, base] = path
@@ -154,7 +161,7 @@ def with_policy(
 
     `direct` are the pairs of GPUs that may talk without the CPU; `rule` is for NICs and GPU memory.
     """
-    result = dict(paths)
+    result = Paths(paths)
     for target in system.gpus:
         for source in system.gpus:
             if source != target and (source, target) not in direct:
@@ -165,7 +172,7 @@ def with_policy(
     for net in system.nets:
         for gpu in system.gpus:
             _send_by_relay(system, result, rule, gpu, net)
-            own = result.get((gpu, net), DISCONNECTED)
+            own = result[gpu, net]
             near = own.type < PathType.PHB
             if near and not reaches_gpu(system, result, rule, (gpu, net), "receive"):
                 cpu = local_cpu(system, result, gpu)
@@ -201,14 +208,14 @@ def reaches_gpu(
     `ends` are the GPU and the port. With a relay the relay's path counts.
     """
     gpu, net = ends
-    own = paths.get(ends, DISCONNECTED)
+    own = paths[ends]
     relay = relay_of(system, own)
     distance = paths[relay, net].type if relay else own.type
     if ends not in system.gpu_direct or distance > rule.level:
         return False
     if direction == "receive" or rule.read is not None:
         return direction == "receive" or bool(rule.read)
-    peers = [paths.get((gpu, peer), DISCONNECTED).type for peer in system.gpus if peer != gpu]
+    peers = [paths[gpu, peer].type for peer in system.gpus if peer != gpu]
     return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
 
 
@@ -217,7 +224,7 @@ def _send_by_relay(system: System, paths: Paths, rule: GpuDirectRule, gpu: str, 
     relay = local_gpu(system, paths, net)
     if relay is None or relay == gpu:
         return
-    own, near = (paths.get((end, net), DISCONNECTED) for end in (gpu, relay))
+    own, near = (paths[end, net] for end in (gpu, relay))
     beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
     if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
         return
@@ -228,7 +235,7 @@ def _send_by_relay(system: System, paths: Paths, rule: GpuDirectRule, gpu: str, 
 
 def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
     """Return the targets with the most bandwidth from `source`, then with the nearest type."""
-    reached = [(name, paths.get((source, name), DISCONNECTED)) for name in targets]
+    reached = [(name, paths[source, name]) for name in targets]
     reached = [(name, path) for name, path in reached if path.gbps > 0]
     if not reached:
         return ()
@@ -291,7 +298,7 @@ class NetPorts:
         chosen = [net for name in gpus for net in local_nets(self._system, self._paths, name)]
         for kind in range(limit + 1):
             ends = ((name, net) for name in gpus for net in nets)
-            chosen += [end[1] for end in ends if self._paths.get(end, DISCONNECTED).type == kind]
+            chosen += [end[1] for end in ends if self._paths[end].type == kind]
         return tuple(dict.fromkeys(chosen))
 
     def _locals(self, port: str) -> tuple[int, ...]:

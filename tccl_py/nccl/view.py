@@ -14,7 +14,6 @@ from itertools import pairwise, permutations
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.paths import (
-    DISCONNECTED,
     Direction,
     GpuDirectRule,
     Paths,
@@ -126,7 +125,7 @@ def net_path(seen: NcclView, gpu: int, nic: int, direction: Direction) -> PathTy
     """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it."""
     name, port = net_ends(seen, gpu, nic)
     pair = (name, port) if direction == "send" else (port, name)
-    return seen.paths.get(pair, DISCONNECTED).type
+    return seen.paths[pair].type
 
 
 def net_ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
@@ -222,7 +221,7 @@ def _parts(gpus: Sequence[str], by_network: Pairs) -> tuple[tuple[str, ...], ...
 def _direct(
     system: System, knowledge: Knowledge, paths: Paths, level: PathType, pair: tuple[str, str]
 ) -> bool:
-    path = paths.get(pair, DISCONNECTED)
+    path = paths[pair]
     if path.type > level:
         return False
     between = [link.target for link in path.links[:-1]]
@@ -236,6 +235,6 @@ def _direct(
 def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:
     best = {}
     for gpu in system.gpus:
-        ways = [paths.get((gpu, net), DISCONNECTED) for net in system.nets]
+        ways = [paths[gpu, net] for net in system.nets]
         best[gpu] = max((way.gbps for way in ways if way.type <= PathType.PXB), default=0.0)
     return best

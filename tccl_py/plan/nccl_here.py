@@ -10,13 +10,13 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
     InstalledRings,
     NcclAnswer,
-    Question,
     RefusedError,
     ask_each,
     ask_nccl,
     judged,
     verdict_on,
 )
+from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from tccl_py.simulator.model import (
     Figures,
     Key,
     MachineModel,
+    Member,
     Traffic,
     figures_in,
 )
@@ -304,13 +306,12 @@ def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
     return shared + [{flow: share} for flow, share in alone.items()]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A leg's part in a rule: the group, the member, and the keys to count."""
+class Role(NamedTuple):
+    """The part of a flow's leg in a rule: the member, the group, and the keys to count."""
 
     rule: int
     member: int
     group: str
-    flow: int
     leg: int
     keys: dict[Key, str]
 
@@ -321,57 +322,52 @@ def matches(traffic: Traffic, leg: Leg) -> bool:
     return all(getattr(traffic, name) in ("any", getattr(leg, name)) for name in fields)
 
 
-def roles(rules: Sequence[Congestion], leg: Leg) -> tuple[tuple[int, int, str], ...]:
-    """Return (rule, member, group) of each part that a leg may have."""
+def roles(rules: Sequence[Congestion], number: int, leg: Leg) -> Iterator[Role]:
+    """Yield the parts that leg `number` of a flow may have in rules."""
     groups: dict[Key, str] = {**leg.keys, "transfer": ""}
-    return tuple(
-        (number, index, groups[rule.together_at])
-        for number, rule in enumerate(rules)
-        if rule.together_at in groups
-        for index, member in enumerate(rule.members)
-        if matches(member.traffic, leg)
-    )
+    for place, rule in enumerate(rules):
+        for index, member in enumerate(rule.members):
+            if rule.together_at in groups and matches(member.traffic, leg):
+                yield Role(place, index, groups[rule.together_at], number, leg.keys)
 
 
-def held(
-    rules: Sequence[Congestion], parts: Sequence[Part], figures: Figures
+def congestion_bounds(
+    rules: Sequence[Congestion], flows: Sequence[Sequence[Role]], figures: Figures
 ) -> Iterator[tuple[list[Bound], bool]]:
     """Yield the bounds of each rule in force on each group, and whether any bound is assumed."""
-    groups: dict[tuple[int, str], list[Part]] = {}
-    for part in parts:
-        alone = f"{part.flow}/{part.leg}" if rules[part.rule].together_at == "transfer" else ""
-        groups.setdefault((part.rule, part.group + alone), []).append(part)
+    groups: dict[tuple[int, str], list[tuple[int, Role]]] = {}
+    for flow, own in enumerate(flows):
+        for role in own:
+            alone = f"{flow}/{role.leg}" if rules[role.rule].together_at == "transfer" else ""
+            groups.setdefault((role.rule, role.group + alone), []).append((flow, role))
     for (number, _), group in groups.items():
-        if _holds(rules[number], group):
-            yield _bounds(rules[number], group, figures)
+        rule = rules[number]
+        present = [rule.members[index] for index in sorted({role.member for _, role in group})]
+        whole = rule.needs == "any" or len(present) == len(rule.members)
+        if whole and all(_different(group, key) >= least for key, least in rule.at_least.items()):
+            yield _bounds(rule, present, group, figures)
 
 
-def _holds(rule: Congestion, group: Sequence[Part]) -> bool:
-    if rule.needs == "every" and len({part.member for part in group}) < len(rule.members):
-        return False
-    for key, count in rule.at_least.items():
-        if key == "transfer":
-            different: set[object] = {(part.flow, part.leg) for part in group}
-        else:
-            different = {part.keys[key] for part in group if key in part.keys}
-        if len(different) < count:
-            return False
-    return True
+def _different(group: Sequence[tuple[int, Role]], key: Key) -> int:
+    if key == "transfer":
+        return len({(flow, role.leg) for flow, role in group})
+    return len({role.keys[key] for _, role in group if key in role.keys})
 
 
-def _bounds(rule: Congestion, group: Sequence[Part], figures: Figures) -> tuple[list[Bound], bool]:
-    present = [rule.members[index] for index in sorted({part.member for part in group})]
+def _bounds(
+    rule: Congestion,
+    present: Sequence[Member],
+    group: Sequence[tuple[int, Role]],
+    figures: Figures,
+) -> tuple[list[Bound], bool]:
     used = [figure for member in present for figure in figures_in(member).values()]
     bounds: list[Bound] = []
     totals = [figures.value(member.total) for member in present if member.total is not None]
     if totals:
-        share = 1.0 / min(totals)
-        total: Bound = {}
-        for flow, _ in {(part.flow, part.leg) for part in group}:
-            total[flow] = total.get(flow, 0.0) + share
-        bounds.append(total)
-    for part in group:
-        each = rule.members[part.member].each
+        legs = Counter(flow for flow, _ in {(flow, role.leg) for flow, role in group})
+        bounds.append({flow: count / min(totals) for flow, count in legs.items()})
+    for flow, role in group:
+        each = rule.members[role.member].each
         if each is not None:
-            bounds.append({part.flow: 1.0 / figures.value(each)})
+            bounds.append({flow: 1.0 / figures.value(each)})
     return bounds, any(figures.assumed(figure) for figure in used)

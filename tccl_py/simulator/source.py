@@ -28,11 +28,11 @@ from tccl_py.simulator.routes import (
     Edge,
     Leg,
     Network,
-    Part,
+    Role,
     applies,
     bent,
+    congestion_bounds,
     figures_used,
-    held,
     legs_of,
     matches,
     max_min_rates,
@@ -64,7 +64,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     """The resources of a flow, independent of all other flows; computed once a flow."""
 
     loads: tuple[Load, ...]
-    roles: tuple[tuple[int, int, int, str], ...]
+    roles: tuple[Role, ...]
     legs: tuple[Leg, ...]
     buffer: str
     buffer_mib: float
@@ -103,13 +103,16 @@ class Engine:
         """Return the rates of the set's flows, in order; errors as `legs_of`, or no figure."""
         uses = [self.use(flow) for flow in transfers.flows]
         caps: list[Bound] = [{i: 1 / use.cap} for i, use in enumerate(uses) if use.cap < math.inf]
-        rules, assumed = self._congestion_bounds(uses)
-        places, more_assumed = self._capacity_bounds(uses)
-        gbps = max_min_rates(len(uses), caps + self._executor_bounds(uses) + rules + places)
+        flows = [use.roles for use in uses]
+        congested = list(congestion_bounds(self.model.congestion, flows, self.figures))
+        places, assumed = self._capacity_bounds(uses)
+        bounds = caps + self._executor_bounds(uses)
+        bounds += [bound for own, _ in congested for bound in own]
+        gbps = max_min_rates(len(uses), bounds + places)
         for flow, rate in zip(transfers.flows, gbps, strict=True):
             if rate == math.inf:
                 raise MeasurementError(f"{flow}: {self.model.name} has no figure on its route")
-        assumed = assumed or more_assumed or any(use.cap_assumed for use in uses)
+        assumed |= any(own for _, own in congested) or any(use.cap_assumed for use in uses)
         return Rates(gbps=tuple(gbps), assumed=assumed)
 
     def use(self, flow: Flow) -> Use:
@@ -167,9 +170,9 @@ class Engine:
                 for place in _places(capacity, leg, self.network)
             ),
             roles=tuple(
-                (number, *role)
+                role
                 for number, leg in enumerate(legs)
-                for role in roles(self.model.congestion, leg)
+                for role in roles(self.model.congestion, number, leg)
             ),
             legs=legs,
             buffer=_buffer(flow, legs) if cache is not None else "",
@@ -180,16 +183,6 @@ class Engine:
                 if applies(limit, self.network, flow, legs)
             ),
         )
-
-    def _congestion_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
-        parts = [
-            Part(rule=rule, member=member, group=group, flow=flow, leg=leg, keys=use.legs[leg].keys)
-            for flow, use in enumerate(uses)
-            for leg, rule, member, group in use.roles
-        ]
-        holding = list(held(self.model.congestion, parts, self.figures))
-        bounds = [bound for own, _ in holding for bound in own]
-        return bounds, any(assumed for _, assumed in holding)
 
     def _capacity_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
         """Return the bounds of the capacities that the set loads, and whether any is assumed."""

@@ -12,14 +12,13 @@ import pytest
 
 from tccl_py.nccl.asked import (
     InstalledRings,
-    Question,
     RefusedError,
     ask_each,
     ask_nccl,
     judged,
     verdict_on,
 )
-from tccl_py.nccl.communicators import same_rings, transport_of
+from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_here import why_not_asked
