@@ -365,7 +365,7 @@ def _bounds(
     totals = [figures.value(member.total) for member in present if member.total is not None]
     if totals:
         legs = Counter(flow for flow, _ in {(flow, role.leg) for flow, role in group})
-        bounds.append({flow: count / min(totals) for flow, count in legs.items()})
+        bounds.append({flow: sum([1.0 / min(totals)] * count) for flow, count in legs.items()})
     for flow, role in group:
         each = rule.members[role.member].each
         if each is not None:
