@@ -412,7 +412,9 @@ def failing(failing_library, monkeypatch, tmp_path):
 
     def ask(how, timeout=30.0, **more):
         monkeypatch.setenv("TCCL_FAILING_NCCL", how)
-        return ask_nccl({}, [0, 1], library=str(failing_library), timeout=timeout, **more)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(failing_library.parent))
+        monkeypatch.setattr(asked, "TIMEOUT_S", timeout)
+        return ask_nccl({}, [0, 1], **more)
 
     yield ask
     started = [int(path.name) for path in pids.iterdir()]
@@ -446,10 +448,11 @@ def test_a_file_is_not_blamed_where_nccl_fails_without_it(failing):
     assert not isinstance(error.value, RefusedError)
 
 
-def test_without_a_library_it_is_said_what_does_not_load(tmp_path):
-    library = str(tmp_path / "libnccl.so.2")
+def test_without_a_library_it_is_said_what_does_not_load(tmp_path, monkeypatch):
+    (tmp_path / "libnccl.so.2").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     with pytest.raises(MeasurementError, match=r"NCCL's library does not load .*"):
-        ask_nccl({}, [0, 1], library=library)
+        ask_nccl({}, [0, 1])
 
 
 LOG = "".join(

@@ -30,14 +30,13 @@ from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environ
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
-from tccl_py.nccl.view import view
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
 PROGRAM = "tccl_py.nccl.communicators"
-TIMEOUT_S = 60.0
-_EACH_S = 10.0
-"""Added to the timeout for every further communicator."""
+TIMEOUT_S, _EACH_S = 60.0, 10.0
+"""Seconds for the first communicator, and for each further one."""
 _LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
 _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
@@ -73,38 +72,24 @@ class RefusedError(MeasurementError):
 
 
 def ask_nccl(
-    variables: Mapping[str, str],
-    gpus: Sequence[int],
-    *,
-    graph: str | None = None,
-    library: str | None = None,
-    timeout: float = TIMEOUT_S,
+    variables: Mapping[str, str], gpus: Sequence[int], *, graph: str | None = None
 ) -> NcclAnswer:
     """Return the installed NCCL's answer for one communicator; see `ask_each`."""
-    question = Question(gpus=tuple(gpus), graph=graph)
-    return ask_each(variables, [question], library=library, timeout=timeout)[0]
+    return ask_each(variables, [Question(gpus=tuple(gpus), graph=graph)])[0]
 
 
 def ask_each(
-    variables: Mapping[str, str],
-    questions: Sequence[Question],
-    *,
-    library: str | None = None,
-    connect: bool = True,
-    timeout: float = TIMEOUT_S,
+    variables: Mapping[str, str], questions: Sequence[Question], *, connect: bool = True
 ) -> tuple[NcclAnswer, ...]:
     """Return the installed NCCL's answer for each communicator, made one after another.
 
     Each process takes some 0.5 GiB of its GPU. `variables` replace the caller's; `connect` shows
-    transports and takes longer; `timeout` is seconds for the first communicator, each further one
-    adds 10. Raises RefusedError: a graph file keeps NCCL from starting. MeasurementError: NCCL
-    cannot be asked: no library, no GPU, or it fails or hangs.
+    transports and takes longer. Raises RefusedError: a graph file keeps NCCL from starting.
+    MeasurementError: NCCL cannot be asked: no library, no GPU, or it fails or hangs.
     """
-    library = library or find_library()
     rank_variables = rank_environment(variables, connect=connect)
     try:
-        seconds = timeout + _EACH_S * (len(questions) - 1)
-        return _run(rank_variables, questions, library, seconds)
+        return _run(rank_variables, questions)
     except RanksError as error:
         failed = _NUMBERED.match(error.said)
         how = _failure(error)
@@ -115,7 +100,7 @@ def ask_each(
             raise MeasurementError(how) from error
         # The file is at fault only if NCCL starts without it.
         try:
-            _run(rank_variables, [Question(gpus=questions[number].gpus)], library, timeout)
+            _run(rank_variables, [Question(gpus=questions[number].gpus)])
         except RanksError as again:
             raise MeasurementError(_failure(again)) from again
         crash = error.late or "killed by signal" in error.what
@@ -132,17 +117,15 @@ def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str
     return {**found, **({"NCCL_RUNTIME_CONNECT": "0"} if connect else {}), **variables}
 
 
-def _run(
-    environment: Mapping[str, str], questions: Sequence[Question], library: str, seconds: float
-) -> tuple[NcclAnswer, ...]:
+def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
     gpus = tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
     ranks = tuple(range(len(gpus)))
     task = Task(
         program=PROGRAM,
-        spec=encode_json(JobSpec(library=library, gpus=gpus, questions=tuple(questions))),
+        spec=encode_json(JobSpec(library=find_library(), gpus=gpus, questions=tuple(questions))),
         ranks=ranks,
         environment=dict(environment),
-        timeout=seconds,
+        timeout=TIMEOUT_S + _EACH_S * (len(questions) - 1),
     )
     (left,) = run_tasks([task])
     results = decoded(left, ranks, RankResult)
@@ -204,21 +187,13 @@ def minor_version(version: str) -> str:
 
 
 # Verdicts on graph files.
-def judged(
-    variables: Mapping[str, str],
-    gpus: Sequence[int],
-    text: str,
-    *,
-    where: str,
-    library: str | None = None,
-    timeout: float = TIMEOUT_S,
-) -> Verdict:
+def judged(variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str) -> Verdict:
     """Return the installed NCCL's verdict on a graph file; `where` names the file.
 
     Raises MeasurementError: NCCL cannot be asked.
     """
     try:
-        found = ask_nccl(variables, gpus, graph=text, library=library, timeout=timeout)
+        found = ask_nccl(variables, gpus, graph=text)
     except RefusedError as error:
         return Verdict(verdict="crash" if error.crash else "rejected", reason=error.how)
     return verdict_on(found, text, where=where)
@@ -267,29 +242,20 @@ class InstalledRings:
     NCCL was not asked; `able` is whether it can be asked.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        knowledge: Knowledge,
-        gpus: Sequence[int],
-        *,
-        library: str | None = None,
-    ) -> None:
+    def __init__(self, machine: Machine, knowledge: Knowledge, gpus: Sequence[int]) -> None:
         self.notices: list[str] = []
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
-        self.library = library
         self.able = True
         self._known: dict[Settings, DefaultChoice] = {}
 
     def __call__(self, settings: Settings) -> DefaultChoice:
         """Return default NCCL's choice under settings of transports."""
         if settings not in self._known:
-            emulated = default_choice(
-                view(self._machine, self._knowledge, settings, gpus=self._gpus)
-            )
+            seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
             found = self._answer(settings) if self.able else None
+            chosen = default_choice(seen)
             self._known[settings] = (
-                emulated if found is None else self._corrected(emulated, found, settings)
+                chosen if found is None else self._corrected(chosen, found, seen)
             )
         return self._known[settings]
 
@@ -303,7 +269,7 @@ class InstalledRings:
 
     def _answer(self, settings: Settings) -> NcclAnswer | None:
         try:
-            found = ask_nccl(environment(settings), self._gpus, library=self.library)
+            found = ask_nccl(environment(settings), self._gpus)
         except MeasurementError as error:
             self.unable(str(error))
             return None
@@ -313,11 +279,11 @@ class InstalledRings:
         return found
 
     def _corrected(
-        self, emulated: DefaultChoice, found: NcclAnswer, settings: Settings
+        self, emulated: DefaultChoice, found: NcclAnswer, seen: NcclView
     ) -> DefaultChoice:
-        named = environment_text(settings) or "its defaults"
+        named = environment_text(seen.settings) or "its defaults"
         under = f"NCCL {found.version} with {named}"
-        self._compare_transports(found, settings, under)
+        self._compare_transports(found, seen, under)
         # Final channels are the searched channels twice, and no more than the tree has.
         rings = found.rings[: max(1, len(found.rings) // 2)]
         expected = emulated.rings[: max(1, emulated.channels // 2)]
@@ -342,8 +308,7 @@ class InstalledRings:
             fallback=found.fallback,
         )
 
-    def _compare_transports(self, found: NcclAnswer, settings: Settings, under: str) -> None:
-        seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
+    def _compare_transports(self, found: NcclAnswer, seen: NcclView, under: str) -> None:
         different = [
             f"GPU {hop[0]} -> {hop[1]} by {via}, not {expected}"
             for hop, via in found.via.items()

@@ -85,7 +85,7 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
     asked = [Question(gpus=gpus, graph=texts[name]) for name, gpus in names.items()]
     variables = environment(plan.settings)
     try:
-        answers = ask_each(variables, asked, library=rings.library, connect=False)
+        answers = ask_each(variables, asked, connect=False)
     except RefusedError as error:
         name = list(names)[error.question]
         raise MeasurementError(
