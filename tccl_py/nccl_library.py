@@ -61,9 +61,9 @@ class _Config(ctypes.Structure):
 class Library:
     """NCCL in this process, 2.18 or later; errors are MeasurementErrors with NCCL's words."""
 
-    def __init__(self, path: str | None = None) -> None:
+    def __init__(self) -> None:
         try:
-            self._library = ctypes.CDLL(find_library() if path is None else path)
+            self._library = ctypes.CDLL(find_library())
         except OSError as error:
             raise MeasurementError(f"NCCL's library does not load ({error}); install it") from error
         version = ctypes.c_int()

@@ -217,7 +217,7 @@ def test_the_free_runtime_has_every_mechanism_for_every_pair():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "text"), [([], "are none"), ([0, 0], "name one twice"), ([7], "is not in machine toy")]
+    ("gpus", "text"), [([], r"are \(\)"), ([0, 0], "each once"), ([7], "is not in machine toy")]
 )
 def test_a_communicator_has_known_gpus_each_once(gpus, text):
     with pytest.raises(InputError, match=text):

@@ -31,7 +31,6 @@ from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.nccl_library import find_library
 from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
 
 PROGRAM = "tccl_py.nccl.communicators"
@@ -122,7 +121,7 @@ def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple
     ranks = tuple(range(len(gpus)))
     task = Task(
         program=PROGRAM,
-        spec=encode_json(JobSpec(library=find_library(), gpus=gpus, questions=tuple(questions))),
+        spec=encode_json(JobSpec(gpus=gpus, questions=tuple(questions))),
         ranks=ranks,
         environment=dict(environment),
         timeout=TIMEOUT_S + _EACH_S * (len(questions) - 1),

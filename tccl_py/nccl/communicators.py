@@ -44,9 +44,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NCCL's library, the GPU of each rank, and communicators to make one after another."""
+    """The GPU of each rank, and communicators to make one after another."""
 
-    library: str
     gpus: tuple[int, ...]
     questions: tuple[Question, ...]
 
@@ -74,7 +73,7 @@ def main() -> None:
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"nccl-{rank}")
     number = -1
     try:
-        library = Library(spec.library)
+        library = Library()
         library.use_gpu(rank)
         logs = {}
         for number, question in enumerate(spec.questions):

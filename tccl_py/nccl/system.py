@@ -11,7 +11,7 @@ from enum import IntEnum
 from itertools import pairwise, permutations
 from typing import Literal
 
-from tccl_py.errors import InputError
+from tccl_py.errors import require
 from tccl_py.model.machine import Machine, Nic, PciBridge
 from tccl_py.nccl.versions import (
     C2C_GBPS,
@@ -189,10 +189,8 @@ def _walk(tree: Mapping[str, Sequence[str]], parent: str = "") -> Iterator[str]:
 
 def _checked(machine: Machine, gpus: Sequence[int] | None) -> tuple[str, ...]:
     wanted = machine.gpu_indices if gpus is None else tuple(gpus)
-    if not wanted:
-        raise InputError("GPUs of a communicator", "are none", "name at least one")
-    if len(set(wanted)) != len(wanted):
-        raise InputError("GPUs of a communicator", "name one twice", "name each once")
+    different = 0 < len(set(wanted)) == len(wanted)
+    require(different, "GPUs of a communicator", f"are {wanted}", "name at least one, each once")
     return tuple(machine.gpu(index).id for index in wanted)
 
 
@@ -329,8 +327,7 @@ def _sort_links(system: System, name: str, up: str | None) -> None:
 
 def _check_both_ways(system: System) -> None:
     ways = {(link.source, link.target, link.type) for link in system.links}
+    where, right = f"machine {system.machine.name}", "NCCL fails at init without both directions"
     for source, target, kind in ways:
-        if (target, source, kind) not in ways:
-            what = f"an NVLink goes from {source} to {target} but not back"
-            right = "NCCL fails at init unless both directions are described"
-            raise InputError(f"machine {system.machine.name}", what, right)
+        what = f"an NVLink goes from {source} to {target} but not back"
+        require((target, source, kind) in ways, where, what, right)

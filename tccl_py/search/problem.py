@@ -258,11 +258,7 @@ class HopIndex:
 
     def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
         """Return the ring set of sequences of hop numbers."""
-        return ring_set([self.ring(sequence) for sequence in sequences])
-
-    def ring(self, sequence: Sequence[int]) -> Ring:
-        """Return the ring of a sequence of hop numbers."""
-        return ring([self.hops[number] for number in sequence])
+        return ring_set([ring([self.hops[hop] for hop in sequence]) for sequence in sequences])
 
 
 def _places(flow: Flow) -> list[Place]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.machine import Knowledge, Machine, Provenance, check, check_knowledge
 
 MODEL_VERSION = 1
@@ -256,25 +256,24 @@ def figures_in(part: _Data) -> dict[str, Figure]:
 
 def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
     """Return `model` if its parts fit together (InputError)."""
-    if model.format_version != MODEL_VERSION:
-        what = f"has format version {model.format_version}"
-        raise InputError(where, what, f"this program reads version {MODEL_VERSION}")
+    known = model.format_version == MODEL_VERSION
+    what = f"has format version {model.format_version}"
+    require(known, where, what, f"this program reads version {MODEL_VERSION}")
     check(model.machine, where=where)
     check_knowledge(model.knowledge, model.machine, where=where)
     for capacity in model.capacities:
         at = capacity.at
         for device in (*at.devices, *(at.between or ())) if isinstance(at, Links) else ():
-            if device not in model.machine.graph:
-                place, right = f"{where} capacity {capacity.name!r}", model.machine.name
-                raise InputError(place, f"speaks of {device}", f"name a device of {right}")
+            place, right = f"{where} capacity {capacity.name!r}", model.machine.name
+            there = device in model.machine.graph
+            require(there, place, f"speaks of {device}", f"name a device of {right}")
     for rule in model.congestion:
-        if all(member.total is None and member.each is None for member in rule.members):
-            place = f"{where} congestion {rule.name!r}"
-            raise InputError(place, "bounds nothing", "give a member a total or an each")
+        place, right = f"{where} congestion {rule.name!r}", "give a member a total or an each"
+        require(any(map(figures_in, rule.members)), place, "bounds nothing", right)
     for limit in model.executors:
-        if limit.per_block is None and limit.ceiling is None:
-            place = f"{where} executor limit {limit.name!r}"
-            raise InputError(place, "bounds nothing", "give per_block or ceiling")
+        place = f"{where} executor limit {limit.name!r}"
+        bounded = limit.per_block is not None or limit.ceiling is not None
+        require(bounded, place, "bounds nothing", "give per_block or ceiling")
     figures = Figures(parameters)
     for place, figure in figures_of(model):
         _check_figure(figure, figures, f"{where} {place}")
@@ -282,16 +281,16 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
 
 
 def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
-    if (figure.value is None) == (figure.parameter is None):
-        raise InputError(place, "needs a value or a parameter", "give exactly one of the two")
+    one = (figure.value is None) != (figure.parameter is None)
+    require(one, place, "needs a value or a parameter", "give exactly one of the two")
     try:
         value = figures.value(figure)
     except KeyError as error:
         what = f"names the unknown parameter {error}"
         raise InputError(place, what, "use one of parameters.json") from error
     # The comparison is written so that NaN fails it.
-    if not MIN_FIGURE <= value <= MAX_FIGURE or not figure.scale > 0:
-        raise InputError(place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
+    fits = MIN_FIGURE <= value <= MAX_FIGURE and figure.scale > 0
+    require(fits, place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")
 
 
 def summary(model: MachineModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import MeasurementError, require
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.simulator.model import (
@@ -312,11 +312,11 @@ class Simulator:
         parameters: Parameters | None = None,
     ) -> None:
         # The comparison is written so that NaN fails it.
-        if not 0.0 <= noise <= 1.0:
-            raise InputError("noise", f"is {noise}", "0 to 1, the standard deviation of a sample")
+        right = "0 to 1, the standard deviation of a sample"
+        require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)
         self.repeats = repeats if repeats is not None else (NOISY_REPEATS if noise else 1)
-        if not 1 <= self.repeats <= 10_000:
-            raise InputError("repeats", f"are {self.repeats}", "1 to 10000 samples a flow")
+        what = f"are {self.repeats}"
+        require(1 <= self.repeats <= 10_000, "repeats", what, "1 to 10000 samples a flow")
         self.model = model
         self.noise = noise
         self.seed = seed

@@ -1,4 +1,4 @@
-/* The environment half: answers of the plan where the user has none. */
+/* The environment half: answers of the plan where the user has none. And the network half. */
 #include "plugin.h"
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@ OLD_SYMBOL(dlsym);
 OLD_SYMBOL(dladdr);
 OLD_SYMBOL(pthread_once);
 
-enum { SUCCESS = 0, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
+enum { SUCCESS = 0, SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
 /* NCCL versions whose order of calls and struct ncclComm this plugin knows. */
 enum { FIRST_NCCL = 22807, LAST_NCCL = 23099 };
 
@@ -180,6 +180,47 @@ static int init_v2(uint8_t major, uint8_t minor, uint8_t patch, const char *suff
   return start((uint8_t[]){major, minor, patch}, suffix, log, 2);
 }
 
+/* The network half: NCCL tells it the hash of each communicator. It has a device, so NCCL keeps it
+ * enabled, but no properties of the device, so NCCL goes on to the next network (plugin/net.cc of
+ * 2.28.9 and 2.30.7): it is never assigned to a communicator. */
+static int init_network(void **context, uint64_t hash, void *config, void *logger, void *profiler) {
+  (void)config, (void)profiler;
+  const struct plan *plan = active_plan();
+  set_logger(logger);
+  if (plan) watch(plan, context, hash);
+  return SUCCESS;
+}
+
+static int devices(int *count) {
+  *count = 1;
+  return SUCCESS;
+}
+
+static int properties(int device, void *out) {
+  (void)device, (void)out;
+  return SYSTEM_ERROR;
+}
+
+static int finalize_network(void *context) {
+  (void)context;
+  return SUCCESS;
+}
+
+/* struct ncclNet of versions 11 and 12, which order their functions alike. */
+struct network {
+  const char *name;
+  int (*init)(void **, uint64_t, void *, void *, void *);
+  int (*devices)(int *);
+  int (*properties)(int, void *);
+  void (*transfers[16])(void); /* listen to makeVDevice: for assigned networks only */
+  int (*finalize)(void *);
+  void (*set_attributes)(void);
+};
+
+EXPORT struct network ncclNetPlugin_v11 = {"tccl", init_network, devices, properties,
+                                              {0}, finalize_network, 0};
+EXPORT extern struct network ncclNetPlugin_v12 __attribute__((alias("ncclNetPlugin_v11")));
+
 /* At exit, while NCCL's threads may still ask: everything stays as it is. */
 static int finalize(void) {
   if (plan) boards_sweep();
@@ -194,7 +235,8 @@ static const char *get(const char *name) {
   /* A communicator begins: one that failed before it was decided on counts no more. */
   if (strcmp(name, "NCCL_NET") == 0) {
     forget();
-    name_network(value ? value : "tccl");
+    /* With NCCL_NET, NCCL initialises only networks of that name. */
+    __atomic_store_n(&ncclNetPlugin_v11.name, value ? value : "tccl", __ATOMIC_RELAXED);
     return value;
   }
   if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks;

@@ -301,14 +301,11 @@ void plan_free(struct plan *plan) {
   free(plan);
 }
 
+/* Return the graph file of a set, or NULL. */
 const struct graph *plan_graph(const struct plan *plan, uint64_t gpus) {
-  int low = 0, high = plan->graph_count;
-  while (low < high) {
-    int middle = (low + high) / 2;
-    if (plan->graphs[middle].gpus < gpus) low = middle + 1;
-    else high = middle;
-  }
-  return low < plan->graph_count && plan->graphs[low].gpus == gpus ? &plan->graphs[low] : NULL;
+  for (int i = 0; i < plan->graph_count; i++)
+    if (plan->graphs[i].gpus == gpus) return &plan->graphs[i];
+  return NULL;
 }
 
 /* Return the first range of a set's table, or NULL. */

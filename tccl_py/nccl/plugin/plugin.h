@@ -1,7 +1,7 @@
 /* The tccl plugin for NCCL: declarations shared by its sources.
  *
  * A communicator gets the graph file of exactly its GPUs, or default NCCL:
- *   1. NCCL initialises the network half on each rank (net.c), which posts the rank's GPU (board.c).
+ *   1. NCCL initialises the network half on each rank (env.c), which posts the rank's GPU (board.c).
  *   2. NCCL's allgather of peer information is the barrier.
  *   3. NCCL asks the environment half for NCCL_TOPO_DUMP_FILE (env.c): all ranks read the same posts
  *      and decide alike (decide.c).
@@ -162,9 +162,6 @@ bool others_have(const char *kind, const char *stem);
 
 /* placement.c */
 void unplace(void);
-
-/* net.c */
-void name_network(const char *name);
 
 /* Since glibc 2.34 libdl and libpthread are in libc; the old versions of their symbols keep the
  * library loadable on older hosts. */
