@@ -193,7 +193,7 @@ REFUSED = {
     ),
     "two devices at one bus id": (
         gpu_xml() + gpu_xml(dev="1"),
-        ("topo.xml:3 <pci>", "bus id"),
+        ("topo.xml", "bus id"),
     ),
     "an unknown element": (
         "<pcie/>",
@@ -302,7 +302,7 @@ def test_entity_bombs_and_external_entities_are_refused():
         ),
         (
             system("".join(gpu_xml(str(i), f"0000:{i:02x}:00.0") for i in range(65))),
-            ("topo.xml:3 <gpu>", "GPU number 65"),
+            ("topo.xml", "has 65 GPUs"),
         ),
     ],
     ids=["deep", "wide", "65 GPUs"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import time
@@ -79,7 +80,7 @@ class CudaDevice:
         self._opened: list[int] = []
         self._allocated: list[int] = []
         self._unreachable: dict[str, str] = {}
-        self._links: Communicators | None = None
+        self._closing = contextlib.ExitStack()
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
         """Take the GPU by its bus id, allocate, compile, and launch every kernel once."""
@@ -99,7 +100,8 @@ class CudaDevice:
         memory = CudaMemory(
             self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes
         )
-        self._links = Communicators(start.device, int(start.device[1:]), memory)
+        self.links = Communicators(start.device, int(start.device[1:]), memory)
+        self._closing.callback(self.links.close)
         self._bases[start.device] = self._arena
         self._flag = self._register(control.segment) + FLAG_AT
         self._control_base = self._flag - FLAG_AT
@@ -115,13 +117,6 @@ class CudaDevice:
             memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
         return started, ()
-
-    @property
-    def links(self) -> Communicators:
-        """The GPU's links by NCCL."""
-        if self._links is None:
-            raise MeasurementError("this device is not open")
-        return self._links
 
     def _allocate(self, size: int, what: str) -> int:
         try:
@@ -331,8 +326,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Unmap, unpin and free everything."""
-        if self._links is not None:
-            self._links.close()
+        self._closing.close()
         for space in list(self._segments):
             self._forget(space)
         for base in self._opened:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, cast, get_args
+from xml.parsers import expat
 
+from tccl_py.errors import InputError
 from tccl_py.files import read_text
+from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
-    MAX_GPUS,
     Gpu,
     Machine,
     Nic,
@@ -28,8 +30,10 @@ from tccl_py.model.machine import (
     check,
     normal_bus_id,
 )
-from tccl_py.readers.elements import Element, parse_elements
 
+MAX_DEPTH = 64
+MAX_ELEMENTS = 10_000  # NCCL itself stops at 256 elements in a topology and 4096 in a graph
+_INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,15}|0|[1-9][0-9]{0,17})", re.ASCII)
 _CLASS = re.compile(r"0x[0-9a-fA-F]{2,8}", re.ASCII)
 _HEX = re.compile(r"(0[xX])?[0-9a-fA-F]{1,16}", re.ASCII)
 _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
@@ -39,7 +43,6 @@ _UNKNOWN_WIDTHS = (0, 255)  # NCCL writes 0 if sysfs says nothing; the kernel it
 _GPU_VENDORS = ("", "0x10de", "0x1002")
 _VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
-T = TypeVar("T")
 _LinkKind = Literal["nvlink", "xgmi", "c2c"]
 
 
@@ -50,7 +53,7 @@ class _Device:
     bus_id: str
     parent: str
     numa: str
-    element: Element
+    element: _Element
     link: PciLink = field(default_factory=PciLink)
 
 
@@ -62,7 +65,6 @@ class _Found:
     gpus: list[_Device] = field(default_factory=list)
     bare_gpus: list[_Device] = field(default_factory=list)
     nics: list[_Device] = field(default_factory=list)
-    bus_ids: set[str] = field(default_factory=set)
 
 
 def read_nccl_topology(path: Path) -> Machine:
@@ -77,7 +79,7 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     NVML and the IB plugin. All NVLink switches of a file are a single `NvSwitch`. InputError: no
     topology, or an unknown element or value; unknown attributes are ignored, as by NCCL.
     """
-    root = parse_elements(text, where=where)
+    root = _parse_elements(text, where=where)
     found, nodes = _Found(), []
     for index, cpu in enumerate(_cpus_in_order(root)):
         nodes.append(_numa_node(cpu, index))
@@ -90,9 +92,6 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
                 _note_nets(child, place, found)
     # Bare display devices beside real GPUs are none.
     gpus = _numbered(found.gpus or found.bare_gpus, "every GPU has its own dev", most=255)
-    if len(gpus) > MAX_GPUS:
-        extra = (found.gpus or found.bare_gpus)[MAX_GPUS].element
-        raise extra.refused(f"is GPU number {len(gpus)}", f"at most {MAX_GPUS} fit a node")
     nics = _numbered(found.nics, "every net has its own dev")
     links, switches = _nvlinks(gpus)
     machine = Machine(
@@ -107,33 +106,23 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     return check(machine, where=where)
 
 
-def _cpus_in_order(root: Element) -> list[Element]:
+def _cpus_in_order(root: _Element) -> list[_Element]:
     """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
-    if root.tag == "graphs":
-        right = "give what NCCL_TOPO_DUMP_FILE wrote"
-        raise root.refused("is an NCCL graph (rings), not a topology", right)
     if root.tag != "system":
-        raise root.refused("is no NCCL topology", "the outermost element is <system>")
+        what = "is an NCCL graph (rings), not" if root.tag == "graphs" else "is no NCCL"
+        raise root.refused(f"{what} topology", "give what NCCL_TOPO_DUMP_FILE wrote: <system>")
     version = root.text("version")
     if version not in _VERSIONS:
         raise root.refused(f"has version {version}", f"version {' or '.join(_VERSIONS)}")
     cpus = list(root.only("cpu"))
     if len({cpu.attributes.get("host_hash", "") for cpu in cpus}) > 1:
         raise root.refused("describes several hosts", "give the file of one host")
-    numbered: dict[int, Element] = {}
+    numbered: dict[int, _Element] = {}
     for cpu in cpus:
-        _number(cpu, "numaid", cpu, numbered, "every NUMA node stands once", least=-1)
+        number = cpu.integer("numaid", least=-1)
+        if numbered.setdefault(number, cpu) is not cpu:
+            raise cpu.refused(f"repeats numaid {number}", "every NUMA node stands once")
     return [cpu for _, cpu in sorted(numbered.items())]
-
-
-def _number(
-    element: Element, name: str, value: T, into: dict[int, T], right: str, **bounds: int
-) -> None:
-    """Take a value under the element's number, which may stand once."""
-    number = element.integer(name, **bounds)
-    if number in into:
-        raise element.refused(f"repeats {name} {number}", right)
-    into[number] = value
 
 
 def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> dict[int, _Device]:
@@ -141,17 +130,19 @@ def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> 
     numbered: dict[int, _Device] = {}
     rest = []
     for device in devices:
-        if "dev" in device.element.attributes:
-            _number(device.element, "dev", device, numbered, right, most=most)
-        else:
+        if "dev" not in device.element.attributes:
             rest.append(device)
+            continue
+        number = device.element.integer("dev", most=most)
+        if numbered.setdefault(number, device) is not device:
+            raise device.element.refused(f"repeats dev {number}", right)
     rest.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
     free = [index for index in range(len(devices)) if index not in numbered]
     numbered.update(zip(free, rest, strict=False))
     return dict(sorted(numbered.items()))
 
 
-def _numa_node(cpu: Element, index: int) -> NumaNode:
+def _numa_node(cpu: _Element, index: int) -> NumaNode:
     return NumaNode(
         index=index,
         numa_id=cpu.integer("numaid", least=-1),
@@ -163,10 +154,12 @@ def _numa_node(cpu: Element, index: int) -> NumaNode:
     )
 
 
-def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
+def _walk_pci(pci: _Element, above: str, numa: str, found: _Found) -> None:
     """Note a `<pci>` and the devices below; the parent is the bridge `above` or the NUMA node."""
     kind = _kind(pci)
-    bus_id, link, parent = _bus_id(pci, found), _link(pci), above or numa
+    bus_id, link, parent = normal_bus_id(pci.text("busid")), _link(pci), above or numa
+    if bus_id is None:
+        raise pci.refused(f"has busid={shown(pci.text('busid'))}", "such as 0000:1a:00.0")
     if kind == "bridge":
         names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
         ids = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
@@ -192,17 +185,13 @@ def _walk_pci(pci: Element, above: str, numa: str, found: _Found) -> None:
             _note_nets(nic, device, found)
 
 
-def _kind(pci: Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
+def _kind(pci: _Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
     """Return a `<pci>`'s kind: by its children, else by class, as ncclTopoAddPci decides."""
     tags = {child.tag for child in pci.children}
     code = pci.matching("class", _CLASS, "a PCI class such as 0x060400").lower()
-    if "gpu" in tags:
+    if "gpu" in tags or ("nic" not in tags and code.startswith("0x03")):
         return "gpu"
-    if "nic" in tags:
-        return "nic"
-    if code.startswith("0x03"):
-        return "gpu"
-    if code.startswith("0x02"):
+    if "nic" in tags or code.startswith("0x02"):
         return "nic"
     if not code and not tags:
         raise pci.refused("has neither class nor content", "a PCI class such as 0x060400")
@@ -213,34 +202,20 @@ def _kind(pci: Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
     return "bridge"
 
 
-def _bus_id(pci: Element, found: _Found) -> str:
-    text = pci.text("busid")
-    bus_id = normal_bus_id(text)
-    if bus_id is None:
-        raise pci.refused(f'has busid="{text[:40]}"', "a bus id such as 0000:1a:00.0")
-    if bus_id in found.bus_ids:
-        raise pci.refused(f"repeats bus id {bus_id}", "every bus id stands once")
-    found.bus_ids.add(bus_id)
-    return bus_id
-
-
-def _link(pci: Element) -> PciLink:
+def _link(pci: _Element) -> PciLink:
     speed = pci.text("link_speed", default="").strip()
     match = _SPEED.fullmatch(speed)
-    if match is None and speed not in _UNKNOWN_SPEEDS:
-        raise pci.refused(f'has link_speed="{speed[:40]}"', 'a rate such as "16.0 GT/s PCIe"')
-    if match is not None and float(match[1]) == 0:
-        raise pci.refused(f'has link_speed="{speed}"', 'a rate above 0, or "" if unknown')
+    gts = float(match[1]) if match else None
+    if gts == 0 or (gts is None and speed not in _UNKNOWN_SPEEDS):
+        right = 'a rate such as "16.0 GT/s PCIe", or "" if unknown'
+        raise pci.refused(f'has link_speed="{speed[:40]}"', right)
     width = pci.integer("link_width", most=255) if pci.attributes.get("link_width") else 0
     if width not in _UNKNOWN_WIDTHS and width > 32:
         raise pci.refused(f'has link_width="{width}"', "1 to 32 lanes, or 0 if unknown")
-    return PciLink(
-        speed_gts=float(match[1]) if match else None,
-        width=None if width in _UNKNOWN_WIDTHS else width,
-    )
+    return PciLink(speed_gts=gts, width=None if width in _UNKNOWN_WIDTHS else width)
 
 
-def _note_nets(nic: Element, device: _Device, found: _Found) -> None:
+def _note_nets(nic: _Element, device: _Device, found: _Found) -> None:
     for net in nic.only("net", "gin", "rma"):
         net.only_none()
         # gin and rma are further faces of a net; net="0" marks a port fused into another NIC.
@@ -267,15 +242,14 @@ def _nic(index: int, nic: _Device) -> Nic:
     net, bus_id = nic.element, nic.bus_id
     if net.tag != "net":
         return Nic(index=index, name=bus_id, parent=nic.parent, bus_id=bus_id, link=nic.link)
-    # NCCL takes speed -1, which some cards report, for "unknown".
-    speed = net.integer("speed", default=0, least=-1)
     return Nic(
         index=index,
         name=net.text("name"),
         parent=nic.parent,
         bus_id=bus_id,
         link=nic.link,
-        speed_mbps=max(speed, 0),
+        # NCCL takes speed -1, which some cards report, for "unknown".
+        speed_mbps=max(net.integer("speed", default=0, least=-1), 0),
         gdr=net.integer("gdr", default=0) > 0,
         guid=net.matching("guid", _HEX, "hexadecimal such as 0x1000"),
         port=net.integer("port", default=0),
@@ -309,7 +283,7 @@ def _nvlinks(gpus: dict[int, _Device]) -> tuple[tuple[NvLink, ...], tuple[NvSwit
     return found, (switch,) if any(link.target == "S0" for link in found) else ()
 
 
-def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
+def _target(link: _Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
     """Return the other end: a GPU, the NVLink switch S0, the CPU; None outside the file."""
     text = link.text("target")
     code = link.matching("tclass", _CLASS, "a PCI class such as 0x068000").lower()
@@ -324,3 +298,103 @@ def _target(link: Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
     if code.startswith("0x0680"):
         return numa if code.startswith("0x068001") else "S0"
     raise link.refused(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
+
+
+# XML as plain elements with line numbers: bounded, without entities, every fault a sentence.
+@dataclass(kw_only=True)
+class _Element:
+    """An element with the line it starts on; `where` is `file:line <tag>` for messages."""
+
+    tag: str
+    attributes: dict[str, str]
+    where: str
+    children: list[_Element] = field(default_factory=list)
+
+    def refused(self, what: str, right: str) -> InputError:
+        """Return the error that names this element."""
+        return InputError(self.where, what, right)
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        """Return an attribute; without a default a missing attribute is an InputError."""
+        value = self.attributes.get(name, default)
+        if value is None:
+            raise self.refused(f"has no {name}", f'write {name}="..."')
+        return value
+
+    def integer(
+        self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**31 - 1
+    ) -> int:
+        """Return an attribute as an integer, decimal or 0x..; required without `default`."""
+        if name not in self.attributes and default is not None:
+            return default
+        text = self.text(name)
+        value = int(text, 0) if _INTEGER.fullmatch(text) else None
+        if value is None or not least <= value <= most:
+            right = f"an integer from {least} to {most}"
+            raise self.refused(f"has {name}={shown(text)}", right)
+        return value
+
+    def matching(self, name: str, pattern: re.Pattern[str], meaning: str) -> str:
+        """Return an attribute of this pattern, `meaning` in messages; "" if missing or empty."""
+        value = self.attributes.get(name, "")
+        if value and not pattern.fullmatch(value):
+            raise self.refused(f"has {name}={shown(value)}", meaning)
+        return value
+
+    def only(self, *tags: str) -> Iterator[_Element]:
+        """Yield the children, each with a tag among `tags`; any other element is an InputError."""
+        for child in self.children:
+            if child.tag not in tags:
+                allowed = ", ".join(f"<{tag}>" for tag in tags) or "nothing"
+                raise child.refused(f"is unknown inside <{self.tag}>", f"{allowed} can stand there")
+            yield child
+
+    def only_none(self) -> None:
+        """Refuse children."""
+        list(self.only())
+
+
+def _parse_elements(text: str, *, where: str) -> _Element:
+    """Parse XML text into elements.
+
+    InputError: not well-formed, a document type or entities, text between elements, deeper than
+    `MAX_DEPTH`, or more elements than `MAX_ELEMENTS`.
+    """
+    parser = expat.ParserCreate()
+    top = _Element(tag="", attributes={}, where=where)
+    path, count = [top], 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        place = f"{where}:{parser.CurrentLineNumber} <{tag[:40]}>"
+        element = _Element(tag=tag, attributes=attributes, where=place)
+        if count > MAX_ELEMENTS:
+            right = f"one machine has at most {MAX_ELEMENTS}"
+            raise element.refused(f"is element number {count}", right)
+        if len(path) > MAX_DEPTH:
+            raise element.refused("is nested too deep", f"at most {MAX_DEPTH} levels")
+        path[-1].children.append(element)
+        path.append(element)
+
+    def data(found: str) -> None:
+        if found.strip():
+            what = f"has the text {shown(' '.join(found.split()))} between its elements"
+            raise path[-1].refused(what, "everything is an attribute here")
+
+    def refuse_type(*declared: object) -> None:  # noqa: ARG001
+        # Entities can be declared in a document type only.
+        what = "has a document type or entities"
+        raise InputError(f"{where}:{parser.CurrentLineNumber}", what, "remove them")
+
+    parser.buffer_text = True
+    parser.StartElementHandler, parser.EndElementHandler = start, lambda _: path.pop()
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = data, refuse_type
+    try:
+        parser.Parse(text, True)
+    except expat.ExpatError as error:
+        what, right = f"is not well-formed XML ({error})", "give the file NCCL wrote"
+        raise InputError(f"{where}:{error.lineno}", what, right) from error
+    except (ValueError, LookupError) as error:
+        raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error
+    return top.children[0]
