@@ -3,15 +3,14 @@
 import contextlib
 
 from tccl_profiler.cluster.agent import take_step
-from tccl_profiler.cluster.pool import joined
+from tccl_profiler.cluster.agents import joined
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import Timeouts
 from tccl_profiler.host_device import host_machine
 from tccl_profiler.linux import cpus_of_devices
-from tccl_profiler.messages import LinkStep
+from tccl_profiler.messages import DeviceSpec, LinkStep
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import host_of
-from tccl_profiler.workers import DeviceSpec
 from tests.profiler_pools import SMALL
 
 LINK_S = 2.0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tccl_profiler.host_device import host_machine
 from tccl_profiler.linux import cpus_of_devices
+from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set

@@ -128,9 +128,9 @@ def test_measurement_options_become_the_options_of_a_session():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("G0->G0->G9", "G9: is not in machine"),
-        ("G0->D9->G9", "D9: is not in machine"),
-        ("G0->G0->C7", "C7: is not in machine"),
+        ("G0->G0->G9", "G0->G0->G9: G9 is not measured here"),
+        ("G0->D9->G9", "G0->D9->G9: D9 is not measured here"),
+        ("G0->G0->C7", "G0->G0->C7: C7 is not measured here"),
         ("G0->N0->N0", "G0->N0->N0: N0 is not measured here"),
         (
             "h3.G0->h3.G0->h3.G1",

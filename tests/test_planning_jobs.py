@@ -73,9 +73,8 @@ class Hosts(RememberingSource):
         ]
         self.session = SimpleNamespace(hosts=hosts, network=network, over_sockets=False)
 
-    @property
-    def profiled(self):
-        return SimpleNamespace(count=len(self.network.sets), summary=lambda _: ("by a stand-in",))
+    def summary(self, _):
+        return ("by a stand-in",)
 
 
 def planned(source, switches=None, **task):

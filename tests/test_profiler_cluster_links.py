@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from tccl_profiler.cluster.facts import HostFacts, NicAddress, Software
+from tccl_profiler.cluster.facts import HostFacts, Interface
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.measurement import Measurement
 from tccl_py.sources.pairs import links_check
@@ -24,8 +24,11 @@ def hosts(count, *, nics=1):
             machine=machine,
             knowledge=Knowledge(),
             fingerprint=Fingerprint(gpu_uuids=(), driver="none", numa_count=1, kernel="6"),
-            software=Software(tccl_py="1", driver="none", nccl="none"),
-            addresses={i: NicAddress(interface=f"eth{i}", address="10.0.0.1") for i in range(nics)},
+            tccl_py="1",
+            nccl="none",
+            addresses={
+                i: Interface(name=f"eth{i}", address="10.0.0.1", up=True) for i in range(nics)
+            },
         )
         for number in range(count)
     ]

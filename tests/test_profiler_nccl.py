@@ -15,7 +15,7 @@ from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.workers import without_disturbance
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
 from tccl_py.nccl_library import Library
 from tccl_py.plan.job import cluster_of_job, plan_job
@@ -299,7 +299,7 @@ def test_a_nic_that_the_host_has_not_is_refused(stand_in):
         ClusterSession(
             job, backend="host", devices=1, interfaces=("lo",), options=OPTIONS, only=ONLY
         ) as session,
-        pytest.raises(InputError, match=r"h0\.N7: is not on"),
+        pytest.raises(MeasurementError, match=r"h0\.N7 is not measured here"),
     ):
         Checked(session).measure([parse_set(STAGED.replace("h0.N0", "h0.N7"))])
 

@@ -351,13 +351,6 @@ def test_a_program_whose_links_were_not_made_is_refused(hosts):
     assert readings(hosts, HOST_TO_HOST)
 
 
-def test_a_link_of_no_nic_here_is_refused(hosts):
-    with pytest.raises(MeasurementError, match=r"N7 is no NIC"):
-        step(hosts.pools["h0"], "listen", [Link("h1.N0", "h0.N7", 0)])
-    with pytest.raises(MeasurementError, match=r"G0 is no NIC"):
-        step(hosts.pools["h0"], "listen", [Link("h1.N0", "h0.G0", 0)])
-
-
 @pytest.mark.parametrize(
     ("address", "interface", "sentence"),
     [

@@ -6,13 +6,13 @@ from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.rates import sample_of
 from tccl_profiler.session import Session
 from tccl_profiler.watch import GpuConditions
-from tccl_profiler.workers import DeviceSpec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tccl_profiler.cluster.pool import joined
+from tccl_profiler.cluster.agents import joined
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.messages import Pace, WorkerLost

@@ -401,7 +401,7 @@ class Facts:
 
     def __init__(self, name):
         self.name = name
-        self.addresses = {0: SimpleNamespace(interface="eth0")}
+        self.addresses = {0: SimpleNamespace(name="eth0")}
 
 
 @pytest.fixture

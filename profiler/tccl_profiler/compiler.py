@@ -6,7 +6,7 @@ Every flow becomes endpoints on its devices; endpoints at one GPU share lanes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,6 +22,7 @@ from tccl_profiler.program import (
     is_nic,
     local,
 )
+from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 
@@ -82,6 +83,36 @@ def program_for(
         space_bytes=layout.sizes,
         links=layout.links(),
     )
+
+
+def devices_used(
+    sets: Iterable[TransferSet],
+    *,
+    devices: Iterable[str],
+    others: Collection[str],
+    network: Network = "tcp",
+) -> dict[str, frozenset[str]]:
+    """Return the devices that sets use, by host; refuse sets that cannot be measured.
+
+    `others` names all host memory, and NICs that NCCL may open.
+    """
+    used: dict[str, set[str]] = {}
+    # How many blocks a device runs at once is known when it is open; this is the limit for all.
+    lanes = dict.fromkeys(devices, MAX_LANES)
+    for transfers in sets:
+        program_for(transfers, lanes=lanes, network=network)
+        for flow in transfers.flows:
+            free = "CN" if is_carried(flow, network) else "C"
+            for place in flow.places:
+                if place.kind not in free:
+                    # Memory that is used has a worker, though another device may move the bytes.
+                    used.setdefault(place.host, set()).add(local(device_of(place)))
+                elif str(place) not in others:
+                    there = ", ".join(sorted(others))
+                    raise MeasurementError(
+                        f"{flow}: {place} is not measured here; there are {there}"
+                    )
+    return {host: frozenset(names) for host, names in used.items()}
 
 
 def check_places(

@@ -46,14 +46,8 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     >>> parse_cpu_list("0-3,8\\n")
     (0, 1, 2, 3, 8)
     """
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise MeasurementError(f"{text.strip()!r} is no CPU list; one looks like '0-3,8'")
-        first, last = int(match[1]), int(match[2] or match[1])
-        numbers += range(first, last + 1)
-    return tuple(numbers)
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return tuple(n for first, last in ranges for n in range(int(first), int(last or first) + 1))
 
 
 def online_nodes(nodes: Path = NODES) -> tuple[int, ...]:

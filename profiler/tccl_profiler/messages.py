@@ -11,8 +11,8 @@ endpoint, senders connect, receivers accept.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import select
 import socket
 import struct
 import time
@@ -39,23 +39,31 @@ class LinkLost(MeasurementError):  # noqa: N818 - says what happened
     """A link could not be made or has broken; it can be made again."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A device by name (`G0`, `N0`), and CPUs for its worker.
+
+    A GPU is found by bus id, a NIC by IP address and interface.
+    """
+
+    device: str
+    bus_id: str = ""
+    cpus: tuple[int, ...] = ()
+    address: str = ""
+    interface: str = ""
+
+
+class Start(DeviceSpec, frozen=True, kw_only=True, tag=True):
     """The first message to a worker, with two descriptors: control segment and lifeline.
 
     `slot` is the device's place in the control segment. The lifeline is a pipe that closes when the
-    controller ends, however it ends; the worker exits then. A NIC has an IP address and interface.
+    controller ends, however it ends; the worker exits then.
     """
 
     backend: str
     slot: int
-    device: str
-    bus_id: str
-    cpus: tuple[int, ...]
     control_bytes: int
     arena_bytes: int
     user_bytes: int
-    address: str = ""
-    interface: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -144,12 +152,12 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     endpoints: tuple[Endpoint, ...] = ()
     limit_s: float = LINK_S
 
-    def shares(self, part_of: Callable[[Link, str], str]) -> dict[str, LinkStep]:
-        """Split the step; `part_of` names the worker or host with a link's end at a device."""
+    def shares(self, part_of: Callable[[str], str]) -> dict[str, LinkStep]:
+        """Split the step; `part_of` names the worker or host of a device, which is a link's end."""
         numbers: dict[str, list[int]] = {}
         for number, link in enumerate(self.links):
             end = link.sender if self.step == "connect" else link.receiver
-            numbers.setdefault(part_of(link, end), []).append(number)
+            numbers.setdefault(part_of(end), []).append(number)
         return {
             part: msgspec.structs.replace(
                 self,
@@ -287,8 +295,8 @@ class Connection(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
             receives, dec_hook=decoded
         )
-        self._socket = sock
-        self._socket.setblocking(False)
+        # Each of two threads sets its own timeout.
+        self._socket, self._sending = sock, sock.dup()
         # Of the message that is arriving; kept over a timeout.
         self._bytes = bytearray()
         self._fds: list[int] = []
@@ -305,20 +313,22 @@ class Connection(Generic[Received]):
         Raises ConnectionClosed; ConnectionTimeout, after which this end is closed; MeasurementError
         if nothing was sent.
         """
-        deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message, enc_hook=np.ndarray.tobytes)
         if len(body) > LARGEST_BODY:
             what = f"{len(body)} message bytes to {self.peer}"
             raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")
         try:
-            data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
-            while data:
-                data = data[self._send_some(data, (), deadline) :]
+            self._sending.settimeout(timeout_s)
+            self._sending.sendall(_HEADER.pack(len(body), len(fds)) + body)
             if fds:
-                self._send_some(b"\0", fds, deadline)
-        except ConnectionTimeout:
+                socket.send_fds(self._sending, [b"\0"], list(fds))
+        except TimeoutError as error:
             self.close()
-            raise
+            raise ConnectionTimeout(f"{self.peer} did not read in time") from error
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ConnectionClosed(f"{self.peer} has gone") from error
+        except OSError as error:
+            raise self._broken("send to", error) from error
 
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
@@ -326,7 +336,7 @@ class Connection(Generic[Received]):
         Raises ConnectionClosed after the last message, ConnectionTimeout (a later call goes on from
         here), and MeasurementError for an invalid message, which is dropped.
         """
-        deadline = _deadline(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_HEADER.size, deadline)
         length, count = _HEADER.unpack_from(self._bytes)
         if length > LARGEST_BODY:
@@ -358,22 +368,8 @@ class Connection(Generic[Received]):
     def close(self) -> None:
         """Close this end, and descriptors of a message that was still arriving."""
         self._socket.close()
+        self._sending.close()
         self._drop()
-
-    def _send_some(
-        self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
-    ) -> int:
-        while True:
-            try:
-                if fds:
-                    return socket.send_fds(self._socket, [data], list(fds))
-                return self._socket.send(data)
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise ConnectionClosed(f"{self.peer} has gone") from error
-            except OSError as error:
-                raise self._broken("send to", error) from error
 
     def _fill(self, size: int, deadline: float | None) -> None:
         while len(self._bytes) < size:
@@ -383,19 +379,21 @@ class Connection(Generic[Received]):
     def _read(self, size: int, fds: int, deadline: float | None) -> tuple[bytes, array[int]]:
         """Read at most `size` bytes, and the descriptors with them."""
         space = socket.CMSG_LEN(fds * _FD_BYTES) if fds else 0
-        data, found = b"", array("i")
-        while True:
-            try:
-                # Close-on-exec from the start: another thread may be starting a process.
-                # (socket.recv_fds has a parameter for flags, and ignores it.)
-                data, ancillary, _, _ = self._socket.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
-                break
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-            except ConnectionResetError:  # the peer left without reading all: gone as well
-                break
-            except OSError as error:
+        data, found, ancillary = b"", array("i"), list[Any]()
+        try:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._socket.settimeout(left_s)
+            # Close-on-exec from the start: another thread may be starting a process.
+            # (socket.recv_fds has a parameter for flags, and ignores it.)
+            data, ancillary, _, _ = self._socket.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, TimeoutError) as error:
+            if error.errno == errno.ETIMEDOUT:  # of TCP: its host has vanished
                 raise self._broken("receive from", error) from error
+            raise ConnectionTimeout(f"{self.peer} sent no whole message in time") from error
+        except ConnectionResetError:  # the peer left without reading all: gone as well
+            pass
+        except OSError as error:
+            raise self._broken("receive from", error) from error
         if not data:
             where = " in the middle of a message" if self._bytes else ""
             self._drop()
@@ -404,15 +402,6 @@ class Connection(Generic[Received]):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 found.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
         return data, found
-
-    def _wait(self, event: int, deadline: float | None) -> None:
-        """Wait until the socket can go on; poll, because select ends at descriptor 1023."""
-        poller = select.poll()
-        poller.register(self._socket, event)
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not poller.poll(None if left_s is None else 1000 * left_s):
-            verb = "sent no whole message" if event == select.POLLIN else "did not read"
-            raise ConnectionTimeout(f"{self.peer} {verb} in time")
 
     def _broken(self, verb: str, error: OSError) -> MeasurementError:
         """Close, because the next message could not be found, and return the error."""
@@ -426,7 +415,3 @@ class Connection(Generic[Received]):
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -15,9 +15,10 @@ import msgspec
 
 from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
+from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, is_nic
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
-from tccl_profiler.workers import Answer, DeviceSpec, WorkerProcess, spawned
+from tccl_profiler.workers import Answer, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves

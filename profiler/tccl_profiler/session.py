@@ -9,10 +9,10 @@ from typing import Literal
 
 from tccl_profiler import linux
 from tccl_profiler.linux import cpus_of_devices
+from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, Watch, changes, conditions_note, warmed, warnings
-from tccl_profiler.workers import DeviceSpec
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.remembering import JournalHeader

@@ -23,19 +23,6 @@ _DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NC
 """A graph file's NICs are counted among those that NCCL uses: it must use all."""
 
 
-class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device by name (`G0`, `N0`), and CPUs for its worker.
-
-    A GPU is found by bus id, a NIC by IP address and interface.
-    """
-
-    device: str
-    bus_id: str = ""
-    cpus: tuple[int, ...] = ()
-    address: str = ""
-    interface: str = ""
-
-
 @dataclass
 class WorkerProcess:
     """One worker, its connection, and `stderr_fd`, a memfd with the worker's stderr.
@@ -43,7 +30,7 @@ class WorkerProcess:
     `owes_answer` marks a request without an answer yet.
     """
 
-    spec: DeviceSpec
+    spec: messages.DeviceSpec
     slot: int
     process: subprocess.Popen[bytes]
     connection: messages.Connection[messages.FromWorker]
@@ -115,7 +102,7 @@ class WorkerProcess:
 
 
 def spawned(
-    slot: int, spec: DeviceSpec, variables: Mapping[str, str], answer_s: float
+    slot: int, spec: messages.DeviceSpec, variables: Mapping[str, str], answer_s: float
 ) -> WorkerProcess:
     """Start a worker's process with these variables; it waits for Start."""
     with contextlib.ExitStack() as undo:

@@ -297,7 +297,7 @@ def _keep(
         return
     source.watch(line.measured)
     if extend and journal.is_file():
-        if source.profiled is not None:
+        if not source.simulated:
             widen_journal(journal, source.header)
         elif read_journal(journal).header != source.header:
             return  # Sets of another model have no names of hosts.
@@ -355,7 +355,7 @@ def _here(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
             rings = task["own_rings"] = rings_here(place, gpus)
             made = make_plan(place.machine, place.knowledge, source, reporter=line, **task)
             conditions = source.conditions
-        noticed = source.profiled.summary(conditions) if source.profiled is not None else ()
+        noticed = source.summary(conditions)
         if rings is not None:
             tried = () if made.cancelled else graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
@@ -375,7 +375,7 @@ def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Sub
     if asked.tune:
         check_tuning(job)
     if asked.backend != "host":
-        told = source.session.hosts[0].software.nccl
+        told = source.session.hosts[0].nccl
         found = asked.nccl or version_to_plan(notice, told)
         task["version"] = task["version"] if asked.extend else found
         if task["version"] != found:

@@ -337,8 +337,8 @@ def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
-    asked, count = made.sets_measured + made.sets_remembered, source.profiled.count
-    notices = (*made.notices, *odd, *source.profiled.summary(source.conditions))
+    asked, count = made.sets_measured + made.sets_remembered, source.sets_measured
+    notices = (*made.notices, *odd, *source.summary(source.conditions))
     return msgspec.structs.replace(
         made,
         sets_measured=count,

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, parse_set
@@ -24,9 +24,9 @@ from tccl_py.sources.profiled import (
     Backend,
     MeasuredMachine,
     MeasurementOptions,
-    ProfiledSource,
     check_backend,
     measured_machine,
+    overlap_notices,
 )
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
@@ -35,9 +35,14 @@ if TYPE_CHECKING:
     from tccl_profiler.cluster.facts import HostFacts
     from tccl_profiler.cluster.job import Job
     from tccl_profiler.cluster.session import ClusterSession
+    from tccl_profiler.profiler import Profiler
     from tccl_profiler.session import Session
 
 __all__ = ["HostFacts", "Job"]
+_UNSETTLED = 0.1
+"""A share of unsettled sets above this gets a notice."""
+_SHOWN = 5
+"""Failed sets, and sets of unknown overlap, that notices name."""
 _NOISE = re.compile(
     r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
 )
@@ -77,16 +82,15 @@ def open_source(
 
     Raises InputError: no such machine, no GPU, options out of range, or another machine's journal.
     """
-    source: Simulator | ProfiledSource
+    found: OpenedSource
     if isinstance(machine, (str, MachineModel)):
         model = load_machine(machine) if isinstance(machine, str) else machine
-        source = Simulator(model, noise=noise, seed=seed)
-        found = OpenedSource(source, simulation_header(model, noise=noise, seed=seed))
+        header = simulation_header(model, noise=noise, seed=seed)
+        found = OpenedSource(Simulator(model, noise=noise, seed=seed), lambda: header)
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
-        source = ProfiledSource(open_session(place, gpus, options), options, place.notices)
-        found = OpenedSource(source)
+        found = MeasuredSource(open_session(place, gpus, options), options, place.notices)
     if journal is not None:
         found.keep_in(journal)
     return found
@@ -108,23 +112,31 @@ def open_session(
 
 
 class OpenedSource(RememberingSource):
-    """A source of `open_source`, `profiled` if hardware is measured; a context manager."""
+    """A source of `open_source`; a context manager.
 
-    profiled: ProfiledSource | None
+    `conditions` are clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if
+    nothing was measured.
+    """
 
-    def __init__(
-        self, source: Simulator | ProfiledSource, header: JournalHeader | None = None
-    ) -> None:
+    conditions = ""
+
+    def __init__(self, source: Simulator | None, header: Callable[[], JournalHeader]) -> None:
         super().__init__(source)
         self._header = header
-        self.profiled = source if isinstance(source, ProfiledSource) else None
 
     @property
     def header(self) -> JournalHeader:
         """Header of journals of these measurements."""
-        found = self._header if self.profiled is None else self.profiled.header
-        assert found is not None
-        return found
+        return self._header()
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user on what is measured; closing the source may add some."""
+        return ()
+
+    def summary(self, conditions: str) -> tuple[str, ...]:  # noqa: ARG002 (a model has none)
+        """Return notices for a plan of the measurements; `conditions` are from before closing."""
+        return ()
 
     def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
         """Measure each set; a set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`."""
@@ -143,25 +155,103 @@ class OpenedSource(RememberingSource):
             self._source.resume(self.times_of)
         return self._journal.notices
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user on what is measured; closing the source may add some."""
-        return self.profiled.notices if self.profiled is not None else ()
-
-    @property
-    def conditions(self) -> str:
-        """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
-        return self.profiled.conditions if self.profiled is not None else ""
-
     def watch(self, on_set: Callable[[int], None]) -> None:
         """Call `on_set` with the number of sets that hardware measured, before and after each."""
-        if self.profiled is not None:
-            self.profiled.on_set = on_set
 
-    def __exit__(self, *exception: object) -> None:
+
+class MeasuredSource(OpenedSource):
+    """Hardware as a source.
+
+    Workers start with the first set, unless the session (of this host or of a job's hosts) is
+    `entered` already. `notices` tell limits of every rate measured here; `check` refuses sets.
+    """
+
+    def __init__(
+        self,
+        session: Session | ClusterSession,
+        options: MeasurementOptions,
+        notices: Sequence[str] = (),
+        *,
+        check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
+        entered: bool = False,
+    ) -> None:
+        super().__init__(None, lambda: session.header)
+        self._session, self._options, self._limits = session, options, tuple(notices)
+        self._check, self._entered = check, entered
+        self._on_set: Callable[[int], None] = lambda _: None
+        self._failures: list[str] = []
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user; closing the source may add some."""
+        return (*self._limits, *self._session.notices)
+
+    @property
+    def conditions(self) -> str:  # type: ignore[override] # read only
+        """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
+        return self._session.conditions if self.sets_measured else ""
+
+    def watch(self, on_set: Callable[[int], None]) -> None:
+        """Call `on_set` with the number of sets measured, before and after each."""
+        self._on_set = on_set
+
+    def summary(self, conditions: str) -> tuple[str, ...]:
+        """Return notices for a plan of the measurements; `conditions` are from before closing."""
+        notices, new = list(self.notices), [one for found in self._new.values() for one in found]
+        if conditions:
+            notices.append(f"while it was measured: {conditions}")
+        unsettled = sum(not measurement.settled for measurement in new)
+        if unsettled > len(new) * _UNSETTLED:
+            notices.append(
+                f"rates vary: {unsettled} of {len(new)} sets measured did not reach "
+                f"--target {self._options.target:g}; other work, clocks or heat may disturb them"
+            )
+        for measurement in [one for one in new if one.overlap_at_least][:_SHOWN]:
+            notices += overlap_notices(str(measurement.transfers), measurement)
+        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
+        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
+        return tuple(dict.fromkeys(notices))
+
+    def measure_anew(self, transfers: TransferSet) -> Measurement:
+        """Measure a set once more, whatever is known of it, and keep the result.
+
+        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
+        host is gone, or sets that were measured cannot be any more.
+        """
+        self._on_set(self.sets_measured)
+        measurement = super().measure_anew(transfers)
+        self._on_set(self.sets_measured)
+        return measurement
+
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        self._check([transfers])
+        if not self._entered:
+            self._session.__enter__()
+            self._entered = True
+        profiler = self._session.profiler
+        try:
+            (measurement,) = profiler.measure([transfers])
+        except MeasurementError as error:
+            self._check_alive(profiler, error)
+            self._failures.append(str(error))
+            raise
+        return measurement
+
+    def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
+        """Tell a set that cannot be measured from a machine that is lost."""
+        proof = next(iter(self._new), None)
+        if proof is None:
+            return
+        try:
+            profiler.exercise(proof)
+        except MeasurementError as again:
+            # The first error says what happened; later ones may only be its consequence.
+            raise SourceLostError(f"{error}; nor can {proof} be measured any more") from again
+
+    def __exit__(self, *exception: Any) -> None:
         self.close()
-        if self.profiled is not None:
-            self.profiled.__exit__(*exception)
+        if self._entered:
+            self._session.__exit__(*exception)
 
 
 def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
@@ -250,18 +340,15 @@ def _network(asked: str | None, backend: Backend) -> Network:
     return "tcp" if asked == "tcp" or backend == "host" else "nccl"
 
 
-class HostsSource(OpenedSource):
+class HostsSource(MeasuredSource):
     """A source over the hosts of a job; `session` has the hosts."""
-
-    profiled: ProfiledSource
 
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
         self.session, self.dry_run = session, dry_run
         notices = (DRY_RUN,) if dry_run else ()
-        check = session.check_sets
-        super().__init__(ProfiledSource(session, options, notices, check=check, entered=True))
+        super().__init__(session, options, notices, check=session.check_sets, entered=True)
 
     def __enter__(self) -> HostsSource:
         self.session.__enter__()

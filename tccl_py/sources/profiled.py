@@ -5,22 +5,20 @@ Functions import the profiler late, so that simulations do not load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement, dealt
-from tccl_py.model.transfer import Place, TransferSet, flow_texts, parse_flow
+from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow
 from tccl_py.readers.live import discover_machine
 from tccl_py.sources.remembering import JournalHeader
 
 if TYPE_CHECKING:
-    from tccl_profiler.cluster.session import ClusterSession
-    from tccl_profiler.profiler import Options, Profiler
-    from tccl_profiler.session import Session
+    from tccl_profiler.profiler import Options
     from tccl_profiler.watch import GpuConditions
 
 Backend = Literal["cuda", "host"]
@@ -38,12 +36,8 @@ DRY_RUN = (
     "measured by the host backend: copies in host memory, a process in each GPU's place; between "
     "hosts by TCP. NCCL does not run there, and the rates say nothing about GPUs"
 )
-_UNSETTLED = 0.1
-"""A share of unsettled sets above this gets a notice."""
 _MANY = 0.2
 """A share of outliers (of all repeats) above this gets a notice."""
-_SHOWN = 5
-"""Failed sets, and sets of unknown overlap, that notices name."""
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,142 +136,15 @@ def is_dry_run(header: JournalHeader) -> bool:
 def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     """Return the GPUs of sets, after checking the sets against the machine.
 
-    Raises InputError: a set names a GPU or NUMA node outside of the machine. MeasurementError: a
-    set cannot be measured: a NIC, another host, too many blocks.
+    Raises MeasurementError: a set cannot be measured here: a place outside of the machine, a NIC,
+    another host, too many blocks.
     """
-    from tccl_profiler.compiler import check_places  # noqa: PLC0415
-    from tccl_profiler.shared_memory import MAX_LANES  # noqa: PLC0415
+    from tccl_profiler.compiler import devices_used  # noqa: PLC0415
 
-    used: set[int] = set()
-    # How many blocks a GPU runs at once is known when it is open; this is the limit for all GPUs.
-    lanes = {f"G{i}": MAX_LANES for i in machine.gpu_indices}
-    for transfers in sets:
-        for part in (part for flow in transfers.flows for part in flow.transfers):
-            for place in (part.source, part.executor, part.destination):
-                used.update(_gpu_of(machine, place))
-        check_places(transfers, lanes=lanes)
-    return tuple(sorted(used))
-
-
-def _gpu_of(machine: Machine, place: Place) -> tuple[int, ...]:
-    if place.host or place.kind == "N":
-        return ()
-    if place.kind == "C":
-        known = [f"C{node.index}" for node in machine.numa_nodes]
-    else:
-        known = [f"{place.kind}{i}" for i in machine.gpu_indices]
-    if str(place) not in known:
-        where = f"is not in machine {machine.name}"
-        raise InputError(str(place), where, f"it has {', '.join(known)}")
-    return () if place.kind == "C" else (place.index,)
-
-
-class ProfiledSource:
-    """A BandwidthSource over hardware; a context manager.
-
-    Workers start with the first set, unless the session (of this host or of a job's hosts) is
-    `entered` already. `count` sets were measured so far; `on_set` is called with the count before
-    and after each. `notices` tell limits of every rate measured here; `check` refuses sets.
-    """
-
-    simulated = False
-
-    def __init__(
-        self,
-        session: Session | ClusterSession,
-        options: MeasurementOptions,
-        notices: Sequence[str] = (),
-        *,
-        check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
-        entered: bool = False,
-    ) -> None:
-        self.session = session
-        self.options = options
-        self.on_set: Callable[[int], None] = lambda _: None
-        self.count = 0
-        self._notices = tuple(notices)
-        self._failures: list[str] = []
-        self._unsettled = 0
-        self._apart: list[Measurement] = []
-        self._check = check
-        self._entered = entered
-        self._proof: TransferSet | None = None
-
-    @property
-    def header(self) -> JournalHeader:
-        """Header of journals of these measurements."""
-        return self.session.header
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user; closing the source may add some."""
-        return (*self._notices, *self.session.notices)
-
-    @property
-    def conditions(self) -> str:
-        """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
-        return self.session.conditions if self.count else ""
-
-    def summary(self, conditions: str) -> tuple[str, ...]:
-        """Return notices for a plan of the measurements; `conditions` are from before closing."""
-        notices = list(self.notices)
-        if conditions:
-            notices.append(f"while it was measured: {conditions}")
-        if self._unsettled > self.count * _UNSETTLED:
-            notices.append(
-                f"rates vary: {self._unsettled} of {self.count} sets measured did not reach "
-                f"--target {self.options.target:g}; other work, clocks or heat may disturb them"
-            )
-        for measurement in self._apart[:_SHOWN]:
-            notices += overlap_notices(str(measurement.transfers), measurement)
-        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
-        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
-        return tuple(dict.fromkeys(notices))
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set; the answers are in the order given.
-
-        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
-        host is gone, or sets that were measured cannot be any more.
-        """
-        return [self._measured(transfers) for transfers in sets]
-
-    def _measured(self, transfers: TransferSet) -> Measurement:
-        self.on_set(self.count)
-        self._check([transfers])
-        if not self._entered:
-            self.session.__enter__()
-            self._entered = True
-        profiler = self.session.profiler
-        try:
-            (measurement,) = profiler.measure([transfers])
-        except MeasurementError as error:
-            self._check_alive(profiler, error)
-            self._failures.append(str(error))
-            raise
-        self._proof = self._proof or transfers
-        self.count += 1
-        self._unsettled += not measurement.settled
-        self._apart += [measurement] if measurement.overlap_at_least else []
-        self.on_set(self.count)
-        return measurement
-
-    def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
-        """Tell a set that cannot be measured from a machine that is lost."""
-        if self._proof is None:
-            return
-        try:
-            profiler.exercise(self._proof)
-        except MeasurementError as again:
-            # The first error says what happened; later ones may only be its consequence.
-            raise SourceLostError(f"{error}; nor can {self._proof} be measured any more") from again
-
-    def __enter__(self) -> ProfiledSource:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._entered:
-            self.session.__exit__(*exception)
+    devices = [f"G{index}" for index in machine.gpu_indices]
+    memory = [f"C{node.index}" for node in machine.numa_nodes]
+    used = devices_used(sets, devices=devices, others=memory)
+    return tuple(sorted(int(name[1:]) for names in used.values() for name in names))
 
 
 def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:

@@ -99,12 +99,13 @@ class RememberingSource:
     `source` measures sets that neither `known` nor the open `journal` has, each by itself, hardware
     in random order (of `seed`), so that drift favours no place in a list. New measurements are
     appended to the journal, which is closed with this source. `sets_measured` counts sets that the
-    wrapped source measured, `sets_remembered` sets answered from memory.
+    wrapped source measured, `sets_remembered` sets answered from memory. A class that measures by
+    itself wraps no source.
     """
 
     def __init__(
         self,
-        source: BandwidthSource,
+        source: BandwidthSource | None,
         known: Mapping[TransferSet, Sequence[Measurement]] | None = None,
         *,
         journal: Journal | None = None,
@@ -121,7 +122,7 @@ class RememberingSource:
     @property
     def simulated(self) -> bool:
         """Return whether the wrapped source simulates."""
-        return self._source.simulated
+        return self._source is not None and self._source.simulated
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ class RememberingSource:
 
     def measure_anew(self, transfers: TransferSet) -> Measurement:
         """Measure a set once more, whatever is known of it, and keep the result."""
-        (measurement,) = self._source.measure([transfers])
+        measurement = self._measured(transfers)
         if not measurement.is_together:
             share = f"{measurement.overlap:.0%}"
             raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
@@ -169,6 +170,11 @@ class RememberingSource:
             self._journal.append(measurement)
         self._new.setdefault(transfers, []).append(measurement)
         self.sets_measured += 1
+        return measurement
+
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        assert self._source is not None
+        (measurement,) = self._source.measure([transfers])
         return measurement
 
     def __enter__(self) -> Self:

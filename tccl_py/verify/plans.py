@@ -383,5 +383,5 @@ def _gloo(facts: HostFacts, caller: Mapping[str, str]) -> dict[str, str]:
     if caller.get(name):
         return {}
     for address in facts.addresses.values():
-        return {name: address.interface}
+        return {name: address.name}
     raise InputError(f"host {facts.name}", "has no NIC with an address", f"set {name}")

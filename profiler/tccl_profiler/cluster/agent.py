@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,12 +21,20 @@ from tccl_profiler import linux
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
 from tccl_profiler.execution import RunResult
-from tccl_profiler.messages import ConnectionClosed, Done, Failed, LinkEnds, LinkStep, Ping, Stop
+from tccl_profiler.messages import (
+    ConnectionClosed,
+    DeviceSpec,
+    Done,
+    Failed,
+    LinkEnds,
+    LinkStep,
+    Ping,
+    Stop,
+)
 from tccl_profiler.pool import Pool
-from tccl_profiler.program import Link, is_nic, local
+from tccl_profiler.program import is_nic, local
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import Watch, warnings
-from tccl_profiler.workers import DeviceSpec
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -213,13 +221,15 @@ class Agent:
             variables["NCCL_HOSTID"] = self._name
             if self._interfaces:
                 variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
-        self._pool = pool_of_host(self._facts, self._backend, message.devices, variables)
-        try:
-            self._pool.start()
-        except BaseException:
-            self.close()
-            raise
-        return say.Opened(lanes=self._pool.lanes, warnings=self._warnings(message.devices))
+        nics = {}
+        for name in filter(is_nic, message.devices):
+            nic = self._facts.addresses[int(name[1:])]
+            nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.name)
+        machine, names = self._facts.machine, message.devices
+        pool = pool_of(machine, self._backend, names, nics=nics, variables=variables)
+        pool.start()
+        self._pool = pool
+        return say.Opened(lanes=pool.lanes, warnings=self._warnings(names))
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
@@ -279,36 +289,12 @@ class Agent:
             raise _Aborted
 
 
-def pool_of_host(
-    facts: HostFacts, backend: str, ids: tuple[str, ...], variables: Mapping[str, str]
-) -> Pool:
-    """Return the pool for some of a host's devices, not started."""
-    nics = {}
-    for name in ids:
-        if name not in facts.devices:
-            known = ", ".join(facts.devices)
-            raise MeasurementError(f"host {facts.name}: {name} cannot be measured; it has {known}")
-        if name.startswith("N"):
-            nic = facts.addresses[int(name[1:])]
-            nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.interface)
-    return pool_of(facts.machine, backend, ids, nics=nics, variables=variables)
-
-
 def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
     """Take one step for links with ends at devices of this host."""
-
-    def device_of(link: Link, end: str) -> str:
-        device = local(end)
-        known = [name for name in pool.lanes if is_nic(name) != bool(link.carrier)]
-        if device not in known:
-            kind, there = "GPU" if link.carrier else "NIC", ", ".join(known) or "none"
-            raise MeasurementError(f"{link}: {device} is no {kind} of this pool; it has {there}")
-        return device
-
     if step.step == "usable":
         answers = pool.ask(dict.fromkeys(pool.lanes, step), LinkEnds)
         return LinkEnds(links=tuple({link for ends in answers.values() for link in ends.links}))
-    return step.joined(pool.ask(step.shares(device_of), LinkEnds, step.limit_s).values())
+    return step.joined(pool.ask(step.shares(local), LinkEnds, step.limit_s).values())
 
 
 class RankTasks:

@@ -1,29 +1,59 @@
-"""The host agents as the controller sees them, and rank jobs over their hosts."""
+"""The host agents as the controller sees them: their pools as one, and rank jobs over their hosts.
+
+Each host runs a share of a program. When all lanes are resident, the controller sets a time at
+which each host releases its lanes by its own clock. (S. Hunold and A. Carpen-Amarie, Reproducible
+MPI Benchmarking, TPDS 2016.)
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
-from tccl_profiler.cluster.messages import Backoff, Message, Messenger
+from tccl_profiler.cluster.messages import Backoff, Message
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
-from tccl_profiler.messages import ConnectionClosed, Failed, WorkerLost
+from tccl_profiler.messages import (
+    ConnectionClosed,
+    Failed,
+    LinkEnds,
+    LinkLost,
+    LinkStep,
+    WorkerLost,
+)
+from tccl_profiler.nccl_links import process_variables
+from tccl_profiler.program import Link, Program, host_of
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_profiler.workers import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.session import HostClock
+
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
 _SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
 _GRACE_S = 2.0
 """When one host's ranks have failed, those of others may have as well, and know the cause."""
+
+
+FIRST_PINGS, PINGS = 40, 12
+_AHEAD_NS = 3_000_000
+"""How far ahead the first release is agreed; then, twice what messages have taken and a little."""
+_LITTLE_NS = 300_000
+_FURTHEST_NS = 100_000_000
+_LATE_SHARE = 0.02
+"""A release that came later than this share of a window is void: the run is repeated."""
+_ATTEMPTS = 3
 
 
 class HostTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,32 +69,15 @@ class HostLost(SourceLostError):  # noqa: N818 - says what happened
 
 
 class Agents:
-    """All agents of a job. Methods raise HostLost if a host is gone or silent.
+    """All agents of a job. Methods raise HostLost, and break the job, if a host is gone."""
 
-    `lost` is called with the host before.
-    """
-
-    def __init__(
-        self,
-        messengers: Mapping[str, Messenger],
-        *,
-        timeouts: HostTimeouts | None = None,
-        lost: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._messengers, self.hosts = dict(messengers), tuple(messengers)
+    def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
+        self._job = job
+        self._messengers = {seat.host: job.messenger(seat.host) for seat in job.seats}
+        self.hosts = tuple(self._messengers)
         self.timeouts = timeouts or HostTimeouts()
-        self._lost = lost
         self._number = 0
         self._backoff = Backoff()
-
-    @classmethod
-    def of(cls, job: Job, timeouts: HostTimeouts | None) -> Agents:
-        """Return the agents of a job, which is broken when a host is lost."""
-        return cls(
-            {seat.host: job.messenger(seat.host) for seat in job.seats},
-            timeouts=timeouts,
-            lost=lambda _: setattr(job, "broken", True),
-        )
 
     def number(self) -> int:
         """Return a number for a new question."""
@@ -83,22 +96,19 @@ class Agents:
         waiting, found = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
         self._backoff.reset()
-        while waiting:
+        while True:
             for host in list(waiting):
                 message = self._polled(host, number)
                 if message is not None:
                     found[host] = message
                     del waiting[host]
                     self._backoff.reset()
-            if any(isinstance(message, Failed) for message in found.values()):
-                break
-            now = time.monotonic()
-            if waiting and now - looked > _LOOK_S:
-                looked = now
+            if not waiting or any(isinstance(message, Failed) for message in found.values()):
+                return found
+            if time.monotonic() - looked > _LOOK_S:
+                looked = time.monotonic()
                 self._look(waiting, begun, limit_s)
-            if waiting:
-                self._backoff.nap(1e-3)
-        return found
+            self._backoff.nap(1e-3)
 
     def _polled(self, host: str, number: int) -> Message | None:
         try:
@@ -122,26 +132,26 @@ class Agents:
         for peer, messenger in {host: self._messengers[host], **self._messengers}.items():
             if messenger.has_died():
                 return self._gone(peer, "its agent has died")
-        self._lost(host)
+        self._job.broken = True
         return KeyboardInterrupt()
 
     def _gone(self, host: str, what: str) -> HostLost:
-        self._lost(host)
+        self._job.broken = True
         return HostLost(f"host {host}: {what}; see what became of it, and start the job again")
 
     def ask(
-        self, messages: Mapping[str, Message], kind: type[Answer], limit_s: float | None = None
+        self, questions: Mapping[str, Message], kind: type[Answer], limit_s: float | None = None
     ) -> dict[str, Answer]:
         """Ask hosts, all at the same time, and return all answers, of this type."""
         number = self.number()
-        for host, message in messages.items():
+        for host, message in questions.items():
             self.tell(host, number, message)
         limit_s = self.timeouts.answer_s if limit_s is None else limit_s
         answers: dict[str, Message] = {}
-        while len(answers) < len(messages):
+        while len(answers) < len(questions):
             # All are heard, those that fail as well: no answer may come after the next question.
-            answers |= self.heard(number, set(messages) - set(answers), limit_s)
-        return checked({host: answers[host] for host in messages}, kind)
+            answers |= self.heard(number, set(questions) - set(answers), limit_s)
+        return checked({host: answers[host] for host in questions}, kind)
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
@@ -182,25 +192,205 @@ def checked(answers: Mapping[str, Message], kind: type[Answer]) -> dict[str, Ans
     return found
 
 
-class RankJobs:
-    """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own.
+class ClusterPool:
+    """Measures several hosts for a Profiler; see `execution.Runner`.
 
-    Methods raise HostLost if a host is gone.
+    Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, and
+    SourceLostError if a host is gone or a clock jumped.
     """
 
-    def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
-        self._agents = Agents.of(job, timeouts)
-        self.hosts = self._agents.hosts
+    def __init__(
+        self,
+        agents: Agents,
+        clocks: Mapping[str, HostClock],
+        devices: Mapping[str, Collection[str]],
+        *,
+        nccl_variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._nccl_variables = nccl_variables or {}
+        self._agents = agents
+        self._clocks = dict(clocks)
+        self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
+        self.lanes: dict[str, int] = {}
+        self._variables: Mapping[str, str] = {}
+        self.ahead_ns = _AHEAD_NS
+        self.warnings: list[str] = []
+
+    def start(self) -> None:
+        """Start all workers."""
+        self.restart()
+        self.read_clocks(FIRST_PINGS)
+
+    def restart(self) -> None:
+        """End all workers, and start new ones; raises as `start`."""
+        questions = {
+            host: say.Open(devices=ids, variables=self._variables)
+            for host, ids in self._devices.items()
+        }
+        answers = self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s)
+        self.warnings = [f"host {host}: {t}" for host, own in answers.items() for t in own.warnings]
+        for host, opened in answers.items():
+            self.lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
+
+    def read_clocks(self, count: int = PINGS) -> None:
+        """Compare the hosts' clocks with this host's, where that is due."""
+        for host, clock in self._clocks.items():
+            if host in self._devices and clock.is_due:
+                clock.add(self._agents.reading(host, count))
+
+    def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
+        """Compare each device's clock with this host's, through its own host's clock."""
+        self.read_clocks()
+        questions = dict.fromkeys(self._devices, messages.Ping(count=count))
+        answers = self._agents.ask(questions, say.DevicesPinged)
+        return {
+            f"{host}.{name}": self._clocks[host].here(pinged)
+            for host, answer in answers.items()
+            for name, pinged in answer.pinged.items()
+        }
+
+    def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
+        """Run a program's repeats, each released on all hosts at the same time."""
+        broken = ""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._connect(program)
+                with realtime():
+                    results, late = self._attempt(program, spec)
+            except LinkLost as error:
+                # It is made again; a second failure is no accident.
+                if broken:
+                    raise WorkerLost(f"{broken}; then, made again, {error}") from error
+                broken = str(error)
+                continue
+            # On a machine that is too busy, the overlap decides which repeats count.
+            if not late or attempt == _ATTEMPTS:
+                return results
+        raise WorkerLost(broken)
+
+    # Links
+
+    def _connect(self, program: Program) -> None:
+        """Make the links of a program that are not there."""
+        if not program.links:
+            return
+        asked = process_variables(program.links)
+        variables = {**asked, **self._nccl_variables}
+        if asked and variables != self._variables:
+            # NCCL reads them once in a process.
+            self._variables = variables
+            self.restart()
+        hosts = {host_of(end) for link in program.links for end in (link.sender, link.receiver)}
+        have = self._usable(hosts)
+        missing = [
+            link
+            for link in program.links
+            if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
+        ]
+        by_nics = [link for link in missing if link.carrier is None]
+        if by_nics:
+            self._make(by_nics)
+        for link in missing:
+            if link.carrier is not None:
+                self._make([link])
+                # Its sender has only begun.
+                self._usable([host_of(link.sender)])
+
+    def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
+        answers = self._agents.ask(dict.fromkeys(hosts, LinkStep(step="usable")), LinkEnds)
+        return {host: set(answer.links) for host, answer in answers.items()}
+
+    def _make(self, links: list[Link]) -> None:
+        """Open links in three phases: receivers listen, senders connect, receivers accept."""
+        endpoints: tuple[messages.Endpoint, ...] = ()
+        steps: tuple[Literal["listen", "connect", "accept"], ...] = ("listen", "connect", "accept")
+        for name in steps:
+            step = LinkStep(step=name, links=tuple(links), endpoints=endpoints)
+            shares = step.shares(host_of)
+            endpoints = step.joined(self._agents.ask(shares, LinkEnds).values()).endpoints
+
+    # One run
+
+    def _attempt(self, program: Program, spec: RunSpec) -> tuple[list[RunResult], bool]:
+        number, hosts = self._agents.number(), program.hosts
+        try:
+            for host in hosts:
+                begin = say.Begin(program=program.on(host), spec=spec.on(host))
+                self._agents.tell(host, number, begin)
+            for repeat in range(spec.repeats):
+                self._answers(number, hosts, say.Resident, spec)
+                # Agree on a time, and tell each host what that is by its clock.
+                at_ns = time.monotonic_ns() + self.ahead_ns
+                for host in hosts:
+                    there_ns = self._clocks[host].there_ns(at_ns)
+                    self._agents.tell(host, number, say.Release(repeat=repeat, at_ns=there_ns))
+            ran = self._answers(number, hosts, say.Ran, spec)
+        except SourceLostError:
+            # The job ends here, and with it what the other hosts do.
+            raise
+        except BaseException:
+            self._give_up(number, hosts)
+            raise
+        return self.judged(ran, spec)
+
+    def _answers(
+        self, number: int, hosts: Collection[str], kind: type[Answer], spec: RunSpec
+    ) -> dict[str, Answer]:
+        limit_s = self._agents.timeouts.answer_s + spec.lasting_s
+        answers = self._agents.heard(number, hosts, limit_s)
+        ended = {host: a for host, a in answers.items() if not isinstance(a, kind)}
+        if ended or len(answers) < len(hosts):
+            answers = ended | self._give_up(number, [host for host in hosts if host not in ended])
+        return checked(answers, kind)
+
+    def _give_up(self, number: int, hosts: Collection[str]) -> dict[str, say.Message]:
+        for host in hosts:
+            self._agents.tell(host, number, say.Abort())
+        ended: dict[str, say.Message] = {}
+        while len(ended) < len(hosts):
+            waiting = [host for host in hosts if host not in ended]
+            answers = self._agents.heard(number, waiting, self._agents.timeouts.answer_s)
+            # A Resident, or the end of a repeat, may have been under way.
+            ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
+        return ended
+
+    def judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
+        """Return the results of all hosts and whether a release was late; adapt `ahead_ns`."""
+        earliest_ns = min(early for host in ran.values() for early in host.early_ns)
+        took_ns = self.ahead_ns - earliest_ns
+        self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
+        results = [
+            joined({host: own.results[repeat] for host, own in ran.items()})
+            for repeat in range(spec.repeats)
+        ]
+        return results, -earliest_ns > _LATE_SHARE * spec.window_us * 1e3
+
+
+def joined(results: Mapping[str, RunResult]) -> RunResult:
+    """Return one repeat's result over several hosts, from each host's own."""
+
+    def named(field: str) -> dict[str, Any]:
+        return {
+            f"{host}.{device}": rows
+            for host, result in results.items()
+            for device, rows in getattr(result, field).items()
+        }
+
+    return RunResult(records=named("records"), stamps=named("stamps"))
+
+
+class RankJobs(Agents):
+    """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own."""
 
     def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
-        return self._agents.ask(dict.fromkeys(self._agents.hosts, question), HostFacts)
+        return self.ask(dict.fromkeys(self.hosts, question), HostFacts)
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
         """Return the environment of each host's agent."""
-        questions = dict.fromkeys(self._agents.hosts, say.AskEnvironment(modules=modules))
-        found = self._agents.ask(questions, say.Environment)
+        questions = dict.fromkeys(self.hosts, say.AskEnvironment(modules=modules))
+        found = self.ask(questions, say.Environment)
         for host, environment in found.items():
             for module in environment.lacks:
                 raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
@@ -209,23 +399,22 @@ class RankJobs:
     def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
         """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0."""
         question = {host: say.OpenRendezvous(count=count)}
-        return self._agents.ask(question, say.RendezvousOpen)[host].meetings
+        return self.ask(question, say.RendezvousOpen)[host].meetings
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""
-        agents = self._agents
-        number = agents.number()
+        number = self.number()
         for host, own in tasks.items():
-            agents.tell(host, number, say.RunRanks(tasks=tuple(own)))
+            self.tell(host, number, say.RunRanks(tasks=tuple(own)))
         limit_s = max(task.timeout for own in tasks.values() for task in own) + _SPARE_S
-        answers = agents.heard(number, tasks, limit_s)
+        answers = self.heard(number, tasks, limit_s)
         late = [host for host in tasks if host not in answers]
         if late:
             time.sleep(_GRACE_S)
             for host in late:
-                agents.tell(host, number, say.Abort())
+                self.tell(host, number, say.Abort())
         while len(answers) < len(tasks):
             left = [host for host in tasks if host not in answers]
-            answers |= agents.heard(number, left, agents.timeouts.answer_s)
+            answers |= self.heard(number, left, self.timeouts.answer_s)
         found = checked({host: answers[host] for host in tasks}, say.RanksLeft)
         return {host: ranks.left for host, ranks in found.items()}

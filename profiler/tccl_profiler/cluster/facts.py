@@ -19,7 +19,7 @@ from tccl_profiler.host_device import host_fingerprint, host_machine
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.readers.live import VARIABLE, only_gpus, visible_indices
+from tccl_py.readers import live
 from tccl_py.readers.sysfs import network_ports, read_word
 
 SYSFS = Path("/sys")
@@ -28,34 +28,31 @@ _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
 _LONGEST = 15  # IFNAMSIZ less the zero byte
-_NONE = "none"
 _GPUS = "start ranks where GPUs are, or add --backend host for a dry run on the hosts' memory"
 
 
-class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions; "none" if not installed."""
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """An interface, its address or "", and whether it is up and has a carrier."""
 
-    tccl_py: str
-    driver: str
-    nccl: str
-
-
-class NicAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The interface and address by which a NIC is reached over TCP."""
-
-    interface: str
+    name: str
     address: str
+    up: bool
+    speed_mbps: int = 0
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A host of the cluster; `addresses` are by the index of the NIC, `down` are interfaces."""
+    """A host of the cluster; `addresses` are interfaces by the index of the NIC.
+
+    Interfaces in `down` are not up; `tccl_py` and `nccl` are versions; "none" if not installed.
+    """
 
     name: str
     machine: Machine
     knowledge: Knowledge
     fingerprint: Fingerprint
-    software: Software
-    addresses: Mapping[int, NicAddress]
+    tccl_py: str
+    nccl: str
+    addresses: Mapping[int, Interface]
     down: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
@@ -79,7 +76,7 @@ def host_facts(
         raise InputError(f"host {name}: {error.where}", error.what, error.right) from error
     if interfaces:
         machine = with_interfaces(machine, interfaces, host=name)
-    addresses: dict[int, NicAddress] = {}
+    addresses: dict[int, Interface] = {}
     # Discovery leaves out what is down; another host may have the same interface up.
     devices_here = [] if interfaces else sorted(filter(_is_device, _names()))
     down = [own for own in devices_here if (seen := interface(own)) is not None and not seen.up]
@@ -88,23 +85,19 @@ def host_facts(
         if found is not None and not found.up:
             down.append(found.name)
         elif found is not None and found.address:
-            addresses[nic.index] = NicAddress(interface=found.name, address=found.address)
+            addresses[nic.index] = found
         elif interfaces:
             raise InputError(
                 f"host {name}", f"interface {nic.name} has no address", "give it one, or another"
             )
     installed = installed_nccl()
-    software = Software(
-        tccl_py=_own_version(),
-        driver=fingerprint.driver,
-        nccl=_NONE if installed is None else installed.version,
-    )
     return HostFacts(
         name=name,
         machine=machine,
         knowledge=knowledge,
         fingerprint=fingerprint,
-        software=software,
+        tccl_py=_own_version(),
+        nccl="none" if installed is None else installed.version,
         addresses=addresses,
         down=tuple(down),
     )
@@ -114,15 +107,13 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
     if backend == "host":
         machine = host_machine(devices, least=1)
         return _with_own_nics(machine), Knowledge(), host_fingerprint(machine)
-    from tccl_py.readers.live import discover_machine  # noqa: PLC0415 (only where GPUs are)
-
     try:
-        machine, knowledge, fingerprint = discover_machine()
+        machine, knowledge, fingerprint = live.discover_machine()
     except InputError as error:
         # What else can be read is no help to the hosts of a job.
         raise InputError(error.where, error.what, _GPUS) from error
-    shown = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
-    return (*only_gpus(machine, knowledge, shown), fingerprint)
+    shown = live.visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(live.VARIABLE))
+    return (*live.only_gpus(machine, knowledge, shown), fingerprint)
 
 
 def _own_version() -> str:
@@ -157,7 +148,7 @@ def check_hosts(
         right = "start ranks on 2 hosts at least, or leave mpirun out"
         raise InputError("this MPI job", what, right)
     _check_software(hosts)
-    found = {nic.interface for host in hosts for nic in host.addresses.values()}
+    found = {nic.name for host in hosts for nic in host.addresses.values()}
     for name in interfaces:
         if name not in found and not any(name in host.down for host in hosts):
             there = f"there are {', '.join(sorted(found)) or 'none'}"
@@ -168,9 +159,12 @@ def check_hosts(
 def _check_software(hosts: Sequence[HostFacts]) -> None:
     """Refuse different versions; Python may differ: processes exchange plain data."""
     first = hosts[0]
-    for what, field in (("tccl-py", "tccl_py"), ("the NVIDIA driver", "driver"), ("NCCL", "nccl")):
-        for host in hosts[1:]:
-            here, there = getattr(first.software, field), getattr(host.software, field)
+    for host in hosts[1:]:
+        for what, here, there in (
+            ("tccl-py", first.tccl_py, host.tccl_py),
+            ("the NVIDIA driver", first.fingerprint.driver, host.fingerprint.driver),
+            ("NCCL", first.nccl, host.nccl),
+        ):
             if here != there:
                 which = f"has {what} {there}, host {first.name} has {here}"
                 raise InputError(f"host {host.name}", which, "install the same on all hosts")
@@ -178,7 +172,7 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
     """Refuse a NIC that is down, if named by the user or up on another host."""
-    up = {nic.interface: host.name for host in hosts for nic in host.addresses.values()}
+    up = {nic.name: host.name for host in hosts for nic in host.addresses.values()}
     for host in hosts:
         for name in host.down:
             if named or name in up:
@@ -195,27 +189,18 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
 
 
 # Network interfaces of this network namespace
-class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """An interface, its address or "", and whether it is up and has a carrier."""
-
-    name: str
-    address: str
-    up: bool
-    speed_mbps: int = 0
-
-
-def interface(name: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> Interface | None:
+def interface(name: str) -> Interface | None:
     """Return an interface, or None; an IPv4 address goes before a global IPv6 address."""
     if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
         return None
     flags = _ioctl(_SIOCGIFFLAGS, name)
     state = struct.unpack_from("H", flags)[0] if flags else 0
     answer = _ioctl(_SIOCGIFADDR, name)
-    address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name, proc)
+    address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name)
     speed = 0
     # The kernel refuses to tell the speed of what is down.
     with contextlib.suppress(OSError, ValueError):
-        speed = int((sysfs / "class" / "net" / name / "speed").read_text())
+        speed = int((SYSFS / "class" / "net" / name / "speed").read_text())
     up = bool(state & _IFF_UP and state & _IFF_RUNNING)
     return Interface(name=name, address=address, up=up, speed_mbps=max(speed, 0))
 
@@ -241,8 +226,8 @@ def _names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _is_device(name: str, sysfs: Path = SYSFS) -> bool:
-    return (sysfs / "class" / "net" / name / "device").exists()
+def _is_device(name: str) -> bool:
+    return (SYSFS / "class" / "net" / name / "device").exists()
 
 
 def _ioctl(question: int, name: str) -> bytes:
@@ -255,27 +240,25 @@ def _ioctl(question: int, name: str) -> bytes:
     return bytes(request[16:32])
 
 
-def _address6(name: str, proc: Path) -> str:
+def _address6(name: str) -> str:
     """Return the first global IPv6 address of an interface, "" if it has none."""
     with contextlib.suppress(OSError):
-        for line in (proc / "net" / "if_inet6").read_text().splitlines():
+        for line in (PROC / "net" / "if_inet6").read_text().splitlines():
             digits, _, _, scope, _, owner = line.split()
             if owner == name and scope == _GLOBAL_SCOPE:
                 return str(ipaddress.IPv6Address(int(digits, 16)))
     return ""
 
 
-def with_interfaces(
-    machine: Machine, names: tuple[str, ...], *, host: str, sysfs: Path = SYSFS
-) -> Machine:
+def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> Machine:
     """Return the machine with the existing interfaces of a list as NICs.
 
     Interfaces that are no NICs of the machine hang from the first NUMA node.
     """
-    own = {name: nic for nic in machine.nics for name in (_interface_of(nic, sysfs), nic.name)}
+    own = {name: nic for nic in machine.nics for name in (_interface_of(nic), nic.name)}
     nics: list[Nic] = []
     for name in dict.fromkeys(names):
-        found = interface(name, sysfs=sysfs)
+        found = interface(name)
         if found is None:
             continue
         parent = machine.numa_nodes[0].id
@@ -288,26 +271,26 @@ def with_interfaces(
     return msgspec.structs.replace(machine, nics=tuple(nics))
 
 
-def _with_own_nics(machine: Machine, *, sysfs: Path = SYSFS) -> Machine:
+def _with_own_nics(machine: Machine) -> Machine:
     nodes = {node.numa_id: node.id for node in machine.numa_nodes}
     first = machine.numa_nodes[0].id
     nics: list[Nic] = []
-    for port in network_ports(sysfs):
+    for port in network_ports(SYSFS):
         nic = Nic(index=len(nics), name=port.name, parent=first, port=port.port)
-        name = _interface_of(nic, sysfs)
-        found = interface(name, sysfs=sysfs)
+        name = _interface_of(nic)
+        found = interface(name)
         if found is not None and found.up and found.address:
-            node = read_word(sysfs / "class" / "net" / name / "device" / "numa_node")
+            node = read_word(SYSFS / "class" / "net" / name / "device" / "numa_node")
             parent = nodes.get(int(node), first) if node.isdecimal() else first
             nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
     return msgspec.structs.replace(machine, nics=tuple(nics))
 
 
-def _interface_of(nic: Nic, sysfs: Path = SYSFS) -> str:
+def _interface_of(nic: Nic) -> str:
     """Return the interface of a NIC: itself, or the one behind an RDMA port, or ""."""
-    if (sysfs / "class" / "net" / nic.name).exists() or nic.name in _names():
+    if (SYSFS / "class" / "net" / nic.name).exists() or nic.name in _names():
         return nic.name
-    behind = sysfs / "class" / "infiniband" / nic.name / "device" / "net"
+    behind = SYSFS / "class" / "infiniband" / nic.name / "device" / "net"
     try:
         found = sorted(entry.name for entry in behind.iterdir())
     except OSError:

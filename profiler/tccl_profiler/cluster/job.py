@@ -8,6 +8,7 @@ within MPI calls, and no rank is left to name the host. A TCP connection ends vi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import secrets
@@ -77,7 +78,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks, and the connections to them; on other ranks, the connection to the controller."""
 
     rank: int
-    size: int
     peers: Mapping[int, PeerInfo]
     connections: Mapping[int, say.Messenger]
 
@@ -105,9 +105,7 @@ def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Rendezvous:
             raise MeasurementError(f"the controller has said nothing for {2 * join_s:g} s")
         sock = _connected(msgspec.msgpack.decode(data, type=ListenAddress))
         connections = {CONTROLLER: _connection(sock, "the controller")}
-        found = Rendezvous(
-            rank=bootstrap.rank, size=bootstrap.size, peers={}, connections=connections
-        )
+        found = Rendezvous(rank=bootstrap.rank, peers={}, connections=connections)
     bootstrap.finish()
     return found
 
@@ -142,12 +140,12 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
                 address = ListenAddress(addresses=here, port=port, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
             connections = _accepted(listener, bootstrap, tokens, peers, at=here)
-    return Rendezvous(rank=CONTROLLER, size=bootstrap.size, peers=peers, connections=connections)
+    return Rendezvous(rank=CONTROLLER, peers=peers, connections=connections)
 
 
 def _allow_descriptors(ranks: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ranks + _SPARE_DESCRIPTORS
+    wanted = 2 * ranks + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -212,11 +210,9 @@ class Job:
     """This rank's part in a job; ends the job where the controller leaves."""
 
     def __init__(self, ranks: Rendezvous) -> None:
-        self.rank, self.size = ranks.rank, ranks.size
         self.is_controller = ranks.rank == CONTROLLER
         self._peers = ranks.peers
         self._ranks = ranks.connections
-        self._seats: tuple[HostRanks, ...] = ()
         self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
         self._heart = say.HeartbeatThread(self._beat)
         self._usual: Any = signal.SIG_DFL
@@ -251,12 +247,10 @@ class Job:
 
     # The controller's side
 
-    @property
+    @functools.cached_property
     def seats(self) -> tuple[HostRanks, ...]:
         """The hosts, in the order of their lowest ranks; on the controller."""
-        if not self._seats:
-            self._seats = _seats(self._peers)
-        return self._seats
+        return _seats(self._peers)
 
     def messenger(self, host: str) -> say.Messenger:
         """Return the connection to a host's agent, which is started on this host."""

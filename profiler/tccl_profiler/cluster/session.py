@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agents import Agents, HostTimeouts
+from tccl_profiler.cluster.agents import FIRST_PINGS, Agents, ClusterPool
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
-from tccl_profiler.cluster.pool import FIRST_PINGS, ClusterPool, HostClock, OwnClock
-from tccl_profiler.compiler import check_places
-from tccl_profiler.endpoints import Network, device_of, is_carried
+from tccl_profiler.compiler import devices_used
+from tccl_profiler.endpoints import Network
 from tccl_profiler.host_device import shared_cores
+from tccl_profiler.messages import Pinged
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.program import is_nic, local
+from tccl_profiler.program import is_nic
+from tccl_profiler.rates import Clock, ClockReading
 from tccl_profiler.session import Backend
-from tccl_profiler.shared_memory import MAX_LANES
-from tccl_py.errors import InputError
-from tccl_py.model.transfer import Flow, Place, TransferSet
+from tccl_py.errors import SourceLostError
+from tccl_py.model.transfer import TransferSet
 from tccl_py.sources.remembering import PART, JournalHeader
 
 LIMITS = WindowLimits(
@@ -33,6 +34,13 @@ LIMITS = WindowLimits(
 """Windows between hosts are long beside the bytes that sockets and switches hold back, and warm-ups
 as long as TCP takes to find a rate. A slow network has slices of tens of milliseconds. Hosts that
 start a millisecond apart need no window of a tenth of a second: bytes count after the warm-up."""
+
+
+JUMP_NS = 1_000_000
+"""More than this beyond all errors is a jump; below, NTP may have corrected a clock's rate."""
+_LOOSE = 2.0
+_SLACK_NS = 10_000
+_OFTEN_S = 0.05  # a clock that cannot be read any better is not read more often
 
 
 class ClusterSession:
@@ -52,7 +60,6 @@ class ClusterSession:
         expected: Sequence[str] = (),
         only: Mapping[str, frozenset[str]] | None = None,
         options: Options | None = None,
-        timeouts: HostTimeouts | None = None,
         gid_index: int | None = None,
     ) -> None:
         self._nccl_variables = {} if gid_index is None else {"NCCL_IB_GID_INDEX": str(gid_index)}
@@ -65,7 +72,6 @@ class ClusterSession:
         )
         self._expected = tuple(expected)
         self.only = only
-        self._timeouts = timeouts
         self._profiler: Profiler | None = None
         self.hosts: tuple[HostFacts, ...] = ()
         self.clocks: dict[str, HostClock] = {}
@@ -73,7 +79,7 @@ class ClusterSession:
 
     def __enter__(self) -> ClusterSession:
         job = self._job
-        self._agents = Agents.of(job, self._timeouts)
+        self._agents = Agents(job)
         questions = dict.fromkeys(self._agents.hosts, self._describe)
         found = self._agents.ask(questions, HostFacts)
         self.hosts = tuple(
@@ -90,7 +96,7 @@ class ClusterSession:
                 self.notices += [f"host {host.name}: {text}" for text in shared_cores(host.machine)]
         for seat in job.seats:
             own = CONTROLLER in seat.ranks
-            clock = self.clocks[seat.host] = (OwnClock if own else HostClock)(seat.host)
+            clock = self.clocks[seat.host] = HostClock(seat.host, own=own)
             if not own:
                 clock.add(self._agents.reading(seat.host, FIRST_PINGS))
         return self
@@ -156,34 +162,90 @@ class ClusterSession:
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:
         """Refuse unmeasurable sets before workers start; return the devices in use."""
-        used: dict[str, set[str]] = {}
-        lanes = {f"{host.name}.{name}": MAX_LANES for host in self.hosts for name in host.devices}
-        for transfers in sets:
-            for flow in transfers.flows:
-                self._check_flow(flow, used)
-            check_places(transfers, lanes=lanes, network=self.network)
-        return {host: frozenset(names) for host, names in used.items()}
-
-    def _check_flow(self, flow: Flow, used: dict[str, set[str]]) -> None:
-        known = {host.name: host for host in self.hosts}
-        carried = is_carried(flow, self.network)
-        for transfer in flow.transfers:
-            for place in (transfer.source, transfer.executor, transfer.destination):
-                if place.host not in known:
-                    what = f"host {place.host} is not in this job" if place.host else ""
-                    there = f"there are {', '.join(known)}"
-                    raise InputError(f"{place}", what or "names no host", there)
-                host, name = known[place.host], local(device_of(place))
-                if place.kind == "C":
-                    _check_name(place, host, [node.id for node in host.machine.numa_nodes])
-                elif place.kind == "N" and carried:
-                    _check_name(place, host, [f"N{nic.index}" for nic in host.machine.nics])
-                else:
-                    _check_name(place, host, host.devices)
-                    # A device whose memory is used has a worker, though others may move the bytes.
-                    used.setdefault(place.host, set()).add(name)
+        return devices_used(
+            sets,
+            devices=[f"{host.name}.{name}" for host in self.hosts for name in host.devices],
+            others=[
+                f"{host.name}.{name}"
+                for host in self.hosts
+                for name in (
+                    *(f"C{node.index}" for node in host.machine.numa_nodes),
+                    *(f"N{nic.index}" for nic in host.machine.nics),
+                )
+            ],
+            network=self.network,
+        )
 
 
-def _check_name(place: Place, host: HostFacts, there: Sequence[str]) -> None:
-    if local(device_of(place)) not in there:
-        raise InputError(f"{place}", f"is not on host {host.name}", f"it has {', '.join(there)}")
+# Clocks
+
+
+class HostClock:
+    """One host's CLOCK_MONOTONIC on the controller's, as `rates.Clock` fits a device's.
+
+    The controller's `own` clock needs no comparison.
+    """
+
+    def __init__(
+        self, host: str, now_ns: Callable[[], int] = time.monotonic_ns, *, own: bool = False
+    ) -> None:
+        self.host = host
+        self._own = own
+        self._now_ns = now_ns
+        self._clock = Clock(device=f"host {host}")
+        self._best_ns = 0
+        self._read_ns = 0
+
+    def add(self, reading: ClockReading) -> None:
+        """Add a reading, host minus controller; begin a new fit if the rate was corrected."""
+        if self._read_ns:
+            at_ns, error_ns = self._clock.host_ns(reading.at_ns + reading.offset_ns)
+            off_ns, allowed_ns = at_ns - reading.at_ns, error_ns + reading.error_ns
+            if abs(off_ns) > allowed_ns + JUMP_NS:
+                raise SourceLostError(
+                    f"host {self.host}: its clock jumped by {off_ns / 1e6:+,.1f} ms, of which "
+                    f"{allowed_ns / 1e6:,.1f} ms are explained; find out what sets or suspends it, "
+                    "and measure again"
+                )
+            if self._clock.jumped(reading) is not None:
+                self._clock = Clock(device=f"host {self.host}")
+        self._clock.add(reading)
+        self._best_ns, self._read_ns = reading.error_ns, reading.at_ns
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the error has grown so much that the clock should be read again."""
+        if self._own:
+            return False
+        if not self._read_ns:
+            return True
+        if self._now_ns() - self._read_ns < _OFTEN_S * 1e9:
+            return False
+        return self.error_ns > _LOOSE * self._best_ns + _SLACK_NS
+
+    @property
+    def error_ns(self) -> int:
+        """The error bound of the host's time now."""
+        return self.here_ns(self.there_ns(self._now_ns()))[1]
+
+    def here_ns(self, there_ns: int) -> tuple[int, int]:
+        """Return the controller's time at a time of the host, and its error bound."""
+        return (there_ns, 0) if self._own else self._clock.host_ns(there_ns)
+
+    def there_ns(self, here_ns: int) -> int:
+        """Return the host's time at a time of the controller."""
+        guess = here_ns
+        # The first step takes the offset, the second what the clocks drift within it.
+        for _ in range(3):
+            guess += here_ns - self.here_ns(guess)[0]
+        return guess
+
+    def here(self, pinged: Pinged) -> Pinged:
+        """Return pings of a device as if the controller had sent them, bounds included."""
+        asked = [self.here_ns(at_ns) for at_ns in pinged.asked_ns]
+        seen = [self.here_ns(at_ns) for at_ns in pinged.seen_ns]
+        return Pinged(
+            asked_ns=tuple(at_ns - error_ns for at_ns, error_ns in asked),
+            device_ns=pinged.device_ns,
+            seen_ns=tuple(at_ns + error_ns for at_ns, error_ns in seen),
+        )
