@@ -205,7 +205,7 @@ def check_gpus(host: Host) -> Found:
         yield defect("no-persistence", listed(disabled))
     for gpu in state.gpus:
         where = f"GPU {gpu.index}"
-        if gpu.clock_mhz is not None:
+        if 0 < (gpu.clock_mhz or 0) < (gpu.clock_max_mhz or 0):
             yield defect(
                 "fixed-clock",
                 where,

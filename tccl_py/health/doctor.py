@@ -227,19 +227,12 @@ def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
             bus_id=gpu.bus_id,
             name=gpu.name,
             persistence=now.persistence,
-            clock_mhz=_limited(now.sm_set_mhz, now.sm_max_mhz),
+            clock_mhz=now.sm_set_mhz,
             clock_max_mhz=now.sm_max_mhz,
             complaints=complaints,
         )
         for gpu, (now, complaints) in zip(facts.gpus, seen, strict=True)
     )
-
-
-def _limited(clock_mhz: int | None, most_mhz: int | None) -> int | None:
-    """Return the clock that a setting limits a GPU to; None without a limit."""
-    if clock_mhz is None or most_mhz is None:
-        return None
-    return clock_mhz if 0 < clock_mhz < most_mhz else None
 
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.

@@ -386,15 +386,14 @@ def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) 
 
 def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
     """Return a metric of `tccl check` with its labels; "" without values."""
-    lines = [f"tccl_check_{name}{_labels(labels)} {value:.10g}" for labels, value in values]
+    lines = []
+    for labels, value in values:
+        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        lines.append(f"tccl_check_{name}{{{inside}}} {value:.10g}\n")
     if not lines:
         return ""
     head = f"# HELP tccl_check_{name} {words}\n# TYPE tccl_check_{name} gauge\n"
-    return head + "\n".join(lines) + "\n"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+    return head + "".join(lines)
 
 
 def _escaped(text: str) -> str:

@@ -224,11 +224,16 @@ def _sets_by_suspect(paths: Paths, rows: Sequence[Comparison]) -> dict[Suspect, 
 
 def _suspects(paths: Paths, flow: Flow) -> Iterator[Suspect]:
     """Yield the parts on a flow's path, directions of links, and whole GPUs."""
-    for passing in paths.passes(flow):
+    passes = paths.passes(flow)
+    between = any(passing.part.kind in ("socket", "numa") for passing in passes)
+    for passing in passes:
         kind, device, words = passing.part
-        device = device if kind in ("own", "nvlink") else words
+        if kind == "cpu" and between:
+            continue  # The link between CPUs says more than either CPU.
+        of_gpu = kind in ("own", "nvlink")
+        device = device if of_gpu else words
         yield Suspect(words + _DOWNTRAINED * (kind in ("own", "uplink")), device)
-        if passing.direction:
+        if of_gpu:
             yield Suspect(passing.words, device, 1)
     for end in dict.fromkeys(place.device for place in flow.places):
         if end[0] == "G":

@@ -109,7 +109,7 @@ def listed(names: Sequence[str]) -> str:
 class GpuState:
     """The driver's facts about an idle GPU; `complaints` are sentences on what lowers rates.
 
-    `clock_mhz` is a clock fixed by a setting, None if the clock is free.
+    `clock_mhz` is the highest clock by the settings, `clock_max_mhz` the GPU's.
     """
 
     index: int

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
@@ -317,11 +318,9 @@ def viridis(share: float) -> tuple[int, int, int]:
     >>> viridis(0.05)
     (70, 18, 100)
     """
-    place = max(0.0, min(1.0, share)) * (len(_VIRIDIS) - 1)
-    low = min(int(place), len(_VIRIDIS) - 2)
+    steps = np.linspace(0, 1, len(_VIRIDIS))
     red, green, blue = (
-        round(first + (second - first) * (place - low))
-        for first, second in zip(_VIRIDIS[low], _VIRIDIS[low + 1], strict=True)
+        round(np.interp(share, steps, values)) for values in zip(*_VIRIDIS, strict=True)
     )
     return red, green, blue
 

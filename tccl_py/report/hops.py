@@ -267,9 +267,9 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Lo
         for link in links:
             totals[link.direction].update({link.part.device: gbps})
         if several and gbps == slowest:
-            limiting.append({link.part.device for link in links})
+            limiting.append([link.part.device for link in links])
     used = totals["up"] | totals["down"]
     capacities = {device: pcie_gbps(paths.machine.links[device]) for device in used}
     shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
-    fullest = {max(sorted(devices), key=lambda one: shares[one]) for devices in limiting if devices}
+    fullest = {max(devices, key=lambda device: shares[device]) for devices in limiting if devices}
     return {one: Load(used[one], capacities[one], one in fullest) for one in used}
