@@ -149,11 +149,11 @@ def test_a_table_that_was_changed_or_is_gone_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["", "0", "x", "4-", "1,,2", "4-2", "99999", "0-1-2", "-1"])
 def test_lists_of_gpus_per_job_that_are_refused(text):
     with pytest.raises(InputError, match="--gpus-per-job"):
-        job_gpus(text, range(8), where="--gpus-per-job")
+        job_gpus(text, range(8))
 
 
 def test_gpus_that_a_host_does_not_have_are_for_other_hosts():
-    assert job_gpus("16,4-7,2", range(4), where="") == [(0, 1, 2, 3), (0, 1)]
+    assert job_gpus("16,4-7,2", range(4)) == [(0, 1, 2, 3), (0, 1)]
 
 
 class Symmetric(MadeUp):

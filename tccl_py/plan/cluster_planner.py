@@ -76,7 +76,7 @@ def make_cluster_plan(
     common["ring_counts"] = tuple(ring_counts or _ring_counts(cluster))
     of_classes = zip(cluster.classes, sources, gpus, strict=True)
     classes = [_Class(*one, common, kept) for one in of_classes]
-    wanted = [job_gpus(gpus_per_job, all_, where="--gpus-per-job")[1:] for all_ in gpus]
+    wanted = [job_gpus(gpus_per_job, all_)[1:] for all_ in gpus]
     growing = not all(one.table_for(one.gpus) for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
     plan = plan_over(

@@ -29,7 +29,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
 from tccl_py.plan.planner import plan_chains
-from tccl_py.plan.tables import ChainSet, HostChains, KeptSettings, KeptTable, OwnChains
+from tccl_py.plan.tables import ChainSet, HostChains, KeptTable, OwnChains, kept_answers
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -134,10 +134,7 @@ class ChainSearch:
             found += self._gdr_choices(search.best)
         self._note(found)
         notes = (note for one in self._searched if one.result for note in one.result.notices)
-        best: dict[Settings, list[ChainSet]] = {}
-        for (settings, _), choice in self._best.items():
-            if choice is not None:
-                best.setdefault(settings, []).append(_chain_set(choice, chosen=True))
+        best = {key: _chain_set(one, chosen=True) for key, one in self._best.items() if one}
         return KeptTable(
             node_class=node_class,
             gpus=task.gpus,
@@ -147,10 +144,7 @@ class ChainSearch:
             stock=_own_chains(started),
             plain=plain,
             hops=(),
-            answers=tuple(
-                KeptSettings(settings=settings, best=tuple(sets), paired=())
-                for settings, sets in best.items()
-            ),
+            answers=kept_answers(best, {})[1],
             notices=tuple(dict.fromkeys(notes)),
         )
 

@@ -350,25 +350,19 @@ def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
     >>> [switch.uplink_gbps for switch in estimate_uplinks(tree, pairs).switches]
     [0.1, 0.1]
     """
+
+    def measured(switch: SwitchTree, around: frozenset[str]) -> SwitchTree:
+        below = frozenset(switch.all_hosts)
+        inner = tuple(measured(one, below) for one in switch.switches)
+        beside = [gbps for one, other, gbps in pairs if one in below and other in below]
+        up = [gbps for one, other, gbps in pairs if one in below and other in around - below]
+        down = [gbps for one, other, gbps in pairs if other in below and one in around - below]
+        uplink = switch.uplink_gbps
+        if uplink is None and beside and (up or down):
+            across = min(max(rates) for rates in (up, down) if rates)
+            uplink = across if 0 < across < SLOWER * median(beside) else None
+        return msgspec.structs.replace(switch, uplink_gbps=uplink, switches=inner)
+
     everyone = frozenset(tree.all_hosts)
-    switches = tuple(estimate_uplinks(switch, pairs) for switch in tree.switches)
-    done = msgspec.structs.replace(tree, switches=switches)
-    return msgspec.structs.replace(
-        done, switches=tuple(_measured(one, everyone, pairs) for one in switches)
-    )
-
-
-def _measured(
-    switch: SwitchTree, everyone: frozenset[str], pairs: Sequence[PairRate]
-) -> SwitchTree:
-    """A switch below others with the estimate of its uplink."""
-    below = frozenset(switch.all_hosts)
-    beside = [gbps for one, other, gbps in pairs if one in below and other in below]
-    up = [gbps for one, other, gbps in pairs if one in below and other in everyone - below]
-    down = [gbps for one, other, gbps in pairs if other in below and one in everyone - below]
-    if switch.uplink_gbps is not None or not beside or not (up or down):
-        return switch
-    across = min(max(rates) for rates in (up, down) if rates)
-    if across <= 0 or across >= SLOWER * median(beside):
-        return switch
-    return msgspec.structs.replace(switch, uplink_gbps=across)
+    switches = tuple(measured(switch, everyone) for switch in tree.switches)
+    return msgspec.structs.replace(tree, switches=switches)

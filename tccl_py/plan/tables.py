@@ -17,7 +17,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_line, read_text
 from tccl_py.model.cluster import NodeClass, shown
-from tccl_py.model.machine import MAX_GPUS
+from tccl_py.model.machine import parse_gpus
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.graph_search import DefaultChain
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MAX_TABLES = 1_024
-_SUBSET = re.compile(r"(?P<count>[0-9]{1,4})|(?P<gpus>[0-9]{1,4}(?:[-+][0-9]{1,4})+)", re.ASCII)
 
 
 class ChainSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,23 +192,30 @@ class HostTable:
         chains = self.search.chosen_chains() | {
             key: found for key in (*self._kept, *self._chains) if (found := self.chains_with(*key))
         }
-        hops: dict[Hop, int] = {}
-        answers = tuple(
-            KeptSettings(
-                settings=settings,
-                best=tuple(
-                    one for (under, _), one in self._best.items() if one and under == settings
-                ),
-                paired=tuple(
-                    _kept_chains(pairing, one, hops)
-                    for (under, pairing), one in chains.items()
-                    if under == settings
-                ),
-            )
-            for settings in dict.fromkeys(s for s, _ in (*self._best, *chains))
+        best = {key: one for key, one in self._best.items() if one is not None}
+        hops, answers = kept_answers(best, chains)
+        return msgspec.structs.replace(self.kept, hops=hops, answers=answers)
+
+
+def kept_answers(
+    best: Mapping[tuple[Settings, int], ChainSet],
+    chains: Mapping[tuple[Settings, Pairing], HostChains],
+) -> tuple[tuple[Hop, ...], tuple[KeptSettings, ...]]:
+    """Return answers by settings as a table keeps them, with the hops that they number."""
+    hops: dict[Hop, int] = {}
+    answers = tuple(
+        KeptSettings(
+            settings=settings,
+            best=tuple(one for (under, _), one in best.items() if under == settings),
+            paired=tuple(
+                _kept_chains(pairing, one, hops)
+                for (under, pairing), one in chains.items()
+                if under == settings
+            ),
         )
-        answers = tuple(answer for answer in answers if answer.best or answer.paired)
-        return msgspec.structs.replace(self.kept, hops=tuple(hops), answers=answers)
+        for settings in dict.fromkeys(settings for settings, _ in (*best, *chains))
+    )
+    return tuple(hops), answers
 
 
 def _kept_chains(pairing: Pairing, found: HostChains, hops: dict[Hop, int]) -> KeptChains:
@@ -306,49 +312,33 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
 # Subsets of GPUs.
 
 
-def job_gpus(text: str | None, gpus: Sequence[int], *, where: str) -> list[tuple[int, ...]]:
+def job_gpus(text: str | None, gpus: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the sets of GPUs of jobs on a host, from a list of counts and sets; all GPUs first.
 
     A count is of the lowest GPUs; larger counts than a host has are left out. None is all GPUs,
     half of them, a quarter, and one.
 
-    >>> job_gpus(None, range(8), where="")
+    >>> job_gpus(None, range(8))
     [(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]
-    >>> job_gpus("2,4-7,0+2", range(8), where="")[1:]
+    >>> job_gpus("2,4-7,0+2", range(8))[1:]
     [(0, 1), (4, 5, 6, 7), (0, 2)]
 
     Raises:
-        InputError: an item that is neither, or GPUs that no host has.
+        InputError: an item that is neither.
     """
     count = len(gpus)
     found: list[tuple[int, ...]] = [tuple(gpus)]
     if text is None:
         found += [tuple(gpus[:some]) for some in (count // 2, count // 4, 1) if some]
-        return list(dict.fromkeys(found))
-    for item in map(str.strip, text.split(",")):
-        match = _SUBSET.fullmatch(item)
-        right = "write counts of GPUs or sets, as 8,4,4-7,0+2"
-        if match is None or match["count"] == "0":
-            raise InputError(where, f"{shown(item)} is no number of GPUs and no set", right)
-        if match["count"]:
-            wanted = tuple(gpus[: int(match["count"])])
-            if len(wanted) < int(match["count"]):
-                continue
-        else:
-            wanted = _gpu_set(match["gpus"])
-            if not wanted or len(wanted) > MAX_GPUS:
-                raise InputError(where, f"{shown(item)} is no set of GPUs", right)
-            if not set(wanted) <= set(gpus):
-                continue
-        found.append(wanted)
+    for item in [] if text is None else map(str.strip, text.split(",")):
+        if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
+            found += [tuple(gpus[: int(item)])] if int(item) <= count else []
+            continue
+        try:
+            # A number alone would be a count.
+            some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
+        except InputError as error:
+            what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
+            raise InputError("--gpus-per-job", what, f"write counts or sets, {right}") from error
+        found += [tuple(sorted(some))] if set(some) <= set(gpus) else []
     return list(dict.fromkeys(found))
-
-
-def _gpu_set(text: str) -> tuple[int, ...]:
-    found: set[int] = set()
-    for part in text.split("+"):
-        first, _, last = part.partition("-")
-        if last.count("-"):
-            return ()
-        found.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(found))

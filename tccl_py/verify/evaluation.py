@@ -316,7 +316,7 @@ def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[tu
     """
     names, classes = plan.host_order, plan.cluster.host_classes
     counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
-    of_class = [job_gpus(text, gpus, where="--gpus-per-job") for gpus in plan.class_gpus]
+    of_class = [job_gpus(text, gpus) for gpus in plan.class_gpus]
     for count in counts:
         hosts = [HostSlots(name) for name in names[:count]]
         for sets in zip(*of_class, strict=False):

@@ -284,7 +284,7 @@ def _machine_parts(
 
 
 def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:
-    sets = job_gpus(text, plan.gpus, where="--gpus-per-job")
+    sets = job_gpus(text, plan.gpus)
     return [gpus for gpus in sets if len(gpus) > 1]
 
 
