@@ -210,43 +210,34 @@ def placements(
     is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU. Raises
     InputError: a class without NIC.
     """
-    found, switch = [], cluster.switch_of
-    for number, own in enumerate(cluster.classes):
-        host = next(one.name for one in cluster.hosts if one.node_class == number)
-        others = [one.name for one in cluster.hosts if one.name != host]
+    switch, of = cluster.switch_of, cluster.host_classes
+
+    def placement(host: str) -> Placement:
         partner = min(
-            others,
-            key=lambda name: (
-                switch.get(name, "") != switch.get(host),
-                cluster.host_classes[name] != cluster.host_classes[host],
-                others.index(name),
-            ),
+            (name for name in cluster.names if name != host),
+            key=lambda name: (switch.get(name) != switch.get(host), of[name] != of[host]),
         )
-        placement = _placement(cluster, host, partner, carried=carried)
-        if over_sockets or carried:
-            nics = [nic for nic in own.machine.nics if nic.speed_mbps > 0]
-            speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in nics}
-            unreached: frozenset[int] = frozenset()
-            if over_sockets and addressed is not None:
-                here, there = addressed[host], addressed[partner]
-                ends = placement.ends.items()
-                unreached = frozenset(n for n, (m, _) in ends if n not in here or m not in there)
-            placement = msgspec.structs.replace(placement, unmeasured=speeds, unreached=unreached)
-        found.append(placement)
-    return tuple(found)
-
-
-def _placement(cluster: Cluster, host: str, partner: str, *, carried: bool) -> Placement:
-    mine, theirs = (cluster.classes[cluster.host_classes[name]].machine for name in (host, partner))
-    known = used_nics(theirs)
-    ends = {}
-    for position, nic in enumerate(used_nics(mine)):
+        own, theirs = (cluster.classes[of[name]].machine for name in (host, partner))
+        used, known = used_nics(own), used_nics(theirs)
         # The same rail where there is one; else NICs in turn.
-        other = nic if nic in known else known[position % len(known)]
-        ends[nic] = (other, theirs.numa_of(f"N{other}"))
-    beside = gpus_beside_nics(theirs, known) if carried else {}
-    gpus = {nic: beside[other] for nic, (other, _) in ends.items() if carried}
-    return Placement(host=host, partner=partner, ends=ends, gpus=gpus)
+        nics = {nic: nic if nic in known else known[at % len(known)] for at, nic in enumerate(used)}
+        unreached = set[int]()
+        if over_sockets and addressed is not None:
+            here, there = addressed[host], addressed[partner]
+            unreached = {n for n, other in nics.items() if n not in here or other not in there}
+        speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
+        beside = gpus_beside_nics(theirs, known) if carried else {}
+        return Placement(
+            host=host,
+            partner=partner,
+            ends={nic: (other, theirs.numa_of(f"N{other}")) for nic, other in nics.items()},
+            unmeasured=speeds if over_sockets or carried else {},
+            unreached=frozenset(unreached),
+            gpus={nic: beside[other] for nic, other in nics.items() if carried},
+        )
+
+    firsts = {number: host for host, number in reversed(of.items())}
+    return tuple(placement(firsts[number]) for number in range(len(cluster.classes)))
 
 
 # Hosts compared with the measured rates of their class.

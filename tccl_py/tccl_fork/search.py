@@ -34,7 +34,7 @@ from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
-from tccl_py.search.problem import Budget, Reporter, SearchProblem
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.remembering import RememberingSource
 
@@ -302,20 +302,17 @@ class DatabaseSearch:
         rate = measured_well(task.source, result.rings).rate_gbps
         return Found(ring=result.rings.rings[0], rate_gbps=rate, bound_gbps=result.bound_gbps)
 
-    def _limited(self, problem: SearchProblem):  # type: ignore[no-untyped-def]
+    def _limited(self, problem: SearchProblem) -> SearchResult:
         """Search with the sets that are left; without any, only known orders are rated."""
-        task = self._task
+        task, budget, strategy = self._task, Budget(), "nccl-order"
         left = task.max_sets - task.source.sets_measured
-        if left <= 0:
-            problem = msgspec.structs.replace(problem, budget=Budget())
-            result = find_rings(problem, strategy="nccl-order", reporter=task.reporter)
-        else:
+        if left > 0:
             # The fewer sets are left, the sooner a search gives up: later searches need some.
             idle = int((problem.budget.idle_sets or 0) * left / task.max_sets)
             sets = min(problem.budget.sets or left, left)
-            budget = Budget(sets=sets, idle_sets=max(LEAST_IDLE, idle))
-            problem = msgspec.structs.replace(problem, budget=budget)
-            result = find_rings(problem, reporter=task.reporter)
+            budget, strategy = Budget(sets=sets, idle_sets=max(LEAST_IDLE, idle)), "best-first"
+        problem = msgspec.structs.replace(problem, budget=budget)
+        result = find_rings(problem, strategy=strategy, reporter=task.reporter)
         if result.cancelled:
             raise KeyboardInterrupt
         return result
