@@ -159,9 +159,9 @@ def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
     plan, verified = load_plan(place), load_verification(place)
     with module.launcher_of(plan, place, module.JobOptions(program=path)) as launcher:
         target = read_target(plan, place)
-        healthy = check_collectives(target, launcher, verified, timed="all_reduce")
+        healthy = check_collectives(target, launcher, verified)
         path.write_text(path.read_text().replace("(100 +", "2 * (100 +"))
-        slow = check_collectives(target, launcher, verified, timed="all_reduce")
+        slow = check_collectives(target, launcher, verified)
     assert healthy.problems == () and healthy.checked == 5
     assert not any(row.slower for row in healthy.rates)
     assert all(row.slower for row in slow.rates)

@@ -42,7 +42,7 @@ from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import is_dry_run
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
-from tccl_py.verify.jobs import NO_TORCH, PROGRAMS, Arm, JobError, Launcher, Outcome
+from tccl_py.verify.jobs import NO_TORCH, PROGRAMS, Arm, JobError, Launcher, NcclTests, Outcome
 from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import Row, Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
@@ -60,7 +60,7 @@ _CLOSING_S, _LEAST_S = 5.0, 5.0
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class Problem(msgspec.Struct, frozen=True):
     """A reason to keep jobs off a machine."""
 
     what: str
@@ -108,8 +108,8 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         """Return all reasons to keep jobs off, faults of collectives first."""
         jobs = self.collectives or CollectivesChecked()
         lost = [
-            Problem(what=f"transfers {one}", where=why, expected="measurable", measured="nothing")
-            for one, why in self.drift.lost.items()
+            Problem(f"transfers {lost}", why, "measurable", "nothing")
+            for lost, why in self.drift.lost.items()
         ]
         slower = [row for row in self.drift.changes if row.ratio < 1]
         cause = self.drift.points_to if slower or lost else ""
@@ -123,10 +123,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         ]
         fallen = [
             Problem(
-                what=f"bandwidth of {what}",
-                where=cause or _UNEXPLAINED,
-                expected=f"{was:.2f} GB/s",
-                measured=f"{now:.2f} GB/s",
+                f"bandwidth of {what}", cause or _UNEXPLAINED, f"{was:.2f} GB/s", f"{now:.2f} GB/s"
             )
             for what, was, now in rates
         ]
@@ -144,15 +141,15 @@ def check_collectives(
     verified: Verification | None,
     *,
     until: float = math.inf,
-    timed: Collective | None = None,
 ) -> CollectivesChecked:
     """Check values and bandwidth of collectives in a job of the plan's recommended choice.
 
-    A job may take half of the time to `until`, by the monotonic clock. `timed` is the collective of
-    a program of nccl-tests that runs the job; None is torch. Bandwidths are compared with a
-    verification by the same.
+    A job may take half of the time to `until`, by the monotonic clock. Bandwidths are compared with
+    a verification by the same program, torch's or one of nccl-tests.
     """
     arm = target.arm(target.plan.recommended)
+    runner = launcher.runner
+    timed = PROGRAMS[runner.program.name] if isinstance(runner, NcclTests) else None
     rows = _verified_rows(verified, arm, launcher, timed)
     short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
     expected = {
@@ -174,12 +171,8 @@ def check_collectives(
             confirming = _chances(before, again, second)
             p = {size: max(first, confirming[size]) for size, first in p.items()}
     except JobError as error:
-        fault = Problem(
-            what="collectives",
-            where=str(error),
-            expected="every rank finishes",
-            measured="a rank failed or took too long",
-        )
+        happened = "a rank failed or took too long"
+        fault = Problem("collectives", str(error), "every rank finishes", happened)
         return CollectivesChecked(collective=collective, problems=(fault,))
     rates = tuple(
         BusRate(
@@ -239,10 +232,10 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
     first = {one.rank: one for one in reversed(wrong)}
     return [
         Problem(
-            what=f"values of {first[rank].case}: {first[rank].what}",
-            where=names[rank],
-            expected="no wrong result",
-            measured=f"{count} wrong results",
+            f"values of {first[rank].case}: {first[rank].what}",
+            names[rank],
+            "no wrong result",
+            f"{count} wrong results",
         )
         for rank, count in Counter(one.rank for one in wrong).most_common()
     ]
@@ -250,13 +243,8 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
 
 def _not_as_planned(target: Target, launcher: Launcher, arm: Arm, job: Outcome) -> list[Problem]:
     rings = rings_of_jobs(target, launcher, arm, [job], checks=True)
-    if rings is None or rings.same:
-        return []
-    where = "NCCL, by its log"
-    return [
-        Problem(what="rings", where=where, expected="as planned", measured=difference)
-        for difference in rings.differences
-    ]
+    differences = rings.differences if rings is not None else ()
+    return [Problem("rings", "NCCL, by its log", "as planned", found) for found in differences]
 
 
 def measure_plan_again(
@@ -288,10 +276,9 @@ def measure_plan_again(
         elif preflight:
             if is_dry_run(journal.header):
                 options = msgspec.structs.replace(options, backend="host")
-            timed = None if options.program is None else PROGRAMS[options.program.name]
             with launcher_of(plan, directory, options) as launcher:
                 verified, target = load_verification(directory), read_target(plan, directory)
-                jobs = check_collectives(target, launcher, verified, until=until, timed=timed)
+                jobs = check_collectives(target, launcher, verified, until=until)
         watch = watching()
         known: Sequence[Journal] = [journal.measurements]
         if options.job is not None:
