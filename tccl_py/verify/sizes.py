@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import msgspec
@@ -211,14 +211,11 @@ def tune_sizes(
     launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
     # 1. Sweep over all choices in one job.
     launcher.watch(f"trying algorithms, protocols and channels of {plan.name}")
-    contests = tuple(
-        Contest(
-            row=TimedRow(collective=collective, dtype=SWEPT, bytes=size),
-            rounds=_rounds(size)[0],
-        )
-        for collective in collectives
-        for size in sizes
-    )
+    rows = [
+        TimedRow(collective=collective, dtype=SWEPT, bytes=size)
+        for collective, size in product(collectives, sizes)
+    ]
+    contests = tuple(Contest(row=row, rounds=_rounds(row.bytes)[0]) for row in rows)
     (job,) = launcher.run([plan], JobSpec(contests=contests, contest_seconds=seconds / 2))
     sweep = job.results[0].contests
     # 2. Small messages depend on the process: time their finalists in several ones.
@@ -235,14 +232,14 @@ def tune_sizes(
         for row in predicted
     )
     fresh = _fresh_jobs(launcher, arms, contests, most=MOST_JOBS, until=begun + seconds)
-    rows = confirm(predicted, fresh, plan=plan.name)
+    confirmed = confirm(predicted, fresh, plan=plan.name)
     tuning = SizeTuning(
         gpus=tuple(gpu for host in launcher.hosts for gpu in host.gpus),
         arm=plan.name,
         backend=launcher.backend,
         nccl=job.results[0].nccl,
-        rows=tuple(rows),
-        entries=entries(rows, sweep),
+        rows=tuple(confirmed),
+        entries=entries(confirmed, sweep),
         jobs=len(fresh[plan.name]),
         skew=max((times.skew for times in sweep), default=0.0),
         seconds=time.monotonic() - begun,
@@ -391,13 +388,11 @@ def _without(
 
 def _tables(found: Sequence[SizeTuning], equal: EqualSets) -> tuple[TunerTable, ...]:
     """Return the tables of all sets: those measured, and those equal to them."""
-    tables = []
+    tables: list[TunerTable] = []
     for measured, images in equal.items():
         of = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
-        entries = tuple(sorted(of, key=table_order))
-        if entries:
-            tables += [
-                TunerTable(gpus=gpus, measured_on=measured, entries=entries)
-                for gpus in sorted(images)
-            ]
+        table = TunerTable(
+            gpus=measured, measured_on=measured, entries=tuple(sorted(of, key=table_order))
+        )
+        tables += [replace(table, gpus=gpus) for gpus in sorted(images) if of]
     return tuple(tables)
