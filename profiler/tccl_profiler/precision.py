@@ -117,20 +117,18 @@ def paces_for(
     program: Program, channels: Sequence[ChannelRate] | None, lasting_us: float
 ) -> dict[str, tuple[Pace, ...]]:
     """Return each copy's pace by device, to last the window; a flow's ends move as much."""
-    shares = {device: share.copies for device, share in program.devices.items() if share.copies}
-    paces: dict[str, dict[int, Pace]] = {device: {} for device in shares}
+    devices = program.devices.items()
+    paces = {name: [Pace(groups=1)] * len(share.copies) for name, share in devices if share.copies}
     rates = iter(() if channels is None else [channel.gbps for channel in channels])
     for counted, others in zip(program.counted, program.other, strict=True):
-        copying = [part for part in (counted, *others) if part.engine]
-        for offset in range(len(counted.numbers)):
-            gbps = next(rates, 0.0)
-            for part in copying:
-                # A device's stamps are shared by its copies.
-                most = min(_MOST_GROUPS, MAX_STAMPS // len(shares[part.device]) - 2)
-                paces[part.device][part.numbers[offset]] = _pace(part, gbps, lasting_us, most)
-    return {
-        device: tuple(pace for _, pace in sorted(found.items())) for device, found in paces.items()
-    }
+        gbps = [next(rates, 0.0) for _ in counted.numbers]
+        for part in (end for end in (counted, *others) if end.engine):
+            own = paces[part.device]
+            # A device's stamps are shared by its copies.
+            most = min(_MOST_GROUPS, MAX_STAMPS // len(own) - 2)
+            for number, rate in zip(part.numbers, gbps, strict=True):
+                own[number] = _pace(part, rate, lasting_us, most)
+    return {device: tuple(found) for device, found in paces.items()}
 
 
 def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace:

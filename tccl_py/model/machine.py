@@ -185,15 +185,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         import networkx as nx  # noqa: PLC0415 (slow to import, and few commands need it)
 
         graph = nx.Graph()
-        colours: list[tuple[Device, tuple[object, ...]]] = [
-            *((node, ("numa", node.arch, node.vendor, node.model)) for node in self.numa_nodes),
-            *((bridge, ("bridge", bridge.vendor, bridge.device)) for bridge in self.bridges),
-            *((gpu, ("gpu", gpu.sm, gpu.name, gpu.gdr)) for gpu in self.gpus),
-            *((nic, ("nic", nic.speed_mbps, nic.gdr)) for nic in self.nics),
-            *((switch, ("nvswitch",)) for switch in self.nvswitches),
-        ]
-        for device, colour in colours:
-            graph.add_node(device.id, kind=colour[0], colour=colour)
+        colours: dict[str, tuple[object, ...]] = {
+            **{node.id: ("numa", node.arch, node.vendor, node.model) for node in self.numa_nodes},
+            **{bridge.id: ("bridge", bridge.vendor, bridge.device) for bridge in self.bridges},
+            **{gpu.id: ("gpu", gpu.sm, gpu.name, gpu.gdr) for gpu in self.gpus},
+            **{nic.id: ("nic", nic.speed_mbps, nic.gdr) for nic in self.nics},
+            **{switch.id: ("nvswitch",) for switch in self.nvswitches},
+        }
+        for device, colour in colours.items():
+            graph.add_node(device, colour=colour)
         for child, link in self.links.items():
             colour = ("pci", link.speed_gts, link.width)
             graph.add_edge(child, self.parents[child], kind="pci", colour=colour)
@@ -378,12 +378,10 @@ def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
     found = {}
     for nic in nics:
         above = set(machine.ancestors(f"N{nic}"))
-
-        def far(gpu: int, above: set[str] = above) -> tuple[int, int, int]:
-            shared = len(above.intersection(machine.ancestors(f"G{gpu}")))
-            return -shared, users[gpu], gpu
-
-        found[nic] = min(machine.gpu_indices, key=far)
+        found[nic] = min(
+            (-len(above.intersection(machine.ancestors(f"G{gpu}"))), users[gpu], gpu)
+            for gpu in machine.gpu_indices
+        )[-1]
         users[found[nic]] += 1
     return found
 
@@ -409,7 +407,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         if last - first >= MAX_GPUS:
             raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
         indices += range(first, last + 1)
-    twice = next((index for index in indices if indices.count(index) > 1), None)
-    if twice is not None:
-        raise InputError(where, f"names GPU {twice} twice", "every GPU stands once")
+    for index, times in Counter(indices).items():
+        if times > 1:
+            raise InputError(where, f"names GPU {index} twice", "every GPU stands once")
     return tuple(indices)
