@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Nic, check
-from tccl_py.model.rings import Ring, ring, ring_set
+from tccl_py.model.rings import Hop, Ring, ring, ring_set
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, transfer_set
-from tccl_py.nccl.network import entry, leave
+from tccl_py.nccl.network import WORLD
 from tccl_py.plan.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
@@ -129,11 +129,11 @@ def all_chains(task, nic, gpus):
     space = task.hop_space(gpus)
     for order in itertools.permutations(gpus):
         first = [
-            entry(order[0], entering(nic.index, order[0], through=node, **how))
+            Hop(WORLD, order[0], entering(nic.index, order[0], through=node, **how))
             for node in throughs(task, nic, order[0])
         ]
         last = [
-            leave(order[-1], leaving(order[-1], nic.index, through=node, **how))
+            Hop(order[-1], WORLD, leaving(order[-1], nic.index, through=node, **how))
             for node in throughs(task, nic, order[-1])
         ]
         choices = [space.between(*pair) for pair in itertools.pairwise(order)]

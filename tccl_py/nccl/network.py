@@ -40,16 +40,6 @@ WORLD = -1
 """The vertex of all other nodes; lower than any GPU, so that rings begin at the world."""
 
 
-def entry(gpu: int, flow: Flow) -> Hop:
-    """Return the hop by which a chain enters at `gpu`."""
-    return Hop(WORLD, gpu, flow)
-
-
-def leave(gpu: int, flow: Flow) -> Hop:
-    """Return the hop by which a chain leaves from `gpu`."""
-    return Hop(gpu, WORLD, flow)
-
-
 def entry_nic(hop: Hop) -> int:
     """Return the index of an entry's NIC; SearchError if the hop is no entry."""
     nic = receiving_nic(hop.flow)
@@ -66,14 +56,17 @@ def exit_nic(hop: Hop) -> int:
     return nic
 
 
-def chain_space(inner: HopSpace, entries: Iterable[Hop], exits: Iterable[Hop]) -> HopSpace:
+def chain_space(
+    inner: HopSpace, entries: Iterable[tuple[int, Flow]], exits: Iterable[tuple[int, Flow]]
+) -> HopSpace:
     """Return the hops inside a node (a node of one GPU has none), and to and from the world.
 
-    `entries` are hops from WORLD, several to a GPU reached by several NICs; the first are tried
-    first. `exits` are hops to WORLD.
+    `entries` and `exits` are flows with their GPU, several for a GPU reached by several NICs; the
+    first are tried first.
     """
     hops = dict(inner.hops)
-    for hop in (*entries, *exits):
+    into = [Hop(WORLD, gpu, flow) for gpu, flow in entries]
+    for hop in (*into, *(Hop(gpu, WORLD, flow) for gpu, flow in exits)):
         pair = hop.source, hop.target
         hops[pair] = (*hops.get(pair, ()), hop)
     return HopSpace(name=f"{inner.name}, with the network", gpus=(WORLD, *inner.gpus), hops=hops)
@@ -220,16 +213,15 @@ def chain_hop_space(
     if not ends:
         raise SearchError(f"machine {seen.machine.name} has no NIC for chains")
 
-    def nearest(direction: Direction) -> list[tuple[int, int]]:
-        def distance(end: tuple[int, int]) -> tuple[PathType, int, int]:
-            return net_path(seen, *end, direction), abs(end[0] - end[1]), end[1]
+    def distance(end: tuple[int, int], direction: Direction) -> tuple[PathType, int, int]:
+        return net_path(seen, *end, direction), abs(end[0] - end[1]), end[1]
 
-        return sorted(ends, key=distance)
-
+    into = sorted(ends, key=lambda end: distance(end, "receive"))
+    out = sorted(ends, key=lambda end: distance(end, "send"))
     return chain_space(
         inner,
-        [entry(gpu, entry_flow(seen, nic, gpu, blocks=blocks)) for gpu, nic in nearest("receive")],
-        [leave(gpu, exit_flow(seen, gpu, nic, blocks=blocks)) for gpu, nic in nearest("send")],
+        [(gpu, entry_flow(seen, nic, gpu, blocks=blocks)) for gpu, nic in into],
+        [(gpu, exit_flow(seen, gpu, nic, blocks=blocks)) for gpu, nic in out],
     )
 
 

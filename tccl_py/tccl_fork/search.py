@@ -27,7 +27,7 @@ from tccl_py.model.transfer import (
     entering,
     leaving,
 )
-from tccl_py.nccl.network import WORLD, chain_space, entry, leave
+from tccl_py.nccl.network import WORLD, chain_space
 from tccl_py.nccl.settings import final_channels
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
@@ -335,11 +335,11 @@ class DatabaseSearch:
         return chain_space(
             task.hop_space(gpus),
             [
-                entry(gpu, entering(nic.index, gpu, through=node, blocks=task.blocks, fifo=fifo))
+                (gpu, entering(nic.index, gpu, through=node, blocks=task.blocks, fifo=fifo))
                 for gpu, node in ends
             ],
             [
-                leave(gpu, leaving(gpu, nic.index, through=node, blocks=task.blocks, fifo=fifo))
+                (gpu, leaving(gpu, nic.index, through=node, blocks=task.blocks, fifo=fifo))
                 for gpu, node in ends
             ],
         )
