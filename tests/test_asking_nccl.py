@@ -239,7 +239,7 @@ def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
 def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch, tmp_path, h200):
     faked(monkeypatch, Fake("h200x4-vm"))
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
-    monkeypatch.setattr("tccl_py.cli.plan.rings_here", lambda *_: rings)
+    monkeypatch.setattr("tccl_py.plan.subject.rings_here", lambda *_: rings)
 
     def refused(*_, **__):
         raise RefusedError(0, "dev 2 not found", crash=False)
@@ -251,7 +251,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert result.exit_code == 2
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
-    monkeypatch.setattr("tccl_py.cli.plan.graph_file_notices", lambda *_: ("it was tried",))
+    monkeypatch.setattr("tccl_py.plan.subject.graph_file_notices", lambda *_: ("it was tried",))
     result = tccl(*words)
     assert result.exit_code == 0
     assert "planned for NCCL" not in result.stderr

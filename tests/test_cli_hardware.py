@@ -52,7 +52,7 @@ def fake(monkeypatch):
 
 
 def faked(monkeypatch, session):
-    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.cli.plan")
+    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.plan.subject")
 
 
 # options

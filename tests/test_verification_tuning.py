@@ -494,7 +494,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
         return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
-    monkeypatch.setattr("tccl_py.cli.plan.plan_job", planned)
+    monkeypatch.setattr("tccl_py.plan.subject.plan_job", planned)
     monkeypatch.setattr("tccl_py.cli.plan.tuned_plan", tuned)
     monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,6 @@ from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import read_text
-from tccl_py.model.cluster import shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import machine_file
@@ -21,7 +19,7 @@ from tccl_py.plan.files import GRAPH_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
-from tccl_py.readers.hosts import expand, listed_hosts
+from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
 RUNTIMES = ("nccl", "tccl", "tuner")
 
@@ -131,10 +129,8 @@ def _export_fork(
 ) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     # These take long to load.
-    from tccl_py.plan.again import NoSource, source_or_journal  # noqa: PLC0415
-    from tccl_py.plan.tables import HostTable, read_tables  # noqa: PLC0415
-    from tccl_py.sources.remembering import RememberingSource  # noqa: PLC0415
     from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
+    from tccl_py.tccl_fork.kept import rates_of  # noqa: PLC0415
     from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
@@ -146,16 +142,7 @@ def _export_fork(
         plan = load_plan(directory)
         check_plan_for_fork(plan, where=str(directory))
         line = stack.enter_context(ProgressLine())
-        right = "export it there"
-        tables: list[HostTable] = []
-        notices: tuple[str, ...] = ()
-        if plan.is_cluster and not plan.simulated:
-            tables = read_tables(place, plan.cluster.classes)
-            if not tables:
-                raise InputError(str(place), "has no tables of chains", "plan the cluster again")
-            source = RememberingSource(NoSource(simulated=False))
-        else:
-            source, notices = source_or_journal(plan, place, otherwise=right, watch=line.measured)
+        source, tables, notices = rates_of(plan, place, watch=line.measured)
         notice_each(notices)
         with source:
             # A source that measures reports by itself.
@@ -190,7 +177,7 @@ def _export_job(
     check_plan_directory(directory)
     plan = load_plan(directory)
     listed = listed_hosts(hosts, where="--hosts")
-    of_hosts = _gpus_of_hosts(gpus, [host.name for host in listed])
+    of_hosts = gpus_of_hosts(gpus, [host.name for host in listed])
     try:
         made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
     except NoTableError as missing:
@@ -210,19 +197,6 @@ def _export_job(
     notice(f"wrote {count} files to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})")
     notice(made.advice)
     notice_each(made.notices)
-
-
-def _gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Parse GPUs for all hosts, as `0-3`, or for hosts by name, as `gpu[1-2]:0-3;gpu3:4,5`."""
-    found: dict[str, tuple[int, ...]] = {}
-    for part in [] if text is None else text.split(";"):
-        names, colon, gpus = part.rpartition(":")
-        some = tuple(sorted(parse_gpus(gpus)))
-        for name in expand(names.strip(), where="--gpus") if colon else hosts:
-            if name in found:
-                raise InputError("--gpus", f"names {shown(name)} twice", "once is right")
-            found[name] = some
-    return found
 
 
 def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:

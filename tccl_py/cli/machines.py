@@ -1,4 +1,4 @@
-"""`tccl discover` and `tccl machines`: descriptions of machines, found and bundled."""
+"""`tccl discover`, `machines` and `validate`: descriptions of machines, and verdicts by them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import opt
-from tccl_py.cli.output import grid, results
-from tccl_py.cli.process import notice, print_json, write_result
+from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
+from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
+from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Machine, PciDevice, description_to_json
+from tccl_py.files import picked, read_text
+from tccl_py.model.machine import Machine, description_to_json, parse_gpus
+from tccl_py.nccl import validator
+from tccl_py.nccl.versions import LATEST, known_versions, version_facts
+from tccl_py.plan.nccl_here import verdict_here
+from tccl_py.plan.words import ring_lines
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
-from tccl_py.simulator.model import MachineModel, gpu_names, provenances, summary
+from tccl_py.simulator.model import (
+    MachineModel,
+    device_table,
+    facts,
+    provenances_text,
+    summary,
+)
 
 
 def discover(
@@ -79,10 +90,6 @@ def machines(
         _print_list(models)
 
 
-def _provenances_text(model: MachineModel) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in provenances(model).items() if count)
-
-
 def _print_list(models: list[MachineModel]) -> None:
     table = Table("Name", "GPUs", "NUMA nodes", "NICs", "Parameters", "Note")
     for column in table.columns[1:4]:
@@ -91,7 +98,7 @@ def _print_list(models: list[MachineModel]) -> None:
     for model in models:
         machine = model.machine
         counts = (str(len(part)) for part in (machine.gpus, machine.numa_nodes, machine.nics))
-        table.add_row(model.name, *counts, _provenances_text(model), model.note)
+        table.add_row(model.name, *counts, provenances_text(model), model.note)
     results().print(table)
 
 
@@ -99,33 +106,85 @@ def _show(model: MachineModel, *, json: bool) -> None:
     if json:
         print_json({**summary(model), "machine": model.machine, "knowledge": model.knowledge})
         return
-    machine = model.machine
-    links = (f"{link.source}-{link.target} x{link.count}" for link in machine.nvlinks)
-    pairs = [(i, j) for i in machine.gpu_indices for j in machine.gpu_indices if i != j]
-    direct = sum(model.knowledge.can_access(machine, *pair) for pair in pairs)
-    lines = [
-        ("Name", model.name),
-        ("Note", model.note),
-        ("Source", model.source or "none: every parameter is assumed"),
-        ("Parameters", _provenances_text(model)),
-        ("GPUs", f"{len(machine.gpus)}: {gpu_names(machine)}"),
-        ("NUMA nodes", ", ".join(node.id for node in machine.numa_nodes)),
-        ("NVLinks", ", ".join(links) or "none"),
-        ("Peer access", f"{direct} of {len(pairs)} ordered pairs of GPUs"),
-        ("Contention", "; ".join(rule.name for rule in model.congestion) or "none known"),
-    ]
     out = results()
-    out.print(grid(line for line in lines if line[1]))
-    out.print(_devices(machine))
+    out.print(grid(facts(model)))
+    print_table(out, device_table(model.machine))
 
 
-def _devices(machine: Machine) -> Table:
-    table = Table("Device", "Name", "NUMA node", "PCI link", "Below")
-    devices: tuple[PciDevice, ...] = (*machine.gpus, *machine.nics)
-    for device in devices:
-        node = f"C{machine.numa_of(device.id)}"
-        bridges = " < ".join(machine.ancestors(device.id)[:-1])
-        link = f"{device.link.speed_gts:g} GT/s" if device.link.speed_gts else "speed unknown"
-        link += f" x{device.link.width}" if device.link.width else ""
-        table.add_row(device.id, getattr(device, "name", ""), node, link, bridges)
-    return table
+_OF_MACHINES = ("", "is about a described machine", "add --machine MACHINE")
+
+
+def validate(
+    graph: Annotated[
+        Path, typer.Argument(metavar="GRAPH.xml", help="The file meant for NCCL_GRAPH_FILE.")
+    ],
+    *,
+    machine: Annotated[
+        str | None,
+        opt("MACHINE", f"What every node is; if not given, NCCL here is asked. {MACHINE_HELP}"),
+    ] = None,
+    gpus: Annotated[str | None, opt("LIST", "The job's GPUs on every node, in rank order.")] = None,
+    nodes: Annotated[int | None, opt("N", "How many equal nodes; one if not given.")] = None,
+    nccl: Annotated[
+        str | None,
+        opt("VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."),
+    ] = None,
+    env: Annotated[list[str] | None, opt("NAME=VALUE", "Variables of the job.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
+
+    Without --machine the installed NCCL starts on this machine's GPUs with the file, in seconds and
+    with some 0.5 GiB of each GPU; GPUs in use are left alone. With --machine the verdict follows
+    from NCCL's rules, for any machine, number of nodes and version.
+
+    The rings shown are the final channels' rings, as ranks. Exit code 0 says that NCCL uses the
+    file as written, 1 the contrary, 2 that no verdict is possible, as without NCCL or GPUs. With
+    --env NCCL_TOPO_FILE=PATH the machine is the one in that file.
+
+    Examples:
+
+        tccl validate graph.xml
+        tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
+    """
+    given = validator.given_variables(env or ())
+    if machine is None:
+        refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
+        chosen = None if gpus is None else parse_gpus(gpus)
+        verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
+    else:
+        model, version = load_machine(machine), LATEST if nccl is None else nccl
+        if not version_facts(version).verified:
+            nearest = version_facts(version).name
+            notice(f"NCCL {version} was not checked; taken for {nearest}, the nearest")
+        verdict = validator.validate(
+            read_text(graph),
+            _as_told(model.machine, given.get("NCCL_TOPO_FILE", "")),
+            model.knowledge,
+            gpus=gpus_argument(gpus, model.machine),
+            nodes=1 if nodes is None else nodes,
+            version=version,
+            environment=given,
+            where=str(graph),
+        )
+    if json:
+        print_json(picked(verdict, "verdict", "reason", "rings"))
+    else:
+        out = results()
+        style = GOOD if verdict.verdict == "used" else BAD
+        out.print(f"{graph}: {verdict.verdict}", style=style, soft_wrap=True)
+        for line in (verdict.reason, *ring_lines(verdict.rings)):
+            out.print(line, soft_wrap=True)
+    if verdict.verdict != "used":
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _as_told(machine: Machine, path: str) -> Machine:
+    """The machine as NCCL sees it by a topology file; as it is if `path` is ""."""
+    if not path:
+        return machine
+    told = read_nccl_topology(Path(path))
+    if told.gpu_indices != machine.gpu_indices:
+        raise InputError(path, f"has other GPUs than {machine.name}", "name a file of that machine")
+    notice(f"NCCL takes the machine for what {path} says (NCCL_TOPO_FILE)")
+    return told

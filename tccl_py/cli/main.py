@@ -47,7 +47,7 @@ COMMANDS = {
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
     "evaluate": ("verify:evaluate", "Time all collectives over sets of GPUs, in every choice."),
     "check": ("check:check", "Compare a machine with its plan's measurements."),
-    "validate": ("validate:validate", "Say what NCCL will do with a graph file."),
+    "validate": ("machines:validate", "Say what NCCL will do with a graph file."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
 _PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}

@@ -16,7 +16,6 @@ from tccl_py.cli.options import check_quoted, flag, gpus_argument, opt, refuse
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
-from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
 from tccl_py.plan.again import hosts_again
@@ -43,6 +42,7 @@ from tccl_py.sources.profiled import (
     half_width,
     in_given_order,
     measured_machine,
+    measurement_json,
     relative_intervals,
 )
 from tccl_py.sources.remembering import JournalHeader
@@ -159,7 +159,7 @@ def _measure_sets(
     texts = [" ".join(flow_texts(text)) for text in sets]
     rows = list(zip(texts, found, strict=True))
     if asked.json:
-        print_json([_entry(*row) for row in rows])
+        print_json([measurement_json(*row) for row in rows])
     else:
         _print_table(title, conditions, rows)
     # When it is closed, the source has looked at the GPUs once more.
@@ -268,18 +268,6 @@ def _measured(
                 count = f"{source.sets_measured} of {len(sets)}"
                 notice(f"sets measured and kept in {journal}: {count}")
             raise
-
-
-def _entry(text: str, measurement: Measurement) -> dict[str, Any]:
-    gbps = in_given_order(text, measurement)
-    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
-    entry |= picked(measurement, "simulated", "assumed")
-    if not measurement.simulated:
-        entry |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
-        entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
-        entry["repeats"] = len(measurement.samples_gbps[0])
-        entry |= picked(measurement, "settled", "outliers")
-    return entry
 
 
 def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurement]]) -> None:

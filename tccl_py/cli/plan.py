@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
-from tccl_py.cli.options import ADVANCED, advanced, flag, gpus_argument, in_range, opt, refuse
+from tccl_py.cli.options import ADVANCED, advanced, flag, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each
 from tccl_py.cli.show import print_plan, print_plan_json
@@ -27,51 +24,26 @@ from tccl_py.errors import (
     interrupts_put_off,
     undisturbed,
 )
-from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, known_versions
-from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import holds_measurements, output_directory
-from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.job import (
-    KnownPlan,
-    cluster_of_job,
-    extended_by_model,
-    extended_by_names,
-    named_cluster,
-    plan_job,
-    read_known_plan,
-    simulated_cluster,
-)
-from tccl_py.plan.nccl_here import (
-    graph_file_notices,
-    not_pinned,
-    pinned_here,
-    rings_here,
-    version_to_plan,
-)
+from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.plan.subject import UNDER_MPI, Request, ring_counts_of, subject_of
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.plan.writing import write_plan
-from tccl_py.readers.hosts import read_host_list
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import read_journal, widen_journal
-from tccl_py.sources.opening import HostsSource, OpenedSource, in_job, open_hosts, open_source
-from tccl_py.sources.profiled import SEARCH_REPEATS, measured_machine
+from tccl_py.sources.opening import HostsSource, in_job
+from tccl_py.sources.profiled import SEARCH_REPEATS
 from tccl_py.verify.plans import check_tuning
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
-_MAX_RINGS = 16
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
-_UNDER_MPI = "start the command under mpirun or srun"
-_FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {_UNDER_MPI}")
+_FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
 _BY_RANKS = (
     "for several nodes",
@@ -81,7 +53,7 @@ _BY_RANKS = (
 _BY_HOSTS = (
     "for nodes that are simulated",
     "runs collectives on the hosts",
-    f"leave it out, or measure them: {_UNDER_MPI}",
+    f"leave it out, or measure them: {UNDER_MPI}",
 )
 
 
@@ -178,7 +150,7 @@ def plan(
         raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
     (output,) = named
     asked = SimpleNamespace(**locals())
-    asked.in_job, asked.pin_env = in_job(), pin_env or ()
+    asked.in_job, asked.pin_env = in_job(), tuple(pin_env or ())
     asked.several = not asked.in_job and (
         nodes not in (None, 1) or extend or (simulate is not None and hosts is not None)
     )
@@ -190,7 +162,7 @@ def plan(
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else nccl,
         "pinned_env": pinned_here(asked.pin_env),
-        "ring_counts": _ring_counts(rings),
+        "ring_counts": ring_counts_of(rings),
         "strategy": strategy,
         "budget": Budget(sets=max_sets, seconds=max_seconds, idle_sets=idle),
     }
@@ -200,15 +172,21 @@ def plan(
             task |= {"gpus_per_job": gpus_per_job, "tables": tables}
         elif tune:
             check_tuning()
-        subject = _subject(asked, task, stack)
+        job = stack.enter_context(controlled_job()) if asked.in_job else None
+        given = {name: getattr(asked, name) for name in Request.__struct_fields__}
+        subject = subject_of(Request(**given), task, job, stack, notice)
+        if job is not None and tune:
+            check_tuning(job)
         with output_directory(output, force=force or extend) as journal:
             with _planning(journal, output), ProgressLine(max_sets, at_most=True) as line:
-                _keep(subject.source, journal, line, replace=force, extend=extend)
-                made = subject.search(line)
+                if subject.source is not None:
+                    subject.source.watch(line.measured)
+                notice_each(subject.keep_in(journal, replace=force))
+                made = subject.search(reporter=line)
             kept = {} if made.cancelled else table_files(tables)
             with undisturbed():
                 facts: dict[str, Any] = {
-                    "models": _models(subject.model, asked.known, made, output),
+                    "models": subject.models(made, output),
                     "fingerprint": subject.fingerprint,
                     "tables": kept,
                 }
@@ -216,7 +194,7 @@ def plan(
                 if not (extend and made.cancelled):
                     write_plan(made, output, **facts)
             if not made.cancelled:
-                made = _tuned(made, output, subject, tune)
+                made = _tuned(made, output, subject.hosts, job, tune)
     if json:
         print_plan_json(made, output)
     else:
@@ -250,153 +228,16 @@ def _check(asked: SimpleNamespace) -> None:
     if asked.several:
         refuse({"--tune": asked.tune}, _BY_HOSTS)
         if asked.simulate is None and not asked.extend:
-            right = f"add --simulate MACHINE, or {_UNDER_MPI}"
+            right = f"add --simulate MACHINE, or {UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)
 
 
-class _Subject(NamedTuple):
-    """What is planned for: a source, and the search by it, which closes the source's journal."""
-
-    source: OpenedSource | None
-    search: Callable[[ProgressLine], Plan]
-    model: MachineModel | None = None
-    fingerprint: Fingerprint | None = None
-    job: tuple[HostsSource, Job] | None = None
-
-
-def _subject(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
-    """Open what is planned for."""
-    asked.known = read_known_plan(asked.output) if asked.extend else None
-    if asked.known is not None:
-        task |= asked.known.task
-        simulated = asked.known.plan.simulated
-        mixed = asked.in_job if simulated else asked.simulate is not None
-        if mixed:
-            what = f"has {'simulated' if simulated else 'measured'} rates"
-            raise InputError(str(asked.output), what, "add hosts with such rates")
-    if asked.in_job:
-        return _job(asked, task, stack)
-    if asked.simulate is not None:
-        return _model(asked, task)
-    return _named(asked, task) if asked.extend else _here(asked, task)
-
-
-def _models(
-    model: MachineModel | None, known: KnownPlan | None, made: Plan, directory: Path
-) -> dict[str, MachineModel | None]:
-    """Return the models behind a plan's rates by class: the new one's is that of new classes."""
-    found = dict.fromkeys((one.name for one in made.cluster.classes), model)
-    return found | (planned_models(known.plan, directory) if known is not None else {})
-
-
-def _keep(
-    source: OpenedSource | None, journal: Path, line: ProgressLine, *, replace: bool, extend: bool
-) -> None:
-    """Show and keep what is measured; the journal of an extended plan has all its hosts."""
-    if source is None:
-        return
-    source.watch(line.measured)
-    if extend and journal.is_file():
-        if not source.simulated:
-            widen_journal(journal, source.header)
-        elif read_journal(journal).header != source.header:
-            return  # Sets of another model have no names of hosts.
-    notice_each(source.keep_in(journal, replace=replace))
-
-
-def _named(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
-    """Extend a plan by hosts that are only named."""
-    if asked.hosts is None:
-        right = f"{_UNDER_MPI}, or name them by --hosts"
-        raise InputError("--extend", "has no hosts to add", right)
-    cluster = named_cluster(asked.known, read_host_list(asked.hosts), asked.switches)
-
-    def search(line: ProgressLine) -> Plan:
-        return extended_by_names(asked.known, cluster, reporter=line, **task)
-
-    return _Subject(None, search)
-
-
-def _model(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
-    model = load_machine(asked.simulate)
-    source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
-    make: Callable[..., Plan]
-    if asked.several:
-        listed = (asked.nodes, asked.hosts, asked.switches)
-        cluster = simulated_cluster(model, *listed, asked.known)
-        make = partial(make_cluster_plan, cluster, [source], **task)
-        if asked.extend:
-            models = planned_models(asked.known.plan, asked.output)
-            known = {name: Simulator(one) for name, one in models.items() if one is not None}
-            make = partial(extended_by_model, asked.known, cluster, source, known, **task)
-    else:
-        gpus = gpus_argument(asked.gpus, model.machine)
-        make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
-
-    def search(line: ProgressLine) -> Plan:
-        with source:
-            return make(reporter=line)
-
-    return _Subject(source, search, model=model)
-
-
-def _here(asked: SimpleNamespace, task: dict[str, Any]) -> _Subject:
-    """Open this machine; the plan has the notices of measuring."""
-    place = measured_machine(asked.backend, asked.devices)
-    # No NCCL runs where the host's memory is measured.
-    if asked.backend != "host":
-        task["version"] = asked.nccl or version_to_plan(notice)
-        notice_each(not_pinned(asked.pin_env))
-    gpus = task["gpus"] = gpus_argument(asked.gpus, place.machine)
-    source = open_source(place, gpus=gpus, options=asked.options)
-
-    def search(line: ProgressLine) -> Plan:
-        with source:
-            rings = task["own_rings"] = rings_here(place, gpus)
-            made = make_plan(place.machine, place.knowledge, source, reporter=line, **task)
-            conditions = source.conditions
-        noticed = source.summary(conditions)
-        if rings is not None:
-            tried = () if made.cancelled else graph_file_notices(made, rings)
-            noticed = (*rings.notices, *tried, *noticed)
-        return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
-
-    return _Subject(source, search, fingerprint=place.fingerprint)
-
-
-def _job(asked: SimpleNamespace, task: dict[str, Any], stack: ExitStack) -> _Subject:
-    """Join this MPI job, and find out what its hosts are."""
-    listed = read_host_list(asked.hosts) if asked.hosts is not None else ()
-    job = stack.enter_context(controlled_job())
-    named = ("backend", "devices", "interfaces", "network", "gid_index", "options")
-    given = {name: getattr(asked, name) for name in named}
-    source = open_hosts(job, expected=[host.name for host in listed], **given)
-    stack.enter_context(source)
-    if asked.tune:
-        check_tuning(job)
-    if asked.backend != "host":
-        told = source.session.hosts[0].nccl
-        found = asked.nccl or version_to_plan(notice, told)
-        task["version"] = task["version"] if asked.extend else found
-        if task["version"] != found:
-            notice(f"these hosts have NCCL {found}, and the plan is for {task['version']}")
-    cluster = cluster_of_job(source, asked.switches, asked.known)
-    how = {"known": asked.known, "say": notice_each, **task}
-
-    def search(line: ProgressLine) -> Plan:
-        try:
-            return plan_job(source, cluster, reporter=line, **how)
-        finally:
-            source.close()
-
-    return _Subject(source, search, job=(source, job))
-
-
-def _tuned(made: Plan, output: Path, subject: _Subject, tune: bool | None) -> Plan:
+def _tuned(
+    made: Plan, output: Path, hosts: HostsSource | None, job: Job | None, tune: bool | None
+) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
-    if subject.job is None:
+    if hosts is None or job is None:
         return tuned_plan(output) if tune else made
-    hosts, job = subject.job
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
             away = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})
@@ -424,15 +265,3 @@ def _planning(journal: Path, output: Path) -> Iterator[None]:
         if holds_measurements(journal):
             notice(f"measurements are kept: the same command resumes from {output}")
         raise
-
-
-def _ring_counts(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    where = f"--rings {text[:40]!r}"
-    if re.fullmatch(r"\s*\d{1,99}\s*(,\s*\d{1,99}\s*)*", text, re.ASCII) is None:
-        raise InputError(where, "is no list of numbers", "write 1,2,4")
-    counts = tuple(sorted(set(map(int, text.split(",")))))
-    if counts[0] < 1 or counts[-1] > _MAX_RINGS:
-        raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
-    return counts

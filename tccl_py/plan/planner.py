@@ -110,7 +110,7 @@ def make_plan(
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
     measure what is needed.
     """
-    chosen = _chosen(machine, gpus)
+    chosen = chosen_gpus(machine, gpus)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
     task = Task(
@@ -139,7 +139,11 @@ def make_plan(
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
 
 
-def _chosen(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
+def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
+    """Return GPUs to plan for in ascending order, given by indices or text; None is all.
+
+    Raises InputError: unknown GPUs, or fewer than two.
+    """
     gpus = parse_gpus(gpus) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))

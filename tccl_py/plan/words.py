@@ -16,6 +16,7 @@ from tccl_py.plan.files import graph_files
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
 from tccl_py.readers.hosts import compress
 
+_MOST_RANKS = 32
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
     "variables": "variables only",
@@ -84,6 +85,23 @@ def subset_files(plan: Plan) -> Iterator[tuple[tuple[int, ...], str, SubsetRings
         rings = plan.subset(gpus)
         if rings is not None:
             yield gpus, name, rings
+
+
+def ring_lines(rings: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return a line for each different ring with the channels that run it.
+
+    >>> ring_lines([(0, 1, 2), (0, 2, 1), (0, 1, 2)])
+    ['channels 0 2: 0 1 2', 'channel 1: 0 2 1']
+    """
+    channels: dict[tuple[int, ...], list[str]] = {}
+    for channel, ring in enumerate(rings):
+        channels.setdefault(ring, []).append(str(channel))
+    lines = []
+    for ring, numbers in channels.items():
+        shown = " ".join(map(str, ring[:_MOST_RANKS]))
+        more = f" ... ({len(ring)} ranks)" if len(ring) > _MOST_RANKS else ""
+        lines.append(f"channel{'s' * (len(numbers) > 1)} {' '.join(numbers)}: {shown}{more}")
+    return lines
 
 
 Cells = tuple[str, ...]

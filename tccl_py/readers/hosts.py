@@ -21,6 +21,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.cluster import MAX_HOSTS, check_host_name, shown
+from tccl_py.model.machine import parse_gpus
 
 MAX_PARTS = 64  # Parts of one name: brackets, and texts between them
 MAX_SLOTS = 4_096
@@ -152,6 +153,19 @@ def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     path = Path(text)
     is_path = "\n" not in text and len(text) < MAX_PATH and path.exists()
     return read_host_list(path) if is_path else parse_host_list(text, where=where)
+
+
+def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Parse GPUs (--gpus) of all hosts, as `0-3`, or of some, as `gpu[1-2]:0-3;gpu3:4,5`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in [] if text is None else text.split(";"):
+        names, colon, gpus = part.rpartition(":")
+        some = tuple(sorted(parse_gpus(gpus)))
+        for name in expand(names.strip(), where="--gpus") if colon else hosts:
+            if name in found:
+                raise InputError("--gpus", f"names {shown(name)} twice", "once is right")
+            found[name] = some
+    return found
 
 
 def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:

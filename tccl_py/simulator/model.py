@@ -8,6 +8,7 @@ routes, capacities and rules.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.model.machine import Knowledge, Machine, Provenance, check, check_knowledge
+from tccl_py.model.machine import (
+    Knowledge,
+    Machine,
+    PciDevice,
+    Provenance,
+    check,
+    check_knowledge,
+)
 
 MODEL_VERSION = 1
 PARAMETERS_VERSION = 1
@@ -306,6 +314,41 @@ def summary(model: MachineModel) -> dict[str, Any]:
         "note": model.note,
         "source": model.source,
     }
+
+
+def facts(model: MachineModel) -> Iterator[tuple[str, str]]:
+    """Yield facts of a model, each with its name."""
+    machine = model.machine
+    links = (f"{link.source}-{link.target} x{link.count}" for link in machine.nvlinks)
+    pairs = list(itertools.permutations(machine.gpu_indices, 2))
+    direct = sum(model.knowledge.can_access(machine, *pair) for pair in pairs)
+    yield "Name", model.name
+    if model.note:
+        yield "Note", model.note
+    yield "Source", model.source or "none: every parameter is assumed"
+    yield "Parameters", provenances_text(model)
+    yield "GPUs", f"{len(machine.gpus)}: {gpu_names(machine)}"
+    yield "NUMA nodes", ", ".join(node.id for node in machine.numa_nodes)
+    yield "NVLinks", ", ".join(links) or "none"
+    yield "Peer access", f"{direct} of {len(pairs)} ordered pairs of GPUs"
+    yield "Contention", "; ".join(rule.name for rule in model.congestion) or "none known"
+
+
+def device_table(machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Yield the headers and cells of a table of a machine's GPUs and NICs."""
+    yield "Device", "Name", "NUMA node", "PCI link", "Below"
+    devices: tuple[PciDevice, ...] = (*machine.gpus, *machine.nics)
+    for device in devices:
+        node = f"C{machine.numa_of(device.id)}"
+        bridges = " < ".join(machine.ancestors(device.id)[:-1])
+        link = f"{device.link.speed_gts:g} GT/s" if device.link.speed_gts else "speed unknown"
+        link += f" x{device.link.width}" if device.link.width else ""
+        yield device.id, getattr(device, "name", ""), node, link, bridges
+
+
+def provenances_text(model: MachineModel) -> str:
+    """Return how many parameters of a model are measured, published and assumed."""
+    return ", ".join(f"{count} {kind}" for kind, count in provenances(model).items() if count)
 
 
 def gpu_names(machine: Machine) -> str:

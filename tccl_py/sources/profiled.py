@@ -6,11 +6,12 @@ Functions import the profiler late, so that simulations do not load it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow
@@ -164,6 +165,19 @@ def in_given_order(
     found = measurement.gbps if values is None else values
     waiting = dealt(measurement.transfers.flows, found)
     return tuple(waiting[parse_flow(part)].pop(0) for part in flow_texts(text))
+
+
+def measurement_json(text: str, measurement: Measurement) -> dict[str, Any]:
+    """Return the JSON of a measurement of the set `text`, rates in its order."""
+    gbps = in_given_order(text, measurement)
+    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
+    entry |= picked(measurement, "simulated", "assumed")
+    if not measurement.simulated:
+        entry |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
+        entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
+        entry["repeats"] = len(measurement.samples_gbps[0])
+        entry |= picked(measurement, "settled", "outliers")
+    return entry
 
 
 def doubts(text: str, measurement: Measurement) -> Iterator[str]:

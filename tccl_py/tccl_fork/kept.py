@@ -6,16 +6,36 @@ chain that was measured beside others is at least as fast by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
-from tccl_py.plan.plan import PlanChain
-from tccl_py.plan.tables import HostTable
+from tccl_py.plan.again import NoSource, source_or_journal
+from tccl_py.plan.plan import Plan, PlanChain
+from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.tasks import Order
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.search import MOST_CHANNELS, Found
+
+
+def rates_of(
+    plan: Plan, directory: Path, *, watch: Callable[[int], None]
+) -> tuple[RememberingSource, list[HostTable], tuple[str, ...]]:
+    """Return the source of a database's rates, or tables of a measured cluster, and notices.
+
+    Raises InputError: a measured cluster without tables; or as `source_or_journal`.
+    """
+    if not plan.is_cluster or plan.simulated:
+        right = "export it there"
+        source, notices = source_or_journal(plan, directory, otherwise=right, watch=watch)
+        return source, [], notices
+    tables = read_tables(directory, plan.cluster.classes)
+    if not tables:
+        raise InputError(str(directory), "has no tables of chains", "plan the cluster again")
+    return RememberingSource(NoSource(simulated=False)), tables, ()
 
 
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True):
