@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.console import Console
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import planned_hosts
+from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
@@ -18,7 +18,7 @@ from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_o
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import class_sources, source_again
+from tccl_py.plan.again import class_sources, hosts_again, source_again
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -66,7 +66,7 @@ def explain(
             notice_each(notices)
         elif plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
-            hosts = planned_hosts(plan, header, stack)
+            hosts = stack.enter_context(hosts_again(plan, header, job_of_plan(plan, stack)))
             hosts.watch(line.measured)
             notice_each(hosts.keep_in(journal))
             source, sources = hosts, class_sources(hosts, plan.cluster)

@@ -12,7 +12,6 @@ from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import read_text
-from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.files import GRAPH_FILE
@@ -20,8 +19,6 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
-
-RUNTIMES = ("nccl", "tccl", "tuner")
 
 
 def export(
@@ -71,7 +68,7 @@ def export(
         tccl export my-plan --runtime tccl -o my-plan.xml
         tccl export my-cluster --hosts "$SLURM_JOB_NODELIST" -o job-$SLURM_JOB_ID
     """
-    one_of("--runtime", runtime, RUNTIMES)
+    one_of("--runtime", runtime, ("nccl", "tccl", "tuner"))
     of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
     of_nccl = {"--nccl": nccl, "--hosts": hosts}
     for other, given in (("tccl", of_tccl), ("nccl", of_nccl)):
@@ -131,11 +128,11 @@ def _export_fork(
     # These take long to load.
     from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
     from tccl_py.tccl_fork.kept import rates_of  # noqa: PLC0415
-    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork  # noqa: PLC0415
+    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork, gpu_sets  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
     in_range("--max-sets", most, 1_000_000)
-    wanted = Export(subsets=_gpu_sets(subsets), nic=nic, max_sets=most)
+    wanted = Export(subsets=gpu_sets(subsets), nic=nic, max_sets=most)
     _check_new(output)
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off(), ExitStack() as stack:
@@ -197,13 +194,3 @@ def _export_job(
     notice(f"wrote {count} files to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})")
     notice(made.advice)
     notice_each(made.notices)
-
-
-def _gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
-    """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None."""
-    if text is None:
-        return None
-    lists = text.split()
-    if not lists:
-        raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
-    return tuple(tuple(sorted(parse_gpus(part))) for part in lists)

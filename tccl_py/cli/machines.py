@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
@@ -27,7 +26,7 @@ from tccl_py.simulator.model import (
     MachineModel,
     device_table,
     facts,
-    provenances_text,
+    model_cells,
     summary,
 )
 
@@ -87,19 +86,8 @@ def machines(
     if json:
         print_json([summary(model) for model in models])
     else:
-        _print_list(models)
-
-
-def _print_list(models: list[MachineModel]) -> None:
-    table = Table("Name", "GPUs", "NUMA nodes", "NICs", "Parameters", "Note")
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    table.columns[0].no_wrap = True
-    for model in models:
-        machine = model.machine
-        counts = (str(len(part)) for part in (machine.gpus, machine.numa_nodes, machine.nics))
-        table.add_row(model.name, *counts, provenances_text(model), model.note)
-    results().print(table)
+        headers = ("Name", "GPUs", "NUMA nodes", "NICs", "Parameters", "Note")
+        print_table(results(), [headers, *map(model_cells, models)])
 
 
 def _show(model: MachineModel, *, json: bool) -> None:

@@ -18,14 +18,12 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
-from tccl_py.plan.again import hosts_again
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.opening import (
-    HostsSource,
     OpenedSource,
     in_job,
     join_job,
@@ -44,8 +42,8 @@ from tccl_py.sources.profiled import (
     measured_machine,
     measurement_json,
     relative_intervals,
+    timing_text,
 )
-from tccl_py.sources.remembering import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -242,11 +240,6 @@ def job_of_plan(plan: Plan, stack: ExitStack) -> Job:
     return stack.enter_context(controlled_job())
 
 
-def planned_hosts(plan: Plan, journal: JournalHeader, stack: ExitStack) -> HostsSource:
-    """Join this MPI job until `stack` is left; return a source over the hosts of a plan."""
-    return stack.enter_context(hosts_again(plan, journal, job_of_plan(plan, stack)))
-
-
 def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:
     """Return the options of measurements; None is the default."""
     given = {"target": target, **options}
@@ -292,16 +285,8 @@ def _add_rows(table: Table, text: str, measurement: Measurement) -> None:
         repeats = str(len(measurement.samples_gbps[0]))
         widths = in_given_order(text, measurement, relative_intervals(measurement))
         beside = [[half_width(width), repeats] for width in widths]
-        together = ["", repeats, f"{mark}{_timing(measurement)}"]
+        together = ["", repeats, f"{mark}{timing_text(measurement)}"]
     for flow, rate, more in zip(text.split(), gbps, beside, strict=True):
         table.add_row(flow, f"{rate:.2f}", *more, mark)
     table.add_row("together", f"{sum(gbps):.2f}", *together, style="bold")
     table.add_section()
-
-
-def _timing(measurement: Measurement) -> str:
-    if measurement.skew_us is None or measurement.overlap is None:
-        return ""
-    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
-    least = "at least " if measurement.overlap_at_least else ""
-    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"

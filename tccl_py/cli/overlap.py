@@ -9,11 +9,10 @@ from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
-from rich.table import Table
 
 from tccl_py.cli import options
 from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt
-from tccl_py.cli.output import results
+from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
 from tccl_py.overlap.job import Backend, Row, Span, default_sets, parse_sets, time_overlap
@@ -108,16 +107,16 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row
         f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
         f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"
     )
-    table = Table("by", "set", "mode", "one message of each pair", "all of them")
+    lines = [("by", "set", "mode", "one message of each pair", "all of them")]
     for row in pairs:
         each = "  ".join(map(_text, row["message"]))
-        table.add_row(row["by"], " ".join(row["set"]), row["mode"], each, _text(row["total"]))
-    out.print(table)
-    table = Table("by", "transfer", "mode", "transfer", "product", "both done")
+        lines.append((row["by"], " ".join(row["set"]), row["mode"], each, _text(row["total"])))
+    print_table(out, lines)
+    more = [("by", "transfer", "mode", "transfer", "product", "both done")]
     for row in products:
         times = (_text(row[name]) for name in ("transfer_time", "product_time", "total"))
-        table.add_row(row["by"], row["transfer"], row["mode"], *times)
-    out.print(table)
+        more.append((row["by"], row["transfer"], row["mode"], *times))
+    print_table(out, more)
 
 
 def _text(one: Span) -> str:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
-from tccl_py.cli.output import BAD, GOOD, ProgressLine, notices, results
+from tccl_py.cli.output import BAD, GOOD, ProgressLine, notices, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.plan.beside import check_plan_directory
@@ -313,13 +312,8 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
 def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:
     """Print the rows of each tuning by message size, the tuner's entries, and the cost."""
     for tuning in tunings:
-        tables = ((COLUMNS, size_cells(tuning)), (ENTRY_COLUMNS, entry_cells(tuning)))
-        for names, rows in tables:
-            table = Table(*names)
-            for cells in rows:
-                table.add_row(*cells)
-            if table.row_count:
-                console.print(table)
+        print_table(console, [COLUMNS, *size_cells(tuning)])
+        print_table(console, [ENTRY_COLUMNS, *entry_cells(tuning)])
         for line in tuning_facts(tuning):
             console.print(line)
 
@@ -331,12 +325,9 @@ def print_verification(found: Verification, console: Console) -> None:
     console.print(answer, style=GOOD if found.accepted else BAD)
     arms = [arm for arm in found.arms if arm.sizes]
     if found.arms[0].sizes:
-        table = Table("size")
+        columns = ["size"]
         for arm in arms:
-            for column in (f"{arm.name} us", "GB/s", *["ratio (95 %)"] * (arm is not arms[0])):
-                table.add_column(column)
-        for cells in size_rows(arms):
-            table.add_row(*cells)
-        console.print(table)
+            columns += [f"{arm.name} us", "GB/s", *["ratio (95 %)"] * (arm is not arms[0])]
+        print_table(console, [columns, *size_rows(arms)])
     for line in facts_of(found):
         console.print(line)

@@ -334,6 +334,13 @@ def facts(model: MachineModel) -> Iterator[tuple[str, str]]:
     yield "Contention", "; ".join(rule.name for rule in model.congestion) or "none known"
 
 
+def model_cells(model: MachineModel) -> tuple[str, ...]:
+    """Return a model's cells in a list: name, numbers of devices, parameters, and note."""
+    machine = model.machine
+    counts = (str(len(part)) for part in (machine.gpus, machine.numa_nodes, machine.nics))
+    return model.name, *counts, provenances_text(model), model.note
+
+
 def device_table(machine: Machine) -> Iterator[tuple[str, ...]]:
     """Yield the headers and cells of a table of a machine's GPUs and NICs."""
     yield "Device", "Name", "NUMA node", "PCI link", "Below"

@@ -196,6 +196,15 @@ def doubts(text: str, measurement: Measurement) -> Iterator[str]:
     yield from overlap_notices(text, measurement)
 
 
+def timing_text(measurement: Measurement) -> str:
+    """Return the skew and overlap of a set's flows, after a comma; "" if not known."""
+    if measurement.skew_us is None or measurement.overlap is None:
+        return ""
+    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
+    least = "at least " if measurement.overlap_at_least else ""
+    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"
+
+
 def half_width(width: float) -> str:
     """Return a relative interval's width as text."""
     return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"

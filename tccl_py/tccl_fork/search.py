@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.model.machine import Knowledge, Machine, Nic
+from tccl_py.model.machine import Knowledge, Machine, Nic, parse_gpus
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, natural_cuts, relabelled_hop
@@ -143,6 +143,16 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     subsets: tuple[Order, ...] | None = None
     nic: int | None = None
     max_sets: int = DEFAULT_MAX_SETS
+
+
+def gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
+    """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None."""
+    if text is None:
+        return None
+    lists = text.split()
+    if not lists:
+        raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
+    return tuple(tuple(sorted(parse_gpus(part))) for part in lists)
 
 
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
