@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tccl_py.verify.simulated import simulated_cells
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
@@ -29,6 +28,7 @@ from tccl_py.plan.tasks import OneNode
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.verify.evaluation import simulated_cells
 from tccl_py.verify.target import read_target
 from tccl_py.verify.tuning import stages
 from tests.planned import PCIE, as_only, plan_of, through
