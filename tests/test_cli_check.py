@@ -299,7 +299,7 @@ def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_tol
     assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
     result = tccl("check", directory)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"2 hosts of {name}")
+    assert result.stdout.startswith(f"2 hosts of {name} are as they were")
     degrade(directory, left=0.3, name=name)
     found = json.loads(tccl("check", directory, "--json").stdout)
     assert found["drifted"]

@@ -99,7 +99,7 @@ class Paths:
         return tuple(_shared({one for one in passings if one.part == part}) for part in parts)
 
     def _of(self, transfer: Transfer) -> Iterator[Passing]:
-        source, destination = str(transfer.source), str(transfer.destination)
+        source, destination = transfer.source.device, transfer.destination.device
         edges = self._network.path(source, destination)
         links = [self._link(edge) for edge in edges]
         yield from links
@@ -173,7 +173,7 @@ class Paths:
         if end.kind == "N":
             return f"{verb} a NIC"
         gpu_node = self.machine.numa_of(f"G{transfer.executor.index}")
-        near = self.machine.numa_of(str(end)) == gpu_node
+        near = self.machine.numa_of(end.device) == gpu_node
         what = "the memory" if end.kind == "C" else "a GPU"
         return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"
 

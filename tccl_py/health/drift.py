@@ -375,13 +375,12 @@ def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) 
     )  # fmt: skip
     ratios = [(sets[one], row.ratio) for one, row in drift.sets.items()]
     flags = [(labels, one in changed) for one, labels in sets.items()]
-    return "".join(
-        (
-            *(metric(name, text, [(own, value)]) for name, text, value in totals),
-            metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
-            metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
-        )
-    )
+    found = [metric(name, text, [(own, value)]) for name, text, value in totals]
+    found += [
+        metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
+        metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
+    ]
+    return "".join(found)
 
 
 def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
