@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from tccl_profiler import linux
 from tccl_profiler.linux import cpus_of_devices
@@ -51,45 +50,35 @@ class Session:
         self.notices: list[str] = []
 
     def __enter__(self) -> Session:
-        self.pool.start()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._close_pool)
+            self.pool.start()
             source = f"{self._backend} backend"
             self.profiler = Profiler(self.pool, options=self.options, source=source)
             # The profiler's notices and the session's are one list.
             self.profiler.notices = self.notices
             if self._backend == "cuda":
-                self._begin_watch()
-        except BaseException as error:
-            self._end(error)
-            raise
+                self._watch = stack.enter_context(Watch(self._gpus, self.pool.pids))
+                self._warm(self._watch)
+            self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         try:
-            if error is None:
+            if exception[1] is None:
                 self.look()
         finally:
-            self._end(error)
+            self._watch = None
+            self._open.__exit__(*exception)
 
-    def _end(self, error: BaseException | None) -> None:
-        watch, self._watch = self._watch, None
-        with contextlib.ExitStack() as stack:
-            stack.callback(
-                self.pool.close, hurry=error is not None and not isinstance(error, Exception)
-            )
-            if watch is not None:
-                stack.push(watch)
+    def _close_pool(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.pool.close(hurry=error is not None and not isinstance(error, Exception))
 
-    def _begin_watch(self) -> None:
-        self._watch = Watch(self._gpus, self.pool.pids).__enter__()
-        at_rest = self._watch.look()
+    def _warm(self, watch: Watch) -> None:
+        """Wake the GPUs up, and warn of what would disturb measurements."""
+        at_rest = watch.look()
         busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
-        self._before, _ = warmed(self._watch.look, lambda: self.profiler.exercise(busy))
+        self._before, _ = warmed(watch.look, lambda: self.profiler.exercise(busy))
         self._note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
 
     def look(self) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 import msgspec
@@ -224,13 +224,8 @@ class Job:
             self._heart.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        code = _code_of(error)
+    def __exit__(self, *exception: Any) -> None:
+        code = _code_of(exception[1])
         try:
             if self.is_controller:
                 self._end_all(code)
