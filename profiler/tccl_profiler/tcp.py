@@ -233,13 +233,6 @@ class NicLinks:
         self._listener: socket.socket | None = None
         if not address:
             raise MeasurementError(f"{device}: {interface or 'it'} has no IP address to send from")
-        if interface:
-            try:
-                socket.if_nametoindex(interface)
-            except OSError as error:
-                raise MeasurementError(
-                    f"{device}: this host has no interface {interface}"
-                ) from error
         self._bound().close()
 
     def socket_of(self, link: Link) -> socket.socket:
