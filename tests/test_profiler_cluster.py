@@ -470,7 +470,7 @@ def test_how_far_ahead_to_agree_follows_what_messages_take():
 
 
 LIMITS = WindowLimits(minimum_ms=5, maximum_ms=200)
-QUICK = Options(stopping=Stopping(minimum=6, limit=6), limits=LIMITS, sentinel_every=0)
+QUICK = Options(stopping=Stopping(minimum=3, limit=3), limits=LIMITS, sentinel_every=0)
 ACROSS = "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0{blocks=1,fifo=64K}"
 INSIDE = "h0.G0->h0.G0->h0.C0->h0.G1->h0.G1{blocks=1,fifo=256K}"
 

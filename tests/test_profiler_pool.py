@@ -8,6 +8,7 @@ from tccl_profiler.execution import RunSpec
 from tccl_profiler.host_device import host_fingerprint, host_machine
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
+from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.rates import sample_of
@@ -45,7 +46,8 @@ def pool():
 
 @pytest.fixture
 def profiler(pool):
-    return Profiler(pool, options=options(), source="host backend")
+    few = Stopping(minimum=2, limit=2)
+    return Profiler(pool, options=options(stopping=few), source="host backend")
 
 
 def one(profiler, text):
