@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError, limit_reached
+from tccl_py.errors import InputError, limit_reached, require
 
 MAX_INPUT_BYTES = 32 * 1024 * 1024  # Larger input is refused unread
 SPACE = "choose a writable place with free space"
@@ -230,6 +230,12 @@ def check_types(value: msgspec.Struct, *, where: str) -> None:
         msgspec.convert(msgspec.to_builtins(value), type(value))
     except msgspec.ValidationError as error:
         raise InputError(where, f"is out of bounds ({error})", "keep within the bounds") from error
+
+
+def check_version(found: int, known: int, where: str | Path) -> None:
+    """Refuse a format version that is not the known one."""
+    what = f"has format version {found}"
+    require(found == known, str(where), what, f"this program reads version {known}")
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:

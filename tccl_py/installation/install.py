@@ -21,6 +21,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import (
     check_path,
+    check_version,
     decode_json,
     encode_json,
     lock,
@@ -277,9 +278,7 @@ def load_record(directory: Path) -> Record:
     if not path.exists():
         return Record()
     found = decode_json(read_text(path), Record, where=str(path))
-    if found.format_version != FORMAT_VERSION:
-        what = f"has format version {found.format_version}"
-        raise InputError(str(path), what, f"this program reads version {FORMAT_VERSION}")
+    check_version(found.format_version, FORMAT_VERSION, path)
     return found
 
 

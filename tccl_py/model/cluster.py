@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import check_version
 from tccl_py.model.machine import Knowledge, Machine, check, check_knowledge
 
 FORMAT_VERSION = 1
@@ -146,9 +147,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     """Return `cluster` if its parts fit together (InputError)."""
-    if cluster.format_version != FORMAT_VERSION:
-        what = f"has format version {cluster.format_version}"
-        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    check_version(cluster.format_version, FORMAT_VERSION, where)
     if not 0 < len(cluster.hosts) <= MAX_HOSTS:
         raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
     check_host_names(cluster.names, where=where)

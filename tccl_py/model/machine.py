@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import encode_json
+from tccl_py.files import check_version, encode_json
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -229,9 +229,7 @@ def check(machine: Machine, *, where: str) -> Machine:
 
 
 def _check_counts(machine: Machine, where: str) -> None:
-    if machine.format_version != FORMAT_VERSION:
-        what = f"has format version {machine.format_version}"
-        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    check_version(machine.format_version, FORMAT_VERSION, where)
     if len(machine.gpus) > MAX_GPUS:
         raise InputError(where, f"has {len(machine.gpus)} GPUs", f"at most {MAX_GPUS} fit a node")
     if not machine.numa_nodes:

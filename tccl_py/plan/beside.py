@@ -19,6 +19,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import (
     check_path,
+    check_version,
     decode_json,
     encode_json,
     read_bytes,
@@ -124,9 +125,7 @@ def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
         return None
     text = read_text(path)
     head = decode_json(text, _Head, where=str(path), name=kind.__name__)
-    if head.format_version != version:
-        what = f"has format version {head.format_version}"
-        raise InputError(str(path), what, f"this program reads {version}")
+    check_version(head.format_version, version, path)
     found = decode_json(text, kind, where=str(path))
     return found if head.plan_digest == plan_digest(path.parent) else None
 

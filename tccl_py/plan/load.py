@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import decode_json, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
@@ -95,21 +95,16 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     _check_hosts(plan, where)
     right = "on this network a NIC reaches only the same NIC of other hosts"
     on_rails = plan.cluster.rails != "only" or not plan.off_rails
-    _need(on_rails, where, "has rings that change NICs between hosts", right)
+    require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     _check_rates(plan, where)
     return plan
 
 
-def _need(fits: bool, where: str, what: str, right: str) -> None:
-    if not fits:
-        raise InputError(where, what, right)
-
-
 def _check_gpus(plan: Plan, where: str) -> None:
     classes, known = plan.cluster.classes, len(plan.class_gpus)
     what = f"has GPUs for {known} classes of hosts"
-    _need(known == len(classes), where, what, f"there are {len(classes)}")
+    require(known == len(classes), where, what, f"there are {len(classes)}")
     for one, gpus in zip(classes, plan.class_gpus, strict=True):
         _check_some(gpus, one.machine.gpu_indices, f"{where}: class {one.name}")
 
@@ -117,21 +112,21 @@ def _check_gpus(plan: Plan, where: str) -> None:
 def _check_some(gpus: Sequence[int], known: Sequence[int], where: str) -> None:
     fits = list(gpus) == sorted(set(gpus)) and set(gpus) <= set(known)
     right = f"some of {_few(known)}, each once and in ascending order"
-    _need(fits, where, f"is for GPUs {_few(gpus)}", right)
+    require(fits, where, f"is for GPUs {_few(gpus)}", right)
 
 
 def _check_paths(plan: Plan, where: str) -> None:
-    _need(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
+    require(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
     for number, path in enumerate(plan.paths):
         place, count = f"{where}: path {number}", len(plan.cluster.classes)
         fits, what = 0 <= path.node_class < count, f"is of class {_number(path.node_class)}"
-        _need(fits, place, what, f"there are {count} classes, counted from 0")
+        require(fits, place, what, f"there are {count} classes, counted from 0")
         what = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
         fits = len(path.chains) == plan.ring_count
-        _need(fits, place, what, "every ring has a chain in each")
+        require(fits, place, what, "every ring has a chain in each")
         for name in (path.type_intra, *([path.type_inter] if plan.is_cluster else [])):
             right = f"one of {', '.join(PathType.__members__)}"
-            _need(name in PathType.__members__, place, f"has path type {shown(name)}", right)
+            require(name in PathType.__members__, place, f"has path type {shown(name)}", right)
         for ring, chain in enumerate(path.chains):
             _check_chain(plan, path, chain, f"{place}, chain {ring}")
     _check_count(plan.ring_count, plan.settings.channels, where)
@@ -139,7 +134,7 @@ def _check_paths(plan: Plan, where: str) -> None:
 
 def _check_count(rings: int, channels: int, where: str) -> None:
     fits, what = rings > 0 and channels % rings == 0, f"has {rings} rings for {channels} channels"
-    _need(fits, where, what, "every ring has as many channels as any other")
+    require(fits, where, what, "every ring has as many channels as any other")
 
 
 def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> None:
@@ -148,10 +143,10 @@ def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> No
     machine = plan.cluster.classes[path.node_class].machine
     right = f"those of its class are {_few(gpus)}, each once"
     fits = bool(gpus) and sorted(chain.gpus) == list(gpus)
-    _need(fits, where, f"visits GPUs {_few(chain.gpus)}", right)
+    require(fits, where, f"visits GPUs {_few(chain.gpus)}", right)
     sources = [hop.source for hop in chain.hops]
     fits = [hop.target for hop in chain.hops] == [*sources[1:], sources[0]]
-    _need(fits, where, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
+    require(fits, where, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
     for hop in chain.hops:
         _check_hop(hop, chain, machine, where)
         _check_rate(hop.gbps, where)
@@ -159,7 +154,7 @@ def _check_chain(plan: Plan, path: HostPath, chain: PlanChain, where: str) -> No
         _check_open(plan, chain, machine, where)
     else:
         fits = WORLD not in sources and chain.entry_nic is None and chain.exit_nic is None
-        _need(fits, where, "leaves the only host", "rings of one host close inside it")
+        require(fits, where, "leaves the only host", "rings of one host close inside it")
 
 
 def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
@@ -174,7 +169,7 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
         for place in (one.source, one.executor, one.destination):
             what = f"has flow {shown(str(flow))}, and no {shown(str(place))}"
             right = f"name what machine {shown(machine.name)} has"
-            _need(str(place) in known, where, what, right)
+            require(str(place) in known, where, what, right)
     nics = receiving_nic(flow), sending_nic(flow)
     if hop.source == WORLD:
         fits = nics == (chain.entry_nic, None) and str(flow.destination) == f"G{hop.target}"
@@ -186,7 +181,7 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
         ends = (str(flow.source), str(flow.destination))
         fits = nics == (None, None) and ends == (f"G{hop.source}", f"G{hop.target}")
         right = f"it goes from GPU {_number(hop.source)} to GPU {_number(hop.target)}"
-    _need(fits, where, f"has a hop with flow {shown(str(flow))}", right)
+    require(fits, where, f"has a hop with flow {shown(str(flow))}", right)
 
 
 def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> None:
@@ -196,12 +191,12 @@ def _check_open(plan: Plan, chain: PlanChain, machine: Machine, where: str) -> N
     nics = usable_nics(machine, plan.settings)
     for nic in (chain.entry_nic, chain.exit_nic):
         right = f"the settings let NCCL use {_few(nics)}"
-        _need(nic in nics, where, f"uses NIC {_number(nic)}", right)
+        require(nic in nics, where, f"uses NIC {_number(nic)}", right)
     ends = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
     fits = leaves_as_named(chain.gpus, chain.entry_nic, chain.exit_nic)
-    _need(fits, where, ends, "NCCL leaves one GPU by the NIC that it enters by")
+    require(fits, where, ends, "NCCL leaves one GPU by the NIC that it enters by")
     fits = chain.entry_nic == chain.exit_nic or may_change_rails(plan.settings)
-    _need(fits, where, ends, "with NCCL_CROSS_NIC=0 both are the same")
+    require(fits, where, ends, "with NCCL_CROSS_NIC=0 both are the same")
 
 
 def _check_hosts(plan: Plan, where: str) -> None:
@@ -211,24 +206,24 @@ def _check_hosts(plan: Plan, where: str) -> None:
     rank = 0
     for host in plan.hosts:
         place = f"{where}: host {shown(host.name)}"
-        _need(host.name in slots, place, "is not in the cluster", "name its hosts")
-        _need(host.name not in seen, place, "is in the order twice", "once is right")
+        require(host.name in slots, place, "is not in the cluster", "name its hosts")
+        require(host.name not in seen, place, "is in the order twice", "once is right")
         seen.add(host.name)
         right = f"there are {len(plan.paths)}, counted from 0"
-        _need(0 <= host.path < len(plan.paths), place, f"has path {_number(host.path)}", right)
+        require(0 <= host.path < len(plan.paths), place, f"has path {_number(host.path)}", right)
         number, own = plan.class_number(host), classes[host.name]
         what = f"has a path of class {plan.cluster.classes[number].name}"
-        _need(number == own, place, what, f"it is of class {plan.cluster.classes[own].name}")
+        require(number == own, place, what, f"it is of class {plan.cluster.classes[own].name}")
         gpus = plan.class_gpus[number]
         what = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
-        _need(slots[host.name] == len(gpus), place, what, "a GPU has one rank")
+        require(slots[host.name] == len(gpus), place, what, "a GPU has one rank")
         what = f"begins with rank {_number(host.first_rank)}"
-        _need(host.first_rank == rank, place, what, f"the hosts before it have {rank} ranks")
+        require(host.first_rank == rank, place, what, f"the hosts before it have {rank} ranks")
         rank += len(gpus)
     missing = next((name for name in slots if name not in seen), None)
     right = "the order has every host of the cluster"
-    _need(missing is None, where, f"host {missing} is missing from the order", right)
-    _need(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
+    require(missing is None, where, f"host {missing} is missing from the order", right)
+    require(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
 
 
 def _check_orders(plan: Plan, where: str) -> None:
@@ -244,12 +239,12 @@ def _check_orders(plan: Plan, where: str) -> None:
         _check_count(len(subset.rings), plan.settings.channels, where)
         known = {node.index for node in plan.machine.numa_nodes}
         fits = len(subset.nodes) in (0, len(subset.gpus)) and known.issuperset(subset.nodes)
-        _need(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(known)}")
+        require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(known)}")
 
 
 def _check_order(order: Sequence[int], gpus: Sequence[int], where: str) -> None:
     what = f"ring {_few(order)} does not visit {_few(gpus)} once"
-    _need(sorted(order) == sorted(gpus), where, what, _AGAIN)
+    require(sorted(order) == sorted(gpus), where, what, _AGAIN)
 
 
 def _check_rates(plan: Plan, where: str) -> None:
@@ -262,14 +257,14 @@ def _check_rates(plan: Plan, where: str) -> None:
             _check_rate(rate, where)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps < MAX_GBPS
     what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
-    _need(fits, where, what, "a bound is never below what was found")
+    require(fits, where, what, "a bound is never below what was found")
     least = min(plan.sets_measured, plan.sets_remembered, plan.sets_by_symmetry)
-    _need(least >= 0, where, f"has {_number(least)} sets", "a count is 0 or more")
+    require(least >= 0, where, f"has {_number(least)} sets", "a count is 0 or more")
 
 
 def _check_rate(rate: float, where: str) -> None:
     fits, right = 0 < rate < MAX_GBPS, "rates are above 0, and finite"
-    _need(fits, where, f"has a rate of {rate} GB/s", right)
+    require(fits, where, f"has a rate of {rate} GB/s", right)
 
 
 def _number(value: int) -> str:

@@ -21,6 +21,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import (
     SPACE,
     check_path,
+    check_version,
     decode_json,
     encode_json,
     lock,
@@ -81,9 +82,7 @@ def read_manifest(directory: Path) -> Manifest:
         what = f"has no {MANIFEST_FILE}, which says what files are the plan's"
         raise InputError(str(directory), what, AGAIN)
     found = decode_json(read_text(path), Manifest, where=str(path))
-    if found.format_version != FORMAT_VERSION:
-        what = f"has format version {found.format_version}"
-        raise InputError(str(path), what, f"this program reads version {FORMAT_VERSION}")
+    check_version(found.format_version, FORMAT_VERSION, path)
     for name in found.files:
         if name != PLAN_FILE and (name[:1] == "/" or ".." in name.split("/")):
             raise InputError(str(path), f"names {name[:60]!a}, which is elsewhere", AGAIN)

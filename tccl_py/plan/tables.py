@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import decode_json, encode_line, read_text
+from tccl_py.files import check_version, decode_json, encode_line, read_text
 from tccl_py.model.cluster import NodeClass, shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.model.rings import Hop
@@ -289,9 +289,7 @@ def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[HostTable
 
 def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
     """Return a table whose parts fit together; paths of a plan made of it are checked again."""
-    if kept.format_version != FORMAT_VERSION:
-        what = f"has format version {kept.format_version}"
-        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    check_version(kept.format_version, FORMAT_VERSION, where)
     if kept.node_class not in classes:
         raise InputError(where, f"is of class {shown(kept.node_class)}", AGAIN)
     machine = classes[kept.node_class].machine

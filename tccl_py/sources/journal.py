@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import (
     SPACE,
+    check_version,
     decode_json,
     encode_line,
     lock,
@@ -163,9 +164,7 @@ def read_journal(path: Path) -> JournalContents:
 def _header(path: Path, line: bytes) -> JournalHeader:
     where = f"{path}:1"
     header = decode_json(_text(line, where), JournalHeader, where=where)
-    if header.format_version != FORMAT_VERSION:
-        what = f"has format version {header.format_version}"
-        raise InputError(where, what, f"this program reads version {FORMAT_VERSION}")
+    check_version(header.format_version, FORMAT_VERSION, where)
     return header
 
 
