@@ -90,7 +90,7 @@ def plan(
     noise: options.Noise = None,
     seed: options.Seed = None,
     switches: Annotated[
-        Path | None, advanced("FILE", "Switches: SLURM's topology, or YAML.")
+        Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")
     ] = None,
     extend: Annotated[
         bool, flag("--extend", "Add hosts to the plan in DIR (see below).", ADVANCED)
