@@ -89,9 +89,7 @@ def plan(
     ] = None,
     noise: options.Noise = None,
     seed: options.Seed = None,
-    switches: Annotated[
-        Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")
-    ] = None,
+    switches: Annotated[Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")] = None,
     extend: Annotated[
         bool, flag("--extend", "Add hosts to the plan in DIR (see below).", ADVANCED)
     ] = False,
