@@ -127,7 +127,7 @@ HOPS = (*CHAIN, "hops")
         (("settings", "channels"), 0, "settings for NCCL 2.30: channels is 0"),
         (("settings", "cross_nic"), 0, "with NCCL_CROSS_NIC=0 both are the same"),
         (("settings", "ib_hca"), ["mlx5_0"], "uses NIC 1; the settings let"),
-        (("settings", "ib_hca"), ["$(reboot)"], "names '$(reboot)'; a name"),
+        (("settings", "ib_hca"), ["$(reboot)"], "is '$(reboot)'"),
         (("settings", "version"), "9", "9"),
         # rates
         (("rate_gbps",), 1e300, "has a rate of 1e+300"),
