@@ -64,7 +64,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 class ForkServer:
     """Starts ranks by fork; a context manager that ends the server and every rank left.
 
-    The server process starts with the first rank, and again where a rank needs other imports or
+    The server process starts with the first rank, and again where a rank needs more imports or
     another environment than the server's.
     """
 
@@ -117,9 +117,10 @@ class ForkServer:
     def _ready(self, program: Program) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Return a server with the program's imports and environment, and the connection to it."""
         environment = {k: v for k, v in program.environment.items() if not k.startswith(_PER_RANK)}
-        key = (program.imports, environment)
+        imported, of_server = self._key
+        suits = environment == of_server and set(program.imports) <= set(imported)
         process, control = self._process, self._control
-        if process and control and process.poll() is None and key == self._key:
+        if process and control and process.poll() is None and suits:
             return process, control
         self.close()
         ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,7 +135,8 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._process, self._control, self._key = process, ours, key
+        self._process, self._control = process, ours
+        self._key = (program.imports, environment)
         return process, ours
 
 
