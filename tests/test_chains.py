@@ -68,6 +68,13 @@ def test_nics_are_used_evenly_if_no_count_is_more_than_one_above_another(used, c
     assert EvenUse(nics, chains).even(used) == finished
 
 
+@pytest.mark.parametrize("least, blocks", [(None, 4), (8, 8)])
+def test_hops_to_nics_have_as_many_blocks_as_hops_between_gpus(least, blocks):
+    machine = networked_machine(gpus=2, nics=1, numa_nodes=1)
+    space = space_of(machine, 1, Settings(channels=2, min_channels=least))
+    assert {hop.flow.blocks for hop in space} == {blocks}
+
+
 def test_chains_together_use_every_nic_once_in_each_direction():
     space = space_of(DGX.machine, 8, Settings(channels=8))
     nics = tuple(range(8))

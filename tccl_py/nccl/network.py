@@ -27,7 +27,7 @@ from tccl_py.nccl.paths import (
     reaches_gpu,
     relay_of,
 )
-from tccl_py.nccl.settings import Settings, check_settings, final_channels
+from tccl_py.nccl.settings import Settings, check_settings, settings_channels
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
@@ -207,7 +207,7 @@ def chain_hop_space(
     version does not have. SearchError: there is no NIC.
     """
     inner, settings = hop_space(seen, rings_in_set=chains_in_set), seen.settings
-    channels = final_channels(settings.channels, sm=seen.system.sm_min, version=settings.version)
+    channels = settings_channels(settings, sm=seen.system.sm_min)
     blocks = max(1, channels // chains_in_set)
     ends = [(gpu, nic) for gpu in seen.gpus for nic in seen.nics if nics is None or nic in nics]
     if not ends:
