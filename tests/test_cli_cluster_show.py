@@ -351,8 +351,8 @@ def test_columns_that_are_no_number_of_them_change_nothing(columns, directory, m
 @pytest.mark.parametrize(
     "lines, sentence",
     [
-        ("a b a", "names a 2 times"),
-        ("a b:4 c:2 a", "names a 2 times"),
+        ("a b a", "b: has 4 ranks, a of the same class has 2"),
+        ("a b:4 c:2 a", "b: has 4 ranks, a of the same class has 2"),
         ("a:2 b", "host b: has 4 ranks"),
     ],
 )
