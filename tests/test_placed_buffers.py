@@ -226,7 +226,7 @@ def test_settings_of_placed_buffers_are_not_tuned_and_run_with_the_plugin(plan, 
         pytest.skip("no C compiler was there")
     target = read_target(plan, directory)
     assert set(target.arm("graph").variables) == {"NCCL_ENV_PLUGIN", "TCCL_INDEX"}
-    assert [list(stage(plan.settings)) for stage in stages(target, "graph")] == [[]] * 5
+    assert not [found for stage in stages(target, "graph") for found in stage(plan.settings)]
     assert any(list(stage(plan.variables.settings)) for stage in stages(target, "variables"))
 
 
