@@ -1,5 +1,6 @@
 """The search over settings: NCCL's own choice is its floor, and interruptions keep the best."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,27 @@ def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
         assert source.sets_measured == measured
         (exact,) = Simulator(model).measure([rings.flows])
         assert well.rate_gbps == pytest.approx(exact.rate_gbps, rel=0.03)
+
+
+class Hardware(RememberingSource):
+    """A noisy simulation that passes for hardware, which says whether it is as precise as asked."""
+
+    def __init__(self, source, *, settled):
+        super().__init__(source)
+        self.settled = settled
+
+    def measure(self, sets):
+        said = {"simulated": False, "settled": self.settled}
+        return [msgspec.structs.replace(found, **said) for found in super().measure(sets)]
+
+
+@pytest.mark.parametrize(("settled", "measured"), [(True, 1), (False, CAREFUL)])
+def test_hardware_that_is_as_precise_as_asked_measures_once(settled, measured):
+    source = Hardware(Simulator(load_bundled(SMALL), noise=0.05), settled=settled)
+    task = task_for(SMALL, source=source)
+    rings = orders_under(task, Settings(channels=4), [task.gpus])
+    assert measured_well(source, rings).settled is settled
+    assert source.sets_measured == measured
 
 
 ORDERS = st.sampled_from([(0, 1, 2), (0, 2, 1)])
