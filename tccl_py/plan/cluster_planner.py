@@ -69,11 +69,10 @@ def make_cluster_plan(
     """
     gpus = _gpus(cluster)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
-    level = pinned_level(pinned)
+    counts, level = tuple(ring_counts or _ring_counts(cluster)), pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     common: dict[str, Any] = {"version": version, "p2p_level": level, "budget": budget}
-    common |= {"strategy": check_strategy(strategy), "reporter": reporter}
-    common["ring_counts"] = tuple(ring_counts or _ring_counts(cluster))
+    common |= {"strategy": check_strategy(strategy), "reporter": reporter, "ring_counts": counts}
     of_classes = zip(cluster.classes, sources, gpus, strict=True)
     classes = [_Class(*one, common, kept) for one in of_classes]
     wanted = [job_gpus(gpus_per_job, all_)[1:] for all_ in gpus]
