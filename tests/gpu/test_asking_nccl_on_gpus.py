@@ -23,7 +23,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_here import why_not_asked
 from tccl_py.readers.live import discover_machine
-from tests.gpu.test_nccl_loads_plans import in_ranks, run_ranks, tccl
+from tests.gpu.test_nccl_loads_plans import all_reduce, in_ranks, tccl
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
 
@@ -80,7 +80,7 @@ def test_a_job_of_torch_runs_the_same_rings(gpus, tmp_path, monkeypatch):
         if name.startswith("NCCL_") and name != "NCCL_NVLS_ENABLE":
             monkeypatch.delenv(name)
     found = ask_nccl({}, gpus)
-    _, log = run_ranks(gpus, {}, tmp_path / "log", size=1 << 20, repeats=2)
+    _, log = all_reduce(gpus, {}, tmp_path / "log", size=1 << 20, repeats=2)
     assert log.version == found.version
     (rings,) = log.communicators
     assert list(rings) == in_ranks(found.rings, gpus)

@@ -17,7 +17,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tests.gpu.test_nccl_loads_plans import run_ranks, tccl
+from tests.gpu.test_nccl_loads_plans import all_reduce, tccl
 from tests.topology_writer import topology_xml
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def test_nccl_runs_what_the_emulation_says_of_the_file_and_is_not_slower(level, 
     for number in range(PAIRS):
         for name, more in (("with", file), ("without", {})):
             log_path = tmp_path / f"{name}-{number}"
-            answers, log = run_ranks(machine.gpu_indices, {**variables, **more}, log_path)
+            answers, log = all_reduce(machine.gpu_indices, {**variables, **more}, log_path)
             assert all(answer["right"] for answer in answers)
             (found,) = log.communicators
             settings = Settings(version=log.version or "2.28", p2p_level=level)
@@ -69,7 +69,7 @@ def test_what_nccl_makes_of_the_file_is_what_it_says(tmp_path):
     dump = tmp_path / "dump.xml"
     file = written(tmp_path, "topo", machine)
     variables = {**file, "NCCL_TOPO_DUMP_FILE": str(dump)}
-    run_ranks(machine.gpu_indices, variables, tmp_path / "log")
+    all_reduce(machine.gpu_indices, variables, tmp_path / "log")
     theirs = read_nccl_topology(dump)
     assert [(gpu.index, gpu.bus_id, gpu.sm, gpu.link) for gpu in theirs.gpus] == [
         (gpu.index, gpu.bus_id, gpu.sm, gpu.link) for gpu in machine.gpus
@@ -90,7 +90,7 @@ def test_nccl_believes_slower_links(tmp_path):
     file = written(tmp_path, "slow", slow)
     dump = tmp_path / "dump.xml"
     variables = {**file, "NCCL_P2P_DISABLE": "1", "NCCL_TOPO_DUMP_FILE": str(dump)}
-    answers, log = run_ranks(machine.gpu_indices, variables, tmp_path / "log")
+    answers, log = all_reduce(machine.gpu_indices, variables, tmp_path / "log")
     assert all(answer["right"] for answer in answers)
     theirs = read_nccl_topology(dump)
     assert [gpu.link for gpu in theirs.gpus] == [gpu.link for gpu in slow.gpus]
@@ -107,7 +107,7 @@ def test_a_subset_takes_the_file_of_all(tmp_path):
     machine, _, _ = discover_machine()
     if len(machine.gpus) < 3:
         pytest.skip("needs 3 GPUs")
-    answers, _ = run_ranks(
+    answers, _ = all_reduce(
         machine.gpu_indices[:2], written(tmp_path, "topo", machine), tmp_path / "log"
     )
     assert all(answer["right"] for answer in answers)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
     launcher = Launcher(backend="cuda", hosts=(host,))
     arm = read_target(plan, planned).arm("graph")
+    begun = time.monotonic()
     (found,) = launcher.run([arm], JobSpec(checks=True, training=True))
+    seconds = time.monotonic() - begun
     for answer in found.results:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
@@ -60,7 +63,7 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(planned):
     rings = rings_found(plan, {}, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
-    print("one job with checks and training:", found.seconds, "s")
+    print("one job with checks and training:", f"{seconds:.1f} s")
 
 
 def verified(planned, *words):
