@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app
 from tccl_py.cli.options import gpus_argument
-from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import parse_gpus
@@ -104,6 +104,16 @@ BAD = {
     "unknown machine": (
         ("measure", SET, "--simulate", "h200"),
         "machine 'h200': is neither bundled",
+    ),
+    "no whole number": (
+        ("measure", SET, *ON, "--seed", "two"),
+        "--seed 'two': is no whole number",
+    ),
+    "no number": (("measure", SET, *ON, "--noise", "much"), "--noise 'much': is no number"),
+    "no plan to show": (("show", "no/plan"), "no/plan: does not exist; name a directory of"),
+    "no plan to export": (
+        ("export", "no/plan", "-o", "no"),
+        "no/plan: does not exist; name a directory of",
     ),
     "empty machine": (
         ("measure", SET, "--simulate", ""),
@@ -456,6 +466,19 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     assert said
     assert len(said) < 6
     assert all(re.match(r"tccl: .*\d+ of 10 sets, .* left$", text) for text in said)
+
+
+def test_columns_of_numbers_are_aligned_to_the_right_and_piped_lines_end_in_no_space(capsys):
+    mixed, widths = ("1", "2 (slowest)"), ("\u00b1 0.5%", "?")
+    rows = [("a", "1.5", "0 1", mixed[0], widths[0]), ("b", "10.5", "2", mixed[1], widths[1])]
+    print_table(results(), [("name", "GB/s", "order", "mixed", "interval"), *rows])
+    results().print(grid([("fact", "x" * 150)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    assert "a    \u2502  1.5 \u2502 0 1   \u2502 1           \u2502   \u00b1 0.5%" in "\n".join(
+        lines
+    )
+    assert "b    \u2502 10.5 \u2502 2     \u2502 2 (slowest) \u2502        ?" in "\n".join(lines)
 
 
 def test_verdicts_have_colours_on_a_terminal_alone(monkeypatch):

@@ -7,6 +7,7 @@ the output any more. Every error on purpose is one sentence on stderr that begin
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -125,13 +126,28 @@ class _Command(_HelpOption, TyperCommand):
             # typer does not name the command in all of them.
             error.ctx = ctx
             raise
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise _plain(error, given) from error
         for param in self.params:
             metavar = getattr(param, "metavar", None)
             if metavar in ("FILE", "DIR", "DIR|FILE") and given.get(param.name) == "":
                 where = metavar if param.param_type_name == "argument" else param.opts[-1]
                 raise InputError(where, "is empty", f"name a {metavar}")
         return rest
+
+
+def _plain(error: Any, given: Mapping[str, Any]) -> Exception:
+    """Return the error of a value that is no number in plain words, and any other as it is."""
+    if "valid integer" in error.message:
+        what, right = "is no whole number", "give one, as 4"
+    elif "valid number" in error.message or "valid float" in error.message:
+        what, right = "is no number", "give one, as 4 or 0.5"
+    else:
+        wrong: Exception = error
+        return wrong
+    return InputError(f"{error.param.opts[-1]} {given[error.param.name][:20]!r}", what, right)
 
 
 def _said(how: Verbosity, text: str) -> Any:

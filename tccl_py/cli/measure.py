@@ -269,8 +269,6 @@ def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurem
     title = f"Transfer sets on {title}"
     table = Table("Flow", "GB/s", *more, "Figures", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
-    for column in table.columns[1:-1]:
-        column.justify = "right"
     for text, measurement in rows:
         _add_rows(table, text, measurement)
     results().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -27,6 +28,10 @@ _PIPED_WIDTH = 120
 _APART_S = 10.0
 _NARROW, _LEAST_WIDTH = 60, 40
 """In fewer columns tables may leave out words; nothing gets narrower than the second."""
+_NUMBER = re.compile(
+    r"[-?]?|(< |\u00b1 )?[-+]?\d+(\.\d+)?(e-?\d+)?( ?(%|x|[mu]?s|GB/s|[KMG]?i?B))?( \([\d. to]+\))?"
+)
+"""A cell of a column of numbers: a number with its unit and interval, or none."""
 
 
 class _SafeConsole(Console):
@@ -40,12 +45,24 @@ class _SafeConsole(Console):
         return super().render_str(visible(text), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does; on narrow consoles wide tables have a line for each cell."""
-        super().print(*(self._fitting(shown) for shown in objects), **options)
+        """Print as rich does, tables as they fit; piped lines do not end in spaces."""
+        fitting = [self._fitting(shown) for shown in objects]
+        if self.is_terminal:
+            super().print(*fitting, **options)
+            return
+        with self.capture() as printed:
+            super().print(*fitting, **options)
+        text = re.sub(" +$", "", printed.get(), flags=re.MULTILINE)
+        super().print(Text(text), end="", soft_wrap=True)
 
     def _fitting(self, shown: Any) -> Any:
-        framed = isinstance(shown, Table) and shown.box is not None
-        if not framed or self.width >= _NARROW:
+        """Return a framed table with its numbers to the right, or narrow, with a line a cell."""
+        if not isinstance(shown, Table) or shown.box is None:
+            return shown
+        for column in shown.columns:
+            if all(_NUMBER.fullmatch(f"{cell}") for cell in column.cells):
+                column.justify = "right"
+        if self.width >= _NARROW:
             return shown
         if Measurement.get(self, self.options.update_width(_NARROW), shown).minimum <= self.width:
             return shown

@@ -66,6 +66,8 @@ def plan_file(path: Path) -> Path:
 
     Raises InputError: the directory holds none, or its digest differs from the manifest.
     """
+    if not path.exists():
+        raise InputError(str(path), "does not exist", "name a directory of `tccl plan`")
     if not path.is_dir():
         return path
     settle(path)
