@@ -1,5 +1,6 @@
-"""Packages: what the source archive holds, what the extras install, and the manual's page."""
+"""Packages: the source archive, what the extras install, the plugin alone, the manual's page."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.cli.main import COMMANDS
+from tccl_py.nccl.plugin import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,3 +60,18 @@ def test_the_manual_has_every_command_and_no_bare_markup(monkeypatch):
     assert "`" not in text
     requests = {line.split()[0] for line in text.splitlines() if line.startswith(".")}
     assert requests <= {".TH", ".SH", ".SS", ".PP", ".TP", ".RS", ".RE", ".nf", ".fi", ".B"}
+
+
+def test_the_plugin_is_built_by_a_python_without_packages(tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+    command = ["bash", str(ROOT / "scripts" / "build-plugin"), "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / LIBRARY).is_file()
