@@ -109,6 +109,10 @@ BAD = {
         ("measure", SET, *ON, "--seed", "two"),
         "--seed 'two': is no whole number",
     ),
+    "no choice of a plan": (
+        ("env", "plan", "--choice", "mine"),
+        "--choice 'mine': is not known; one of default, variables, graph",
+    ),
     "no number": (("measure", SET, *ON, "--noise", "much"), "--noise 'much': is no number"),
     "no plan to show": (("show", "no/plan"), "no/plan: does not exist; name a directory of"),
     "no plan to export": (

@@ -139,11 +139,14 @@ class _Command(_HelpOption, TyperCommand):
 
 
 def _plain(error: Any, given: Mapping[str, Any]) -> Exception:
-    """Return the error of a value that is no number in plain words, and any other as it is."""
+    """Return the error of a value that cannot be read in plain words, and any other as it is."""
+    _, _, known = error.message.partition(" is not one of ")
     if "valid integer" in error.message:
         what, right = "is no whole number", "give one, as 4"
     elif "valid number" in error.message or "valid float" in error.message:
         what, right = "is no number", "give one, as 4 or 0.5"
+    elif known:
+        what, right = "is not known", f"one of {known.rstrip('.')}".replace("'", "")
     else:
         wrong: Exception = error
         return wrong

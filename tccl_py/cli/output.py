@@ -172,8 +172,8 @@ class ProgressLine:
         self._measured = f"{count} sets measured"
         if most is not None and 0 < count <= most:
             left = (time.monotonic() - self._begun) / count * (most - count)
-            words = "at most " if self._at_most else ""
-            self._measured = f"{count} of {words}{most} sets, {words}{_time_text(left)} left"
+            words, of = ("at most ", " of a first search") if self._at_most else ("", "")
+            self._measured = f"{count} of {words}{most} sets{of}, {words}{_time_text(left)} left"
         self._show()
 
     def say(self, text: str) -> None:

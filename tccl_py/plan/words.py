@@ -154,9 +154,10 @@ def _plugin_text(plan: Plan) -> str:
     rates = [found.rate_gbps for _, _, found in subset_files(plan)]
     if not rates:
         return f"{rest} for every communicator"
+    spread = " to ".join(dict.fromkeys((f"{min(rates):.2f}", f"{max(rates):.2f}")))
     return (
         f"a graph file for communicators over {_count(len(rates), 'set')} of GPUs, "
-        f"{min(rates):.2f} to {max(rates):.2f} GB/s (`tccl show --sets`); {rest} for others"
+        f"{spread} GB/s (`tccl show --sets`); {rest} for others"
     )
 
 
