@@ -87,13 +87,17 @@ def test_the_version_is_the_packages():
 def test_in_notebooks_machines_and_plans_are_drawn(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", object())
     plan = plan_of(ASUS)
-    tccl_py.load_machine(SMALL)
+    model = tccl_py.load_machine(SMALL)
     page = html.unescape(plan._repr_html_())
     assert page.count("<svg") >= 1 + plan.ring_count
+    # The bare machine, of which the rings' drawings take their parts, is not shown beside them.
+    assert page.count("<div hidden>") == 1
     assert plan.advice in page
     machine = html.unescape(plan.machine._repr_html_())
     assert machine.count("<svg") == 1
     assert machine.count("<iframe") == 1
+    assert "<div hidden>" not in machine
+    assert model._repr_html_() == model.machine._repr_html_()
 
 
 def test_a_ring_is_drawn_with_an_arrow_for_each_hop_and_its_slowest_marked(monkeypatch):

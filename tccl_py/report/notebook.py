@@ -11,15 +11,17 @@ from tccl_py.model.rings import Ring
 from tccl_py.plan.plan import Plan, PlanChain
 from tccl_py.report.hops import Ends, chain_ends, line_kind
 from tccl_py.report.page import node_view, templates
+from tccl_py.simulator.model import MachineModel
 
 _DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
 <!DOCTYPE html><meta charset="utf-8"><style>{% include "report.css" %}</style>
 <p>{% for line in lines %}{{ line }}<br>{% endfor %}</p>
 {% for node in nodes %}
+<div{% if node.rings %} hidden{% endif %}>
 {% call svg(node.id, "The machine " ~ node.machine.name, node.sentence, node.layout.width,
   node.nvlinks.bottom + 4) %}
 <g id="{{ node.id }}-parts">{{ machine(node.layout) }}</g>{{ nvlink_parts(node.nvlinks, node.layout)
-}}{% endcall %}
+}}{% endcall %}</div>
 {% for ring in node.rings %}{{ hops(ring, node) }}{% endfor %}
 {% endfor %}
 {% if ring %}{% call svg("ring", "Ring", lines|join(" "), ring.size, ring.size) %}
@@ -30,19 +32,23 @@ _DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
 }}"/><text x="{{ one.x|px }}" y="{{ (one.y + 5)|px }}" class="{{ one.kind }}-name">{{ one.name
 }}</text>{% endfor %}
 {% endcall %}{% endif %}"""
-_HEIGHT = 640
+_HEIGHT = 640.0
+"""The height of a plan's drawing, in which rings beyond the first are reached by scrolling."""
 _RADIUS = 22.0
 """Lines end at this distance from the centre of a device."""
 
 
-def drawing(subject: Machine | Plan | PlanChain | Ring) -> str:
-    """Return HTML with SVG drawings of a machine, of a ring, or of a plan's machines and rings.
+def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
+    """Return HTML with SVG drawings of a machine, of a ring, or of a plan's rings on its machines.
 
     The page is inside an iframe, so that its style and the notebook's do not meet.
     """
-    nodes, ring = [], None
+    nodes, ring, height = [], None, _HEIGHT
+    if isinstance(subject, MachineModel):
+        subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):
         ring = _circle(subject)
+        height = ring.size + 90
         lines = [" → ".join(one.name for one in ring.ends)]
         lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
     elif isinstance(subject, Plan):
@@ -51,8 +57,8 @@ def drawing(subject: Machine | Plan | PlanChain | Ring) -> str:
         lines = repr(subject).splitlines()
     else:
         nodes, lines = [node_view(subject)], [subject.name]
+        height = nodes[0].nvlinks.bottom + 90
     page = templates().from_string(_DRAWING).render(nodes=nodes, ring=ring, lines=lines)
-    height = _HEIGHT if ring is None else ring.size + 90
     style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
     return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
 
@@ -98,5 +104,5 @@ def _circle(ring: PlanChain | Ring) -> SimpleNamespace:
     return SimpleNamespace(size=2 * middle, arrows=arrows, ends=shown)
 
 
-for _kind in (Machine, Plan, PlanChain, Ring):
+for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
     setattr(_kind, "_repr_html_", drawing)  # noqa: B010 (mypy knows no such attribute)
