@@ -38,13 +38,13 @@ def main():
 
 def as_nccl(torch, dist, rank, seen):
     """Let torch take a CPU for a GPU, numbered backwards, and note what collectives see."""
-    from tccl_py.model.machine import Fingerprint  # noqa: PLC0415
+    from tccl_py.readers.live import DriverFacts  # noqa: PLC0415
     from tccl_py.torch import groups, members  # noqa: PLC0415
 
-    none = Fingerprint(gpu_uuids=(), driver="", numa_count=1, kernel="")
+    none = DriverFacts(driver="", gpus=(), peer_access=())
     groups.wants_nccl = lambda torch, backend: True
     groups.device_of = lambda torch, device_id: torch.device("cpu", 0)
-    members.look = lambda ordinal, nccl: members.Here(gpu=3 - rank, fingerprint=none, nccl="2.30.7")
+    members.look = lambda ordinal: (3 - rank, none)
     torch.cuda.nccl.version = lambda: (2, 30, 7)
     # No NCCL reads its environment here, so no plugin is loaded.
     torch.cuda.nccl.unique_id = lambda: b""

@@ -11,8 +11,8 @@ endpoint, senders connect, receivers accept.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import select
 import socket
 import struct
 import time
@@ -295,8 +295,9 @@ class Connection(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
             receives, dec_hook=decoded
         )
-        # Each of two threads sets its own timeout.
-        self._socket, self._sending = sock, sock.dup()
+        # A duplicate for another timeout would not do: it shares O_NONBLOCK.
+        self._socket = sock
+        self._socket.setblocking(False)
         # Of the message that is arriving; kept over a timeout.
         self._bytes = bytearray()
         self._fds: list[int] = []
@@ -313,22 +314,20 @@ class Connection(Generic[Received]):
         Raises ConnectionClosed; ConnectionTimeout, after which this end is closed; MeasurementError
         if nothing was sent.
         """
+        deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message, enc_hook=np.ndarray.tobytes)
         if len(body) > LARGEST_BODY:
             what = f"{len(body)} message bytes to {self.peer}"
             raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")
         try:
-            self._sending.settimeout(timeout_s)
-            self._sending.sendall(_HEADER.pack(len(body), len(fds)) + body)
+            data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
+            while data:
+                data = data[self._send_some(data, (), deadline) :]
             if fds:
-                socket.send_fds(self._sending, [b"\0"], list(fds))
-        except TimeoutError as error:
+                self._send_some(b"\0", fds, deadline)
+        except ConnectionTimeout:
             self.close()
-            raise ConnectionTimeout(f"{self.peer} did not read in time") from error
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ConnectionClosed(f"{self.peer} has gone") from error
-        except OSError as error:
-            raise self._broken("send to", error) from error
+            raise
 
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
@@ -336,7 +335,7 @@ class Connection(Generic[Received]):
         Raises ConnectionClosed after the last message, ConnectionTimeout (a later call goes on from
         here), and MeasurementError for an invalid message, which is dropped.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = _deadline(timeout_s)
         self._fill(_HEADER.size, deadline)
         length, count = _HEADER.unpack_from(self._bytes)
         if length > LARGEST_BODY:
@@ -368,8 +367,22 @@ class Connection(Generic[Received]):
     def close(self) -> None:
         """Close this end, and descriptors of a message that was still arriving."""
         self._socket.close()
-        self._sending.close()
         self._drop()
+
+    def _send_some(
+        self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
+    ) -> int:
+        while True:
+            try:
+                if fds:
+                    return socket.send_fds(self._socket, [data], list(fds))
+                return self._socket.send(data)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ConnectionClosed(f"{self.peer} has gone") from error
+            except OSError as error:
+                raise self._broken("send to", error) from error
 
     def _fill(self, size: int, deadline: float | None) -> None:
         while len(self._bytes) < size:
@@ -379,21 +392,19 @@ class Connection(Generic[Received]):
     def _read(self, size: int, fds: int, deadline: float | None) -> tuple[bytes, array[int]]:
         """Read at most `size` bytes, and the descriptors with them."""
         space = socket.CMSG_LEN(fds * _FD_BYTES) if fds else 0
-        data, found, ancillary = b"", array("i"), list[Any]()
-        try:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._socket.settimeout(left_s)
-            # Close-on-exec from the start: another thread may be starting a process.
-            # (socket.recv_fds has a parameter for flags, and ignores it.)
-            data, ancillary, _, _ = self._socket.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, TimeoutError) as error:
-            if error.errno == errno.ETIMEDOUT:  # of TCP: its host has vanished
+        data, found = b"", array("i")
+        while True:
+            try:
+                # Close-on-exec from the start: another thread may be starting a process.
+                # (socket.recv_fds has a parameter for flags, and ignores it.)
+                data, ancillary, _, _ = self._socket.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+                break
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+            except ConnectionResetError:  # the peer left without reading all: gone as well
+                break
+            except OSError as error:
                 raise self._broken("receive from", error) from error
-            raise ConnectionTimeout(f"{self.peer} sent no whole message in time") from error
-        except ConnectionResetError:  # the peer left without reading all: gone as well
-            pass
-        except OSError as error:
-            raise self._broken("receive from", error) from error
         if not data:
             where = " in the middle of a message" if self._bytes else ""
             self._drop()
@@ -402,6 +413,15 @@ class Connection(Generic[Received]):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 found.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
         return data, found
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        """Wait until the socket can go on; poll, because select ends at descriptor 1023."""
+        poller = select.poll()
+        poller.register(self._socket, event)
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not poller.poll(None if left_s is None else 1000 * left_s):
+            verb = "sent no whole message" if event == select.POLLIN else "did not read"
+            raise ConnectionTimeout(f"{self.peer} {verb} in time")
 
     def _broken(self, verb: str, error: OSError) -> MeasurementError:
         """Close, because the next message could not be found, and return the error."""
@@ -415,3 +435,7 @@ class Connection(Generic[Received]):
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
