@@ -173,6 +173,8 @@ def _export_job(
         raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
     check_plan_directory(directory)
     plan = load_plan(directory)
+    if not plan.is_cluster:
+        raise InputError("--hosts", "is for the plan of a cluster", "leave it out")
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = gpus_of_hosts(gpus, [host.name for host in listed])
     try:
