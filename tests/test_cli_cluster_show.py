@@ -85,7 +85,7 @@ def test_hosts_in_the_order_given_are_compressed(tmp_path):
 
 def test_hops_lists_every_flow_with_its_rate(directory):
     lines = rows(tccl("show", directory, "--hops").stdout)
-    assert "four 0 0 20.00 (slowest) N0->N0->G1{blocks=2}" in lines
+    assert "four 0 0 20.00 N0->N0->G1{blocks=2} (slowest)" in lines
     assert "four 0 0 22.00 G0->G0->C1->G2->G2{blocks=2}" in lines
     assert "one 2 1 22.00 G0->G0->C0->N1->N1{blocks=2}" in lines
     flows = sum(len(chain.hops) for one in mixed().paths for chain in one.chains)

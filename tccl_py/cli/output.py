@@ -162,7 +162,7 @@ class ProgressLine:
         shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
         self._search = (
             f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
-            f"best {self._best:.1f} GB/s, bound {shown}"
+            f"best so far {self._best:.1f} GB/s, bound of this search {shown}"
         )
         self._show()
 

@@ -226,11 +226,11 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
     for number in used_paths(plan):
         for ring, chain in enumerate(plan.paths[number].chains):
             for hop in chain.hops:
-                rate = f"{hop.gbps:.2f}{' (slowest)' * (hop == chain.bottleneck)}"
+                flow = f"{hop.flow}{' (slowest)' * (hop == chain.bottleneck)}"
                 ends: Cells = str(ring), f"G{hop.source}", f"G{hop.target}"
                 if plan.is_cluster:
                     ends = _class_name(plan, number), str(number), str(ring)
-                yield *ends, rate, str(hop.flow)
+                yield *ends, f"{hop.gbps:.2f}", flow
 
 
 def set_table(plan: Plan) -> Iterator[Cells]:
