@@ -20,12 +20,14 @@ _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
 """NVML_CLOCK_GRAPHICS, _SM and _MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
 NVML_VOLATILE_ECC."""
-_QUESTIONS: dict[str, tuple[Any, ...]] = {
+_CONSTANTS = {
     "sm_max_mhz": ("GetMaxClockInfo", _SM_CLOCK),
     "sm_set_mhz": ("GetApplicationsClock", _GRAPHICS_CLOCK),
     "pcie_generation_max": ("GetMaxPcieLinkGeneration",),
     "pcie_width_max": ("GetMaxPcieLinkWidth",),
     "persistence": ("GetPersistenceMode",),
+}
+_STATE = {
     "sm_mhz": ("GetClockInfo", _SM_CLOCK),
     "memory_mhz": ("GetClockInfo", _MEMORY_CLOCK),
     # Drivers before 535 know the second name only, CUDA 14 will know the second of temperature.
@@ -98,41 +100,48 @@ class Watch:
         self._own_pids = own_pids
         self._nvml = nvml
         self._proc = proc
-        self._handles: list[Any] = []
+        self._constants: list[tuple[Any, GpuConditions]] = []
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
         with contextlib.ExitStack() as opened, _measuring():
             self._nvml = opened.enter_context(opened_nvml(self._nvml))
-            handle_of = self._nvml.nvmlDeviceGetHandleByIndex
-            self._handles = [
-                ask_nvml(self._nvml, f"GPU {gpu}", handle_of, gpu) for gpu in self._gpus
-            ]
+            self._constants = [self._constant(gpu) for gpu in self._gpus]
             self._open = opened.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handles = []
+        self._constants = []
         self._open.close()
 
     def look(self) -> Conditions:
         """Return the conditions of all GPUs; look between timed transfers and never during them."""
-        if len(self._handles) < len(self._gpus):
+        if len(self._constants) < len(self._gpus):
             raise RuntimeError("a Watch looks only inside its `with` block")
         with _measuring():
-            return tuple(map(self._conditions, self._gpus, self._handles))
+            return tuple(self._conditions(*found) for found in self._constants)
 
-    def _conditions(self, gpu: int, handle: Any) -> GpuConditions:
-        found = {
+    def _constant(self, gpu: int) -> tuple[Any, GpuConditions]:
+        handle = ask_nvml(self._nvml, f"GPU {gpu}", self._nvml.nvmlDeviceGetHandleByIndex, gpu)
+        known = self._answers(gpu, handle, _CONSTANTS)
+        if known["persistence"] is not None:
+            known["persistence"] = bool(known["persistence"])
+        return handle, GpuConditions(gpu=gpu, **known)
+
+    def _conditions(self, handle: Any, constant: GpuConditions) -> GpuConditions:
+        state = self._answers(constant.gpu, handle, _STATE)
+        if state["throttling"] is not None:
+            state["throttling"] = throttling_names(state["throttling"])
+        state["other_processes"] = _others(state["other_processes"], self._own_pids, self._proc)
+        return msgspec.structs.replace(constant, **state)
+
+    def _answers(
+        self, gpu: int, handle: Any, questions: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Any]:
+        return {
             field: self._answer(gpu, names.split("|"), handle, *arguments)
-            for field, (names, *arguments) in _QUESTIONS.items()
+            for field, (names, *arguments) in questions.items()
         }
-        if found["persistence"] is not None:
-            found["persistence"] = bool(found["persistence"])
-        if found["throttling"] is not None:
-            found["throttling"] = throttling_names(found["throttling"])
-        found["other_processes"] = _others(found["other_processes"], self._own_pids, self._proc)
-        return GpuConditions(gpu=gpu, **found)
 
     def _answer(self, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
         for name in names:
