@@ -27,9 +27,9 @@ from tccl_py.nccl.paths import (
     reaches_gpu,
     relay_of,
 )
-from tccl_py.nccl.settings import Settings, check_settings, settings_channels
+from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.transport import blocks_of_ring, hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, net_ends, net_path, view
 
@@ -206,9 +206,8 @@ def chain_hop_space(
     are shared evenly by the `chains_in_set` chains of a set. Raises InputError: settings the
     version does not have. SearchError: there is no NIC.
     """
-    inner, settings = hop_space(seen, rings_in_set=chains_in_set), seen.settings
-    channels = settings_channels(settings, sm=seen.system.sm_min)
-    blocks = max(1, channels // chains_in_set)
+    inner = hop_space(seen, rings_in_set=chains_in_set)
+    blocks = blocks_of_ring(seen, chains_in_set)
     ends = [(gpu, nic) for gpu in seen.gpus for nic in seen.nics if nics is None or nic in nics]
     if not ends:
         raise SearchError(f"machine {seen.machine.name} has no NIC for chains")

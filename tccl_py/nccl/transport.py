@@ -102,7 +102,7 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     if rings_in_set < 1:
         raise InputError("rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
     channels = settings_channels(settings, sm=seen.system.sm_min)
-    blocks = max(1, channels // rings_in_set)
+    blocks = blocks_of_ring(seen, rings_in_set)
     hops = {}
     for pair in permutations(seen.gpus, 2) if not seen.by_network else ():
         mechanism = pair_mechanism(seen, *pair)
@@ -113,6 +113,11 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     switches = [f"{name}={value}" for name, value in environment(settings).items()]
     name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
     return HopSpace(name=name, gpus=seen.gpus, hops=hops)
+
+
+def blocks_of_ring(seen: NcclView, rings_in_set: int) -> int:
+    """Return the blocks of each hop where the rings of a set share the final channels evenly."""
+    return max(1, settings_channels(seen.settings, sm=seen.system.sm_min) // rings_in_set)
 
 
 def _nodes(seen: NcclView, mechanism: Mechanism, source: int) -> tuple[int | None, ...]:
