@@ -11,15 +11,11 @@ import contextlib
 import functools
 import shutil
 import stat
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from io import BufferedReader, BufferedWriter
+from collections.abc import Mapping, Sequence
+from io import BufferedWriter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import (
@@ -37,9 +33,6 @@ from tccl_py.model.measurement import Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
 from tccl_py.sources.remembering import FORMAT_VERSION, JournalHeader
 
-if TYPE_CHECKING:
-    pass
-
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
@@ -47,76 +40,11 @@ _UNWRITABLE = "cannot be written", SPACE
 _DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
 
 
-class JournalLines(Mapping[TransferSet, Sequence[Measurement]]):
-    """A journal's measurements by set, in the order of the file.
-
-    Memory holds hashes of sets and offsets of lines; lookups decode the line again.
-    """
-
-    def __init__(self, path: Path, hashes: array[int], places: array[int]) -> None:
-        self._path = path
-        found = np.frombuffer(hashes, np.int64)
-        order = np.argsort(found, kind="stable")
-        self._hashes, self._places = found[order], np.frombuffer(places, np.int64)[order]
-
-    def __getitem__(self, key: TransferSet) -> Sequence[Measurement]:
-        low = np.searchsorted(self._hashes, hash(key), side="left")
-        high = np.searchsorted(self._hashes, hash(key), side="right")
-        if low == high:
-            raise KeyError(key)
-        return _Repeated(self._path, key, self._places[low:high])
-
-    def __iter__(self) -> Iterator[TransferSet]:
-        firsts = np.sort(self._places[self._is_first])
-        with reading(self._path) as file:
-            for place in firsts:
-                yield _line_at(file, self._path, place).transfers
-
-    def __len__(self) -> int:
-        return int(np.count_nonzero(self._is_first))
-
-    @property
-    def _is_first(self) -> npt.NDArray[np.bool_]:
-        """Mark the first line of each set."""
-        return np.diff(self._hashes, prepend=self._hashes[:1] - 1).astype(np.bool_)
-
-
-class _Repeated(Sequence[Measurement]):
-    """The lines of one set."""
-
-    def __init__(self, path: Path, key: TransferSet, places: npt.NDArray[np.int64]) -> None:
-        self._path, self._key, self._places = path, key, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        with reading(self._path) as file:
-            found = _line_at(file, self._path, self._places[index])
-        if found.transfers != self._key:
-            raise _changed(self._path)
-        return found
-
-
-def _line_at(file: BufferedReader, path: Path, place: np.int64) -> Measurement:
-    file.seek(int(place))
-    try:
-        return _DECODER.decode(file.readline(MAX_LINE_BYTES))
-    except (msgspec.MsgspecError, UnicodeDecodeError, NoRateError) as error:
-        raise _changed(path) from error
-
-
-def _changed(path: Path) -> InputError:
-    return InputError(str(path), "was changed while it was used", "run the command again")
-
-
 class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a journal file, with its length up to the last whole line."""
 
     header: JournalHeader
-    measurements: JournalLines
+    measurements: Mapping[TransferSet, Sequence[Measurement]]
     notices: tuple[str, ...]
     whole_bytes: int
 
@@ -127,8 +55,8 @@ def read_journal(path: Path) -> JournalContents:
     Raises InputError: no header, another format version, or a damaged line before the last.
     """
     header: JournalHeader | None = None
-    hashes, places = array("q"), array("q")
-    ignored = place = 0
+    measurements: dict[TransferSet, list[Measurement]] = {}
+    ignored = whole_bytes = 0
     torn = b""
     with reading(path) as file:
         lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
@@ -141,9 +69,8 @@ def read_journal(path: Path) -> JournalContents:
             elif (measurement := _measurement(line, header, path, number)) is None:
                 ignored += 1
             else:
-                hashes.append(hash(measurement.transfers))
-                places.append(place)
-            place += len(line)
+                measurements.setdefault(measurement.transfers, []).append(measurement)
+            whole_bytes += len(line)
     if header is None:
         raise InputError(str(path), "has no header line", "name a journal this program wrote")
     if len(torn) == MAX_LINE_BYTES:
@@ -155,9 +82,9 @@ def read_journal(path: Path) -> JournalContents:
         notices.insert(0, f"{path}: {what} ({why}); what is needed is measured again")
     return JournalContents(
         header=header,
-        measurements=JournalLines(path, hashes, places),
+        measurements=measurements,
         notices=tuple(notices),
-        whole_bytes=place,
+        whole_bytes=whole_bytes,
     )
 
 
