@@ -146,7 +146,6 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "stock": choice_json(plan.stock),
                 "cancelled": False,
                 "notices": ["N2 left out"],
-                "bounded": False,
                 "by_size": [],
             }
         )

@@ -163,7 +163,6 @@ def _export_job(
     from tccl_py.plan.table_jobs import (  # noqa: PLC0415 (slow)
         NoTableError,
         as_achieved,
-        bounded_job,
         plan_of_job,
     )
     from tccl_py.verify.record import load_verification  # noqa: PLC0415 (slow)
@@ -180,10 +179,12 @@ def _export_job(
     try:
         made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
     except NoTableError as missing:
-        job = bounded_job(plan, directory, listed, of_hosts, missing)
-        notice(f"wrote {write_bounded_job(job, output)} files to {output}: rate {job.rate_text}")
-        notice(job.advice)
-        notice_each(job.notices)
+        count, rate = write_bounded_job(
+            plan, directory, listed, of_hosts, output=output, missing=missing
+        )
+        notice(f"wrote {count} files to {output}: rate {rate}")
+        notice("Leave NCCL as it is: no rings over these GPUs were measured.")
+        notice(str(missing))
         return
     seen = load_verification(directory)
     if seen is not None and seen.backend == "cuda" and not seen.simulated:

@@ -13,7 +13,6 @@ from tccl_py.cli.options import flag
 from tccl_py.cli.output import GOOD, grid, print_table, results
 from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.plan.bounded_jobs import BoundedJob, read_bounded_job
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import (
@@ -26,7 +25,6 @@ from tccl_py.plan.words import (
     summary,
     used_paths,
 )
-from tccl_py.readers.hosts import compress
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.sizes import load_sizes
@@ -50,9 +48,6 @@ def show(
 
         tccl show my-plan --hops
     """
-    if (job := read_bounded_job(directory)) is not None:
-        _print_bounded(job, json=json)
-        return
     plan = load_plan(directory)
     if json:
         print_plan_json(plan, directory)
@@ -70,21 +65,6 @@ def show(
         print_table(console, hop_table(plan))
     if sets:
         print_table(console, set_table(plan))
-
-
-def _print_bounded(job: BoundedJob, *, json: bool) -> None:
-    if json:
-        print_json(job.to_json())
-        return
-    console = results()
-    count = sum(len(host.gpus) for host in job.hosts)
-    console.print(f"Job of {len(job.hosts)} hosts with {count} GPUs, which was not measured")
-    console.print(job.advice, style=GOOD)
-    rows = [("host order", f"as given: {compress([host.name for host in job.hosts])}")]
-    rows += [("rate", job.rate_text), ("NCCL", job.settings.version)]
-    console.print(grid(rows))
-    for text in job.notices:
-        console.print(f"note: {text}")
 
 
 def print_plan_json(plan: Plan, directory: Path) -> None:

@@ -26,15 +26,11 @@ from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 MAX_GBPS = 1e6
 _AGAIN = "plan it again"
 
-BOUNDED_JOB = "job without a rate"
-"""The kind of the plan file of plan/bounded_jobs.py."""
 
-
-class Head(msgspec.Struct):
+class _Head(msgspec.Struct):
     """The part of a plan file that all versions have."""
 
     format_version: int
-    kind: str = ""
     cluster: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -47,11 +43,8 @@ def load_plan(path: Path | str) -> Plan:
     path = plan_file(Path(path))
     text = read_text(path)
     # Another version may have other fields: it is refused by its head alone.
-    head = decode_json(text, Head, where=str(path), name="Plan")
-    if head.kind == BOUNDED_JOB:
-        what = "is of a job whose rate is not known, as no table is for its GPUs"
-        raise InputError(str(path), what, "source its env.sh; `tccl show` has how to measure it")
-    if head.format_version != FORMAT_VERSION or head.kind or head.cluster is msgspec.UNSET:
+    head = decode_json(text, _Head, where=str(path), name="Plan")
+    if head.format_version != FORMAT_VERSION or head.cluster is msgspec.UNSET:
         raise InputError(
             str(path),
             f"is of an earlier program (format version {_number(head.format_version)})",

@@ -18,7 +18,6 @@ from tccl_py.model.symmetry import Permutation, automorphisms, relabelled_hop
 from tccl_py.nccl.graph_search import DefaultChain, default_choice_or_sys
 from tccl_py.nccl.network import NicPair, chain_hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.bounded_jobs import BoundedHost, BoundedJob, bound_of
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
 from tccl_py.plan.tables import (
@@ -65,11 +64,11 @@ def plan_of_job(
         keep_order: leave the hosts in the given order.
 
     Raises:
-        NoTableError: no table of a host's class is for its GPUs; see `bounded_job`.
+        NoTableError: no table of a host's class is for its GPUs; see `write_bounded_job`.
         InputError: a plan of one host, an unknown host, or fewer than 2 hosts.
         SearchError: no ring exists.
     """
-    keys, cluster = _cluster(plan, hosts, gpus or {})
+    keys, cluster = job_cluster(plan, hosts, gpus or {})
     known = plan.cluster.classes
     tables = read_tables(directory, [known[number] for number in {number for number, _ in keys}])
     nodes = [
@@ -86,33 +85,6 @@ def plan_of_job(
     )
     names = {one.name: known[key[0]].name for one, key in zip(cluster.classes, keys, strict=True)}
     return made, names
-
-
-def bounded_job(
-    plan: Plan,
-    directory: Path,
-    hosts: Sequence[HostSlots],
-    gpus: Mapping[str, tuple[int, ...]],
-    missing: NoTableError,
-) -> BoundedJob:
-    """Return default NCCL for a job that `plan_of_job` refused because tables are `missing`.
-
-    Raises InputError: a class without any table.
-    """
-    keys, cluster = _cluster(plan, hosts, gpus)
-    known = plan.cluster.classes
-    of_classes = [read_tables(directory, [known[number]]) for number, _ in keys]
-    if not all(of_classes):
-        raise missing
-    sets = [some for _, some in keys]
-    return BoundedJob(
-        hosts=tuple(BoundedHost(host.name, sets[host.node_class]) for host in cluster.hosts),
-        settings=of_classes[0][0].kept.default_settings,
-        bound_gbps=bound_of(cluster, sets, of_classes),
-        simulated=plan.simulated,
-        notices=(f"the rate is not known: {missing}",),
-        pinned_env=plan.pinned_env,
-    )
 
 
 def as_achieved(
@@ -164,10 +136,13 @@ def as_achieved(
     )
 
 
-def _cluster(
+def job_cluster(
     plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[_Key], Cluster]:
-    """Return a job's hosts, and the key of each of its classes."""
+    """Return the number of a class and its GPUs for each of a job's classes, and the job's hosts.
+
+    Raises InputError: as `plan_of_job`.
+    """
     used = _used(plan, hosts, gpus)
     keys = list(dict.fromkeys(used.values()))
     numbers = {key: number for number, key in enumerate(keys)}

@@ -253,7 +253,7 @@ def _class_name(plan: Plan, path: int) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
     if plan.is_cluster:
-        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order, "bounded": False}
+        subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
     else:
         subject = {"machine": plan.machine.name, "gpus": plan.gpus}
