@@ -1,20 +1,61 @@
-"""Databases of the TCCL fork for tests: drawn by hypothesis, and small ones by hand."""
+"""Databases of the TCCL fork for tests: what its file says, and a small one by hand."""
 
-import itertools
-
-from hypothesis import strategies as st
-
-from tccl_py.tccl_fork.database import (
-    Crossing,
-    Database,
-    GpuRing,
-    NodeChain,
-    NodeChains,
-    TypedTransfer,
-    index_bits,
-)
+import msgspec
 
 CODES = ("GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER")
+
+
+class TypedTransfer(msgspec.Struct, frozen=True, order=True):
+    """A transfer inside a node; indices are of a GPU or, in host memory, of a NUMA node.
+
+    `type` is as `GPU_WRITE_CPUMEM_KERNEL`: READ or WRITE, of GPUMEM or CPUMEM, by a KERNEL or a
+    copy engine (MEMCPY).
+    """
+
+    type: str
+    source: int
+    destination: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.source} to {self.destination}"
+
+
+class Crossing(TypedTransfer, frozen=True, order=True):
+    """A transfer to the next node, as `GPU_CPU_INTER` from GPU memory to host memory there."""
+
+
+class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
+    """The ring over the GPUs of `mask` inside one node; transfers in ring order, GB/s."""
+
+    mask: int
+    gbps: float
+    transfers: tuple[TypedTransfer, ...]
+
+
+class NodeChain(msgspec.Struct, frozen=True, kw_only=True):
+    """A chain through a node from the crossing `head` to the crossing `tail`, GB/s."""
+
+    head: Crossing
+    tail: Crossing
+    gbps: float
+    transfers: tuple[TypedTransfer, ...]
+
+
+class NodeChains(msgspec.Struct, frozen=True, kw_only=True):
+    """Chains over the GPUs of `mask`, one for each pair of head and tail."""
+
+    mask: int
+    chains: tuple[NodeChain, ...]
+
+
+class Database(msgspec.Struct, frozen=True, kw_only=True):
+    """All content of the fork's file; indices in crossings have `num_bits` bits."""
+
+    num_gpus: int
+    num_numa: int
+    num_bits: int
+    intra: tuple[GpuRing, ...] = ()
+    inter: tuple[NodeChains, ...] = ()
 
 
 def gpus_of(mask):
@@ -28,10 +69,6 @@ def leaves_gpu(crossing):
 
 def lands_in_gpu(crossing):
     return crossing.type.endswith("_GPU_INTER")
-
-
-def kind(from_gpu, to_gpu):
-    return f"{'GPU' if from_gpu else 'CPU'}_{'GPU' if to_gpu else 'CPU'}_INTER"
 
 
 def encoded(crossing, bits):
@@ -66,74 +103,3 @@ def small_database():
             ),
         ),
     )
-
-
-@st.composite
-def databases(draw, *, most_gpus=5):
-    num_gpus = draw(st.integers(1, most_gpus))
-    num_numa = draw(st.integers(1, 3))
-    masks = st.sets(st.integers(1, 2**num_gpus - 1), max_size=6)
-    rings = [mask for mask in sorted(draw(masks)) if len(gpus_of(mask)) > 1]
-    return Database(
-        num_gpus=num_gpus,
-        num_numa=num_numa,
-        num_bits=index_bits(num_gpus, num_numa),
-        intra=tuple(draw(ring(mask, num_numa)) for mask in rings),
-        inter=tuple(draw(chains(mask, num_gpus, num_numa)) for mask in sorted(draw(masks))),
-    )
-
-
-RATES = st.floats(1e-3, 1e5, exclude_min=True)
-
-
-@st.composite
-def ring(draw, mask, num_numa):
-    order = draw(st.permutations(gpus_of(mask)))
-    transfers = draw(moves([*order, order[0]], num_numa))
-    # A ring may begin with any transfer, also with the read of a bounce.
-    start = draw(st.integers(0, len(transfers) - 1))
-    transfers = (*transfers[start:], *transfers[:start])
-    return GpuRing(mask=mask, gbps=draw(RATES), transfers=transfers)
-
-
-@st.composite
-def chains(draw, mask, num_gpus, num_numa):
-    found = draw(st.lists(chain(mask, num_gpus, num_numa), max_size=5))
-    unique = {(one.head, one.tail): one for one in found if one.transfers}
-    return NodeChains(mask=mask, chains=tuple(unique.values()))
-
-
-@st.composite
-def chain(draw, mask, num_gpus, num_numa):
-    order = draw(st.permutations(gpus_of(mask)))
-    numa, gpu, kernel = st.integers(0, num_numa - 1), st.integers(0, num_gpus - 1), st.booleans()
-    lands, leaves, far_out, far_in = (draw(st.booleans()) for _ in range(4))
-    entry = order[0] if lands else draw(numa)
-    way_out = order[-1] if leaves else draw(numa)
-    inside = draw(moves(order, num_numa))
-    if not lands:
-        inside = (move(f"{'' if draw(kernel) else 'copy '}read cpu", entry, order[0]), *inside)
-    if not leaves:
-        inside = (*inside, move(f"{'' if draw(kernel) else 'copy '}write cpu", order[-1], way_out))
-    return NodeChain(
-        head=Crossing(kind(far_out, lands), draw(gpu if far_out else numa), entry),
-        tail=Crossing(kind(leaves, far_in), way_out, draw(gpu if far_in else numa)),
-        gbps=draw(RATES),
-        transfers=inside,
-    )
-
-
-@st.composite
-def moves(draw, order, num_numa):
-    found = []
-    for source, target in itertools.pairwise(order):
-        copy = draw(st.sampled_from(("", "copy ")))
-        # The fork's runtime has no reads of GPU memory by copy engines.
-        kind = draw(st.sampled_from(("write gpu", "read gpu", "bounce")))
-        if kind != "bounce":
-            found.append(move(kind if kind == "read gpu" else copy + kind, source, target))
-            continue
-        node = draw(st.integers(0, num_numa - 1))
-        other = draw(st.sampled_from(("", "copy ")))
-        found += [move(f"{copy}write cpu", source, node), move(f"{other}read cpu", node, target)]
-    return tuple(found)

@@ -17,16 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.tccl_fork.database import (
+from tests.tccl_databases import (
     Crossing,
     Database,
     GpuRing,
     NodeChain,
     NodeChains,
     TypedTransfer,
-    table_cells,
+    encoded,
+    gpus_of,
+    lands_in_gpu,
+    leaves_gpu,
 )
-from tests.tccl_databases import encoded, gpus_of, lands_in_gpu, leaves_gpu
 
 MAX_GBPS = 1e6
 
@@ -86,7 +88,8 @@ def metadata_fault(database: Database) -> Fault | None:
         return Fault(
             f"has num_gpus, num_numa and num_bits_idx of {counts}", "each of them is 1 or more"
         )
-    if table_cells(database.num_gpus, database.num_bits) >= 2**31:
+    # Set x head x tail.
+    if database.num_gpus + 4 + 4 * database.num_bits >= 31:
         return Fault(
             f"makes a table for {database.num_gpus} GPUs and indices of {database.num_bits} bits",
             "the fork counts its cells in 32 bits: 10 GPUs with 4 bits, 16 with 2",

@@ -44,6 +44,7 @@ from tccl_py.tccl_fork.database import make_database
 from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FOUR_GPUS, PCIE, SMALL, plan_of, through
+from tests.tccl_runtime import parse_tccl_xml
 from tests.toy import toy_machine
 
 OFF = {"NCCL_P2P_DISABLE": "1"}
@@ -330,7 +331,7 @@ def test_an_explanation_asks_for_no_transfer_that_jobs_cannot_have():
 
 def test_the_database_of_the_fork_keeps_to_it():
     made = make_database(kept_plan(SMALL), Simulator(load_bundled(SMALL)))
-    kinds = {one.type for ring in made.database.intra for one in ring.transfers}
+    kinds = {one.type for ring in parse_tccl_xml(made.text).intra for one in ring.transfers}
     assert kinds
     assert not any("GPUMEM" in kind for kind in kinds)
 

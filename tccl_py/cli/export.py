@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tccl_py.cli import options
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
@@ -126,13 +126,13 @@ def _export_fork(
 ) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     # These take long to load.
-    from tccl_py.tccl_fork.database import make_database, tccl_xml  # noqa: PLC0415
+    from tccl_py.tccl_fork.database import make_database  # noqa: PLC0415
     from tccl_py.tccl_fork.kept import rates_of  # noqa: PLC0415
-    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, Export, check_plan_for_fork, gpu_sets  # noqa: PLC0415
+    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, check_plan_for_fork, gpu_sets  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
     in_range("--max-sets", most, 1_000_000)
-    wanted = Export(subsets=gpu_sets(subsets), nic=nic, max_sets=most)
+    wanted: dict[str, Any] = {"subsets": gpu_sets(subsets), "nic": nic, "max_sets": most}
     _check_new(output)
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off(), ExitStack() as stack:
@@ -144,14 +144,13 @@ def _export_fork(
         with source:
             # A source that measures reports by itself.
             reporter = line if plan.simulated else None
-            made = make_database(plan, source, export=wanted, reporter=reporter, tables=tables)
+            made = make_database(plan, source, reporter=reporter, tables=tables, **wanted)
         notice_each(source.notices)
-    write_result(tccl_xml(made.database, notes=made.notes), output)
+    write_result(made.text, output)
     notice_each(made.notes)
     if output is not None:
-        rings = len(made.database.intra)
-        chains = sum(len(part.chains) for part in made.database.inter)
-        said = f"{rings} ring{'s' * (rings != 1)} and {chains} chain{'s' * (chains != 1)}"
+        counts = (made.rings, "ring"), (made.chains, "chain")
+        said = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
         notice(f"wrote {said} to {output}")
 
 

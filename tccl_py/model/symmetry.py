@@ -69,18 +69,36 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
     chosen = keep.copy()
     chosen[0] = True
     elements, points = symmetry.elements[chosen], symmetry.points
-    generators = tuple(
-        {points[i]: points[int(image)] for i, image in enumerate(row)} for row in elements[1:257]
-    )
+    generators = tuple(mapping(symmetry, row) for row in elements[1:257])
     return Symmetry(points=points, elements=elements, generators=generators, order=len(elements))
 
 
-def equal_sets(symmetry: Symmetry, gpus: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return the sets of GPUs, ascending, that the listed elements exchange with `gpus`."""
-    columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
-    numbers = [int(point[1:]) for point in symmetry.points]
-    moved = np.unique(np.sort(symmetry.elements[:, columns], axis=1), axis=0)
-    return {tuple(sorted(numbers[image] for image in row)) for row in moved.tolist()}
+def onto(symmetry: Symmetry, points: Sequence[str], images: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Mark the listed elements that map a set of points onto a set of as many images."""
+    wanted = np.sort([symmetry.points.index(point) for point in images])
+    marked: npt.NDArray[np.bool_] = (_moved(symmetry, points) == wanted).all(axis=1)
+    return marked
+
+
+def images_of_gpus(symmetry: Symmetry, gpus: Sequence[int]) -> dict[tuple[int, ...], Permutation]:
+    """Return the sets of GPUs, ascending, that listed elements exchange with `gpus`, and one each.
+
+    Of several elements that lead to a set the first is taken.
+    """
+    _, rows = np.unique(_moved(symmetry, [f"G{g}" for g in gpus]), axis=0, return_index=True)
+    mappings = (mapping(symmetry, row) for row in symmetry.elements[rows])
+    return {tuple(sorted(int(names[f"G{g}"][1:]) for g in gpus)): names for names in mappings}
+
+
+def _moved(symmetry: Symmetry, points: Sequence[str]) -> npt.NDArray[np.int16]:
+    """Return the image of a set of points, in ascending order, under each listed element."""
+    columns = [symmetry.points.index(point) for point in points]
+    return np.sort(symmetry.elements[:, columns], axis=1)
+
+
+def mapping(symmetry: Symmetry, row: npt.NDArray[np.int16]) -> Permutation:
+    """Return a listed element by names."""
+    return {point: symmetry.points[int(to)] for point, to in zip(symmetry.points, row, strict=True)}
 
 
 class _Level(msgspec.Struct, frozen=True):

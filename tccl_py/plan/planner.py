@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
-import numpy as np
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Ring, RingSet
-from tccl_py.model.symmetry import Symmetry, automorphisms
+from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
 from tccl_py.model.transfer import (
     Fifo,
     Flow,
@@ -348,20 +347,14 @@ def _subset(
 
 def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
     """The plan of a subset carried over to all subsets that look the same."""
-    column = {point: i for i, point in enumerate(symmetry.points)}
-    number = [int(point[1:]) for point in symmetry.points]
-    moved = symmetry.elements[:, [column[f"G{gpu}"] for gpu in planned.gpus]]
-    _, rows = np.unique(np.sort(moved, axis=1), axis=0, return_index=True)
-    images = {planned.gpus: planned}
-    for row in symmetry.elements[rows].tolist():
-        image = {point: number[row[at]] for point, at in column.items()}
-        rings = tuple(tuple(image[f"G{gpu}"] for gpu in ring) for ring in planned.rings)
-        gpus = tuple(sorted(rings[0]))
+    found = {planned.gpus: planned}
+    for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
+        rings = tuple(tuple(int(names[f"G{gpu}"][1:]) for gpu in ring) for ring in planned.rings)
         places = zip(planned.gpus, planned.nodes, strict=False)
-        nodes = dict(sorted((image[f"G{gpu}"], image[f"C{node}"]) for gpu, node in places))
-        found = {"gpus": gpus, "rings": rings, "nodes": tuple(nodes.values())}
-        images.setdefault(gpus, msgspec.structs.replace(planned, **found))
-    return images
+        nodes = sorted((int(names[f"G{g}"][1:]), int(names[f"C{node}"][1:])) for g, node in places)
+        image = {"gpus": gpus, "rings": rings, "nodes": tuple(node for _, node in nodes)}
+        found.setdefault(gpus, msgspec.structs.replace(planned, **image))
+    return found
 
 
 # The machine's limit for given rings: bare copies over the same hops, all at the same time.

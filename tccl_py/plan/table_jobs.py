@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
-from tccl_py.model.symmetry import Permutation, automorphisms, relabelled_hop
+from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.nccl.graph_search import DefaultChain, default_choice_or_sys
 from tccl_py.nccl.network import NicPair, chain_hop_space
 from tccl_py.nccl.view import view
@@ -236,16 +235,10 @@ def image_of(table: KeptTable, one: NodeClass, gpus: tuple[int, ...]) -> KeptTab
 def _mappings(table: KeptTable, one: NodeClass, gpus: tuple[int, ...]) -> Iterator[Permutation]:
     """Yield the symmetries of a machine that take a table's GPUs to these, and its NICs to them."""
     symmetry = automorphisms(one.machine, one.knowledge)
-    points = symmetry.points
-    fits = np.ones(len(symmetry.elements), dtype=np.bool_)
-    for kind, old, new in (("G", table.gpus, gpus), ("N", table.nics, table.nics)):
-        columns = [points.index(f"{kind}{index}") for index in old]
-        wanted = sorted(points.index(f"{kind}{index}") for index in new)
-        if len(columns) != len(wanted):
-            return
-        fits &= (np.sort(symmetry.elements[:, columns], axis=1) == wanted).all(axis=1)
-    for row in symmetry.elements[fits]:
-        yield {points[i]: points[int(image)] for i, image in enumerate(row)}
+    nics = [f"N{nic}" for nic in table.nics]
+    fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
+    for row in symmetry.elements[fits & onto(symmetry, nics, nics)]:
+        yield mapping(symmetry, row)
 
 
 def _own_image(

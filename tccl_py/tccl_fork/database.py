@@ -1,7 +1,7 @@
-"""Database of the TCCL fork's runtime, made from a plan: rings and chains for sets of GPUs.
+"""The file of the TCCL fork's runtime, made from a plan: rings and chains for sets of GPUs.
 
 The fork (NCCL 2.18) reads the file behind TCCL_XML_FILE. A set of GPUs is a bit mask; bit i is the
-GPU with NVML index i. The fork checks little of its file; tests hold databases to its demands.
+GPU with NVML index i. The fork checks little of its file; tests hold files to its demands.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.plan import Plan, is_proven
 from tccl_py.plan.tables import HostTable
+from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter
 from tccl_py.tccl_fork.kept import kept_chains
 from tccl_py.tccl_fork.search import (
     ALL_SETS_UP_TO,
+    DEFAULT_MAX_SETS,
     MOST_CHANNELS,
     DatabaseSearch,
     DatabaseTask,
-    Export,
     Found,
-    check_plan_for_fork,
     plan_channels,
     task_of,
     throughs,
 )
 
 MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the table of chains: useless, noted
-_PROVEN = 1.01
 _NAMED = 3  # Sets of GPUs without a ring or chain that are named
 _TYPES: dict[tuple[str, str], str] = {
     ("write", "GG"): "GPU_WRITE_GPUMEM",
@@ -45,57 +43,81 @@ _TYPES: dict[tuple[str, str], str] = {
 }
 
 
-class TypedTransfer(msgspec.Struct, frozen=True, order=True):
-    """A transfer inside a node; indices are of a GPU or, in host memory, of a NUMA node.
+class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The fork's file, its counts, and notes on what it lacks of the plan or of the best."""
 
-    `type` is as `GPU_WRITE_CPUMEM_KERNEL`: READ or WRITE, of GPUMEM or CPUMEM, by a KERNEL or a
-    copy engine (MEMCPY).
+    text: str
+    rings: int
+    chains: int
+    notes: tuple[str, ...]
+    sets_measured: int
+
+
+def make_database(
+    plan: Plan,
+    source: BandwidthSource,
+    *,
+    subsets: tuple[Order, ...] | None = None,
+    nic: int | None = None,
+    max_sets: int = DEFAULT_MAX_SETS,
+    reporter: Reporter | None = None,
+    tables: Sequence[HostTable] = (),
+) -> ForkFile:
+    """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
+
+    Args:
+        plan: of one host, or of hosts of one class.
+        source: answers transfer sets of a host.
+        subsets: sets of GPUs that jobs use; None is all, of up to ALL_SETS_UP_TO GPUs.
+        nic: the NIC of all chains; None is the best.
+        max_sets: after so many measured sets only known rings are tried.
+        reporter: watches the searches.
+        tables: of a measured cluster: they give chains alone, and nothing is searched.
+
+    Raises InputError: hosts of several classes, unknown GPUs or NIC, indices too large for the
+    fork, or no chain in tables.
     """
-
-    type: str
-    source: int
-    destination: int
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.source} to {self.destination}"
-
-
-class Crossing(TypedTransfer, frozen=True, order=True):
-    """A transfer to the next node, as `GPU_CPU_INTER` from GPU memory to host memory there."""
-
-
-class GpuRing(msgspec.Struct, frozen=True, kw_only=True):
-    """The ring over the GPUs of `mask` inside one node; transfers in ring order, GB/s."""
-
-    mask: int
-    gbps: float
-    transfers: tuple[TypedTransfer, ...]
-
-
-class NodeChain(msgspec.Struct, frozen=True, kw_only=True):
-    """A chain through a node from the crossing `head` to the crossing `tail`, GB/s."""
-
-    head: Crossing
-    tail: Crossing
-    gbps: float
-    transfers: tuple[TypedTransfer, ...]
-
-
-class NodeChains(msgspec.Struct, frozen=True, kw_only=True):
-    """Chains over the GPUs of `mask`, one for each pair of head and tail."""
-
-    mask: int
-    chains: tuple[NodeChain, ...]
-
-
-class Database(msgspec.Struct, frozen=True, kw_only=True):
-    """All content of the fork's file; indices in crossings have `num_bits` bits."""
-
-    num_gpus: int
-    num_numa: int
-    num_bits: int
-    intra: tuple[GpuRing, ...] = ()
-    inter: tuple[NodeChains, ...] = ()
+    task = task_of(plan, source, subsets, max_sets, reporter)
+    if tables:
+        kept = kept_chains(tables, nic=nic, wanted=subsets)
+        nic, task = kept.nic, replace(task, blocks=kept.blocks, fifo_bytes=kept.fifo_bytes)
+    chosen, count, numa = _nic(task.machine, nic), max(task.gpus) + 1, numa_ids(task.machine)
+    sizes = count, max(numa.values()) + 1
+    bits = index_bits(*sizes)
+    search = DatabaseSearch(task)
+    if not tables:
+        search.find_rings()
+    no_chains = _no_chains(task, chosen, table_bytes(count, bits), known=bool(tables))
+    if tables and not no_chains:
+        search.chains, search.missing_chains = kept.chains, kept.missing
+    elif chosen is not None and not no_chains:
+        search.find_chains(chosen)
+    elif table_bytes(count, bits) > MUCH_MEMORY:
+        # No crossing is encoded then: indices of one bit keep the fork's table small.
+        bits = 1
+    memory = table_bytes(count, bits)
+    notes = tuple(
+        _notes(
+            plan, task, search, nic=chosen, no_chains=no_chains, memory=memory, kept=bool(tables)
+        )
+    )
+    rings = [(gpus, [_ring_lines(found, numa)]) for gpus, found in search.rings.items()]
+    chains = list(_chains(search.chains, numa))
+    lines = [
+        "<root>",
+        *(f"  <!-- {comment(note)} -->" for note in notes),
+        '  <metadata num_gpus="{}" num_numa="{}" num_bits_idx="{}"/>'.format(*sizes, bits),
+        *("  <intra>", *_subsets(rings), "  </intra>"),
+        *("  <inter>", *_subsets(chains), "  </inter>"),
+        "</root>\n",
+    ]
+    return ForkFile(
+        text="\n".join(lines),
+        rings=len(rings),
+        chains=sum(len(found) for _, found in chains),
+        notes=notes,
+        sets_measured=task.source.sets_measured,
+    )
 
 
 def mask_of(gpus: Iterable[int]) -> int:
@@ -108,16 +130,11 @@ def index_bits(num_gpus: int, num_numa: int) -> int:
     return max(1, (max(num_gpus, num_numa) - 1).bit_length())
 
 
-def table_cells(num_gpus: int, num_bits: int) -> int:
-    """Return the cells of the table that the fork makes in every process: set x head x tail."""
-    return int(2**num_gpus * 2 ** (2 * (2 + 2 * num_bits)))
-
-
 def table_bytes(num_gpus: int, num_bits: int) -> int:
-    """Return the memory of the table in every process of a job: cells and their transfers."""
+    """Return the memory in every process of a job of the fork's table: set x head x tail."""
     # A cell is a struct of 24 bytes and 2 x GPUs transfers of 12 bytes; malloc adds 8.
     transfers = -(-(2 * num_gpus * 12 + 8) // 16) * 16
-    return table_cells(num_gpus, num_bits) * (24 + transfers)
+    return int(2 ** (num_gpus + 4 + 4 * num_bits)) * (24 + transfers)
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:
@@ -127,135 +144,93 @@ def numa_ids(machine: Machine) -> dict[int, int]:
     return ids if known else {index: index for index in ids}
 
 
-def typed_transfers(
-    transfers: Iterable[Transfer], numa: Mapping[int, int]
-) -> tuple[TypedTransfer, ...]:
-    """Return the fork's names of transfers inside a node, in order.
+# The fork's terms. Types are as `GPU_WRITE_CPUMEM_KERNEL`: READ or WRITE, of GPUMEM or CPUMEM, by a
+# KERNEL or a copy engine (MEMCPY); of a crossing to the next node as `GPU_CPU_INTER`, from GPU
+# memory to host memory there.
+
+
+def typed(transfer: Transfer) -> str:
+    """Return the fork's type of a transfer inside a node.
 
     >>> from tccl_py.model.transfer import parse_flow
-    >>> moved = parse_flow("G0->G0->C1->G4->G4").transfers
-    >>> [str(one) for one in typed_transfers(moved, {1: 1})]
-    ['GPU_WRITE_CPUMEM_KERNEL 0 to 1', 'GPU_READ_CPUMEM_KERNEL 1 to 4']
+    >>> [typed(one) for one in parse_flow("G0->G0->C1->G4->G4").transfers]
+    ['GPU_WRITE_CPUMEM_KERNEL', 'GPU_READ_CPUMEM_KERNEL']
+
+    Raises InputError: the fork has no name for it.
     """
-    return tuple(_typed(transfer, numa) for transfer in transfers)
-
-
-def _typed(transfer: Transfer, numa: Mapping[int, int]) -> TypedTransfer:
     source, destination = transfer.source, transfer.destination
     name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
     if name is None or source.host or destination.host:
         right = "GPUs of one node write or read GPU memory, write host memory, or read it"
         what = "is none that the TCCL fork has a name for"
         raise InputError(f"transfer {str(transfer)[:60]!r}", what, right)
-    executor = "MEMCPY" if transfer.uses_copy_engine else "KERNEL"
-    ends = [numa[end.index] if end.kind == "C" else end.index for end in (source, destination)]
-    return TypedTransfer(f"{name}_{executor}", *ends)
+    return f"{name}_{'MEMCPY' if transfer.uses_copy_engine else 'KERNEL'}"
 
 
-def tccl_xml(database: Database, *, notes: Sequence[str] = ()) -> str:
-    """Return the text of a database's file; `notes` stand in comments on top."""
-    sizes = (database.num_gpus, database.num_numa, database.num_bits)
-    lines = ["<root>", *(f"  <!-- {_comment(note)} -->" for note in notes)]
-    lines.append('  <metadata num_gpus="{}" num_numa="{}" num_bits_idx="{}"/>'.format(*sizes))
-    rings = [(ring.mask, (ring,)) for ring in database.intra]
-    lines += ["  <intra>", *_subsets(rings), "  </intra>", "  <inter>"]
-    lines += [*_subsets((part.mask, part.chains) for part in database.inter), "  </inter>"]
-    return "\n".join([*lines, "</root>\n"])
+def _named(
+    kind: str, source: Place, destination: Place, numa: Mapping[int, int], prefix: str = ""
+) -> str:
+    """Return a movement as attributes; indices are of GPUs, or of NUMA nodes by the system."""
+    values = [kind, *(numa[p.index] if p.kind == "C" else p.index for p in (source, destination))]
+    keys = zip(("type", "src_idx", "dst_idx"), values, strict=True)
+    return " ".join(f'{prefix}{key}="{value}"' for key, value in keys)
 
 
-def _subsets(parts: Iterable[tuple[int, Sequence[GpuRing | NodeChain]]]) -> Iterator[str]:
-    for mask, ways in parts:
+def _crossing(name: str, leaves: Place, lands: Place, numa: Mapping[int, int]) -> str:
+    kinds = ("CPU" if place.kind == "C" else "GPU" for place in (leaves, lands))
+    return _named(f"{'_'.join(kinds)}_INTER", leaves, lands, numa, f"{name}_")
+
+
+def _lines(
+    rate_gbps: float, transfers: Iterable[Transfer], numa: Mapping[int, int], *ends: str
+) -> list[str]:
+    # repr is the shortest text that is read as the same number.
+    rate = f'gbps="{float(f"{rate_gbps:.6g}")!r}"'
+    moved = [_named(typed(one), one.source, one.destination, numa) for one in transfers]
+    return [
+        f"      <transfers {' '.join((rate, *ends))}>",
+        *(f"        <transfer {text}/>" for text in moved),
+        "      </transfers>",
+    ]
+
+
+def _ring_lines(found: Found, numa: Mapping[int, int]) -> list[str]:
+    transfers = (one for hop in found.ring.hops for one in hop.flow.transfers)
+    return _lines(found.rate_gbps, transfers, numa)
+
+
+def _chains(
+    chains: Mapping[Order, Found], numa: Mapping[int, int]
+) -> Iterator[tuple[Order, list[list[str]]]]:
+    """Yield every chain with each landing on other nodes, which are as those here."""
+    ends = [found.landings for found in chains.values()]
+    entries, exits = sorted({into for into, _ in ends}), sorted({out for _, out in ends})
+    for gpus, found in chains.items():
+        lands, leaves = found.landings
+        into, *hops, out = (hop.flow.transfers for hop in found.ring.hops)
+        transfers = [*into[1:], *(one for hop in hops for one in hop), *out[:-1]]
+        crossed = (
+            (_crossing("head", before, lands, numa), _crossing("tail", leaves, behind, numa))
+            for before in exits
+            for behind in entries
+        )
+        yield gpus, [_lines(found.rate_gbps, transfers, numa, *pair) for pair in crossed]
+
+
+def _subsets(parts: Iterable[tuple[Order, list[list[str]]]]) -> Iterator[str]:
+    for mask, found in sorted((mask_of(gpus), found) for gpus, found in parts):
         yield f'    <subset gpus="{mask}">'
-        for way in ways:
-            ends = {"head_": way.head, "tail_": way.tail} if isinstance(way, NodeChain) else {}
-            texts = (f" {_moved(end, name)}" for name, end in ends.items())
-            # repr is the shortest text that is read as the same number.
-            yield f'      <transfers gbps="{way.gbps!r}"{"".join(texts)}>'
-            yield from (f"        <transfer {_moved(moved)}/>" for moved in way.transfers)
-            yield "      </transfers>"
+        for lines in found:
+            yield from lines
         yield "    </subset>"
 
 
-def _moved(moved: TypedTransfer | Crossing, name: str = "") -> str:
-    values = {"type": moved.type, "src_idx": moved.source, "dst_idx": moved.destination}
-    return " ".join(f'{name}{key}="{value}"' for key, value in values.items())
-
-
-def _comment(note: str) -> str:
+def comment(note: str) -> str:
     """Return a note as one line of a comment: two hyphens would end it for the fork's parser."""
     text = " ".join(escape(note).split())
     while "--" in text:
         text = text.replace("--", "- -")
     return "".join(part if part.isprintable() else "?" for part in text).rstrip("-")
-
-
-# From a plan to its database, and notes on what the file lacks.
-
-
-class MadeDatabase(msgspec.Struct, frozen=True, kw_only=True):
-    """A database, and notes on what it lacks of the plan or of the best possible."""
-
-    database: Database
-    notes: tuple[str, ...]
-    sets_measured: int
-
-
-def make_database(
-    plan: Plan,
-    source: BandwidthSource,
-    *,
-    export: Export | None = None,
-    reporter: Reporter | None = None,
-    tables: Sequence[HostTable] = (),
-) -> MadeDatabase:
-    """Search rings and chains for every set of a plan's GPUs, each hop by its fastest mechanism.
-
-    Tables of a measured cluster give chains alone, and nothing is searched. InputError: hosts of
-    several classes, unknown GPUs or NIC, indices too large for the fork, or no chain in tables.
-    """
-    export = export or Export()
-    check_plan_for_fork(plan)
-    task = task_of(plan, source, export, reporter)
-    wanted = export.nic
-    if tables:
-        kept = kept_chains(tables, nic=wanted, wanted=export.subsets)
-        wanted, task = kept.nic, replace(task, blocks=kept.blocks, fifo_bytes=kept.fifo_bytes)
-    nic, count = _nic(task.machine, wanted), max(task.gpus) + 1
-    numa = numa_ids(task.machine)
-    bits = index_bits(count, max(numa.values()) + 1)
-    # 1. Search rings, and chains where the network can be measured.
-    search = DatabaseSearch(task)
-    if not tables:
-        search.find_rings()
-    no_chains = _no_chains(task, nic, table_bytes(count, bits), known=bool(tables))
-    if tables and not no_chains:
-        search.chains, search.missing_chains = kept.chains, kept.missing
-    elif nic is not None and not no_chains:
-        search.find_chains(nic)
-    elif table_bytes(count, bits) > MUCH_MEMORY:
-        # No crossing is encoded then: indices of one bit keep the fork's table small.
-        bits = 1
-    # 2. Write both in the fork's terms.
-    intra = [
-        GpuRing(
-            mask=mask_of(gpus),
-            gbps=_gbps(found.rate_gbps),
-            transfers=typed_transfers(_moves(found.ring.hops), numa),
-        )
-        for gpus, found in search.rings.items()
-    ]
-    database = Database(
-        num_gpus=count,
-        num_numa=max(numa.values()) + 1,
-        num_bits=bits,
-        intra=tuple(sorted(intra, key=lambda entry: entry.mask)),
-        inter=tuple(sorted(_inter(search, numa), key=lambda entry: entry.mask)),
-    )
-    memory = table_bytes(count, bits)
-    notes = tuple(
-        _notes(plan, task, search, nic=nic, no_chains=no_chains, memory=memory, kept=bool(tables))
-    )
-    return MadeDatabase(database=database, notes=notes, sets_measured=task.source.sets_measured)
 
 
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:
@@ -286,44 +261,7 @@ def _no_chains(task: DatabaseTask, nic: Nic | None, memory: int, *, known: bool)
     return ""
 
 
-def _inter(search: DatabaseSearch, numa: Mapping[int, int]) -> Iterator[NodeChains]:
-    """Yield every chain with each landing on other nodes, which are as those here."""
-    ends = [found.landings for found in search.chains.values()]
-    entries, exits = sorted({into for into, _ in ends}), sorted({out for _, out in ends})
-    for gpus, found in search.chains.items():
-        lands, leaves = found.landings
-        chains = [
-            NodeChain(
-                head=_crossing(before, lands, numa),
-                tail=_crossing(leaves, behind, numa),
-                gbps=_gbps(found.rate_gbps),
-                transfers=_chain_transfers(found, numa),
-            )
-            for before in exits
-            for behind in entries
-        ]
-        yield NodeChains(mask=mask_of(gpus), chains=tuple(chains))
-
-
-def _gbps(rate: float) -> float:
-    return float(f"{rate:.6g}")
-
-
-def _crossing(leaves: Place, lands: Place, numa: Mapping[int, int]) -> Crossing:
-    places = (leaves, lands)
-    numbers = (numa[place.index] if place.kind == "C" else place.index for place in places)
-    kinds = ("CPU" if place.kind == "C" else "GPU" for place in places)
-    return Crossing(f"{'_'.join(kinds)}_INTER", *numbers)
-
-
-def _chain_transfers(found: Found, numa: Mapping[int, int]) -> tuple[TypedTransfer, ...]:
-    first, *hops, last = found.ring.hops
-    into, out = first.flow.transfers[1:], last.flow.transfers[:-1]
-    return typed_transfers((*into, *_moves(hops), *out), numa)
-
-
-def _moves(hops: Iterable[Hop]) -> Iterator[Transfer]:
-    return (transfer for hop in hops for transfer in hop.flow.transfers)
+# Notes on what the file lacks.
 
 
 def _notes(
@@ -373,26 +311,11 @@ def _notes(
             yield f"no {kind} over GPUs {', '.join(map(str, gpus))}, and a job fails there: {why}"
         if len(missing) > _NAMED:
             yield f"no {kind} over {len(missing) - _NAMED} more sets of GPUs"
-    for kind, all_ in (("rings", search.rings), ("chains", search.chains)):
-        if not kept:
-            yield from _unproven(kind, list(all_.values()))
+    for kind, all_ in (("rings", search.rings), ("chains", search.chains)) if not kept else ():
+        if open_ := sum(not is_proven(one.rate_gbps, one.bound_gbps) for one in all_.values()):
+            yield f"{open_} of {len(all_)} {kind} are not proven best"
     if memory > MUCH_MEMORY:
         yield (
             f"the fork's runtime takes {memory / 2**30:.1f} GiB in every process for its table "
             "of chains"
-        )
-
-
-def _unproven(kind: str, found: Sequence[Found]) -> Iterator[str]:
-    shares = [one.rate_gbps / one.bound_gbps for one in found if one.bound_gbps is not None]
-    low = [share for share in shares if share * _PROVEN * (1 + 1e-9) < 1]
-    if low:
-        yield (
-            f"{len(low)} of {len(found)} {kind} are not proven best; each has at least "
-            f"{100 * min(low):.0f} % of the bound"
-        )
-    if len(shares) < len(found):
-        yield (
-            f"{len(found) - len(shares)} of {len(found)} {kind} have no bound: the sets that may "
-            "be measured were used up"
         )

@@ -10,13 +10,20 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine, Nic, parse_gpus
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
-from tccl_py.model.symmetry import Symmetry, automorphisms, keeping, natural_cuts, relabelled_hop
+from tccl_py.model.symmetry import (
+    Symmetry,
+    automorphisms,
+    images_of_gpus,
+    keeping,
+    natural_cuts,
+    onto,
+    relabelled_hop,
+)
 from tccl_py.model.transfer import (
     Fifo,
     Flow,
@@ -28,15 +35,16 @@ from tccl_py.model.transfer import (
     leaving,
 )
 from tccl_py.nccl.network import WORLD, chain_space
-from tccl_py.nccl.settings import final_channels
+from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
+from tccl_py.plan.files import class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
 from tccl_py.search.strategies import AGREEMENT, find_rings
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.remembering import RememberingSource, remembering
 
 MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
 DEFAULT_MAX_SETS = 10_000
@@ -76,8 +84,8 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     subsets: tuple[Order, ...] | None
     blocks: int
     fifo_bytes: int
-    rings: tuple[Ring, ...]
     max_sets: int
+    rings: tuple[Ring, ...] = ()
     reporter: Reporter | None = None
     p2p_level: Level | None = None
 
@@ -137,14 +145,6 @@ def throughs(task: DatabaseTask, nic: Nic, gpu: int) -> list[int | None]:
     return direct + [node.index for node in task.machine.numa_nodes]
 
 
-class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """Sets of GPUs that jobs use (None: all), the NIC (None: the best), most sets measured."""
-
-    subsets: tuple[Order, ...] | None = None
-    nic: int | None = None
-    max_sets: int = DEFAULT_MAX_SETS
-
-
 def gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
     """Parse sets of GPUs, as `0-3 4-7 0,4`; None stays None."""
     if text is None:
@@ -164,41 +164,45 @@ def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
 
 
 def task_of(
-    plan: Plan, source: BandwidthSource, export: Export, reporter: Reporter | None
+    plan: Plan,
+    source: BandwidthSource,
+    subsets: tuple[Order, ...] | None,
+    max_sets: int,
+    reporter: Reporter | None,
 ) -> DatabaseTask:
     """Return the task of a plan's database; InputError as `make_database`."""
+    check_plan_for_fork(plan)
     (node,), (gpus,) = plan.cluster.classes, plan.class_gpus
     if max(gpus) > LARGEST_INDEX:
         why = "it makes a table of all sets of GPUs and counts its cells in 32 bits"
         raise InputError(
             f"GPU {max(gpus)}", "is too high an index for the fork", f"0 to {LARGEST_INDEX}: {why}"
         )
-    for gpu in (gpu for subset in export.subsets or () for gpu in subset):
+    for gpu in (gpu for subset in subsets or () for gpu in subset):
         if gpu not in gpus:
             known = ", ".join(map(str, gpus))
             raise InputError(f"GPU {gpu}", "is not in the plan", f"it has {known}")
     task = DatabaseTask(
         machine=node.machine,
         knowledge=node.knowledge,
-        source=source if isinstance(source, RememberingSource) else RememberingSource(source),
+        source=remembering(source),
         gpus=gpus,
-        subsets=export.subsets,
+        subsets=subsets,
         blocks=min(plan_channels(plan), MOST_CHANNELS),
         fifo_bytes=plan.settings.buffsize,
-        rings=(),
-        max_sets=export.max_sets,
+        max_sets=max_sets,
         reporter=reporter,
         p2p_level=pinned_level(plan.pinned_env),
     )
     # The plan's rings with the fork's number of blocks, where the fork can use them.
     space, rings = task.hop_space(task.gpus), []
     for planned in () if plan.is_cluster else plan.rings:
-        ways = (
-            (hop, choice)
+        hops = [
+            choice
             for hop in planned.hops
-            for choice in space.between(hop.source, hop.target)
-        )
-        hops = [way for hop, way in ways if way.flow.transfers == hop.flow.transfers]
+            for choice in space.between(*hop.ends)
+            if choice.flow.transfers == hop.flow.transfers
+        ]
         if len(hops) == len(planned.hops):
             rings.append(ring(hops))
     return msgspec.structs.replace(task, rings=tuple(rings))
@@ -206,9 +210,7 @@ def task_of(
 
 def plan_channels(plan: Plan) -> int:
     """Return the number of channels that NCCL has under the plan's settings."""
-    machine = plan.cluster.classes[0].machine
-    sm = min((machine.gpu(gpu).sm or 0 for gpu in plan.class_gpus[0]), default=0)
-    return final_channels(plan.settings.channels, sm=sm, version=plan.settings.version)
+    return blocks_of_ring(class_view(plan, 0, plan.settings), 1)
 
 
 class DatabaseSearch:
@@ -254,7 +256,8 @@ class DatabaseSearch:
                 result = self._confirmed(known[gpus]) if gpus in known else None
                 if result is None:
                     result = search(gpus)
-                    for image, there in images(gpus, result.ring, symmetry):
+                    for image, names in images_of_gpus(symmetry, gpus).items():
+                        there = ring([relabelled_hop(hop, names) for hop in result.ring.hops])
                         known.setdefault(image, msgspec.structs.replace(result, ring=there))
                 found[gpus] = result
             except (SearchError, MeasurementError) as error:
@@ -357,20 +360,7 @@ class DatabaseSearch:
 
 def fixing(symmetry: Symmetry, points: Sequence[str]) -> Symmetry:
     """Return the listed elements that map a set of points onto itself."""
-    columns = [symmetry.points.index(point) for point in points]
-    moved = np.sort(symmetry.elements[:, columns], axis=1)
-    return keeping(symmetry, (moved == np.sort(columns)).all(axis=1))
-
-
-def images(gpus: Order, found: Ring, symmetry: Symmetry) -> Iterator[tuple[Order, Ring]]:
-    """Yield the images of a ring or chain over `gpus`, one for each image of this set."""
-    columns = [symmetry.points.index(f"G{gpu}") for gpu in gpus]
-    moved = np.sort(symmetry.elements[:, columns], axis=1)
-    _, rows = np.unique(moved, axis=0, return_index=True)
-    for row in symmetry.elements[rows].tolist():
-        names = {point: symmetry.points[to] for point, to in zip(symmetry.points, row, strict=True)}
-        there = ring([relabelled_hop(hop, names) for hop in found.hops])
-        yield tuple(sorted(int(names[f"G{gpu}"][1:]) for gpu in gpus)), there
+    return keeping(symmetry, onto(symmetry, points, points))
 
 
 def _landing(flow: Flow, gpu: int) -> Place:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, undisturbed
-from tccl_py.model.symmetry import automorphisms, equal_sets
+from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
@@ -174,7 +174,7 @@ def _measured_sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], set[tuple[int,
     for gpus in subsets(node.machine, plan.gpus):
         usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2)
         if usual and gpus not in known and count < _MOST_SUBSETS:
-            equal = equal_sets(symmetry, gpus)
+            equal = set(images_of_gpus(symmetry, gpus))
             known |= equal
             count += 1
             yield gpus, equal
