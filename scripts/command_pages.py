@@ -6,6 +6,7 @@ a page too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -22,6 +23,7 @@ LIST = "<!-- commands -->"
 """Mark in docs/commands/index.md, replaced by the list of commands."""
 
 
+@functools.cache
 def commands() -> Mapping[str, Any]:
     """Return the commands, in the order of `tccl --help`."""
     return {name: load_command(name) for name in COMMANDS}

@@ -1,11 +1,17 @@
 """What all tests share: an environment of their own, and skipping by name what cannot run here."""
 
 import gc
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Tests start hundreds of Python processes: each would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # How long an example takes is the machine's affair, and machines are busy.
 hypothesis.settings.register_profile("tests", deadline=None)

@@ -8,6 +8,13 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "nccl-host"
 TOPOLOGIES = FOLDER.parent / "data" / "topologies"
 
+SMALL_BUFFERS = {
+    "NCCL_BUFFSIZE": "65536",
+    "NCCL_LL_BUFFSIZE": "65536",
+    "NCCL_LL128_BUFFSIZE": "61440",
+}
+"""No byte is moved, and to clear the pages of NCCL's usual buffers takes most of a start's time."""
+
 
 def nccl_host(monkeypatch, version, topology):
     """Make children find this NCCL and the GPUs of a topology; returns variables that it needs."""
@@ -24,4 +31,5 @@ def nccl_host(monkeypatch, version, topology):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{FOLDER / version}:{FOLDER / 'cuda'}")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    return {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_TOPO_FILE": str(path)}
+    variables = {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_TOPO_FILE": str(path)}
+    return variables | SMALL_BUFFERS

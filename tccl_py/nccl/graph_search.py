@@ -327,7 +327,7 @@ def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
     return _choice(seen.machine, seen.knowledge, seen.settings, seen.gpus, nodes)
 
 
-@functools.lru_cache(maxsize=64)  # plans, explanations and subsets ask for the same choices
+@functools.lru_cache(maxsize=1024)  # plans, explanations and subsets ask for the same choices
 def _choice(
     machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...], nodes: int
 ) -> DefaultChoice:
