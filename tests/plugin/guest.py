@@ -103,8 +103,18 @@ def run_in_guest(folder, script, *, timeout=120):
     for node in range(2):
         command += ["-object", f"memory-backend-ram,id=m{node},size=1G"]
         command += ["-numa", f"node,nodeid={node},cpus={node},memdev=m{node}"]
-    command += ["-kernel", _unpacked(kernel, folder), "-initrd", _first_files(folder, kernel, job, timeout - 20)]
-    command += ["-append", "console=ttyS0 quiet mitigations=off panic=-1", "-no-reboot", "-nodefaults"]
+    command += [
+        "-kernel",
+        _unpacked(kernel, folder),
+        "-initrd",
+        _first_files(folder, kernel, job, timeout - 20),
+    ]
+    command += [
+        "-append",
+        "console=ttyS0 quiet mitigations=off panic=-1",
+        "-no-reboot",
+        "-nodefaults",
+    ]
     command += ["-display", "none", "-serial", "stdio"]
     host = "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"
     command += ["-fsdev", host, "-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
