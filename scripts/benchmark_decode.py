@@ -38,7 +38,7 @@ from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.verify.spec import JobResult, JobSpec, size_text
 from tccl_py.verify.target import read_target
 
-LAYERS, REPLAYS, GRAPHS = 16, 5, 9
+LAYERS, REPLAYS, GRAPHS = 16, 5, 5
 HIDDEN, BATCHES = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)
 ARMS = ("default", "plan", "tuned")
 _LARGEST = 1 << 30
@@ -81,12 +81,13 @@ def control() -> None:
     with launcher_of(plan, asked.directory, options) as launcher:
         own = msgspec.structs.replace(launcher, program="scripts.benchmark_decode")
         jobs = ConcurrentJobs(own, (_LARGEST,))
-        found = list(_rounds(jobs, (target.arms[0], chosen, tuned), asked.rounds))
+        found = []
+        for times in _rounds(jobs, (target.arms[0], chosen, tuned), asked.rounds):
+            found.append(times)
+            if asked.out:  # After each round: a machine may be taken away.
+                rows = [dict(zip(ARMS, arms, strict=True)) for arms in found]
+                asked.out.write_bytes(msgspec.json.encode(rows))
     _print(found)
-    if asked.out:
-        asked.out.write_bytes(
-            msgspec.json.encode([dict(zip(ARMS, one, strict=True)) for one in found])
-        )
 
 
 Times = dict[str, float]

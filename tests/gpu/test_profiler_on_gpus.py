@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tccl_profiler import profiler as profiler_module
+from tccl_profiler import rates as rates_module
 from tccl_profiler.pool import Memory
 from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Options
@@ -124,7 +124,7 @@ def test_more_lanes_both_ways_predict_more_and_never_their_sum(session, monkeypa
         samples.append(sample_of(*arguments, **more))
         return samples[-1]
 
-    monkeypatch.setattr(profiler_module, "sample_of", recorded)
+    monkeypatch.setattr(rates_module, "sample_of", recorded)
     for lanes in (16, 24, 32):
         ring = parse_set(f"G0->G0->G1{{blocks={lanes}}} G1->G1->G0{{blocks={lanes}}}")
         samples.clear()
