@@ -34,6 +34,7 @@ from tests.reference_strategies import SkippedError, brute_force, tccl
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)
 FEW_GPUS = 8
+SEARCH = Budget(sets=1000, idle_sets=100)
 REFERENCES = {"tccl": tccl, "brute-force": brute_force}
 LEAST_GAIN = {"asus-esc8000a-e13p": 1.25}
 """Least rate of a plan over default NCCL's; 1 elsewhere."""
@@ -101,7 +102,7 @@ class Bench:
         yield self._row(strategy="stock", rings=rings, rate=rate, sets=1, note=mark)
         yield self._plan()
         for counts in ((1,), self.counts):
-            yield self._search("best-first", counts, stock, DEFAULT_BUDGET)
+            yield self._search("best-first", counts, stock, SEARCH)
         yield self._tccl(stock)
         for counts in ((1,), self.counts):
             yield self._search("brute-force", counts, stock, Budget())

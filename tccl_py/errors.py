@@ -50,6 +50,10 @@ class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 
 
+class BudgetSpentError(MeasurementError):
+    """No further set may be measured; a search ends with the best so far."""
+
+
 class SourceLostError(TcclError):
     """Nothing can be measured any more; unlike MeasurementError, trying other sets is no use."""
 

@@ -469,7 +469,7 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said
     assert len(said) < 6
-    assert all(re.match(r"tccl: .*\d+ of 10 sets, .* left$", text) for text in said)
+    assert all(re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left$", text) for text in said)
 
 
 def test_columns_of_numbers_are_aligned_to_the_right_and_piped_lines_end_in_no_space(capsys):

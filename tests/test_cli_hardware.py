@@ -283,7 +283,7 @@ def test_what_cannot_be_measured_ends_measure_with_its_sentence(fake):
 
 
 def planned(directory, *more):
-    words = ("--nccl", "2.30", "--rings", "1", "--max-sets", "40")
+    words = ("--nccl", "2.30", "--rings", "1", "--max-sets", "200")
     return tccl("plan", "-o", directory, *words, *more)
 
 

@@ -18,8 +18,11 @@ from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import per_channel
+from tccl_py.plan.planner import make_plan
 from tccl_py.plan.writing import write_plan
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
 from tests.planned import ASUS, PCIE, SMALL, WRX, as_only, plan_of
 
@@ -124,6 +127,43 @@ def test_the_options_of_plan_reach_the_plan(tmp_path):
     assert len(plan.rings) == 1
 
 
+@pytest.mark.parametrize("most", [1, 7, 40])
+def test_max_sets_is_the_number_of_sets_that_the_whole_run_measures(most, tmp_path):
+    options = ("--simulate", PCIE, "--max-sets", most)
+    done("plan", tmp_path, *options)
+    plan = load_plan(tmp_path)
+    assert plan.sets_measured == most
+    assert plan.rate_gbps >= plan.stock.rate_gbps > 0
+    kept = read_journal(tmp_path / "measurements.jsonl").measurements
+    assert sum(map(len, kept.values())) == most
+    again = json.loads(done("plan", tmp_path, *options, "--force", "--json").stdout)
+    assert (again["sets_measured"], again["rate_gbps"]) == (0, plan.rate_gbps)
+
+
+def test_a_plan_says_whether_the_limit_of_sets_cut_it_short(tmp_path):
+    def notices(*options):
+        done("plan", tmp_path, "--force", "--simulate", "h200x4-vm", *options)
+        return [text for text in load_plan(tmp_path).notices if "--max-sets" in text]
+
+    assert not notices()
+    assert notices("--max-sets", "20")
+
+
+def test_max_seconds_is_the_time_of_the_whole_run(tmp_path):
+    class Slow(Simulator):
+        def measure(self, sets):
+            time.sleep(0.02 * len(sets))
+            return super().measure(sets)
+
+    model = load_bundled(PCIE)
+    begun = time.monotonic()
+    budget = Budget(seconds=1.0)
+    plan = make_plan(model.machine, model.knowledge, Slow(model), budget=budget)
+    assert time.monotonic() - begun < 10
+    assert 0 < plan.sets_measured <= 50
+    assert plan.stock.rate_gbps
+
+
 BAD = {
     "a backend": (
         ("--backend", "host"),
@@ -155,6 +195,8 @@ BAD = {
         "strategy 'x': is not known",
     ),
     "a version": (("--nccl", "new"), "NCCL version 'new'"),
+    "an old version": (("--nccl", "2.17.9"), "NCCL version '2.17.9': has no rules here; 2.18 to"),
+    "NCCL 3": (("--nccl", "3.0"), "NCCL version '3.0': has no rules here"),
 }
 
 

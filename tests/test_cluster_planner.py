@@ -31,7 +31,7 @@ from tccl_py.sources.remembering import RememberingSource, remembering
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)
-SMALL = Budget(sets=60, idle_sets=15)
+SMALL = Budget(sets=120, idle_sets=15)
 EXACT = Budget(sets=None, idle_sets=15)
 
 

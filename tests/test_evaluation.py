@@ -36,7 +36,7 @@ def tccl(*words):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     directory = tmp_path_factory.mktemp("planned") / "plan"
-    options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1")
+    options = ("--simulate", NAME, "--max-sets", "120", "--rings", "1")
     assert tccl("plan", "-o", directory, *options).exit_code == 0
     return directory
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from tccl_py.sources.journal import JournalFile, read_journal
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
-QUICK = ("--max-sets", "20", "--rings", "1")
+QUICK = ("--max-sets", "100", "--rings", "1")
 
 
 def tccl(*arguments):
@@ -159,6 +160,30 @@ def test_a_dangling_link_in_the_way_is_refused(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_refused():
     refused(planned_to("/proc/tccl/plan"), "/proc/tccl/plan: cannot be made (")
+
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+
+
+@pytest.mark.parametrize("command", ["explain", "evaluate"])
+def test_results_are_printed_of_a_plan_whose_directory_cannot_be_written(command, tmp_path):
+    place = tmp_path / "plan"
+    assert tccl("plan", place, "--simulate", SMALL, *QUICK).exit_code == 0
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    words = [sys.executable, "-m", "tccl_py", command, place]
+    if os.geteuid() == 0:
+        # Nothing but the mount keeps root from writing.
+        words = ["unshare", "--mount", "sh", "-c", READ_ONLY, place, *words]
+    else:
+        for path in (place, *place.rglob("*")):
+            path.chmod(path.stat().st_mode & ~0o222)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    if "unshare failed" in done.stderr or "mount: " in done.stderr:
+        pytest.skip("root may not mount here")
+    assert (done.returncode, done.stdout.count("\n") > 2) == (0, True), done.stderr
+    assert done.stderr.count("tccl: ") == 1
+    assert done.stderr.startswith("tccl: nothing was kept: ")
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

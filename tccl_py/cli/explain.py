@@ -13,7 +13,7 @@ from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
-from tccl_py.errors import InputError, interrupts_put_off
+from tccl_py.errors import interrupts_put_off
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation, save_explanation
@@ -68,7 +68,7 @@ def explain(
             header = read_journal(journal).header
             hosts = stack.enter_context(hosts_again(plan, header, job_of_plan(plan, stack)))
             hosts.watch(line.measured)
-            notice_each(hosts.keep_in(journal))
+            notice_each(hosts.keep_in(journal, optional=True))
             source, sources = hosts, class_sources(hosts, plan.cluster)
         else:
             again, notices = source_again(
@@ -80,10 +80,7 @@ def explain(
             sources = [source] * len(plan.cluster.classes)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
     notice_each(source.notices if source is not None else ())
-    try:
-        found = save_explanation(found, directory)
-    except InputError as error:
-        notice(f"not kept: {error}")
+    found = save_explanation(found, directory, notice)
     if json:
         print_json(found)
     else:

@@ -12,6 +12,7 @@ from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, interrupts_put_off
 from tccl_py.files import read_text
+from tccl_py.nccl.versions import asked_version
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.files import GRAPH_FILE
@@ -90,7 +91,7 @@ def export(
     if nccl is not None:
         from tccl_py.plan.variants import for_version  # noqa: PLC0415 (slow)
 
-        plan = for_version(plan, nccl)
+        plan = for_version(plan, asked_version(nccl))
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return

@@ -133,13 +133,12 @@ def heat(value: float | None, largest: float) -> Text:
 class ProgressLine:
     """The state of a command that takes long: a line on a terminal, elsewhere one every 10 s.
 
-    `total` is the number of sets to measure; with `at_most` a search may end earlier, and what
-    follows the search is not counted.
+    `most` is the number of sets that a search may measure.
     """
 
-    def __init__(self, total: int | None = None, *, at_most: bool = False) -> None:
+    def __init__(self, most: int | None = None) -> None:
         console = notices()
-        self._total, self._at_most = total, at_most
+        self._most = most
         self._lines = not console.is_terminal or verbosity() is Verbosity.VERBOSE
         self._bar = RichProgress(
             SpinnerColumn(),
@@ -168,12 +167,11 @@ class ProgressLine:
 
     def measured(self, count: int, total: int | None = None) -> None:
         """Show how many sets were measured, of how many, and the time left at this pace."""
-        most = total or self._total
+        most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{count} sets measured"
         if most is not None and 0 < count <= most:
             left = (time.monotonic() - self._begun) / count * (most - count)
-            words, of = ("at most ", " of a first search") if self._at_most else ("", "")
-            self._measured = f"{count} of {words}{most} sets{of}, {words}{_time_text(left)} left"
+            self._measured = f"{count} of {words}{most} sets, {words}{_time_text(left)} left"
         self._show()
 
     def say(self, text: str) -> None:

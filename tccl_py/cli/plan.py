@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job, measurement_options
@@ -25,7 +26,7 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.nccl.settings import MAX_GID_INDEX
-from tccl_py.nccl.versions import LATEST, known_versions
+from tccl_py.nccl.versions import LATEST, asked_version, known_versions
 from tccl_py.plan.beside import holds_measurements, output_directory
 from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
@@ -33,7 +34,6 @@ from tccl_py.plan.planner import DEFAULT_BUDGET
 from tccl_py.plan.subject import UNDER_MPI, Request, ring_counts_of, subject_of
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.plan.writing import write_plan
-from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.opening import HostsSource, in_job
 from tccl_py.sources.profiled import SEARCH_REPEATS
@@ -42,6 +42,9 @@ from tccl_py.verify.plans import check_tuning
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
+_SETS = DEFAULT_BUDGET.sets or 1
+_DRY_SETS, _DRY_TARGET, _DRY_REPEATS = 40, 0.1, 6
+"""A dry run is to end within minutes; its rates say nothing about GPUs."""
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
@@ -82,11 +85,10 @@ def plan(
     rings: Annotated[str | None, advanced("LIST", "Rings together; 1,2,4 if not given.")] = None,
     strategy: Annotated[str, advanced("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
     max_sets: Annotated[
-        int, advanced("N", "Sets to measure at most in a search.")
-    ] = DEFAULT_BUDGET.sets or 1000,
-    max_seconds: Annotated[
-        float | None, advanced("S", "Seconds of a single search at most.")
+        int | None,
+        advanced("N", f"Sets to measure at most; {_SETS} if not given, {_DRY_SETS} in a dry run."),
     ] = None,
+    max_seconds: Annotated[float | None, advanced("S", "Seconds to measure at most.")] = None,
     noise: options.Noise = None,
     seed: options.Seed = None,
     switches: Annotated[Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")] = None,
@@ -121,7 +123,6 @@ def plan(
     A plan of several hosts keeps tables, by which `tccl export DIR --hosts LIST` plans a job over
     any of its hosts without measuring. --gpus-per-job names the GPUs of a host that jobs use:
     counts of the lowest GPUs, and sets, as 8,4,4-7,0+2; all, half, a quarter and one if not given.
-    Each class of hosts may take as many sets for them once more as --max-sets allows.
 
     With --extend, the job's hosts are added to the cluster's plan in DIR, whose hosts need not run.
     A new host with the machine of a known class is compared by a few of the class's measured sets;
@@ -131,7 +132,11 @@ def plan(
 
     With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
     NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes hostfiles of Open MPI, MPICH and SLURM.
-    --max-sets holds for each class of hosts; channels, subsets and common chains take some more.
+
+    --max-sets and --max-seconds limit the whole run on a machine; fewer sets may give slower rings,
+    and rings for fewer sets of GPUs. Of a cluster --max-sets holds for each class of hosts, half of
+    it for chains over fewer GPUs, and --max-seconds for each search: settings, chains that classes
+    share and the network take some more. A dry run (--backend host) has a --target of 0.1.
 
     Examples:
 
@@ -153,16 +158,13 @@ def plan(
         nodes not in (None, 1) or extend or (simulate is not None and hosts is not None)
     )
     _check(asked)
-    in_range("--max-sets", max_sets, 1_000_000_000)
-    if max_seconds is not None:
-        in_range("--max-seconds", max_seconds, 1_000_000_000, least=0)
-    idle, tables = DEFAULT_BUDGET.idle_sets, list[KeptTable]()
+    tables = list[KeptTable]()
     task: dict[str, Any] = {
-        "version": LATEST if nccl is None else nccl,
+        "version": LATEST if nccl is None else asked_version(nccl),
         "pinned_env": pinned_here(asked.pin_env),
         "ring_counts": ring_counts_of(rings),
         "strategy": strategy,
-        "budget": Budget(sets=max_sets, seconds=max_seconds, idle_sets=idle),
+        "budget": asked.budget,
     }
     with ExitStack() as stack:
         if asked.in_job or asked.several:
@@ -175,8 +177,9 @@ def plan(
         subject = subject_of(Request(**given), task, job, stack, notice)
         if job is not None and tune:
             check_tuning(job)
+        most = None if asked.in_job or asked.several else asked.budget.sets
         with output_directory(output, force=force or extend) as journal:
-            with _planning(journal, output), ProgressLine(max_sets, at_most=True) as line:
+            with _planning(journal, output), ProgressLine(most) as line:
                 if subject.source is not None:
                     subject.source.watch(line.measured)
                 notice_each(subject.keep_in(journal, replace=force))
@@ -208,7 +211,16 @@ def plan(
 def _check(asked: SimpleNamespace) -> None:
     """Refuse options that contradict each other."""
     options.check_source(vars(asked), in_job=asked.in_job)
-    asked.options = measurement_options(target=asked.target, repeats=SEARCH_REPEATS)
+    target, repeats, most = asked.target, SEARCH_REPEATS, _SETS
+    if asked.backend == "host":
+        repeats, most = _DRY_REPEATS, _DRY_SETS
+        target = _DRY_TARGET if target is None else target
+    asked.options = measurement_options(target=target, repeats=repeats)
+    most = most if asked.max_sets is None else asked.max_sets
+    in_range("--max-sets", most, 1_000_000_000)
+    if asked.max_seconds is not None:
+        in_range("--max-seconds", asked.max_seconds, 1_000_000_000, least=0)
+    asked.budget = replace(DEFAULT_BUDGET, sets=most, seconds=asked.max_seconds)
     if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
     if asked.extend:

@@ -245,12 +245,12 @@ def evaluate(
         found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job)
     if csv is not None:
         write_result(csv_text(found), csv)
+        notice(f"wrote {csv}")
     if json:
         print_json(evaluation_json(found))
     else:
         for line in evaluation_lines(found):
             results().print(line, soft_wrap=True)
-    notice(f"wrote {directory / 'evaluate.json'}" + ("" if csv is None else f" and {csv}"))
     notice_each(f"failed: {text}" for text in found.failures)
     notice_each(f"left out, the time is up: {text}" for text in found.left_out)
     if found.wrong or found.failures:

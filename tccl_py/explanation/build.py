@@ -34,7 +34,6 @@ from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
-from tccl_py.search.bounds import BudgetSpentError
 
 Kinds = tuple[str, ...]
 Reason = tuple[frozenset[str], frozenset[str]]
@@ -151,7 +150,7 @@ class Builder:
                 continue
             try:
                 found.append(Instead(kind=kind, gbps=self.prober.rate(changed).gbps))
-            except (BudgetSpentError, MeasurementError):
+            except MeasurementError:
                 continue
         return tuple(found)
 
@@ -161,7 +160,7 @@ class Builder:
 
     def suspects(self, flows: Flows) -> tuple[Shared, ...]:
         """Return the shared places, without those that equal mechanisms share unharmed. Raises
-        BudgetSpentError, MeasurementError: the flows were not measured.
+        MeasurementError: the flows were not measured.
         """
         key = tuple(flows)
         if key not in self._suspects:
@@ -235,7 +234,7 @@ class Builder:
                 causes = find_causes(self.prober, known.flows, most=1, related=related)
                 found = [self.finding(cause) for cause in causes.found]
                 yield from (one for one in found if one.is_collapse and one.error < _CERTAIN)
-            except (BudgetSpentError, MeasurementError, ContradictionError):
+            except (MeasurementError, ContradictionError):
                 continue
 
     def _slow_mechanisms(self) -> Iterator[Finding]:

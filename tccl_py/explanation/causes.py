@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tccl_py.errors import BudgetSpentError
 from tccl_py.model.symmetry import Symmetry
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
-from tccl_py.search.bounds import BudgetSpentError, smallest_slow_part
+from tccl_py.search.bounds import smallest_slow_part
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import RememberingSource
 
@@ -175,7 +176,7 @@ class Prober:
         wanted = transfer_set(flows)
         spent = self._share is not None and self.sets_measured >= self._share
         if spent or time.monotonic() > self._until:
-            raise BudgetSpentError
+            raise BudgetSpentError("the sets of this explanation are used up")
         self.source.measure_anew(wanted)
         self._rates.pop(wanted, None)
         if self.source.times_of(wanted) == 1:

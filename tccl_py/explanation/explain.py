@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
 from tccl_py.explanation.build import Builder
 from tccl_py.explanation.causes import (
     HURT,
@@ -36,7 +36,6 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.again import journal_of, journal_source, journal_sources
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
-from tccl_py.search.bounds import BudgetSpentError
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
 
@@ -202,7 +201,7 @@ def _findings(builder: Builder, causes: Causes) -> tuple[tuple[Finding, ...], st
     for cause in causes.found:
         try:
             found.append(builder.finding(cause))
-        except (BudgetSpentError, MeasurementError):
+        except MeasurementError:
             names = ", ".join(map(short, cause.flows))
             unknown = f"{names} are slow together, but not all of them were measured alone"
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -136,9 +136,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "\n".join(lines)
 
 
-def save_explanation(explanation: Explanation, directory: Path) -> Explanation:
-    """Write `explanation.json` beside its plan; return the explanation as written."""
-    return keep_beside_plan(explanation, directory / EXPLANATION_FILE)
+def save_explanation(
+    explanation: Explanation, directory: Path, say: Callable[[str], None] | None = None
+) -> Explanation:
+    """Write `explanation.json` beside its plan, as `keep_beside_plan`; return what is written."""
+    return keep_beside_plan(explanation, directory / EXPLANATION_FILE, say)
 
 
 def load_explanation(directory: Path) -> Explanation | None:

@@ -25,7 +25,7 @@ from tccl_py.sources.profiled import MeasuredMachine
 
 SECONDS = 40.0
 """Seconds after which a search gives its best: an answer within a minute."""
-BUDGET = Budget(sets=150, idle_sets=40)
+BUDGET = Budget(sets=300, idle_sets=40)
 _RING_COUNTS = (1, 2)
 _MECHANISMS = {"NET": "over the network", "SHM": "through host memory"}
 _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"

@@ -111,6 +111,19 @@ def known_versions() -> tuple[str, ...]:
     return tuple(facts.name for facts in _KNOWN)
 
 
+def asked_version(version: str) -> str:
+    """Return a version that a user names; InputError if it has no rules here.
+
+    Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
+    """
+    oldest, newest = _KNOWN[0].name, _KNOWN[-1].name
+    number = _number(version)
+    if not _number(f"{oldest}.0") <= number < (3,):
+        right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
+        raise InputError(f"NCCL version {version[:40]!r}", "has no rules here", right)
+    return version
+
+
 def version_facts(version: str) -> VersionFacts:
     """Facts of `version`, or the nearest known version's marked unverified.
 

@@ -108,7 +108,7 @@ def source_again(
     if header not in (None, source.header):
         what = f"is not of the model of {model.name} as this program has it"
         raise InputError(str(journal), what, f"plan again{also}")
-    return source, source.keep_in(journal)
+    return source, source.keep_in(journal, optional=True)
 
 
 def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
@@ -137,7 +137,7 @@ def measured_again(
         options = MeasurementOptions(repeats=SEARCH_REPEATS)
         source = open_source(place, gpus=plan.gpus, options=options)
         if source.header == header:
-            return source, source.keep_in(directory / JOURNAL_FILE)
+            return source, source.keep_in(directory / JOURNAL_FILE, optional=True)
         here = f"this is {place.machine.name} ({source.header.identity})"
     raise ElsewhereError(
         f"the plan of {machine.name}",

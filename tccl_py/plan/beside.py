@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -106,13 +106,22 @@ def plan_digest(directory: Path) -> str:
     return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
 
 
-def keep_beside_plan(found: S, path: Path) -> S:
+def keep_beside_plan(found: S, path: Path, say: Callable[[str], None] | None = None) -> S:
     """Write a file into a plan's directory, whole or not at all; return the written value.
 
-    Raises InputError: it cannot be written.
+    `say` is told whether it was written. Raises InputError: it cannot be written, and without `say`
+    nobody would know.
     """
     whole = msgspec.structs.replace(found, plan_digest=plan_digest(path.parent))
-    write_atomically(path, encode_json(whole))
+    said = f"wrote {path}"
+    try:
+        write_atomically(path, encode_json(whole))
+    except InputError as error:
+        if say is None:
+            raise
+        said = f"nothing was kept: {error}"
+    if say is not None:
+        say(said)
     return whole
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 
 import msgspec
 
-from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
@@ -368,10 +369,16 @@ def _rated(
 
 
 def own_gbps(task: Task, settings: Settings) -> float:
-    """Return the bandwidth of NCCL's own rings under settings; 0.0 where they cannot be rated."""
-    with suppress(SearchError, MeasurementError):
+    """Return the bandwidth of NCCL's own rings under settings.
+
+    It is 0.0 where they cannot be rated, and infinite where no further set may be measured.
+    """
+    try:
         return _rated(task, settings, own_rings(task, settings)).rate_gbps
-    return 0.0
+    except BudgetSpentError:
+        return inf
+    except (SearchError, MeasurementError):
+        return 0.0
 
 
 def as_graph(own: Stock) -> Stock:

@@ -18,7 +18,7 @@ from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.plan import AS_GOOD, Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
+from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, half, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.remembering import remembering
@@ -55,13 +55,14 @@ def make_cluster_plan(
         kept: tables of classes measured earlier, taken in their searches' place.
         version, strategy, reporter, pinned_env: as `make_plan`.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        budget: for each class, shared out between settings. The rest, but half of it at least, is
-            for chains shared by all classes. Tuning settings and measuring the result come on top.
+        budget: for each class; half of the sets is for the chains over all GPUs, and of these half
+            at least for chains shared by all classes. Tuning settings and measuring the result come
+            on top.
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
-        tables: a list that takes the tables of every class; None makes none. Their sets come on
-            top: the other sets of GPUs share another budget.
+        tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
+            share the other half of the budget.
 
     Raises InputError: one host, a class without NIC, unknown version or strategy, or pinned
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
@@ -71,6 +72,7 @@ def make_cluster_plan(
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     counts, level = tuple(ring_counts or _ring_counts(cluster)), pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
+    budget = msgspec.structs.replace(budget, sets=half(budget.sets))
     common: dict[str, Any] = {"version": version, "p2p_level": level, "budget": budget}
     common |= {"strategy": check_strategy(strategy), "reporter": reporter, "ring_counts": counts}
     of_classes = zip(cluster.classes, sources, gpus, strict=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Ring, RingSet
@@ -58,7 +58,11 @@ ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
 SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
 SUBSET_RING_COUNTS = (1, 2)
-DEFAULT_BUDGET = Budget(sets=1000, idle_sets=100)
+DEFAULT_BUDGET = Budget(sets=2000, idle_sets=100)
+_CUT_SHORT = (
+    "the limit of sets or seconds was reached: with more of them (--max-sets, --max-seconds) rings "
+    "may be faster, and known for more sets of GPUs"
+)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
@@ -98,7 +102,8 @@ def make_plan(
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
-        budget: for the whole plan; sets are shared out between settings.
+        budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
+            and variables take half at most, and leave a quarter to smaller sets of GPUs.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
         pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
             plan or without; no settings go beyond it, default NCCL's included.
@@ -127,15 +132,25 @@ def make_plan(
         placement=True,
     )
     check_settings(task.default_settings)
-    own = own_choices(task)
-    known = [one.rings.rings for one in own.rated[1:]]
-    search = SettingsSearch(task, as_graph(own.rated[0]), known)
-    search.cancelled = own.cancelled
-    if not own.cancelled:
-        search.run(sets=budget.sets or DEFAULT_BUDGET.sets or 1)
-    plan = _assembled(task, own, search, subsets=subsets)
+    with task.source.limited(budget.sets, budget.seconds) as allow:
+        allow(1 / 2)
+        own = own_choices(task)
+        known = [one.rings.rings for one in own.rated[1:]]
+        search = SettingsSearch(task, as_graph(own.rated[0]), known)
+        search.cancelled = own.cancelled
+        allow(3 / 4)
+        if not own.cancelled:
+            search.run(sets=half(budget.sets or DEFAULT_BUDGET.sets) or 1)
+        allow(1)
+        plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
-    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd), pinned_env=pinned)
+    short = (_CUT_SHORT,) * task.source.cut_short
+    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd, *short), pinned_env=pinned)
+
+
+def half(sets: int | None) -> int | None:
+    """Return half of the sets of a budget, one at least; None is no limit."""
+    return sets and max(1, sets // 2)
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
@@ -249,7 +264,10 @@ def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
 
 def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
-    measurement = measured_well(task.source, best.rings)
+    try:
+        measurement = measured_well(task.source, best.rings)
+    except BudgetSpentError:
+        return as_graph(own), own.measurement
     rate = best.rings.rate(measurement)
     if rate >= own.rate_gbps:
         return msgspec.structs.replace(best, rate_gbps=rate), measurement

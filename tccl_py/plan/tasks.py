@@ -189,12 +189,15 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
 
     A choice among many noisy rates prefers lucky ones: the rate in a plan must rest on more than
     the measurement by which its rings were chosen, unless hardware has the precision that was
-    asked for. Raises MeasurementError: the source cannot measure the set.
+    asked for, or cannot repeat the set. Raises MeasurementError: the source cannot measure the set.
     """
     (first,) = source.measure([rings.flows])
     if first.relative_error < PRECISE or (first.settled and not first.simulated):
         return first
-    again = source.measure([rings.flows] * CAREFUL)
+    try:
+        again = source.measure([rings.flows] * CAREFUL)
+    except MeasurementError:
+        return first
     rows = zip(*(one.samples_gbps for one in again), strict=True)
     samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
     # Suspect repeats are numbered through.

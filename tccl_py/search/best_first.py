@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tccl_py.errors import BudgetSpentError
 from tccl_py.search.bounds import (
     Bounds,
-    BudgetSpentError,
     Evaluator,
     Floats,
     best_connected,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tccl_py.errors import BudgetSpentError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.search.problem import Budget, HopIndex
 
@@ -26,10 +27,6 @@ IsSlow = Callable[[Sequence[int]], bool]
 """Tells whether hops are slow together; supersets of slow sets are slow."""
 Floats = npt.NDArray[np.float64]
 Masks = npt.NDArray[np.uint64]
-
-
-class BudgetSpentError(Exception):
-    """The budget is used up; the search ends with the best so far."""
 
 
 class Evaluator:
@@ -109,7 +106,7 @@ class Evaluator:
         if key not in self._known:
             sets = self._allotted.sets
             if self.out_of_time or (sets is not None and self.sets_measured >= sets):
-                raise BudgetSpentError
+                raise BudgetSpentError("the sets or seconds of this search are used up")
             (measurement,) = self._source.measure([index.transfer_set(hops)])
             self._known[key] = measurement
             self.sets_measured += 1

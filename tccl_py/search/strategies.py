@@ -8,11 +8,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import SearchError
+from tccl_py.errors import BudgetSpentError, SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring_from_order, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
-from tccl_py.search.bounds import SAFETY, BudgetSpentError, Evaluator, distinct_cuts
+from tccl_py.search.bounds import SAFETY, Evaluator, distinct_cuts
 from tccl_py.search.problem import (
     HopIndex,
     Progress,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile
+from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
 from tccl_py.sources.profiled import (
     DRY_RUN,
     Backend,
@@ -143,17 +144,24 @@ class OpenedSource(RememberingSource):
         given = [sets] if isinstance(sets, str) else sets
         return super().measure([parse_set(one) if isinstance(one, str) else one for one in given])
 
-    def keep_in(self, path: Path, *, replace: bool = False) -> tuple[str, ...]:
+    def keep_in(
+        self, path: Path, *, replace: bool = False, optional: bool = False
+    ) -> tuple[str, ...]:
         """Answer from a journal file, and append new measurements; return notices on the file.
 
-        A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`.
-        Raises InputError: the file belongs to another machine, is damaged, or cannot be written.
+        A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`. An
+        `optional` journal of this machine that this user cannot write to is only read. Raises
+        InputError: the file belongs to another machine, is damaged, or cannot be written.
         """
-        self._journal = JournalFile(path, self.header, replace=replace)
-        self._before = self._journal.measurements
+        found: JournalFile | JournalContents
+        if optional and path.is_file() and not os.access(path, os.W_OK):
+            found = read_journal(path)
+        else:
+            found = self._journal = JournalFile(path, self.header, replace=replace)
+        self._before = found.measurements
         if isinstance(self._source, Simulator):
             self._source.resume(self.times_of)
-        return self._journal.notices
+        return found.notices
 
     def watch(self, on_set: Callable[[int], None]) -> None:
         """Call `on_set` with the number of sets that hardware measured, before and after each."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet
 
@@ -116,6 +119,9 @@ class RememberingSource:
         self._before = (known or {}) if journal is None else journal.measurements
         self._new: dict[TransferSet, list[Measurement]] = {}
         self._random = random.Random(seed)
+        self._asked: set[tuple[TransferSet, int]] = set()
+        self._most_sets, self._ends = math.inf, math.inf
+        self.cut_short = False
         self.sets_measured = 0
         self.sets_remembered = 0
 
@@ -142,12 +148,19 @@ class RememberingSource:
         """Answer each set from memory or, once, by the source.
 
         A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
-        source fails, or the flows of a set did not run together.
+        source fails, or the flows of a set did not run together. BudgetSpentError: see `limited`.
         """
         counts, wanted = Counter[TransferSet](), []
         for key in sets:
             wanted.append((key, counts[key]))
             counts[key] += 1
+        # What a journal answers counts as well: a resumed run goes the same way.
+        asked = self._asked.union(wanted)
+        spent = len(asked) > self._most_sets or time.monotonic() > self._ends
+        if self._asked and len(asked) > len(self._asked) and spent:
+            self.cut_short = True
+            raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
+        self._asked = asked
         missing = [key for key, number in wanted if number >= self.times_of(key)]
         self.sets_remembered += len(sets) - len(missing)
         if not self.simulated:
@@ -155,6 +168,25 @@ class RememberingSource:
         for key in missing:
             self.measure_anew(key)
         return [self._answer(key, number) for key, number in wanted]
+
+    @contextmanager
+    def limited(self, sets: int | None, seconds: float | None) -> Iterator[Callable[[float], None]]:
+        """Limit new sets in a block, which gets a function that allows a share of the limits.
+
+        Beyond the share, sets that were not asked for before are refused, and `cut_short` tells so.
+        The first set is not refused.
+        """
+        begun, before, self.cut_short = time.monotonic(), len(self._asked), False
+
+        def allow(share: float) -> None:
+            self._most_sets = math.inf if sets is None else before + max(1, int(share * sets))
+            self._ends = math.inf if seconds is None else begun + share * seconds
+
+        try:
+            allow(1.0)
+            yield allow
+        finally:
+            self._most_sets = self._ends = math.inf
 
     def _answer(self, key: TransferSet, number: int) -> Measurement:
         before = self._before.get(key, ())

@@ -213,7 +213,7 @@ def evaluate_plan(
     `gpus` lists numbers and sets of GPUs, None the usual ones. Raises InputError: as `verify_plan`;
     there is no set of GPUs, or no model of a simulated plan.
     """
-    plan = load_plan(directory)
+    plan, kept = load_plan(directory), directory / EVALUATION_FILE
     check_files(directory)
     simulated = plan.simulated and options.backend is None
     base = Evaluation(
@@ -229,7 +229,7 @@ def evaluate_plan(
         if not cells:
             right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
             raise InputError(str(directory), "has nothing of it that can be simulated", right)
-        return keep_beside_plan(replace(base, cells=cells), directory / EVALUATION_FILE)
+        return keep_beside_plan(replace(base, cells=cells), kept, options.say)
     with ExitStack() as stack:
         if plan.is_cluster:
             parts: list[Part] = [
@@ -250,7 +250,7 @@ def evaluate_plan(
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, budget, replace(base, recommended=recommended))
-    return keep_beside_plan(found, directory / EVALUATION_FILE)
+    return keep_beside_plan(found, kept, options.say)
 
 
 def _simulated(
