@@ -17,7 +17,7 @@ PCIE = "amd-3090"
 FOUR_GPUS = (PCIE, "amd-v100", SMALL, "intel-v100")
 ASUS = "asus-esc8000a-e13p"
 WRX = "wrx90-16gpu-4switch"
-FEW = Budget(sets=400, idle_sets=20)
+FEW = Budget(sets=1200, idle_sets=20)
 BUDGETS = {
     "nvswitch-8gpu-8nic": FEW,
     "supermicro-h12dsg-8x3090": FEW,
