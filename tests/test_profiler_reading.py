@@ -364,8 +364,23 @@ def test_at_the_longest_window_only_repeats_that_are_measurements_count():
         return [0.0 if number % 3 == 0 else 20.0]
 
     measurement = one(profiler_of(FakePool(still_at_times)))
-    assert measurement.samples_gbps[0] == pytest.approx((20.0,) * 7, rel=1e-4)
+    assert measurement.samples_gbps[0] == pytest.approx((20.0,) * 6, rel=1e-4)
     assert measurement.window_us == 400_000.0
+
+
+@pytest.mark.parametrize(("apart", "window_us", "repeats"), [(2, 2000.0, 8), (4, 8000.0, 12)])
+def test_only_where_most_repeats_ran_apart_is_the_window_made_longer(apart, window_us, repeats):
+    def apart_at_first(text, number):
+        # The trial is repeat 0.
+        pool.skew_us = 1000.0 if 1 <= number <= apart else 0.0
+        return [20.0]
+
+    pool = FakePool(apart_at_first)
+    limits = WindowLimits(start_error_share=1.0, warm_minimum_ms=2.0)
+    measurement = one(profiler_of(pool, limits=limits))
+    assert measurement.samples_gbps[0] == pytest.approx((20.0,) * 6, rel=1e-4)
+    assert (measurement.window_us, measurement.overlap > 0.9) == (window_us, True)
+    assert pool.repeats == 1 + repeats
 
 
 @given(

@@ -236,31 +236,35 @@ class Profiler:
     ) -> tuple[Window, list[rates.Sample]]:
         """Repeat a set until that is enough or takes too long; return window and samples.
 
-        Repeats are discarded if the window turns out too short, or if a copy ended within it. Both
-        end: windows grow by a quarter at least, up to their limit.
+        Repeats are discarded if the window turns out too short (a flow stood still in it, or flows
+        ran apart in most repeats), or if a copy ended within it. Both end: windows grow by a
+        quarter at least, up to their limit.
         """
         limits, begun, pacings, uncounted = self.options.limits, self._now(), 0, 0
         window, channels = self._windows.get(program.transfers) or self._trial(program)
         seen: list[rates.Sample] = []
         while not self._enough(stopping, seen, self._now() - begun):
-            # 1. Some more repeats, not beyond the limit.
-            wanted = min(_MORE, stopping.limit - len(seen)) if seen else stopping.minimum
+            # 1. The least number of repeats, then some more, not beyond the limit.
+            missing = stopping.minimum - len(seen)
+            wanted = missing if missing > 0 else min(_MORE, stopping.limit - len(seen))
             repeats = min(wanted, MAX_REPEATS)
             samples = self._run(program, window, channels, repeats=repeats, uncontended=uncontended)
             channels, start_error_us = rates.median_channels(samples), _start_error(samples)
             # 2. Begin again if these repeats are of little use.
-            faults = [rates.why_uncounted(program, sample) for sample in samples]
             if needs_longer(window, channels, start_error_us, limits):
-                window, seen = choose_window(channels, start_error_us, limits, window), []
+                window = choose_window(channels, start_error_us, limits, window)
+                seen, uncounted = [], 0
             elif pacings < _PACINGS and any(sample.ended_early for sample in samples):
                 pacings += 1
-            elif any(faults) and (longer := stretched(window, limits)) != window:
-                window, seen = longer, []
-            # 3. At the longest window each repeat counts, or does not, by itself.
+            # 3. Each repeat counts, or does not, by itself.
             else:
-                seen.extend(sample for sample, why in zip(samples, faults, strict=True) if not why)
+                faults = [rates.why_uncounted(program, sample) for sample in samples]
+                seen += [one for one, why in zip(samples, faults, strict=True) if not why]
                 uncounted += sum(map(bool, faults))
-                if uncounted >= _UNCOUNTED and uncounted > len(seen):
+                most, stalls = uncounted > len(seen), min(min(one.gbps) for one in samples) <= 0
+                if (most or stalls) and (longer := stretched(window, limits)) != window:
+                    window, seen, uncounted = longer, [], 0
+                elif most and uncounted >= _UNCOUNTED:
                     tried = f"{uncounted + len(seen)} repeats of {window.window_us / 1e3:.3g} ms"
                     raise MeasurementError(
                         f"{program.transfers}: {uncounted} of {tried} are no measurement: "
