@@ -20,7 +20,7 @@ from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
 from tccl_py.errors import MeasurementError
 
 CHUNK = 2  # slices of a chunk, as in pump.cu
-SPINS = 500
+SPINS = 200
 """Rounds without progress, each of which yields the core, before a thread naps between them."""
 NAP_S, LONG_NAP_S = 20e-6, 1e-3
 """The first nap and the longest: a nap is a small share of the wait, and leaves cores to others."""

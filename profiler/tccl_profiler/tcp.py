@@ -42,7 +42,7 @@ arrive, and the default may be megabytes; with much less, a fast link would wait
 class NicDevice(ThreadedDevice):
     """A NIC as a `Device`."""
 
-    spins = 50
+    spins = 10
     """Few: a slow link would keep a core from other workers, and sockets hold bytes meanwhile."""
 
     def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
