@@ -157,23 +157,23 @@ Readings = dict[tuple[int, int], Reading]
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Readings by rows and columns; colours reach up to `largest`, GB/s."""
+    """Readings by rows and columns; colours reach up to `largest`, GB/s.
 
-    name: str
+    Rows are sending GPUs and columns receiving ones; of `bounces` NUMA nodes and sending GPUs.
+    """
+
     title: str
     caption: str
     readings: Readings
     largest: float
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    row_word: str
-    column_word: str
-    row_letter: str = "G"
+    bounces: bool = False
 
     @property
     def is_complete(self) -> bool:
         """True if every cell has a rate, but for those from a GPU to itself."""
-        own = set(self.rows).intersection(self.columns) if self.row_letter == "G" else ()
+        own = () if self.bounces else set(self.rows).intersection(self.columns)
         return len(self.readings) == len(self.rows) * len(self.columns) - len(own)
 
 
@@ -191,37 +191,30 @@ def heat_maps(
     if len(alike) == len(slowest):
         slowest = alike
     bounces = _mapped([one for one in alone if one.flow.is_bounce], numa_nodes, gpus, bounces=True)
-    # One scale for both: equal colours are equal rates.
+    # One scale for pairs: equal colours are equal rates.
     largest = max(_largest(fastest), _largest(slowest))
     first = HeatMap(
-        name="alone",
         title="Each pair of GPUs alone",
         caption=_alone_caption(fastest, len(gpus)),
         readings=fastest,
         largest=largest,
         rows=gpus,
         columns=gpus,
-        row_word="from GPU",
-        column_word="to GPU",
     )
     second = msgspec.structs.replace(
         first,
-        name="together",
         title="Each pair of GPUs beside its worst neighbour",
         caption="The lowest rate of a hop beside one other; the table names both.",
         readings=slowest,
     )
     third = HeatMap(
-        name="bounces",
         title="Bounces by sending GPU and NUMA node",
         caption="The fastest bounce from a GPU to any other through a NUMA node's memory, alone.",
         readings=bounces,
         largest=_largest(bounces),
         rows=numa_nodes,
         columns=gpus,
-        row_word="through",
-        column_word="from GPU",
-        row_letter="C",
+        bounces=True,
     )
     return [first, second, third]
 

@@ -18,7 +18,7 @@ from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import WORLD, Plan, PlanChain
 from tccl_py.plan.words import order_words
-from tccl_py.report.machine import LANE, Layout, Wire, depth, wires
+from tccl_py.report.machine import Layout, Wire, depth, wires
 
 _SAME = 1e-6
 _PORT = 9.0
@@ -33,49 +33,65 @@ _PATHS = {
 }
 
 
-class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
-    """A hop between devices: `kind` is write, read, bounce or net, `path` a path type or memory.
+Ends = tuple[str, str, str, Flow | None, float | None]
+"""A hop to draw: its two devices, kind (write, read, bounce or net), flow and rate.
 
-    `wire` is its line, with the upper end at `top` and the lane at `y`. Default NCCL's hops have
-    no `flow` and no rate.
+Default NCCL's hops have no flow and no rate.
+"""
+
+
+class DrawnHop(msgspec.Struct, frozen=True, kw_only=True):
+    """A hop as the line `wire` below a device with the lower edge `top`.
+
+    `path` is a path type or memory, "" if not known.
     """
 
     source: str
     target: str
+    kind: str
     flow: Flow | None
     gbps: float | None
-    kind: str
     path: str
     slowest: bool
     wire: Wire
     top: float
-    y: float
 
     @property
     def words(self) -> str:
         """The mechanism and the path in words."""
-        return f"{kind_of(self.flow) if self.flow is not None else self.kind}, {self.path}"
+        mechanism = kind_of(self.flow) if self.flow is not None else self.kind
+        return ", ".join(filter(None, (mechanism, self.path)))
 
 
 class HopsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Hops below a machine: a ring, a ring's chain on some hosts, or flows that slow each other.
-
-    `paths` explains the words below hops.
-    """
+    """Hops below a machine: a ring, a ring's chain on some hosts, or flows that slow each other."""
 
     id: str
     title: str
     layout: Layout
+    hops: tuple[DrawnHop, ...]
     order: str = ""
     rate: float | None = None
-    hops: tuple[DrawnHop, ...]
-    bottom: float
-    paths: str = ""
-    description: str
 
+    @property
+    def bottom(self) -> float:
+        """The y below all lines."""
+        return self.layout.bottom + depth([hop.wire for hop in self.hops])
 
-Ends = tuple[str, str, str, Flow | None, float | None]
-"""A hop to draw: its two devices, kind, flow and rate."""
+    @property
+    def paths(self) -> str:
+        """The meaning of the words below hops."""
+        used = {hop.path for hop in self.hops}
+        paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
+        memories = sorted(used - {"", *_PATHS})
+        return "; ".join([*paths, *(f"{one} through that NUMA node's memory" for one in memories)])
+
+    @property
+    def description(self) -> str:
+        """The hops in words."""
+        ends = [(hop, f"{hop.source} to {hop.target}") for hop in self.hops]
+        slow = ", ".join(words for hop, words in ends if hop.slowest)
+        return ", ".join(words for _, words in ends) + "." + f" The slowest: {slow}." * bool(slow)
 
 
 def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
@@ -89,16 +105,19 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             if chain.entry_nic is not None:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
-            title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
-            hops = drawn_hops(machine, chain_ends(chain), layout)
-            named = _view(f"ring-{place}-{at}", title, hops, layout)
-            views.append(msgspec.structs.replace(named, order=order, rate=chain.rate))
-    return views + _default_views(plan, layout)
+            drawn = HopsView(
+                id=f"ring-{place}-{at}",
+                title=f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else ""),
+                layout=layout,
+                hops=drawn_hops(machine, chain_ends(chain), layout),
+                order=order,
+                rate=chain.rate,
+            )
+            views.append(drawn)
+    return views if plan.is_cluster else views + _default_views(plan, layout)
 
 
 def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
-    if plan.is_cluster:
-        return []
     turned = Counter(
         ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
     )
@@ -111,10 +130,14 @@ def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
             (f"G{one}", f"G{other}", kind, None, None)
             for (one, other), kind in zip(pairs, kinds, strict=True)
         ]
-        hops = drawn_hops(plan.machine, ends, layout)
-        title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
-        named = _view(f"default-{at}", title, hops, layout)
-        views.append(msgspec.structs.replace(named, order=order_words(ring)))
+        drawn = HopsView(
+            id=f"default-{at}",
+            title="Default NCCL's ring" + f" on {channels} channels" * (channels > 1),
+            layout=layout,
+            hops=drawn_hops(plan.machine, ends, layout),
+            order=order_words(ring),
+        )
+        views.append(drawn)
     return views
 
 
@@ -127,7 +150,7 @@ def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) ->
     if not all(end in layout.boxes for one in ends for end in one[:2]):
         return None
     hops = drawn_hops(machine, ends, layout)
-    return _view(name, "Flows that run together", hops, layout)
+    return HopsView(id=name, title="Flows that run together", layout=layout, hops=hops)
 
 
 def cause_words(finding: Finding) -> str:
@@ -138,23 +161,6 @@ def cause_words(finding: Finding) -> str:
         text += f" together, {finding.alone_gbps:.2f} alone"
         text += ", a collapse" * finding.is_collapse
     return text + (f". Shared: {', '.join(finding.shares)}." if finding.shares else ".")
-
-
-def _view(name: str, title: str, hops: Drawn, layout: Layout) -> HopsView:
-    slow = ", ".join(f"{hop.source} to {hop.target}" for hop in hops if hop.slowest)
-    used = {hop.path for hop in hops}
-    paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
-    paths += [f"{path} through that NUMA node's memory" for path in sorted(used - set(_PATHS))]
-    ends = ", ".join(f"{hop.source} to {hop.target}" for hop in hops)
-    return HopsView(
-        id=name,
-        title=title,
-        layout=layout,
-        hops=hops,
-        bottom=layout.bottom + depth([hop.wire for hop in hops]),
-        paths="; ".join(paths),
-        description=f"{ends}." + f" The slowest: {slow}." * bool(slow),
-    )
 
 
 def chain_ends(ring: PlanChain) -> list[Ends]:
@@ -171,29 +177,26 @@ def chain_ends(ring: PlanChain) -> list[Ends]:
     ]
 
 
-Drawn = tuple[DrawnHop, ...]
-
-
-def drawn_hops(machine: Machine, ends: Sequence[Ends], layout: Layout) -> Drawn:
+def drawn_hops(
+    machine: Machine | None, ends: Sequence[Ends], layout: Layout
+) -> tuple[DrawnHop, ...]:
     """Return hops as lines; none is the slowest where all have one rate."""
     rates = [gbps for *_, gbps in ends if gbps is not None]
     least, most = min(rates, default=0.0) * (1 + _SAME), max(rates, default=0.0)
     ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b, *_ in ends]
-    nics = machine.nics if any("N" in a[0] + b[0] for a, b, *_ in ends) else ()
-    leaves = [*(gpu.id for gpu in machine.gpus), *(nic.id for nic in nics)]
-    found = wires(ports, layout.gaps(leaves))
+    nics = any("N" in a[0] + b[0] for a, b, *_ in ends)
+    found = wires(ports, layout.gaps("GN" if nics else "G"))
     return tuple(
         DrawnHop(
             source=source,
             target=target,
+            kind=kind,
             flow=flow,
             gbps=gbps,
-            kind=kind,
-            path=_path(machine, source, target, flow),
+            path="" if machine is None else _path(machine, source, target, flow),
             slowest=gbps is not None and gbps <= least < most,
             wire=wire,
             top=layout.boxes[source].bottom,
-            y=layout.bottom + LANE * wire.lane + LANE / 2,
         )
         for (source, target, kind, flow, gbps), wire in zip(ends, found, strict=True)
     )

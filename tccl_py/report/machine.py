@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 
 import msgspec
 
@@ -77,18 +77,20 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 class Layout(msgspec.Struct, frozen=True):
     """A drawn machine: frames behind the links, links, and the boxes of devices by id.
 
-    `bottom` is below all of them.
+    `bottom` is below all of them. `id` is the drawing's in a page.
     """
 
+    id: str
+    name: str
     frames: tuple[Box, ...]
     lines: tuple[Line, ...]
     boxes: dict[str, Box]
     width: float
     bottom: float
 
-    def gaps(self, gpus: Sequence[str]) -> list[float]:
-        """Return the x between each of these GPUs and the next, from left to right."""
-        row = sorted(self.boxes[gpu].middle for gpu in gpus)
+    def gaps(self, letters: str) -> list[float]:
+        """Return the x between each device of these letters and the next, from left to right."""
+        row = sorted(box.middle for device, box in self.boxes.items() if device[0] in letters)
         return [(one + other) / 2 for one, other in pairwise(row)]
 
 
@@ -116,7 +118,7 @@ def link_words(link: PciLink) -> tuple[str, str]:
     return first, f"x{link.width}" if link.width else ""
 
 
-def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
+def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: int = 0) -> Layout:
     """Place every device with a GPU or NIC below it; GPUs that are not in `gpus` are faint."""
     tree = _Tree(machine, gpus)
     groups: dict[str, list[NumaNode]] = {}
@@ -151,7 +153,20 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None) -> Layout:
             top = tree.boxes[parent].bottom
             x, y = box.middle, box.y
             lines.append(Line(kind="pci", x=x, top=top, bottom=y, left=left, right=right))
-    return Layout(tuple(frames), tuple(lines), tree.boxes, width, bottom)
+    drawing = f"machine-{number}"
+    return Layout(drawing, machine.name, tuple(frames), tuple(lines), tree.boxes, width, bottom)
+
+
+def row_of(devices: Sequence[str]) -> Layout:
+    """Place GPUs and NICs beside one another, in this order."""
+    kinds = {"G": "gpu", "N": "nic"}
+    width, height = 58.0, _HEIGHTS["gpu"]
+    boxes = {
+        name: Box(kind=kinds[name[0]], x=x, y=2, width=width, height=height, label=name)
+        for name, x in zip(devices, count(2, width + 4 * _GAP), strict=False)
+    }
+    right = boxes[devices[-1]].x + width + 2
+    return Layout("row", "its GPUs", (), (), boxes, right, height + _PAD)
 
 
 class _Tree:
@@ -288,7 +303,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
     ports = _ports(list(counts), layout)
     found = wires(
         [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts],
-        layout.gaps([gpu.id for gpu in machine.gpus]),
+        layout.gaps("G"),
     )
     switches: list[Box] = []
     y = layout.bottom + depth(found)

@@ -16,7 +16,6 @@ import msgspec
 from markupsafe import Markup
 
 from tccl_py.errors import InputError, visible
-from tccl_py.explanation.findings import Finding
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
@@ -52,7 +51,6 @@ from tccl_py.report.machine import (
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_maps
-from tccl_py.sources.journal import JournalContents
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -65,7 +63,6 @@ _GENERATOR = '<meta name="generator" content="tccl report">'
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A drawn machine, of the plan or of a class of its hosts, with the rings and rates on it."""
 
-    id: str
     machine: Machine
     layout: Layout
     nvlinks: NvLinks
@@ -84,9 +81,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
     """Return a machine, that of class `number` of a plan, and the plan's rings on it."""
-    layout = lay_out(machine, None if plan is None else plan.class_gpus[number])
+    gpus = None if plan is None else plan.class_gpus[number]
+    layout = lay_out(machine, gpus, number=number)
     return NodeView(
-        id=f"machine-{number}",
         machine=machine,
         layout=layout,
         nvlinks=nvlinks(machine, layout),
@@ -129,8 +126,8 @@ def report_html(contents: Contents) -> str:
             gradient=[viridis(step / 10) for step in range(11)],
             # Tables
             most_hosts=_MOST_HOSTS,
-            causes=_causes(contents, nodes),
-            sources=rate_sources(contents),
+            node_of={node.name: node for node in nodes},
+            provenance=provenance_lines(contents),
         )
     )
 
@@ -169,23 +166,6 @@ def _family(node: NumaNode) -> str:
     return f" (family {node.family}, model {node.model})" if node.family is not None else ""
 
 
-def _causes(contents: Contents, nodes: Sequence[NodeView]) -> dict[int, HopsView | None]:
-    """Return the drawing of each finding of the explanation, by the finding's identity."""
-    found = contents.explanation
-    if found is None:
-        return {}
-    by_name = {node.name: node for node in nodes}
-    listed_: list[tuple[str, Finding]] = [
-        *((ring.node_class, one) for ring in found.rings for one in ring.findings),
-        *((nodes[0].name, one) for one in found.pitfalls),
-    ]
-    causes = {}
-    for at, (name, finding) in enumerate(listed_):
-        node = by_name.get(name, nodes[0])
-        causes[id(finding)] = cause_view(f"cause-{at}", node.machine, finding, node.layout)
-    return causes
-
-
 def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
@@ -208,49 +188,28 @@ def _node(contents: Contents, number: int) -> NodeView:
     )
 
 
-def rate_sources(contents: Contents) -> Iterator[tuple[str, str, str]]:
-    """Yield the kinds of rates and facts in the report: name, provenance, and note."""
-    plan, found = contents.plan, contents.explanation
-    done = "simulated" if plan.simulated else "measured"
-    basis = "a prediction of NCCL's bus bandwidth"
-    if plan.tuned:
-        basis = "shares of the bandwidth of NCCL jobs when settings were tuned"
-    cost = (
-        f"{plan.sets_measured} sets {done}, {plan.sets_remembered} from memory or journal, "
-        f"{plan.sets_by_symmetry} by symmetry; search {plan.strategy}"
+def provenance_lines(contents: Contents) -> Iterator[str]:
+    """Yield a line for each kind of source of the rates and facts in the report."""
+    plan = contents.plan
+    of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
+    yield (
+        f"Rings, hops and bounds: {plan.provenance}, {of}; {plan.sets_measured} sets "
+        f"{'simulated' if plan.simulated else 'measured'}, {plan.sets_remembered} from memory or "
+        f"journal, {plan.sets_by_symmetry} by symmetry; search {plan.strategy}."
     )
-    yield "rates of rings and hops", plan.provenance, f"{basis}; {cost}"
     stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
-    yield "default NCCL", stock, plan.stock.note
-    searched = "of all ring sets of the searched sizes under these settings"
-    yield "bound", plan.provenance, searched if plan.bound_gbps else "not known"
-    if plan.limit_gbps is not None:
-        yield "limit", plan.provenance, "bare copies over the hops of the recommended choice"
-    if found is not None:
-        yield "explanation", found.provenance, ""
+    yield f"Default NCCL: {stock}. {plan.stock.note}"
     if contents.achieved:
-        yield "achieved rates", "measured with NCCL (verify.json)", ""
+        yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:
-        yield "maps and pairs", *_journal_source(contents.journal)
+        header = contents.journal.header
+        yield f"Maps: the journal of {header.machine} ({header.identity})."
     for part in plan.cluster.classes:
         known = part.knowledge
-        facts = Counter(fact.provenance for fact in known.peer_access)
-        pairs = ", ".join(f"{count} pairs {kind}" for kind, count in facts.items())
-        default = f"by default {'yes' if known.peer_access_default else 'no'}"
-        access = f"{known.peer_access_provenance} ({default})"
-        where = f" of {part.name}" if plan.is_cluster else ""
-        yield f"direct access between GPUs{where}", access, pairs
-        for link in known.hidden_links:
-            yield f"hidden link {link.one} to {link.other}{where}", link.provenance, link.note
-
-
-def _journal_source(journal: JournalContents) -> tuple[str, str]:
-    measured = [one for found in journal.measurements.values() for one in found]
-    kinds = Counter(mark(simulated=one.simulated, assumed=one.assumed) for one in measured)
-    source = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing measured"
-    note = f"{len(measured)} measurements of {journal.header.machine} ({journal.header.identity})"
-    unsettled = sum(not one.settled for one in measured)
-    return source, note + (f"; {unsettled} are less precise than asked" if unsettled else "")
+        kinds = [known.peer_access_provenance, *(fact.provenance for fact in known.peer_access)]
+        kinds += [link.provenance for link in known.hidden_links]
+        facts = ", ".join(dict.fromkeys(kinds))
+        yield f"Direct access and hidden links of {part.machine.name}: {facts}."
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,8 +278,8 @@ def templates() -> jinja2.Environment:
         "cell_text": cell_text,
         "link_words": link_words,
         "cause_words": cause_words,
-        "id": id,
     }
+    templates.globals["cause_view"] = cause_view
     return templates
 
 
