@@ -6,12 +6,14 @@ from importlib import resources
 
 import pytest
 
+from tccl_profiler.watch import GpuConditions
 from tccl_py.health.checks import acs_control, shared_memory_needed
 from tccl_py.health.doctor import examine
-from tccl_py.health.host import DriverState, GpuState, Host, rules
+from tccl_py.health.host import DriverState, Host, rules
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.plan.writing import write_plan
+from tccl_py.readers.live import GpuFacts
 from tests.planned import needing_a_graph, plan_of
 from tests.recorded_hosts import config_space, link, pci, recorded, write
 
@@ -35,13 +37,19 @@ def unseen(host):
 def driver(count, *, pairs=(), name="NVIDIA L40S", complaints=(), persistence=True):
     return DriverState(
         gpus=tuple(
-            GpuState(
+            GpuFacts(
                 index=i,
                 bus_id=f"0000:0{3 + i}:00.0",
+                uuid=f"GPU-{i}",
                 name=name,
-                persistence=persistence,
-                complaints=tuple(complaints) if i == 0 else (),
+                sm=89,
+                links={},
+                c2c_links=0,
             )
+            for i in range(count)
+        ),
+        conditions=tuple(
+            (GpuConditions(gpu=i, persistence=persistence), tuple(complaints) if i == 0 else ())
             for i in range(count)
         ),
         peer_access=tuple(
@@ -187,8 +195,8 @@ def test_geforce_cards_cannot_help_it(tmp_path):
 
 
 def test_a_clock_that_a_setting_holds_is_noted(tmp_path):
-    held = GpuState(index=0, bus_id="0000:03:00.0", clock_mhz=1410, clock_max_mhz=1980)
-    host = recorded("clean", tmp_path, driver=DriverState(gpus=(held,)))
+    held = GpuConditions(gpu=0, sm_set_mhz=1410, sm_max_mhz=1980)
+    host = recorded("clean", tmp_path, driver=DriverState(conditions=((held, ()),)))
     assert found(host) == ["note gpus [GPU 0] 1410 MHz"]
     assert examine(host).findings[0].fix.startswith("nvidia-smi -i 0 -rac")
 

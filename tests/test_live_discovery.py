@@ -16,6 +16,7 @@ from tccl_py.model.machine import Fingerprint, HiddenLink, Machine, Nic, NvLink,
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.system import PathType
 from tccl_py.readers.live import discover_machine
+from tccl_py.readers.sysfs import HostFiles
 
 GEN4 = PciLink(speed_gts=16.0, width=16)
 
@@ -124,10 +125,6 @@ class FakeHost:
     def sysfs(self) -> Path:
         return self.root / "sys"
 
-    @property
-    def proc(self) -> Path:
-        return self.root / "proc"
-
     def write(self, path: str, text: str) -> None:
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +178,7 @@ class FakeHost:
             self.link(f"sys/class/net/{name}/device", device)
 
     def discover(self, nvml: FakeNvml) -> Machine:
-        return discover_machine(sysfs=self.sysfs, proc=self.proc, nvml=nvml)[0]
+        return discover_machine(HostFiles(root=self.root), nvml=nvml)[0]
 
 
 CPUINFO = """\
@@ -364,7 +361,7 @@ def test_geforce_cards_are_known_to_lack_gpu_direct(host):
 def test_peer_access_is_what_nvml_reports_and_silence_is_left_out(host):
     nvml = switched(host)
     nvml.pairs = lambda one, other: {(0, 1): 0, (1, 0): 0, (0, 2): 1}.get((one, other))
-    machine, knowledge, _ = discover_machine(sysfs=host.sysfs, proc=host.proc, nvml=nvml)
+    machine, knowledge, _ = discover_machine(HostFiles(root=host.root), nvml=nvml)
     facts = [(f.source, f.target, f.supported, f.provenance) for f in knowledge.peer_access]
     assert facts == [
         (0, 1, True, "reported"),
@@ -381,7 +378,7 @@ def test_virtual_switches_of_one_chip_are_a_hidden_link(host):
     nvml.gpus = (*nvml.gpus, FakeGpu("0000:92:00.0"))
     for one, peer in ((UP, other), (other, UP)):
         host.write(f"sys/kernel/pci_switch_link/virtual_switch_links/{one}/{peer}", "")
-    knowledge = discover_machine(sysfs=host.sysfs, proc=host.proc, nvml=nvml)[1]
+    knowledge = discover_machine(HostFiles(root=host.root), nvml=nvml)[1]
     assert knowledge.hidden_links == (
         HiddenLink(one=UP, other=other, provenance="reported", note="one PCIe switch chip"),
     )
@@ -389,7 +386,7 @@ def test_virtual_switches_of_one_chip_are_a_hidden_link(host):
 
 def test_the_fingerprint_names_gpus_driver_and_kernel(host):
     nvml = switched(host)
-    assert discover_machine(sysfs=host.sysfs, proc=host.proc, nvml=nvml)[2] == Fingerprint(
+    assert discover_machine(HostFiles(root=host.root), nvml=nvml)[2] == Fingerprint(
         gpu_uuids=tuple(f"GPU-{bus}" for bus in (GPU_A, GPU_B, GPU_C)),
         driver="570.86.15",
         numa_count=2,
@@ -419,7 +416,7 @@ def test_without_pynvml_the_sentence_is_the_same(host, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_pynvml)
     with pytest.raises(InputError) as caught:
-        discover_machine(sysfs=host.sysfs, proc=host.proc)
+        discover_machine(HostFiles(root=host.root))
     assert "pynvml" in caught.value.what
     assert caught.value.right.startswith(INSTEAD)
 

@@ -30,7 +30,7 @@ from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
-from tccl_py.readers.sysfs import read_word
+from tccl_py.readers.sysfs import HostFiles
 
 LANES = 64  # NCCL has no more channels than this; a thread runs any number in turn
 
@@ -366,14 +366,14 @@ def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
 def cpu_model(root: Path = ROOT) -> str:
     """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
     match = re.search(
-        r"^model name\s*:\s*(\S.*)$", read_word(root / "proc" / "cpuinfo"), re.MULTILINE
+        r"^model name\s*:\s*(\S.*)$", HostFiles(root=root).text("proc/cpuinfo"), re.MULTILINE
     )
     return match[1].strip() if match else platform.machine()
 
 
 def _host_id(root: Path) -> str:
     for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
-        text = read_word(root / path)
+        text = HostFiles(root=root).text(path)
         if text:
             # systemd asks not to show the machine id itself: machine-id(5).
             return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]

@@ -179,16 +179,8 @@ def check_peers(host: Host) -> Found:
     elif without:
         yield defect("no-p2p", f"pairs {listed(without)}")
     nics = host.rdma_nics()
-    if nics and host.gpus and not _offers_gpu_memory(host):
+    if nics and host.gpus and not host.offers_gpu_memory():
         yield defect("no-peermem", listed(nics))
-
-
-def _offers_gpu_memory(host: Host) -> bool:
-    if any(host.has(f"sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")):
-        return True
-    opened = "Open Kernel Module" in host.text("proc/driver/nvidia/version")
-    release = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", host.text("proc/sys/kernel/osrelease"))
-    return opened and release is not None and (int(release[1]), int(release[2])) >= (5, 12)
 
 
 def check_gpus(host: Host) -> Found:
@@ -201,19 +193,19 @@ def check_gpus(host: Host) -> Found:
         what = "clocks, heat, persistence mode and other processes of the GPUs"
         yield Unseen(what=what, why=state.unseen)
         return
-    if disabled := [f"GPU {gpu.index}" for gpu in state.gpus if gpu.persistence is False]:
+    if disabled := [f"GPU {now.gpu}" for now, _ in state.conditions if now.persistence is False]:
         yield defect("no-persistence", listed(disabled))
-    for gpu in state.gpus:
-        where = f"GPU {gpu.index}"
-        if 0 < (gpu.clock_mhz or 0) < (gpu.clock_max_mhz or 0):
+    for now, complaints in state.conditions:
+        where = f"GPU {now.gpu}"
+        if 0 < (now.sm_set_mhz or 0) < (now.sm_max_mhz or 0):
             yield defect(
                 "fixed-clock",
                 where,
-                measured=f"{gpu.clock_mhz} MHz",
-                expected=f"up to {gpu.clock_max_mhz} MHz",
-                fix=f"nvidia-smi -i {gpu.index} -rac (as root)",
+                measured=f"{now.sm_set_mhz} MHz",
+                expected=f"up to {now.sm_max_mhz} MHz",
+                fix=f"nvidia-smi -i {now.gpu} -rac (as root)",
             )
-        for text in gpu.complaints:
+        for text in complaints:
             what, _, fix = text.partition("; ")
             yield defect("complaint", where, what=what.removeprefix(f"{where}: "), fix=fix)
 
@@ -306,24 +298,9 @@ def _limit(limits: str, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-_BASE = "sys/devices/system"
-
-
-def sockets_of_nodes(host: Host) -> dict[int, set[int]]:
-    """Return the sockets of each NUMA node's CPUs."""
-    found = {}
-    for node in host.numa_nodes():
-        # The first CPU of each range is enough.
-        ranges = host.text(f"{_BASE}/node/node{node}/cpulist")
-        cpus = re.findall(r"(?:^|,)([0-9]{1,6})", ranges, re.ASCII)
-        ids = [host.number(f"{_BASE}/cpu/cpu{cpu}/topology/physical_package_id") for cpu in cpus]
-        found[node] = {package for package in ids if package is not None and package >= 0}
-    return found
-
-
 def check_numa(host: Host) -> Found:
     """Check the NUMA nodes of each socket, GPUs without a node, and the moving of pages."""
-    nodes = sockets_of_nodes(host)
+    nodes = {node: set(host.sockets_of(node)) for node in host.numa_nodes()}
     if not nodes:
         yield Unseen(what="NUMA nodes", why="/sys/devices/system/node has none")
         return

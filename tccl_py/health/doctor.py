@@ -32,7 +32,6 @@ from tccl_py.health.host import (
     DriverState,
     Finding,
     Found,
-    GpuState,
     Host,
     Unseen,
     defect,
@@ -58,7 +57,7 @@ from tccl_py.nccl_library import (
 from tccl_py.plan.beside import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.plan.nccl_here import asked_here
 from tccl_py.plan.staging import MANIFEST_FILE
-from tccl_py.readers.live import DriverFacts, driver_facts
+from tccl_py.readers.live import driver_facts
 from tccl_py.sources.profiled import conditions_of
 
 # The NCCL plugin on a host: the variables that load it, and what keeps jobs from their plan.
@@ -205,7 +204,8 @@ def this_host() -> Host:
         free = shm.f_bavail * shm.f_frsize
     try:
         facts = driver_facts()
-        driver = DriverState(gpus=_states(facts), peer_access=facts.peer_access)
+        seen = tuple(conditions_of([gpu.index for gpu in facts.gpus]))
+        driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access, conditions=seen)
     except (InputError, MeasurementError) as error:
         driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
@@ -216,22 +216,6 @@ def this_host() -> Host:
         shm_free=free,
         nccl=tuple(installed_nccls()),
         own_rings=asked_here(gpus) if len(gpus) > 1 else "",
-    )
-
-
-def _states(facts: DriverFacts) -> tuple[GpuState, ...]:
-    seen = conditions_of([gpu.index for gpu in facts.gpus])
-    return tuple(
-        GpuState(
-            index=gpu.index,
-            bus_id=gpu.bus_id,
-            name=gpu.name,
-            persistence=now.persistence,
-            clock_mhz=now.sm_set_mhz,
-            clock_max_mhz=now.sm_max_mhz,
-            complaints=complaints,
-        )
-        for gpu, (now, complaints) in zip(facts.gpus, seen, strict=True)
     )
 
 

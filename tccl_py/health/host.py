@@ -1,8 +1,4 @@
-"""A host as files below a root directory and answers of its driver; findings about a host.
-
-Hostile files do no harm: only regular files are read, each up to a limit, and no link leads out of
-the root.
-"""
+"""A host as files and answers of its driver; findings about a host."""
 
 from __future__ import annotations
 
@@ -12,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.files import reading
 from tccl_py.model.machine import PeerAccess, bus_order, normal_bus_id
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_library import InstalledNccl
+from tccl_py.readers.live import GpuFacts
+from tccl_py.readers.sysfs import HostFiles
 
-_MAX_BYTES = 64 * 1024
-_MAX_ENTRIES = 10_000
+if TYPE_CHECKING:
+    from tccl_profiler.watch import GpuConditions
+
 _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
@@ -106,88 +102,33 @@ def listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuState:
-    """The driver's facts about an idle GPU; `complaints` are sentences on what lowers rates.
+class DriverState:
+    """The facts from NVML about all GPUs; `unseen` is the reason if there are none.
 
-    `clock_mhz` is the highest clock by the settings, `clock_max_mhz` the GPU's.
+    `conditions` are of each GPU, now idle, with sentences on what lowers rates.
     """
 
-    index: int
-    bus_id: str
-    name: str = ""
-    persistence: bool | None = None
-    clock_mhz: int | None = None
-    clock_max_mhz: int | None = None
-    complaints: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriverState:
-    """The facts from NVML about all GPUs; `unseen` is the reason if there are none."""
-
-    gpus: tuple[GpuState, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     peer_access: tuple[PeerAccess, ...] = ()
+    conditions: tuple[tuple[GpuConditions, tuple[str, ...]], ...] = ()
     unseen: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """A host to examine: `root` has its `sys`, `proc`, `etc` and `dev`; `home` is a path of it.
+class Host(HostFiles):
+    """A host to examine; `home` is a path of its files.
 
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
     /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
     default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs.
     """
 
-    root: Path = Path("/")
     home: str = "/root"
     environment: Mapping[str, str] = field(default_factory=dict)
     driver: DriverState = DriverState(unseen="the driver was not asked")
     shm_free: int | None = None
     nccl: tuple[InstalledNccl, ...] | None = None
     own_rings: NcclAnswer | str = ""
-
-    def real(self, name: str) -> Path | None:
-        """Return a path of the host with links resolved; None if missing or outside the root."""
-        try:
-            found = (self.root / name.lstrip("/")).resolve(strict=True)
-            root = self.root.resolve()
-        except (OSError, RuntimeError, ValueError):
-            return None
-        return found if found.is_relative_to(root) else None
-
-    def data(self, name: str, *, limit: int = _MAX_BYTES) -> bytes | None:
-        """Return the first bytes of a regular file; None if there is none or it is unreadable."""
-        path = self.real(name)
-        if path is None:
-            return None
-        try:
-            with reading(path) as handle:
-                return handle.read(limit)
-        except InputError:
-            return None
-
-    def text(self, name: str) -> str:
-        """Return a file's text, stripped; "" if unreadable."""
-        return (self.data(name) or b"").decode("utf-8", "replace").strip()
-
-    def number(self, name: str) -> int | None:
-        """Return the whole number in a file, or None."""
-        text = self.text(name)
-        return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII) else None
-
-    def entries(self, name: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory; empty if unreadable."""
-        path = self.real(name)
-        try:
-            found = sorted(entry.name for entry in path.iterdir()) if path is not None else []
-        except OSError:
-            return ()
-        return tuple(found[:_MAX_ENTRIES])
-
-    def has(self, name: str) -> bool:
-        """Return whether a file or directory exists."""
-        return self.real(name) is not None
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""
@@ -214,12 +155,6 @@ class Host:
         """Return the PCI bridges above a device, the root port first."""
         path = self.real(f"sys/bus/pci/devices/{bus_id}")
         return tuple(part for part in path.parts[:-1] if _BUS_ID.fullmatch(part)) if path else ()
-
-    def numa_nodes(self) -> tuple[int, ...]:
-        """Return the NUMA nodes with CPUs."""
-        base = "sys/devices/system/node"
-        numbers = [name[4:] for name in self.entries(base) if re.fullmatch("node[0-9]{1,5}", name)]
-        return tuple(sorted(int(n) for n in numbers if self.text(f"{base}/node{n}/cpulist")))
 
     def rdma_nics(self) -> tuple[str, ...]:
         """Return the names of RDMA NICs."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,17 +33,11 @@ from tccl_py.model.machine import (
     check_knowledge,
     normal_bus_id,
 )
-from tccl_py.readers.sysfs import (
-    PciTree,
-    network_ports,
-    numa_nodes,
-    read_word,
-    system_numa_ids,
-)
+from tccl_py.readers.sysfs import HostFiles, PciTree, network_ports, numa_nodes
 
 _WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")  # says docs.nvidia.com/cuda/gpudirect-rdma
-_DMA_BUF_SINCE = (5, 12)
 _HERE = "this machine"
+HOST = HostFiles()
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NOT_ANSWERED = (2, 3, 4, 6, 13, 22, 26)
 """NVML_ERROR_ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND,
@@ -62,7 +55,7 @@ _INSTEAD = (
 
 
 def discover_machine(
-    *, sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), nvml: Any = None
+    files: HostFiles = HOST, *, nvml: Any = None
 ) -> tuple[Machine, Knowledge, Fingerprint]:
     """Discover this machine.
 
@@ -71,24 +64,24 @@ def discover_machine(
     Raises InputError: no NVIDIA driver answers, or the answers fit no machine.
     """
     facts = driver_facts(nvml)
-    machine = check(_machine(facts, sysfs, proc), where=_HERE)
-    links = tuple(_virtual_switch_links(machine.bridges, sysfs))
+    machine = check(_machine(facts, files), where=_HERE)
+    links = tuple(_virtual_switch_links(machine.bridges, files))
     knowledge = Knowledge(peer_access=facts.peer_access, hidden_links=links)
     check_knowledge(knowledge, machine, where=_HERE)
-    return machine, knowledge, fingerprint_of(facts, sysfs=sysfs, proc=proc)
+    return machine, knowledge, fingerprint_of(facts, files)
 
 
-def _machine(facts: DriverFacts, sysfs: Path, proc: Path) -> Machine:
+def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
     # 1. Where everything hangs; this tells which bridges and NUMA nodes there are.
-    tree, ports = PciTree(sysfs=sysfs), network_ports(sysfs)
+    tree, ports = PciTree(files=files), network_ports(files)
     gpu_places = [tree.attach(gpu.bus_id) for gpu in facts.gpus]
     port_places = [tree.attach(port.bus_id) if port.bus_id else None for port in ports]
     used = [place.numa_id for place in (*gpu_places, *port_places) if place is not None]
-    nodes = numa_nodes(used, sysfs=sysfs, proc=proc)
+    nodes = numa_nodes(used, files)
     names = {node.numa_id: node.id for node in nodes}
     # 2. The devices, by those names.
     links = tuple(_nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places]))
-    gdr = _gpu_direct_modules(sysfs, proc)
+    gdr = files.offers_gpu_memory()
     return Machine(
         name=_name(facts),
         numa_nodes=nodes,
@@ -142,38 +135,23 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
             yield NvLink(source=source, target=target, count=count)
 
 
-def _virtual_switch_links(bridges: Iterable[PciBridge], sysfs: Path) -> Iterator[HiddenLink]:
+def _virtual_switch_links(bridges: Iterable[PciBridge], files: HostFiles) -> Iterator[HiddenLink]:
     known = {bridge.id for bridge in bridges}
     for bridge in sorted(known):
-        peers = sysfs / "kernel" / "pci_switch_link" / "virtual_switch_links" / bridge
-        for entry in sorted(peers.iterdir()) if peers.is_dir() else ():
-            other = normal_bus_id(entry.name)
+        for entry in files.entries(f"sys/kernel/pci_switch_link/virtual_switch_links/{bridge}"):
+            other = normal_bus_id(entry)
             if other in known and bridge < other:
                 note = "one PCIe switch chip"
                 yield HiddenLink(one=bridge, other=other, provenance="reported", note=note)
 
 
-def _gpu_direct_modules(sysfs: Path, proc: Path) -> bool:
-    if any((sysfs / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
-        return True
-    opened = "Open Kernel Module" in read_word(proc / "driver" / "nvidia" / "version")
-    release = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", _kernel(proc))
-    return opened and release is not None and ((int(release[1]), int(release[2])) >= _DMA_BUF_SINCE)
-
-
-def _kernel(proc: Path) -> str:
-    return read_word(proc / "sys" / "kernel" / "osrelease")
-
-
-def fingerprint_of(
-    facts: DriverFacts, *, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")
-) -> Fingerprint:
+def fingerprint_of(facts: DriverFacts, files: HostFiles = HOST) -> Fingerprint:
     """Return the identity of this host's GPUs, driver and kernel."""
     return Fingerprint(
         gpu_uuids=tuple(gpu.uuid for gpu in facts.gpus),
         driver=facts.driver,
-        numa_count=len(system_numa_ids(sysfs)),
-        kernel=_kernel(proc),
+        numa_count=len(files.numa_nodes()),
+        kernel=files.kernel(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The PCI tree, NUMA nodes and network cards of sysfs, read as NCCL reads them.
+"""A host's files, and the PCI tree, NUMA nodes and network cards of sysfs, read as NCCL reads them.
 
 Source of the walk and of the link rates: ncclTopoGetXmlFromSys, NCCL 2.30 graph/xml.cc.
 """
@@ -13,14 +13,106 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.errors import InputError
+from tccl_py.files import reading
 from tccl_py.model.machine import Nic, NumaNode, PciBridge, PciLink, normal_bus_id
 
 _SHORT_BUS_ID = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.ASCII)
 """NCCL's bus ids in a path; longer domains look to it like the CPU."""
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,3})?) GT/s", re.ASCII)
 _GIGABITS = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) Gb/sec", re.ASCII)
-_MAX_TEXT = 4096
+_MAX_BYTES = 64 * 1024
+_MAX_ENTRIES = 10_000
 _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # Kernel's -> NCCL's
+_DMA_BUF_SINCE = (5, 12)
+_NODES = "sys/devices/system/node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFiles:
+    """Files of a host below `root`, which has its `sys`, `proc` and `etc`.
+
+    Hostile files do no harm: only regular files are read, each up to a limit, and no link leads
+    out of the root.
+    """
+
+    root: Path = Path("/")
+
+    def real(self, name: str | Path) -> Path | None:
+        """Return a path of the host with links resolved; None if missing or outside the root.
+
+        A name is relative to the root; a Path is as returned here, or below such a path.
+        """
+        try:
+            place = name if isinstance(name, Path) else self.root / name.lstrip("/")
+            found = place.resolve(strict=True)
+            root = self.root.resolve()
+        except (OSError, RuntimeError, ValueError):
+            return None
+        return found if found.is_relative_to(root) else None
+
+    def data(self, name: str | Path, *, limit: int = _MAX_BYTES) -> bytes | None:
+        """Return the first bytes of a regular file; None if there is none or it is unreadable."""
+        path = self.real(name)
+        if path is None:
+            return None
+        try:
+            with reading(path) as handle:
+                return handle.read(limit)
+        except InputError:
+            return None
+
+    def text(self, name: str | Path) -> str:
+        """Return a file's text, stripped; "" if unreadable."""
+        return (self.data(name) or b"").decode("utf-8", "replace").strip()
+
+    def number(self, name: str | Path) -> int | None:
+        """Return the whole number in a file, or None."""
+        return _integer(self.text(name))
+
+    def entries(self, name: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory; empty if unreadable."""
+        path = self.real(name)
+        try:
+            found = sorted(entry.name for entry in path.iterdir()) if path is not None else []
+        except OSError:
+            return ()
+        return tuple(found[:_MAX_ENTRIES])
+
+    def has(self, name: str | Path) -> bool:
+        """Return whether a file or directory exists."""
+        return self.real(name) is not None
+
+    def numa_nodes(self) -> tuple[int, ...]:
+        """Return the NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
+        names = (name for name in self.entries(_NODES) if re.fullmatch("node[0-9]{1,5}", name))
+        used = (name for name in names if self.text(f"{_NODES}/{name}/cpulist"))
+        return tuple(sorted(int(name[4:]) for name in used))
+
+    def sockets_of(self, node: int) -> list[int]:
+        """Return the sockets of a NUMA node, by the first CPU of each range."""
+        ranges = self.text(f"{_NODES}/node{node}/cpulist")
+        cpus = re.findall(r"(?:^|,)([0-9]{1,6})", ranges, re.ASCII)
+        places = (f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in cpus)
+        ids = (self.number(f"{place}/physical_package_id") for place in places)
+        return [package for package in ids if package is not None and package >= 0]
+
+    def kernel(self) -> str:
+        """Return the kernel's release."""
+        return self.text("proc/sys/kernel/osrelease")
+
+    def offers_gpu_memory(self) -> bool:
+        """Return whether a loaded module lets RDMA NICs reach GPU memory."""
+        if any(self.has(f"sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")):
+            return True
+        opened = "Open Kernel Module" in self.text("proc/driver/nvidia/version")
+        numbers = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", self.kernel())
+        release = tuple(map(int, numbers.groups())) if numbers else (0, 0)
+        return opened and release >= _DMA_BUF_SINCE
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,41 +128,49 @@ class Attachment:
 class PciTree:
     """The part of the PCI tree that has been walked; grows with each `attach`."""
 
-    sysfs: Path
+    files: HostFiles
     bridges: dict[str, tuple[Attachment, Path]] = field(default_factory=dict)
 
     def attach(self, bus_id: str) -> Attachment:
         """Walk up from a device, noting the bridges above it; NUMA node -1 if not in sysfs."""
-        link = self.sysfs / "bus" / "pci" / "devices" / bus_id
-        if not link.exists():
+        path = self.files.real(f"sys/bus/pci/devices/{bus_id}")
+        if path is None:
             return Attachment(bridge="", numa_id=-1, link=PciLink())
-        return self._walk(link.resolve())
+        return self._walk(path)
 
     def _walk(self, path: Path) -> Attachment:
-        upper = _bridge_above(path)
+        upper, link = _bridge_above(path), self._link(path)
         if upper is None:
-            told = integer_in(path / "numa_node")
-            numa_id = -1 if told is None or told < 0 else told
-            return Attachment(bridge="", numa_id=numa_id, link=_link(path))
+            told = self.files.number(path / "numa_node")
+            return Attachment(bridge="", numa_id=max(-1 if told is None else told, -1), link=link)
         above = self._walk(upper)
         bus_id = normal_bus_id(upper.name) or upper.name
         self.bridges[bus_id] = (above, upper)
-        return Attachment(bridge=bus_id, numa_id=above.numa_id, link=_link(path))
+        return Attachment(bridge=bus_id, numa_id=above.numa_id, link=link)
 
     def built(self, numa_names: dict[int, str]) -> tuple[PciBridge, ...]:
         """Return the bridges; the uppermost hang from the NUMA nodes of these names."""
+        names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
         return tuple(
             PciBridge(
                 bus_id=bus_id,
                 parent=place.bridge or numa_names[place.numa_id],
                 link=place.link,
-                vendor=read_word(path / "vendor"),
-                device=read_word(path / "device"),
-                subsystem_vendor=read_word(path / "subsystem_vendor"),
-                subsystem_device=read_word(path / "subsystem_device"),
+                **{name: self.files.text(path / name) for name in names},
             )
             for bus_id, (place, path) in sorted(self.bridges.items())
         )
+
+    def _link(self, path: Path) -> PciLink:
+        """Return the lesser speed and width of a device and the port above; None if unknown."""
+        ends = (path, path.parent)
+        told = (_SPEED.match(self.files.text(end / "max_link_speed")) for end in ends)
+        speeds = [float(match[1]) for match in told if match is not None and float(match[1]) > 0]
+        # NCCL takes one end's speed if the other is silent, but no width unless both tell it. The
+        # kernel writes 255 for an unknown width.
+        width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
+        known = width if 0 < width <= 32 else None
+        return PciLink(speed_gts=min(speeds, default=None), width=known)
 
 
 def _bridge_above(path: Path) -> Path | None:
@@ -80,52 +180,17 @@ def _bridge_above(path: Path) -> Path | None:
     return port.parent if shown else None
 
 
-def _link(path: Path) -> PciLink:
-    """Return the lesser speed and width of a device and the port above; None if unknown."""
-    ends = (path, path.parent)
-    told = (_SPEED.match(read_word(end / "max_link_speed")) for end in ends)
-    speeds = [float(match[1]) for match in told if match is not None and float(match[1]) > 0]
-    # NCCL takes one end's speed if the other is silent, but no width unless both tell it. The
-    # kernel writes 255 for an unknown width.
-    width = min(integer_in(end / "max_link_width") or 0 for end in ends)
-    return PciLink(speed_gts=min(speeds, default=None), width=width if 0 < width <= 32 else None)
-
-
-def read_word(path: Path) -> str:
-    """Return a small file's content without the newline; "" if it is missing or unreadable."""
-    try:
-        with path.open("rb") as handle:
-            return handle.read(_MAX_TEXT).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
-def integer_in(path: Path) -> int | None:
-    """Return the integer in a small file, or None."""
-    return _integer(read_word(path))
-
-
-def _integer(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text, re.ASCII) else None
-
-
-def system_numa_ids(sysfs: Path) -> tuple[int, ...]:
-    """Return the system's NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
-    nodes = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
-    numbers = (node.name[len("node") :] for node in nodes if read_word(node / "cpulist"))
-    return tuple(sorted(int(number) for number in numbers if number.isdecimal()))
-
-
-def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNode, ...]:
+def numa_nodes(used: Iterable[int], files: HostFiles) -> tuple[NumaNode, ...]:
     """Return the system's NUMA nodes; -1 (if `used`) joins them, or replaces a single one."""
-    system, wanted = system_numa_ids(sysfs), set(used)
+    system, wanted = files.numa_nodes(), set(used)
     if -1 not in wanted or len(system) > 1:
         wanted.update(system)
     # The first processor's entries.
-    first = read_word(proc / "cpuinfo").partition("\n\n")[0]
+    first = files.text("proc/cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     cpu = {name.strip(): value.strip() for name, colon, value in pairs if colon}
     arch = platform.machine()
+    only = system[0] if len(system) == 1 else -1
     return tuple(
         NumaNode(
             index=index,
@@ -134,38 +199,23 @@ def numa_nodes(used: Iterable[int], *, sysfs: Path, proc: Path) -> tuple[NumaNod
             vendor=cpu.get("vendor_id", ""),
             family=_integer(cpu.get("cpu family", "")),
             model=_integer(cpu.get("model", "")),
-            affinity=read_word(_node_path(sysfs, numa_id) / "cpumap"),
-            socket=_socket(sysfs, numa_id, system),
+            affinity=files.text(f"{_NODES}/node{numa_id}/cpumap"),
+            socket=next(iter(files.sockets_of(only if numa_id == -1 else numa_id)), None),
         )
         for index, numa_id in enumerate(sorted(wanted or {-1}))
     )
 
 
-def _node_path(sysfs: Path, numa_id: int) -> Path:
-    return sysfs / "devices" / "system" / "node" / f"node{numa_id}"
-
-
-def _socket(sysfs: Path, numa_id: int, system: tuple[int, ...]) -> int | None:
-    if numa_id == -1 and len(system) == 1:
-        numa_id = system[0]
-    first = re.match(r"[0-9]+", read_word(_node_path(sysfs, numa_id) / "cpulist"))
-    if first is None:
-        return None
-    cpu = sysfs / "devices" / "system" / "cpu" / f"cpu{first[0]}"
-    package = integer_in(cpu / "topology" / "physical_package_id")
-    return package if package is not None and package >= 0 else None
-
-
-def network_ports(sysfs: Path) -> tuple[Nic, ...]:
+def network_ports(files: HostFiles) -> tuple[Nic, ...]:
     """Return RDMA ports, then Ethernet interfaces of other cards; each group in natural order.
 
     Inactive ports are left out, as by NCCL, and virtual interfaces (bridges, tunnels, `lo`). NCCL
     uses a single transport, so the first group has NCCL's device numbers on a host with RDMA. NICs
     have no parent yet; `gdr` of RDMA ports depends on the host's modules too.
     """
-    rdma = list(_rdma_ports(sysfs / "class" / "infiniband"))
+    rdma = list(_rdma_ports(files))
     cards = {_card(port) for port in rdma if port.bus_id}
-    others = _interfaces(sysfs / "class" / "net")
+    others = _interfaces(files)
     ports = rdma + [port for port in others if not port.bus_id or _card(port) not in cards]
     return tuple(msgspec.structs.replace(port, index=i) for i, port in enumerate(ports))
 
@@ -174,44 +224,46 @@ def _card(port: Nic) -> str:
     return port.bus_id.rpartition(".")[0]
 
 
-def _entries(directory: Path) -> list[Path]:
-    def natural(path: Path) -> list[tuple[int, str]]:
-        pieces = re.findall(r"[0-9]+|[^0-9]+", path.name)
+def _in_order(names: Iterable[str]) -> list[str]:
+    def natural(name: str) -> list[tuple[int, str]]:
+        pieces = re.findall(r"[0-9]+|[^0-9]+", name)
         return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces]
 
-    try:
-        return sorted(directory.iterdir(), key=natural)
-    except OSError:
-        return []
+    return sorted(names, key=natural)
 
 
-def _bus_id(entry: Path) -> str:
-    device = entry / "device"
-    return (normal_bus_id(device.resolve().name) or "") if device.exists() else ""
+def _bus_id(files: HostFiles, entry: str) -> str:
+    device = files.real(f"{entry}/device")
+    return (normal_bus_id(device.name) or "") if device is not None else ""
 
 
-def _rdma_ports(directory: Path) -> Iterator[Nic]:
-    for entry in _entries(directory):
-        for place in _entries(entry / "ports"):
-            if "ACTIVE" not in read_word(place / "state") or not place.name.isdecimal():
+def _rdma_ports(files: HostFiles) -> Iterator[Nic]:
+    base = "sys/class/infiniband"
+    for name in _in_order(files.entries(base)):
+        for port in _in_order(files.entries(f"{base}/{name}/ports")):
+            place = f"{base}/{name}/ports/{port}"
+            if "ACTIVE" not in files.text(f"{place}/state") or not port.isdecimal():
                 continue
-            rate = _GIGABITS.match(read_word(place / "rate"))
-            guid = read_word(entry / "node_guid").replace(":", "")
+            rate = _GIGABITS.match(files.text(f"{place}/rate"))
+            guid = files.text(f"{base}/{name}/node_guid").replace(":", "")
             yield Nic(
                 index=0,
-                name=entry.name,
+                name=name,
                 parent="",
-                bus_id=_bus_id(entry),
+                bus_id=_bus_id(files, f"{base}/{name}"),
                 speed_mbps=int(float(rate[1]) * 1000) if rate else 0,
-                port=int(place.name),
+                port=int(port),
                 guid=f"0x{guid}" if guid else "",
                 gdr=True,
             )
 
 
-def _interfaces(directory: Path) -> Iterator[Nic]:
-    for entry in _entries(directory):
-        physical = entry.name != "lo" and (entry / "device").exists()
-        if physical and read_word(entry / "operstate") != "down":
-            speed = max(integer_in(entry / "speed") or 0, 0)
-            yield Nic(index=0, name=entry.name, parent="", bus_id=_bus_id(entry), speed_mbps=speed)
+def _interfaces(files: HostFiles) -> Iterator[Nic]:
+    base = "sys/class/net"
+    for name in _in_order(files.entries(base)):
+        entry = f"{base}/{name}"
+        physical = name != "lo" and files.has(f"{entry}/device")
+        if physical and files.text(f"{entry}/operstate") != "down":
+            speed = max(files.number(f"{entry}/speed") or 0, 0)
+            bus_id = _bus_id(files, entry)
+            yield Nic(index=0, name=name, parent="", bus_id=bus_id, speed_mbps=speed)

@@ -20,9 +20,9 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
-from tccl_py.readers.sysfs import network_ports, read_word
+from tccl_py.readers.sysfs import HostFiles, network_ports
 
-SYSFS = Path("/sys")
+FILES = HostFiles()
 PROC = Path("/proc")
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
@@ -197,10 +197,8 @@ def interface(name: str) -> Interface | None:
     state = struct.unpack_from("H", flags)[0] if flags else 0
     answer = _ioctl(_SIOCGIFADDR, name)
     address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name)
-    speed = 0
     # The kernel refuses to tell the speed of what is down.
-    with contextlib.suppress(OSError, ValueError):
-        speed = int((SYSFS / "class" / "net" / name / "speed").read_text())
+    speed = FILES.number(f"sys/class/net/{name}/speed") or 0
     up = bool(state & _IFF_UP and state & _IFF_RUNNING)
     return Interface(name=name, address=address, up=up, speed_mbps=max(speed, 0))
 
@@ -227,7 +225,7 @@ def _names() -> list[str]:
 
 
 def _is_device(name: str) -> bool:
-    return (SYSFS / "class" / "net" / name / "device").exists()
+    return FILES.has(f"sys/class/net/{name}/device")
 
 
 def _ioctl(question: int, name: str) -> bytes:
@@ -275,12 +273,12 @@ def _with_own_nics(machine: Machine) -> Machine:
     nodes = {node.numa_id: node.id for node in machine.numa_nodes}
     first = machine.numa_nodes[0].id
     nics: list[Nic] = []
-    for port in network_ports(SYSFS):
+    for port in network_ports(FILES):
         nic = Nic(index=len(nics), name=port.name, parent=first, port=port.port)
         name = _interface_of(nic)
         found = interface(name)
         if found is not None and found.up and found.address:
-            node = read_word(SYSFS / "class" / "net" / name / "device" / "numa_node")
+            node = FILES.text(f"sys/class/net/{name}/device/numa_node")
             parent = nodes.get(int(node), first) if node.isdecimal() else first
             nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
     return msgspec.structs.replace(machine, nics=tuple(nics))
@@ -288,13 +286,10 @@ def _with_own_nics(machine: Machine) -> Machine:
 
 def _interface_of(nic: Nic) -> str:
     """Return the interface of a NIC: itself, or the one behind an RDMA port, or ""."""
-    if (SYSFS / "class" / "net" / nic.name).exists() or nic.name in _names():
+    if FILES.has(f"sys/class/net/{nic.name}") or nic.name in _names():
         return nic.name
-    behind = SYSFS / "class" / "infiniband" / nic.name / "device" / "net"
-    try:
-        found = sorted(entry.name for entry in behind.iterdir())
-    except OSError:
-        return ""
-    ports = {name: read_word(behind / name / "dev_port") for name in found}
+    behind = f"sys/class/infiniband/{nic.name}/device/net"
+    found = FILES.entries(behind)
+    ports = {name: FILES.text(f"{behind}/{name}/dev_port") for name in found}
     wanted = str(max(nic.port - 1, 0))
     return next((name for name in found if ports[name] == wanted), found[0] if found else "")
