@@ -19,7 +19,7 @@ from tccl_py.readers.live import GpuFacts
 from tccl_py.readers.sysfs import HostFiles
 
 if TYPE_CHECKING:
-    from tccl_profiler.watch import GpuConditions
+    from tccl_py.sources.profiled import GpuState
 
 _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
@@ -110,7 +110,7 @@ class DriverState:
 
     gpus: tuple[GpuFacts, ...] = ()
     peer_access: tuple[PeerAccess, ...] = ()
-    conditions: tuple[tuple[GpuConditions, tuple[str, ...]], ...] = ()
+    conditions: tuple[GpuState, ...] = ()
     unseen: str = ""
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tccl_profiler.profiler import Options
     from tccl_profiler.watch import GpuConditions
 
+    GpuState = tuple[GpuConditions, tuple[str, ...]]
+    """A GPU's clocks, links and processes, and sentences on what would spoil measurements."""
+
 Backend = Literal["cuda", "host"]
 Meeting = Literal["pass-on", "independent"]
 DEFAULT_TARGET = 0.01
@@ -220,8 +223,8 @@ def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
     return tuple(map(relative_width, measurement.samples_gbps))
 
 
-def conditions_of(gpus: Sequence[int]) -> list[tuple[GpuConditions, tuple[str, ...]]]:
-    """Return the state of each GPU now, with sentences on what would spoil measurements."""
+def conditions_of(gpus: Sequence[int]) -> list[GpuState]:
+    """Return the state of each GPU now."""
     from tccl_profiler.watch import Watch, warnings  # noqa: PLC0415
 
     with Watch(gpus, frozenset()) as watch:
