@@ -2,7 +2,7 @@
 
 python examples/own_strategy.py [MACHINE]     (a bundled name or a file)
 
-A strategy is a function of a `Run`. `run.offer_orders` measures rings, `run.incumbent` is the best
+A strategy is a function of a `Run`. `run.offer_known` measures rings, `run.incumbent` is the best
 ring set so far, and `find_rings` handles budget, Ctrl-C and counting.
 """
 
@@ -25,14 +25,14 @@ def two_opt(run: Run) -> None:
     # Every second GPU first: a poor order, with room for improvement.
     order = (*run.problem.gpus[::2], *run.problem.gpus[1::2])
     # The argument is a list of ring sets, here one set of one ring.
-    run.offer_orders([(order,)])
+    run.offer_known([(order,)])
     improved = True
     while improved:
         improved = False
         for i, j in combinations(range(1, len(order) + 1), 2):
             turned = (*order[:i], *reversed(order[i:j]), *order[j:])
             before = run.incumbent.score
-            run.offer_orders([(turned,)])
+            run.offer_known([(turned,)])
             if run.incumbent.score > before:
                 order, improved = turned, True
     # 2-opt knows no upper bound: `run.bounds` stays empty, so no result is "proven".

@@ -157,7 +157,7 @@ class Bench:
             },
             source=Simulator(self.model),
             symmetry=automorphisms(machine, knowledge),
-            orders=(tuple(one.gpus for one in stock.rings.rings),),
+            known=(tuple(one.gpus for one in stock.rings.rings),),
             cuts=natural_cuts(machine, knowledge, gpus=self.gpus),
             budget=budget,
         )

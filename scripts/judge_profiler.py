@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "profiler")]
 from tccl_profiler.precision import Stopping  # noqa: E402
 from tccl_profiler.profiler import Options  # noqa: E402
 from tccl_profiler.session import Session  # noqa: E402
-from tccl_py.model.rings import ring_from_order, ring_set  # noqa: E402
+from tccl_py.model.rings import ring_like, ring_set  # noqa: E402
 from tccl_py.model.transfer import TransferSet, parse_set  # noqa: E402
 from tccl_py.nccl.communicators import parse_log  # noqa: E402
 from tccl_py.nccl.settings import Settings, environment  # noqa: E402
@@ -147,7 +147,7 @@ def ring_of(here, settings, order) -> TransferSet:
     """Return the set behind a plan's rate: the ring under these settings."""
     machine, knowledge, _ = here
     space = hop_space(view(machine, knowledge, settings))
-    return ring_set([ring_from_order(space, order)]).flows
+    return ring_set([ring_like(space, order)]).flows
 
 
 def again(source, transfers: TransferSet) -> None:

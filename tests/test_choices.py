@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
@@ -83,7 +83,7 @@ def test_variables_do_at_least_as_well_as_any_p2p_level_with_the_rings_that_nccl
             space = hop_space(
                 view(model.machine, model.knowledge, changed), rings_in_set=len(orders)
             )
-            rings = ring_set([ring_from_order(space, order) for order in orders])
+            rings = ring_set([ring_like(space, order) for order in orders])
             (measured,) = Simulator(model).measure([rings.flows])
             assert best * (1 + AS_GOOD) >= len(orders) * measured.rate_gbps
 

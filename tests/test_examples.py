@@ -90,7 +90,7 @@ def test_a_strategy_of_ones_own_is_named_after_itself_and_proves_nothing():
     )
 
     def ascending(run):
-        run.offer_orders([(run.problem.gpus,)])
+        run.offer_known([(run.problem.gpus,)])
 
     class Twice:
         def __call__(self, run):

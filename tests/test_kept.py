@@ -16,7 +16,7 @@ from tccl_py.explanation.build import by_mechanism
 from tccl_py.explanation.explain import explain, subjects
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.model.transfer import direct_write
 from tccl_py.nccl.graph_search import default_choice, default_choice_or_sys
 from tccl_py.nccl.settings import Settings
@@ -198,7 +198,7 @@ def test_stock_is_what_nccl_does_with_the_variable_too(name):
     orders = condensed(choice.rings)
     settings = Settings(p2p_level="LOC", channels=max(1, choice.channels // 2))
     space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=len(orders))
-    rings = ring_set([ring_from_order(space, order) for order in orders])
+    rings = ring_set([ring_like(space, order) for order in orders])
     (measured,) = Simulator(model).measure([rings.flows])
     assert plan.stock.rate_gbps == pytest.approx(len(orders) * measured.rate_gbps)
 
@@ -258,7 +258,7 @@ def test_every_subset_bounces_too_and_gets_what_the_simulator_says(name):
             rings_in_set=len(subset.rings),
         )
         space = through(space, subset)
-        rings = ring_set([ring_from_order(space, order) for order in subset.rings])
+        rings = ring_set([ring_like(space, order) for order in subset.rings])
         assert all(flow.is_bounce for flow in rings.flows.flows)
         (measured,) = Simulator(model).measure([rings.flows])
         rate = len(subset.rings) * measured.rate_gbps
@@ -290,7 +290,7 @@ def test_a_plan_is_as_good_as_the_best_of_all_rings_and_settings(name, kept):
         for count in (1, 2):
             space = hop_space(view(model.machine, model.knowledge, settings), rings_in_set=count)
             for orders in sets_of_orders(plan.gpus, count):
-                rings = ring_set([ring_from_order(space, order) for order in orders])
+                rings = ring_set([ring_like(space, order) for order in orders])
                 (measured,) = source.measure([rings.flows])
                 best = max(best, count * measured.rate_gbps)
     assert plan.rate_gbps >= best * 0.98

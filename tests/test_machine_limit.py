@@ -13,7 +13,7 @@ from tccl_profiler.profiler import Profiler
 from tccl_py.cli.main import app
 from tccl_py.cli.show import print_plan
 from tccl_py.errors import MeasurementError
-from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
+from tccl_py.model.rings import Hop, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, bounce, parse_set
 from tccl_py.plan.planner import bare_copies, limit_gbps, make_plan
 from tccl_py.plan.words import plan_json
@@ -65,7 +65,7 @@ def test_bare_copies_are_a_plain_transfer_for_each_transfer_of_a_hop():
     assert str(bare_copies(rings, copy_engine=True)) == (
         "C0->D0->G0{buffer=2M} C0->D1->G1{buffer=2M} G0->D0->C0{buffer=2M} G1->D1->C0{buffer=2M}"
     )
-    direct = ring_set([ring_from_order(space_of(range(3)), (0, 1, 2))])
+    direct = ring_set([ring_like(space_of(range(3)), (0, 1, 2))])
     assert str(bare_copies(direct, copy_engine=False)) == "G0->G0->G1 G1->G1->G2 G2->G2->G0"
     assert str(bare_copies(direct, copy_engine=True)) == "G0->D0->G1 G1->D1->G2 G2->D2->G0"
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
+from tccl_py.model.rings import Hop, ring, ring_like, ring_set
 from tccl_py.model.transfer import bounce
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.plugin import LIBRARY
@@ -201,7 +201,7 @@ def test_rates_of_subsets_are_those_of_their_nodes(plan):
             view(plan.machine, plan.knowledge, plan.settings, gpus=one.gpus),
             rings_in_set=len(one.rings),
         )
-        rings = ring_set([ring_from_order(through(space, one), order) for order in one.rings])
+        rings = ring_set([ring_like(through(space, one), order) for order in one.rings])
         (measurement,) = source.measure([rings.flows])
         assert rings.rate(measurement) == pytest.approx(one.rate_gbps)
 

@@ -135,14 +135,14 @@ def test_with_five_percent_noise_the_true_rate_is_never_five_percent_below(seed)
 
 def test_the_only_ring_set_has_no_rival_within_noise():
     source = random_resources(1, noise=0.05)
-    result = find_rings(problem_for(source, 2, noise=0.05, orders=(((0, 1),),)))
+    result = find_rings(problem_for(source, 2, noise=0.05, known=(((0, 1),),)))
     # Both hops, each alone, and together: offered by several, and compared with nothing.
     assert result.sets_measured <= 4
 
 
 def test_known_orders_are_never_undercut():
     source = random_resources(7)
-    problem = problem_for(source, 6, orders=(((0, 3, 1, 5, 2, 4),),), budget=Budget(sets=40))
+    problem = problem_for(source, 6, known=(((0, 3, 1, 5, 2, 4),),), budget=Budget(sets=40))
     known = find_rings(problem, strategy="nccl-order")
     assert find_rings(problem).rate_gbps >= known.rate_gbps
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.choices import SettingsSearch, as_graph, own_choices
-from tccl_py.plan.tasks import CAREFUL, Task, condensed, measured_well, orders_under, search_under
+from tccl_py.plan.tasks import CAREFUL, Task, condensed, measured_well, rings_under, search_under
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
@@ -71,7 +71,7 @@ def test_the_rate_of_every_choice_is_measured_under_its_own_settings(name):
     task = task_for(name)
     _, search = searched(task)
     for choice in [search.best, *search.searched]:
-        rings = orders_under(task, choice.settings, choice.orders)
+        rings = rings_under(task, choice.settings, choice.orders)
         (measured,) = task.source.measure([rings.flows])
         assert choice.rate_gbps == pytest.approx(len(choice.orders) * measured.rate_gbps)
 
@@ -123,7 +123,7 @@ def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
         graph = as_graph(own)
         assert graph.settings.channels % len(own.rings.rings) == 0
         # The file's channels move the same flows: it needs no other measurement.
-        assert orders_under(task, graph.settings, graph.orders).flows == own.rings.flows
+        assert rings_under(task, graph.settings, graph.orders).flows == own.rings.flows
 
 
 def test_the_same_settings_are_searched_the_same_way_again():
@@ -138,7 +138,7 @@ def test_the_same_settings_are_searched_the_same_way_again():
 
 def test_ring_counts_that_do_not_divide_the_channels_are_left_out():
     task = task_for(SMALL, counts=(1, 2, 3))
-    result = search_under(task, Settings(channels=4), orders=[], floor=0.0, sets=100)
+    result = search_under(task, Settings(channels=4), floor=0.0, sets=100)
     assert len(result.rings.rings) in (1, 2)
 
 
@@ -147,7 +147,7 @@ def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
     for noise, measured in ((0.0, 1), (0.05, CAREFUL)):
         source = RememberingSource(Simulator(model, noise=noise))
         task = task_for(SMALL, source=source)
-        rings = orders_under(task, Settings(channels=4), [task.gpus])
+        rings = rings_under(task, Settings(channels=4), [task.gpus])
         well = measured_well(source, rings)
         assert source.sets_measured == measured
         (exact,) = Simulator(model).measure([rings.flows])
@@ -170,7 +170,7 @@ class Hardware(RememberingSource):
 def test_hardware_that_is_as_precise_as_asked_measures_once(settled, measured):
     source = Hardware(Simulator(load_bundled(SMALL), noise=0.05), settled=settled)
     task = task_for(SMALL, source=source)
-    rings = orders_under(task, Settings(channels=4), [task.gpus])
+    rings = rings_under(task, Settings(channels=4), [task.gpus])
     assert measured_well(source, rings).settled is settled
     assert source.sets_measured == measured
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.files import decode_json, encode_json
-from tccl_py.model.rings import Hop, ring, ring_from_order, ring_set
+from tccl_py.model.rings import Hop, ring, ring_like, ring_set
 from tccl_py.model.symmetry import automorphisms, relabelled
 from tccl_py.model.transfer import (
     Fifo,
@@ -273,14 +273,14 @@ def test_what_visits_a_gpu_twice_is_no_ring(order):
 
 def test_a_ring_set_runs_all_its_flows_together():
     space = space_of(range(3))
-    rings = ring_set([ring_from_order(space, (0, 1, 2)), ring_from_order(space, (0, 1, 2))])
+    rings = ring_set([ring_like(space, (0, 1, 2)), ring_like(space, (0, 1, 2))])
     assert str(rings.flows).count("G0->G0->G1") == 2
 
 
 def test_a_missing_hop_is_named():
     space = space_of(range(3), missing=[(1, 2)])
     with pytest.raises(SearchError, match=r"test has no hop"):
-        ring_from_order(space, (0, 1, 2))
+        ring_like(space, (0, 1, 2))
 
 
 @pytest.mark.parametrize(

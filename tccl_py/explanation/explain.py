@@ -28,7 +28,7 @@ from tccl_py.explanation.findings import (
     short,
 )
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import ring_from_order, ring_set
+from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.transport import hop_space
@@ -78,7 +78,7 @@ def _default(plan: Plan) -> Subject | None:
         rings_in_set=len(orders),
     )
     try:
-        rings = ring_set([ring_from_order(space, order) for order in orders])
+        rings = ring_set([ring_like(space, order) for order in orders])
     except SearchError:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)

@@ -81,33 +81,27 @@ def ring_set(rings: Sequence[Ring]) -> RingSet:
     return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, str(known.hops)))))
 
 
-def ring_like(space: HopSpace, known: Ring) -> Ring:
+def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
     """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
 
-    A bounce keeps its NUMA node, if the space has that.
+    A bounce keeps its NUMA node, if the space has that. Of an order of GPUs each hop is by the
+    space's first mechanism. Raises SearchError: the space has no such hop.
     """
+    order = known.gpus if isinstance(known, Ring) else known
+    before = known.hops if isinstance(known, Ring) else [None] * len(order)
     hops = []
-    for hop in known.hops:
-        choices = space.between(hop.source, hop.target)
-        nics = nics_of(hop)
-        alike = [choice for choice in choices if nics_of(choice) == nics]
-        if not alike:
-            raise SearchError(f"{space.name} has no hop from GPU {hop.source} to GPU {hop.target}")
-        hops.append(next((o for o in alike if o.flow.through == hop.flow.through), alike[0]))
+    for source, target, hop in zip(order, (*order[1:], order[0]), before, strict=True):
+        choices = space.between(source, target)
+        if hop is not None:
+            choices = tuple(one for one in choices if nics_of(one) == nics_of(hop))
+            same = tuple(one for one in choices if one.flow.through == hop.flow.through)
+            choices = same or choices
+        if not choices:
+            raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
+        hops.append(choices[0])
     return ring(hops)
 
 
 def nics_of(hop: Hop) -> tuple[int | None, int | None]:
     """Return the NICs by which a hop leaves and enters a node; None within a node."""
     return sending_nic(hop.flow), receiving_nic(hop.flow)
-
-
-def ring_from_order(space: HopSpace, order: Sequence[int]) -> Ring:
-    """Return the ring over `order`, each hop by the space's first mechanism, or a SearchError."""
-    hops = []
-    for source, target in zip(order, [*order[1:], order[0]], strict=True):
-        choices = space.between(source, target)
-        if not choices:
-            raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
-        hops.append(choices[0])
-    return ring(hops)

@@ -26,7 +26,6 @@ from tccl_py.plan.tasks import (
     condensed,
     condensed_rings,
     measured_well,
-    orders_under,
     rings_under,
     search_under,
     stock,
@@ -361,7 +360,7 @@ def _rated(
     settings = msgspec.structs.replace(
         settings, channels=max(1, found.channels // 2), min_channels=channels if more else None
     )
-    rings = orders_under(task, settings, condensed(found.rings))
+    rings = rings_under(task, settings, condensed(found.rings))
     measurement = (
         measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
     )

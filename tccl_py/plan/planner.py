@@ -353,7 +353,7 @@ def _subset(
     )
     # The whole machine's rings without the GPUs that are missing are a good beginning.
     known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    result = search_under(part, settings, orders=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    result = search_under(part, settings, known=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
     if result is None:
         return None
     if result.cancelled:

@@ -11,7 +11,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tasks import Task, orders_under
+from tccl_py.plan.tasks import Task, rings_under
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
 
@@ -89,7 +89,7 @@ def what_if(plan: Plan, order: Sequence[int], source: BandwidthSource) -> float:
         budget=Budget(),
     )
     first = order.index(plan.gpus[0])
-    rings = orders_under(task, plan.settings, [(*order[first:], *order[:first])])
+    rings = rings_under(task, plan.settings, [(*order[first:], *order[:first])])
     (found,) = source.measure([rings.flows])
     return rings.rate(found)
 

@@ -19,7 +19,6 @@ from tccl_py.model.rings import (
     Ring,
     RingSet,
     nics_of,
-    ring_from_order,
     ring_like,
     ring_set,
 )
@@ -34,8 +33,8 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.sources.remembering import RememberingSource
 
 Order = tuple[int, ...]
-Rings = Sequence[Ring]
-"""Rings that may have been found under other settings: their GPUs and NICs count."""
+Rings = Sequence[Ring] | Sequence[Order]
+"""Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
 
 Alike = TypeVar("Alike", bound=Hashable)
 
@@ -173,7 +172,7 @@ def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
     return tuple(order for order, count in counts.items() for _ in range(count // share))
 
 
-def condensed_rings(rings: Rings) -> tuple[Ring, ...]:
+def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
     """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
     routes = {route(one): one for one in rings}
     return tuple(routes[one] for one in condensed([route(one) for one in rings]))
@@ -210,7 +209,7 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
 
 
 def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
-    """Return the ring set over the same GPUs and NICs with the mechanisms of these settings.
+    """Return the ring set over the same GPUs and NICs by the mechanisms of these settings.
 
     Raises SearchError: a pair of neighbours has no hop.
     """
@@ -218,20 +217,10 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     return ring_set([ring_like(space, one) for one in rings])
 
 
-def orders_under(task: Task, settings: Settings, orders: Sequence[Order]) -> RingSet:
-    """Return the ring set of these orders with the first mechanism of each hop.
-
-    Raises SearchError: a pair of neighbours has no hop.
-    """
-    space = task.space(settings, len(orders))
-    return ring_set([ring_from_order(space, order) for order in orders])
-
-
 def search_under(
     task: Task,
     settings: Settings,
     *,
-    orders: Sequence[Sequence[Order]] = (),
     known: Sequence[Rings] = (),
     floor: float,
     sets: int,
@@ -241,8 +230,7 @@ def search_under(
     Args:
         task: the input of planning.
         settings: the choice; ring counts that do not divide its channels are left out.
-        orders: ring sets known beforehand by their GPU orders.
-        known: ring sets known from other settings.
+        known: ring sets known beforehand.
         floor: scores up to this, GB/s, are of no interest.
         sets: the limit of measured sets.
     """
@@ -253,7 +241,6 @@ def search_under(
             spaces={count: task.space(settings, count) for count in counts},
             source=task.source,
             symmetry=task.symmetry,
-            orders=tuple(tuple(one) for one in orders),
             known=tuple(tuple(one) for one in known),
             rules=rules,
             cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),

@@ -44,18 +44,17 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Find the ring set with the highest score: k x the slowest transfer of all k rings together.
 
     `spaces[k]` holds the hops open to each ring of a set of k; `rules[k]` is the rule for such a
-    set, which `symmetry` must respect. `orders` (GPU orders, such as NCCL's own) and `known` (rings
-    of another space) are measured first, so that the answer is never below them. `cuts` are groups
-    of GPUs for upper bounds: any are valid, good ones shorten proofs. Scores up to `floor_gbps` are
-    not searched for. `tolerance` is the relative gap at which an answer counts as proven, `noise`
-    the relative standard deviation of a measurement that does not state its own.
+    set, which `symmetry` must respect. `known` ring sets (GPU orders, such as NCCL's own, or
+    rings of another space) are measured first, so that the answer is never below them. `cuts` are
+    groups of GPUs for upper bounds: any are valid, good ones shorten proofs. Scores up to
+    `floor_gbps` are not searched for. `tolerance` is the relative gap at which an answer counts as
+    proven, `noise` the relative standard deviation of a measurement that does not state its own.
     """
 
     spaces: Mapping[int, HopSpace]
     source: BandwidthSource
     symmetry: Symmetry
-    orders: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    known: tuple[tuple[Ring, ...], ...] = ()
+    known: tuple[tuple[Ring | tuple[int, ...], ...], ...] = ()
     rules: Mapping[int, SetRule] = {}
     cuts: tuple[frozenset[int], ...] = ()
     floor_gbps: float = 0.0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import BudgetSpentError, SearchError
-from tccl_py.model.rings import HopSpace, Ring, ring_from_order, ring_like
+from tccl_py.model.rings import HopSpace, Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
 from tccl_py.search.bounds import SAFETY, Evaluator, distinct_cuts
@@ -25,7 +24,6 @@ from tccl_py.search.problem import (
 )
 
 Strategy = Callable[["Run"], None]
-_Known = TypeVar("_Known")
 
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
@@ -90,23 +88,14 @@ class Run:
         if self.incumbent.score > before:
             self.report()
 
-    def offer_orders(self, orders: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Measure ring sets given as GPU orders."""
-        self._offer_all(orders, ring_from_order)
-
-    def offer_known(self) -> None:
-        """Measure the rings that the problem knows from elsewhere."""
-        self._offer_all(self.problem.known, ring_like)
-
-    def _offer_all(
-        self, sets: Sequence[Sequence[_Known]], make: Callable[[HopSpace, _Known], Ring]
-    ) -> None:
+    def offer_known(self, sets: Sequence[Sequence[Ring | Sequence[int]]]) -> None:
+        """Measure ring sets given as GPU orders, or as rings of another space."""
         for count in self.problem.spaces:
             index = self.plain_index(count)
             for known in sets:
                 if count % len(known) == 0:
                     try:
-                        rings = [make(index.space, ring) for ring in known]
+                        rings = [ring_like(index.space, ring) for ring in known]
                     except SearchError:
                         continue  # the space lacks one of the hops
                     sequences = [[index.number[hop] for hop in ring.hops] for ring in rings]
@@ -129,7 +118,7 @@ def find_rings(
 ) -> SearchResult:
     """Find the ring set with the highest score, by a named strategy or by the caller's own.
 
-    An own strategy is a function of the `Run`: it measures rings by `offer_orders` or `offer` and
+    An own strategy is a function of the `Run`: it measures rings by `offer_known` or `offer` and
     looks at `incumbent`. An upper bound for each ring count may go into `bounds`; without bounds
     nothing is proven.
 
@@ -188,9 +177,8 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
 def _best_first(run: Run) -> None:
     """Search under the symmetry, as far as measurements confirm it; then check the answer."""
     symmetry = run.problem.symmetry
-    known = (*run.problem.orders, (run.problem.gpus,))
-    run.offer_known()
-    run.offer_orders(known)
+    known = (*run.problem.known, (run.problem.gpus,))
+    run.offer_known(known)
     indices = _checked_indices(run, symmetry, SPOT_CHECKS)
     _search_all_counts(run, indices)
     if not _answer_holds(run):
@@ -199,8 +187,7 @@ def _best_first(run: Run) -> None:
         run.notices.append("the machine is less symmetric than described; searched again")
         run.incumbent.clear()
         run.bounds.clear()
-        run.offer_known()
-        run.offer_orders(known)
+        run.offer_known(known)
         _search_all_counts(run, _checked_indices(run, symmetry, None))
 
 
@@ -336,9 +323,7 @@ def _score(candidate: Candidate, rates: Sequence[float]) -> float:
 
 def _nccl_order(run: Run) -> None:
     """Measure the rings that the problem knows (NCCL's own), or the ascending order."""
-    run.offer_known()
-    if run.problem.orders or not run.problem.known:
-        run.offer_orders(run.problem.orders or [(run.problem.gpus,)])
+    run.offer_known(run.problem.known or [(run.problem.gpus,)])
 
 
 STRATEGIES: dict[str, Strategy] = {"best-first": _best_first, "nccl-order": _nccl_order}

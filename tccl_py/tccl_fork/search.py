@@ -307,7 +307,7 @@ class DatabaseSearch:
             spaces={1: space},
             source=task.source,
             symmetry=fixing(symmetry, [f"G{gpu}" for gpu in gpus]),
-            orders=tuple((order,) for order in orders),
+            known=tuple((order,) for order in orders),
             cuts=natural_cuts(task.machine, task.knowledge, gpus=gpus),
             budget=budget,
         )

@@ -23,7 +23,7 @@ from tccl_py.plan.choices import own_rings
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import job_gpus
-from tccl_py.plan.tasks import Order, Task, condensed, orders_under
+from tccl_py.plan.tasks import Order, Task, condensed, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
@@ -277,7 +277,7 @@ def _rates(
             orders = planned.rings
             nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
             task = msgspec.structs.replace(task, nodes=nodes, spaces={})
-        rings = orders_under(task, settings, orders).rings
+        rings = rings_under(task, settings, orders).rings
         hops = [hop for ring in rings for hop in ring.hops]
         return {one: _gbps(task, settings, hops, len(rings), one) for one in collectives}
     except (SearchError, MeasurementError):
