@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +49,7 @@ HOPS = (*CHAIN, "hops")
     "path, value, sentence",
     [
         # hosts
-        (("hosts", 0, "name"), "../../etc/x", "'../../etc/x': is not in the cluster"),
+        (("hosts", 0, "name"), "../../etc/x", "host '../../etc/x' once in its order"),
         (("cluster", "hosts", 0, "name"), "a/b", "'a/b' cannot be a name"),
         (("cluster", "hosts", 0, "name"), "gpu2", "host gpu2 is named twice"),
         (("cluster", "hosts", 0, "name"), "x" * 5000, "has 5000 characters; at most 240"),
@@ -63,19 +62,20 @@ HOPS = (*CHAIN, "hops")
             "has 3 ranks for GPUs [0, 1, 2, 3]",
         ),
         (("cluster", "format_version"), 2, "has format version 2"),
-        (("hosts", 1, "name"), "gpu3", "'gpu3': is in the order"),
-        (("hosts",), [], "host gpu1 is missing"),
-        (("hosts", 0, "path"), HUGE, "has path 10000000000000000000; there are 3"),
-        (("hosts", 0, "path"), -1, "has path -1; there are 3"),
+        (("hosts", 1, "name"), "gpu3", "host 'gpu3' once"),
+        (("hosts",), [], "host 'gpu1' once"),
+        (("hosts", 0, "path"), HUGE, "$.hosts[0].path"),
+        (("hosts", 0, "path"), 3, "has path 3; there are 3"),
+        (("hosts", 0, "path"), -1, "$.hosts[0].path"),
         (("hosts", 0, "path"), 1, "has a path of class"),
-        (("hosts", 1, "first_rank"), HUGE, "begins with rank 1000"),
+        (("hosts", 1, "first_rank"), HUGE, "$.hosts[1].first_rank"),
         (("hosts", 1, "first_rank"), 5, "begins with rank 5"),
         # GPUs
         (("class_gpus",), [[0]], "has GPUs for 1 classes"),
         (
             ("class_gpus", 0),
             [0, 1, 2, HUGE],
-            "is for GPUs [0, 1, 2, 10000000000000000000];",
+            "$.class_gpus[0][3]",
         ),
         (("class_gpus", 0), [3, 2, 1, 0], "some of [0, 1, 2, 3], each once"),
         (("class_gpus", 0), [0, 0, 1, 2], "each once and in ascending"),
@@ -83,30 +83,30 @@ HOPS = (*CHAIN, "hops")
         # passages
         (("paths",), [], "has no paths"),
         (("paths", 1, "node_class"), 9, "path 1: is of class 9"),
-        (("paths", 1, "node_class"), -1, "path 1: is of class -1"),
+        (("paths", 1, "node_class"), -1, "$.paths[1].node_class"),
         (("paths", 1, "chains"), [], "path 1: has 0 chains, path 0 has 2"),
-        (("paths", 0, "type_intra"), "FAR", "has path type 'FAR'; one of LOC, NVL"),
-        (("paths", 0, "type_inter"), "<net>" * 99, "has path type '<net><net>"),
+        (("paths", 0, "type_intra"), "FAR", "$.paths[0].type_intra"),
+        (("paths", 0, "type_inter"), "<net>" * 99, "$.paths[0].type_inter"),
         # chains
         (HOPS, [], "visits GPUs []"),
         ((*HOPS, 1, "source"), 2, "visits GPUs [2, 0, 2, 3]"),
-        ((*HOPS, 1, "source"), HUGE, "each once"),
+        ((*HOPS, 1, "source"), HUGE, "$.paths[0].chains[0].hops[1].source"),
         ((*HOPS, 1, "target"), 2, "do not meet"),
-        ((*CHAIN, "entry_nic"), HUGE, "it enters by NIC 10000000000000000000"),
+        ((*CHAIN, "entry_nic"), HUGE, "$.paths[0].chains[0].entry_nic"),
         (
             (*CHAIN, "entry_nic"),
             1,
-            "flow 'N0->N0->G1{blocks=2}'; it enters by NIC 1",
+            "flow 'N0->N0->G1{blocks=2}'; it goes from N1 to G1",
         ),
         (
             (*CHAIN, "exit_nic"),
             0,
-            "flow 'G3->N1->N1{blocks=2}'; it leaves from GPU 3",
+            "flow 'G3->N1->N1{blocks=2}'; it goes from G3 to N0",
         ),
-        ((*CHAIN, "exit_nic"), -1, "by NIC -1"),
+        ((*CHAIN, "exit_nic"), -1, "$.paths[0].chains[0].exit_nic"),
         ((*HOPS, 0, "flow"), "nonsense", "'nonsense'"),
         ((*HOPS, 0, "flow"), "N0->N0->G0", "has a hop with flow 'N0->N0->G0'"),
-        ((*HOPS, 0, "flow"), "G1->N0->N0", "flow 'G1->N0->N0'; it enters"),
+        ((*HOPS, 0, "flow"), "G1->N0->N0", "flow 'G1->N0->N0'; it goes from N0"),
         ((*HOPS, 0, "flow"), "b.G1->b.N0->a.N0->a.N0->a.G1", "and no 'b.G1'; name what machine"),
         ((*HOPS, 0, "flow"), "N0->N0->C7->G1->G1", "and no 'C7'; name what machine 'four' has"),
         ((*HOPS, -1, "flow"), "N1->N1->G3", "has a hop with flow 'N1->N1->G3'"),
@@ -114,32 +114,31 @@ HOPS = (*CHAIN, "hops")
         (
             (*HOPS, 1, "flow"),
             "G1->G1->G2",
-            "flow 'G1->G1->G2'; it goes from GPU 1",
+            "flow 'G1->G1->G2'; it goes from G1",
         ),
         (
             (*HOPS, 1, "flow"),
             "G1->N0->N0",
-            "flow 'G1->N0->N0'; it goes from GPU 1",
+            "flow 'G1->N0->N0'; it goes from G1",
         ),
-        ((*HOPS, 2, "gbps"), -3.0, "chain 0: has a rate of -3.0"),
+        ((*HOPS, 2, "gbps"), -3.0, "$.paths[0].chains[0].hops[2].gbps"),
         # settings
         (("settings", "channels"), 3, "has 2 rings for 3 channels"),
         (("settings", "channels"), 0, "settings for NCCL 2.30: channels is 0"),
         (("settings", "cross_nic"), 0, "with NCCL_CROSS_NIC=0 both are the same"),
-        (("settings", "ib_hca"), ["mlx5_0"], "uses NIC 1; the settings let"),
+        (("settings", "ib_hca"), ["mlx5_0"], "left by NIC 1; the settings let"),
         (("settings", "ib_hca"), ["$(reboot)"], "is '$(reboot)'"),
         (("settings", "version"), "9", "9"),
         # rates
-        (("rate_gbps",), 1e300, "has a rate of 1e+300"),
+        (("rate_gbps",), 1e300, "$.rate_gbps"),
         (("rate_gbps",), 13.0, "has rate 13.0 and bound 12.5"),
-        (("bound_gbps",), 1e9, "has rate 10.0 and bound 1000000000.0"),
-        (("whole_ring_gbps",), 0.0, "has a rate of 0.0 GB/s"),
-        (("stock", "rate_gbps"), 0, "has a rate of 0.0 GB/s"),
+        (("bound_gbps",), 1e9, "$.bound_gbps"),
+        (("whole_ring_gbps",), 0.0, "$.whole_ring_gbps"),
+        (("stock", "rate_gbps"), 0, "$.stock.rate_gbps"),
         (("stock", "rings"), [[0, 1]], "ring [0, 1] does not visit"),
-        (("sets_measured",), -HUGE, "has -1000000000000000000 sets; a count is 0"),
+        (("sets_measured",), -HUGE, "$.sets_measured"),
         # of another kind
         (("format_version",), 7, "(format version 7); this program reads"),
-        (("kind",), "cluster", "is of an earlier program"),
         (("kind",), 5, "does not fit Plan"),
         (("cluster", "rails"), "only", "has rings that change NICs"),
     ],
@@ -163,7 +162,7 @@ def test_a_host_that_is_missing_from_the_order_is_named(tmp_path):
     data = saved(mixed())
     del data["hosts"][-1]
     assert refused(data, tmp_path).endswith(
-        "host login is missing from the order; the order has every host of the cluster"
+        "does not have host 'login' once in its order; the order has every host of the cluster"
     )
 
 
@@ -182,14 +181,6 @@ def test_rings_that_change_nics_on_hosts_may_stay_on_rails(tmp_path):
 def test_numbers_that_are_none_are_refused(number, tmp_path):
     text = json.dumps(saved(mixed())).replace('"rate_gbps": 10.0', f'"rate_gbps": {number}')
     assert "does not fit" in refused(text, tmp_path)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["rate_gbps", "whole_ring_gbps", "bound_gbps"])
-def test_rates_that_are_no_numbers_are_refused_in_memory_too(name, value):
-    plan = msgspec.structs.replace(mixed(), **{name: value})
-    with pytest.raises(InputError, match=r"nan|inf"):
-        check_plan(plan, where="plan")
 
 
 def test_a_plan_nested_too_deep_is_refused(tmp_path):

@@ -31,7 +31,7 @@ from tccl_py.plan.beside import holds_measurements, output_directory
 from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET
-from tccl_py.plan.subject import UNDER_MPI, Request, ring_counts_of, subject_of
+from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.strategies import STRATEGIES
@@ -173,8 +173,7 @@ def plan(
         elif tune:
             check_tuning()
         job = stack.enter_context(controlled_job()) if asked.in_job else None
-        given = {name: getattr(asked, name) for name in Request.__struct_fields__}
-        subject = subject_of(Request(**given), task, job, stack, notice)
+        subject = subject_of(asked, task, job, stack, notice)
         if job is not None and tune:
             check_tuning(job)
         most = None if asked.in_job or asked.several else asked.budget.sets

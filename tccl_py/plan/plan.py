@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -21,6 +21,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Ring
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings, environment_text
+from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import version_facts, why_no_plugin
 
 if TYPE_CHECKING:
@@ -39,15 +40,21 @@ It is what a search calls proven, and a little for rounding.
 """
 WORLD = -1
 """The source of the hop by which a chain enters a host, and the target of the one that leaves."""
+Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+"""A bandwidth, GB/s."""
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Gpu = Annotated[int, msgspec.Meta(ge=WORLD, lt=1 << 24)]
+"""An index, a rank, or WORLD."""
+PathName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(PathType.__members__)})?$")]
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A hop of a ring: its flow, and the bandwidth with all other flows running, GB/s."""
 
-    source: int
-    target: int
+    source: Gpu
+    target: Gpu
     flow: Flow
-    gbps: float
+    gbps: Rate
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -63,8 +70,8 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     hops: tuple[PlanHop, ...]
-    entry_nic: int | None = None
-    exit_nic: int | None = None
+    entry_nic: Number | None = None
+    exit_nic: Number | None = None
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -89,10 +96,10 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `type_inter` is "" on a single host.
     """
 
-    node_class: int
+    node_class: Number
     chains: tuple[PlanChain, ...]
-    type_intra: str
-    type_inter: str = ""
+    type_intra: PathName
+    type_inter: PathName = ""
 
     @property
     def rate_gbps(self) -> float:
@@ -104,8 +111,8 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A host in ring order: the number of its path, and the first of its ranks."""
 
     name: str
-    path: int
-    first_rank: int
+    path: Number
+    first_rank: Number
 
 
 ChoiceName = Literal["default", "variables", "graph"]
@@ -124,10 +131,10 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     settings: Settings
-    rings: tuple[tuple[int, ...], ...]
-    rate_gbps: float | None
+    rings: tuple[tuple[Gpu, ...], ...]
+    rate_gbps: Rate | None
     error: float = 0.0
-    achieved_gbps: float | None = None
+    achieved_gbps: Rate | None = None
     assumed: bool = False
     note: str = ""
 
@@ -142,7 +149,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     settings: Settings
     rings_in_set: int
-    rate_gbps: float
+    rate_gbps: Rate
 
 
 class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,10 +159,10 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Without `gains` NCCL's own rings are as fast, and no communicator gets the rings unasked.
     """
 
-    gpus: tuple[int, ...]
-    rings: tuple[tuple[int, ...], ...]
-    rate_gbps: float
-    nodes: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...]
+    rings: tuple[tuple[Gpu, ...], ...]
+    rate_gbps: Rate
+    nodes: tuple[Number, ...] = ()
     gains: bool = True
 
 
@@ -178,24 +185,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     format_version: int = FORMAT_VERSION
     cluster: Cluster
-    class_gpus: tuple[tuple[int, ...], ...]
+    class_gpus: tuple[tuple[Gpu, ...], ...]
     hosts: tuple[PlannedHost, ...]
     paths: tuple[HostPath, ...]
     settings: Settings
     settings_verified: bool
-    rate_gbps: float
+    rate_gbps: Rate
     error: float = 0.0
-    achieved_gbps: float | None = None
-    bound_gbps: float | None
+    achieved_gbps: Rate | None = None
+    bound_gbps: Rate | None
     proven: bool
-    limit_gbps: float | None = None
-    whole_ring_gbps: float | None = None
+    limit_gbps: Rate | None = None
+    whole_ring_gbps: Rate | None = None
     simulated: bool
     assumed: bool
     strategy: str
-    sets_measured: int
-    sets_remembered: int
-    sets_by_symmetry: int
+    sets_measured: Number
+    sets_remembered: Number
+    sets_by_symmetry: Number
     stock: PlanChoice
     variables: PlanChoice
     alternatives: tuple[Alternative, ...] = ()

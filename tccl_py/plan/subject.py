@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,7 +40,7 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal, widen_journal
 from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
-from tccl_py.sources.profiled import MeasurementOptions, measured_machine
+from tccl_py.sources.profiled import measured_machine
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -47,32 +48,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 _MAX_RINGS = 16
 UNDER_MPI = "start the command under mpirun or srun"
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `tccl plan` that say what is planned for; None is not given.
-
-    `output` is the plan's directory, `several` whether nodes are simulated or named.
-    """
-
-    output: Path
-    several: bool
-    extend: bool
-    options: MeasurementOptions
-    pin_env: tuple[str, ...]
-    simulate: str | None
-    gpus: str | None
-    nccl: str | None
-    nodes: int | None
-    hosts: Path | None
-    switches: Path | None
-    backend: str | None
-    devices: int | None
-    interfaces: str | None
-    network: str | None
-    gid_index: int | None
-    noise: float | None
-    seed: int | None
 
 
 class Subject(msgspec.Struct, kw_only=True):
@@ -103,11 +78,12 @@ class Subject(msgspec.Struct, kw_only=True):
 
 
 def subject_of(
-    asked: Request, task: dict[str, Any], job: Job | None, stack: ExitStack, say: Say
+    asked: SimpleNamespace, task: dict[str, Any], job: Job | None, stack: ExitStack, say: Say
 ) -> Subject:
     """Open what is planned for; `task` are arguments of planning, and gets further ones.
 
-    The hosts of a job are left with `stack`.
+    `asked` has the options of `tccl plan` by name (None is not given), and as `several` whether
+    nodes are simulated or named. The hosts of a job are left with `stack`.
 
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
     the plan that is extended.
@@ -126,7 +102,7 @@ def subject_of(
     return _here(asked, task, say) if known is None else _of_names(asked, task, known)
 
 
-def _of_names(asked: Request, task: Mapping[str, Any], known: KnownPlan) -> Subject:
+def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan) -> Subject:
     """Extend a plan by hosts that are only named."""
     if asked.hosts is None:
         right = f"{UNDER_MPI}, or name them by --hosts"
@@ -136,7 +112,7 @@ def _of_names(asked: Request, task: Mapping[str, Any], known: KnownPlan) -> Subj
 
 
 def _of_model(
-    asked: Request, name: str, task: Mapping[str, Any], known: KnownPlan | None
+    asked: SimpleNamespace, name: str, task: Mapping[str, Any], known: KnownPlan | None
 ) -> Subject:
     model = load_machine(name)
     source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
@@ -159,7 +135,7 @@ def _of_model(
     return Subject(search=search, source=source, model=model, known=known)
 
 
-def _here(asked: Request, task: dict[str, Any], say: Say) -> Subject:
+def _here(asked: SimpleNamespace, task: dict[str, Any], say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
     place = measured_machine(asked.backend, asked.devices)
     # No NCCL runs where the host's memory is measured.
@@ -186,7 +162,7 @@ def _here(asked: Request, task: dict[str, Any], say: Say) -> Subject:
 
 
 def _of_job(
-    asked: Request,
+    asked: SimpleNamespace,
     task: dict[str, Any],
     known: KnownPlan | None,
     job: Job,

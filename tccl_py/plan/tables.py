@@ -23,7 +23,7 @@ from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.plan import PlanChain, PlanHop
+from tccl_py.plan.plan import PlanChain, PlanHop, Rate
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class ChainSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     pairs: tuple[NicPair, ...]
-    rate_gbps: float
-    bound_gbps: float | None = None
+    rate_gbps: Rate
+    bound_gbps: Rate | None = None
     chosen: bool = False
 
 
@@ -68,7 +68,7 @@ class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     distinct: int
     chains: tuple[DefaultChain, ...]
     cross_nic: int
-    rate_gbps: float
+    rate_gbps: Rate
     error: float = 0.0
     assumed: bool = False
     fallback: bool = False
@@ -79,8 +79,8 @@ class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     pairs: tuple[NicPair, ...]
     chains: tuple[tuple[int, ...], ...]
-    gbps: tuple[tuple[float, ...], ...]
-    rate_gbps: float
+    gbps: tuple[tuple[Rate, ...], ...]
+    rate_gbps: Rate
     error: float = 0.0
     assumed: bool = False
 

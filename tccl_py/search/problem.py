@@ -15,7 +15,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.model.symmetry import Symmetry
-from tccl_py.model.transfer import Flow, Place, TransferSet
+from tccl_py.model.transfer import Flow, TransferSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,18 +260,14 @@ class HopIndex:
         return ring_set([ring([self.hops[hop] for hop in sequence]) for sequence in sequences])
 
 
-def _places(flow: Flow) -> list[Place]:
-    return [p for t in flow.transfers for p in (t.source, t.executor, t.destination)]
-
-
 def _touched(flow: Flow) -> tuple[str, ...]:
     """Return the symmetry's points in a flow; a copy engine moves with its GPU."""
-    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in _places(flow))
+    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in flow.places)
 
 
 def _shape(flow: Flow) -> tuple[object, ...]:
     """Return a flow without its device numbers."""
-    return (*(place.kind for place in _places(flow)), flow.blocks, str(flow.fifo))
+    return (*(place.kind for place in flow.places), flow.blocks, str(flow.fifo))
 
 
 # All ring sets of small machines.
