@@ -1,6 +1,7 @@
 """Read a plan in Python: rings, slowest hops, bound, default NCCL and subsets.
 
-python examples/read_plan.py DIR     (a directory of `tccl plan`, or a plan.json)
+python read_plan.py DIR     (a directory of `tccl plan`, or a plan.json; without it, a bundled
+machine is planned by simulation)
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import tccl_py
 
-# A reference plan of this repository, in place of your own plan.
-REFERENCE = Path(__file__).parent.parent / "plans" / "amd-v100.json"
 
-
-def main(path: Path) -> None:
+def main(path: Path | None) -> None:
     """Print the main parts of a plan."""
-    plan = tccl_py.load_plan(path)
+    if path is not None:
+        plan = tccl_py.load_plan(path)
+    else:
+        model = tccl_py.load_machine("amd-v100")
+        plan = tccl_py.make_plan(model.machine, model.knowledge, tccl_py.Simulator(model))
 
     # Pass on every rate with its provenance.
     print(f"{plan.machine.name}, GPUs {plan.gpus}: {plan.provenance}")
@@ -40,4 +42,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else REFERENCE)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

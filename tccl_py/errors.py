@@ -26,6 +26,15 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "set"), counted(0, "GPU")
+    ('1 set', '0 GPUs')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class TcclError(Exception):
     """Base of every error this package raises on purpose."""
 

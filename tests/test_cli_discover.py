@@ -49,6 +49,16 @@ def test_a_matrix_of_nvidia_smi_becomes_a_machine_on_stdout():
     assert len(machine_from_json(result.stdout, where="stdout").gpus) == 4
 
 
+@pytest.mark.parametrize("text", ["no xml", "", "<a b=1>", "<system>"])
+def test_a_file_that_is_no_xml_is_said_to_be_none_once(text, tmp_path):
+    path = tmp_path / "box.xml"
+    path.write_text(text)
+    result = tccl("discover", "--nccl-topology", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"tccl: {path}:1: is no XML (")
+    assert result.stderr.count("well-formed") + result.stderr.count("line 1") <= 1
+
+
 @pytest.mark.parametrize("option, file", [("--nccl-topology", TOPOLOGY), ("--nvidia-smi", MATRIX)])
 def test_the_file_written_is_a_machine_for_every_command(option, file, tmp_path):
     path = tmp_path / "box.json"

@@ -21,6 +21,7 @@ from tccl_py.model.machine import parse_gpus
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.words import mark as provenance
 from tccl_py.plan.writing import write_plan
+from tccl_py.search.problem import Progress
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES
 from tests.planned import as_only
@@ -449,6 +450,8 @@ def test_quiet_leaves_out_notices_but_no_error(tmp_path):
     plan = ("plan", tmp_path / "plan", "--simulate", "h200x4-vm", "--max-sets", "5", "--json")
     done = tccl(*plan, "-q")
     assert (done.exit_code, done.stderr) == (0, "")
+    before = tccl("-q", *plan, "--force")
+    assert (before.exit_code, before.stderr) == (0, "")
     again = tccl(*plan, "--quiet")
     assert again.exit_code == 2
     assert again.stderr.count("\n") == 1
@@ -458,18 +461,28 @@ def test_quiet_leaves_out_notices_but_no_error(tmp_path):
 def test_verbose_shows_where_an_error_comes_from():
     assert "Traceback" not in tccl("measure", "G0", *ON).stderr
     assert "Traceback" in tccl("measure", "-v", "G0", *ON).stderr
+    assert "Traceback" in tccl("-v", "measure", "G0", *ON).stderr
+
+
+def test_the_verbosity_of_a_command_ends_with_it():
+    tccl("-q", "machines")
+    assert "not checked" in tccl("validate", GRAPH, *OF, "--nccl", "2.31").stderr
 
 
 def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     clock = iter([0.0, *(9.0 + 3 * step for step in range(100))])
     monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
     with ProgressLine(10) as line:
+        line(Progress(rings_in_set=4, sets_measured=1, best_gbps=2.0, bound_gbps=3.0))
         for count in range(6):
             line.measured(count)
     said = capsys.readouterr().err.splitlines()
     assert said
     assert len(said) < 6
-    assert all(re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left$", text) for text in said)
+    assert all("4 rings: 1 set, " in text for text in said)
+    assert all(
+        re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left$", text) for text in said[1:]
+    )
 
 
 def test_columns_of_numbers_are_aligned_to_the_right_and_piped_lines_end_in_no_space(capsys):

@@ -47,7 +47,8 @@ def complete(scripts, tmp_path):
 
 def test_commands_options_and_values_complete(complete):
     assert complete("") == set(COMMANDS)
-    assert complete("me") == {"measure"}
+    assert complete("me") == complete("-q", "me") == {"measure"}
+    assert complete("-v", "plan", "--noi") == {"--noise"}
     assert {"--simulate", "--tune", "--no-tune", "-o", "--help"} <= complete("plan", "-")
     assert complete("plan", "--no") == {"--nodes", "--noise", "--no-tune"}
     assert complete("measure", "--backend", "") == {"cuda", "host"}

@@ -28,7 +28,7 @@ from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 from tccl_py.readers.sysfs import HostFiles
 
@@ -326,7 +326,7 @@ def host_machine(
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
     if not least <= count <= MAX_GPUS:
-        what = f"has {count} device{'s' * (count != 1)}"
+        what = f"has {counted(count, 'device')}"
         raise InputError("host machine", what, f"{least} to {MAX_GPUS} are right")
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
@@ -346,7 +346,7 @@ def shared_cores(machine: Machine) -> Iterator[str]:
     if devices > cores:
         few = f"; --devices {cores} gives each a core" if cores > 1 else ""
         yield (
-            f"{devices} devices of the host backend share {cores} core{'s' * (cores != 1)} and "
+            f"{devices} devices of the host backend share {counted(cores, 'core')} and "
             f"wait for each other: their rates say little, and sets may fail{few}"
         )
 

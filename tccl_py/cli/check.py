@@ -15,7 +15,7 @@ from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.files import encode_json
 from tccl_py.health.doctor import plugin_complaints
 from tccl_py.health.drift import (
@@ -166,8 +166,8 @@ def _print(plan: Plan, drift: Drift) -> None:
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
     console.print(
-        f"{len(drift.sets)} sets of the journal compared in {drift.seconds:.0f} s. Changes up to "
-        f"{SMALLEST:.0%} do not count; of 100 checks of an unchanged machine at most "
+        f"{counted(len(drift.sets), 'set')} of the journal compared in {drift.seconds:.0f} s. "
+        f"Changes up to {SMALLEST:.0%} do not count; of 100 checks of an unchanged machine at most "
         f"{100 * drift.false_alarm_rate:.0f} gives a false alarm."
     )
     if drift.skipped:

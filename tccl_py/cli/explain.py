@@ -13,7 +13,7 @@ from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import ProgressLine, grid, results
 from tccl_py.cli.process import notice, notice_each, print_json
-from tccl_py.errors import interrupts_put_off
+from tccl_py.errors import counted, interrupts_put_off
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation, save_explanation
@@ -99,6 +99,8 @@ def _print(found: Explanation, plan: Plan, console: Console) -> None:
         console.print(grid(rows) if rows else part)
     word = "simulated" if found.simulated else "measured"
     console.print()
-    console.print(f"cost  {found.sets_measured} sets {word} for this beyond the plan's journal")
+    console.print(
+        f"cost  {counted(found.sets_measured, 'set')} {word} for this beyond the plan's journal"
+    )
     for text in found.notices:
         console.print(f"note: {text}")

@@ -10,7 +10,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
-from tccl_py.errors import InputError, interrupts_put_off
+from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.files import read_text
 from tccl_py.nccl.versions import asked_version
 from tccl_py.plan.beside import check_plan_directory
@@ -151,7 +151,7 @@ def _export_fork(
     notice_each(made.notes)
     if output is not None:
         counts = (made.rings, "ring"), (made.chains, "chain")
-        said = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
+        said = " and ".join(counted(*count) for count in counts)
         notice(f"wrote {said} to {output}")
 
 
@@ -182,7 +182,7 @@ def _export_job(
         count, rate = write_bounded_job(
             plan, directory, listed, of_hosts, output=output, missing=missing
         )
-        notice(f"wrote {count} files to {output}: rate {rate}")
+        notice(f"wrote {counted(count, 'file')} to {output}: rate {rate}")
         notice("Leave NCCL as it is: no rings over these GPUs were measured.")
         notice(str(missing))
         return
@@ -194,6 +194,8 @@ def _export_job(
     files = {one: machine_file(plan, directory, names.index(of)) for one, of in classes.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
     count = write_job(made, output, {one: read_text(path) for one, path in files.items()})
-    notice(f"wrote {count} files to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})")
+    notice(
+        f"wrote {counted(count, 'file')} to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})"
+    )
     notice(made.advice)
     notice_each(made.notices)

@@ -73,6 +73,7 @@ class _Commands(_HelpOption, TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.params += _common_options()
         # Stand-ins, for the list of `tccl --help`.
         panel = ""
         for name, (_, line) in COMMANDS.items():
@@ -178,10 +179,13 @@ def load_command(name: str) -> Any:
     with left_at_once():
         callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
     info = CommandInfo(name=name, cls=_Command, callback=callback, context_settings=_SETTINGS)
-    made: dict[str, Any] = {"pretty_exceptions_short": False, "rich_markup_mode": "markdown"}
-    command = get_command_from_info(info, **made)
-    command.params += get_command_from_info(CommandInfo(callback=_common), **made).params
+    command = get_command_from_info(info, **_MADE)
+    command.params += _common_options()
     return command
+
+
+def _common_options() -> list[Any]:
+    return get_command_from_info(CommandInfo(callback=_common), **_MADE).params
 
 
 def _sentence(error: Exception) -> str:
@@ -204,6 +208,7 @@ def _sentence(error: Exception) -> str:
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
+_MADE: dict[str, Any] = {"pretty_exceptions_short": False, "rich_markup_mode": "markdown"}
 
 app = typer.Typer(
     name="tccl",

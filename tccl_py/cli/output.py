@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tccl_py.cli.process import Verbosity, notice, verbosity
-from tccl_py.errors import visible
+from tccl_py.errors import counted, visible
 
 if TYPE_CHECKING:
     from tccl_py.search.problem import Progress
@@ -160,7 +160,7 @@ class ProgressLine:
         bound = progress.bound_gbps
         shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
         self._search = (
-            f"{progress.rings_in_set} ring(s): {progress.sets_measured} sets, "
+            f"{counted(progress.rings_in_set, 'ring')}: {counted(progress.sets_measured, 'set')}, "
             f"best so far {self._best:.1f} GB/s, bound of this search {shown}"
         )
         self._show()
@@ -168,10 +168,12 @@ class ProgressLine:
     def measured(self, count: int, total: int | None = None) -> None:
         """Show how many sets were measured, of how many, and the time left at this pace."""
         most, words = (total, "") if total else (self._most, "at most ")
-        self._measured = f"{count} sets measured"
+        self._measured = f"{counted(count, 'set')} measured"
         if most is not None and 0 < count <= most:
             left = (time.monotonic() - self._begun) / count * (most - count)
-            self._measured = f"{count} of {words}{most} sets, {words}{_time_text(left)} left"
+            self._measured = (
+                f"{count} of {words}{counted(most, 'set')}, {words}{_time_text(left)} left"
+            )
         self._show()
 
     def say(self, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import MeasurementError, counted
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import environment_text
@@ -119,11 +119,11 @@ def _machine_words(place: MachineModel | MeasuredMachine) -> str:
     machine = place.machine
     pairs = list(permutations(machine.gpu_indices, 2))
     direct = sum(place.knowledge.can_access(machine, *pair) for pair in pairs)
-    nodes = len(machine.numa_nodes)
+    nodes = counted(len(machine.numa_nodes), "NUMA node")
     linked = "NVLink" if machine.nvlinks else "no NVLink"
     return (
-        f"{machine.name}: {len(machine.gpus)} GPUs ({gpu_names(machine)}), {nodes} NUMA "
-        f"node{'s' * (nodes != 1)}, {linked}; P2P between {direct} of {len(pairs)} ordered pairs"
+        f"{machine.name}: {len(machine.gpus)} GPUs ({gpu_names(machine)}), {nodes}, "
+        f"{linked}; P2P between {direct} of {len(pairs)} ordered pairs"
     )
 
 
@@ -151,4 +151,6 @@ def _sure(plan: Plan, place: MachineModel | MeasuredMachine) -> str:
         level = "low" if plan.assumed else "medium"
         return f"{level}: by a model with {known} parameters{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
-    return f"medium: {plan.sets_measured} sets measured here{error}; no NCCL job ran{cut}"
+    return (
+        f"medium: {counted(plan.sets_measured, 'set')} measured here{error}; no NCCL job ran{cut}"
+    )

@@ -30,7 +30,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, counted
 from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
@@ -257,7 +257,7 @@ def parse_flow(text: str) -> Flow:
         _check_network(places, where)
     elif len(places) not in (3, 5):
         right = "a transfer is SRC->EXE->DST or 0:4, a bounce SRC->EXE->HOST->EXE->DST or 0:C1:4"
-        raise InputError(where, f"has {len(places)} place{'s' * (len(places) != 1)}", right)
+        raise InputError(where, f"has {counted(len(places), 'place')}", right)
     starts = range(0, len(places) - 2, 2)
     transfers = tuple(_parse_transfer(*places[at : at + 3], where=where) for at in starts)
     if len(places) == 5 and not network:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.communicators import (
@@ -217,9 +217,9 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
     count, orders = file.nchannels, [channel.gpus for channel in file.channels]
     as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(found.rings))
     if not as_written or final < count:
-        reason = f"{name} loads the file's {count} channels, and runs {final} other ones"
+        reason = f"{name} loads the file's {counted(count, 'channel')}, and runs {final} other ones"
         return verdict("clipped", reason)
-    channels = f"{count} channel{'s' * (count != 1)} of the file"
+    channels = f"{counted(count, 'channel')} of the file"
     return verdict("used", f"{channels}, {final} in {name}")
 
 
@@ -331,4 +331,4 @@ def ring_words(
     shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
     more = ", ..." if len(distinct) > _SHOWN else ""
     order = " in its simple order" if fallback else ""
-    return f"{channels or len(rings)} channels over {shown}{more}{order}"
+    return f"{counted(channels or len(rings), 'channel')} over {shown}{more}{order}"

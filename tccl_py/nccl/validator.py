@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, counted, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
@@ -367,7 +367,7 @@ class _Job:
         if reason:
             return "clipped", reason
         files = "file" if len(kinds) == 1 else "files"
-        loaded = f"{channels} channel{'s' * (channels != 1)} of the {files}"
+        loaded = f"{counted(channels, 'channel')} of the {files}"
         return "used", f"{loaded}, {final} in the end"
 
 

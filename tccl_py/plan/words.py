@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.variables import pinned_env_text
@@ -121,8 +122,8 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
             begin = order[:_MOST_ORDER].rpartition(",")[0]
             order = f"{begin}, ... (nccl/order/hosts.txt has all)"
         yield "host order", f"{changed}: {order}"
-        counted = f"{_count(plan.ring_count, 'ring')} over {_channels(plan.settings)}"
-        yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {counted}"
+        rings = f"{counted(plan.ring_count, 'ring')} over {_channels(plan.settings)}"
+        yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {rings}"
         name, hop = plan.bottleneck
         yield "slowest flow", f"{hop.gbps:.2f} GB/s: {hop.flow} on {name}"
         if plan.whole_ring_gbps is not None:
@@ -142,7 +143,7 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
     rest = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    yield "cost", f"{plan.sets_measured} sets {done}, {rest}"
+    yield "cost", f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
 
 
 def _plugin_text(plan: Plan) -> str:
@@ -156,7 +157,7 @@ def _plugin_text(plan: Plan) -> str:
         return f"{rest} for every communicator"
     spread = " to ".join(dict.fromkeys((f"{min(rates):.2f}", f"{max(rates):.2f}")))
     return (
-        f"a graph file for communicators over {_count(len(rates), 'set')} of GPUs, "
+        f"a graph file for communicators over {counted(len(rates), 'set')} of GPUs, "
         f"{spread} GB/s (`tccl show --sets`); {rest} for others"
     )
 
@@ -181,12 +182,8 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
     return f"{rate}{times}: {how}{note}{' <- recommended' * (name == plan.recommended)}"
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def _channels(settings: Settings) -> str:
-    return _count(settings.channels, "channel")
+    return counted(settings.channels, "channel")
 
 
 def _numbers(values: Iterable[int], between: str = " ") -> str:

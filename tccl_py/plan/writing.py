@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.graph_writer import graph_xml, node_rings
@@ -298,7 +298,7 @@ def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
         f"--master-addr={order[0][0]} --master-port={MASTER_PORT} SCRIPT"
     )
     line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'
-    hosts = f"{len(order)} host{'s' * (len(order) != 1)}"
+    hosts = counted(len(order), "host")
     return f"""\
 NCCL joins hosts in the order of their ranks; each rank uses the GPU that {RANK_MAP} has for it.
 To start {ranks} ranks on {hosts} in this order:

@@ -393,7 +393,7 @@ def _parse_elements(text: str, *, where: str) -> _Element:
     try:
         parser.Parse(text, True)
     except expat.ExpatError as error:
-        what, right = f"is not well-formed XML ({error})", "give the file NCCL wrote"
+        what, right = f"is no XML ({expat.ErrorString(error.code)})", "give the file NCCL wrote"
         raise InputError(f"{where}:{error.lineno}", what, right) from error
     except (ValueError, LookupError) as error:
         raise InputError(where, f"is not XML text ({error})", "save it as UTF-8") from error

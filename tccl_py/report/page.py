@@ -15,7 +15,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from tccl_py.errors import InputError, visible
+from tccl_py.errors import InputError, counted, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
@@ -193,7 +193,7 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     plan = contents.plan
     of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
     yield (
-        f"Rings, hops and bounds: {plan.provenance}, {of}; {plan.sets_measured} sets "
+        f"Rings, hops and bounds: {plan.provenance}, {of}; {counted(plan.sets_measured, 'set')} "
         f"{'simulated' if plan.simulated else 'measured'}, {plan.sets_remembered} from memory or "
         f"journal, {plan.sets_by_symmetry} by symmetry; search {plan.strategy}."
     )

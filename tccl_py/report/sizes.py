@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.errors import counted
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval
 from tccl_py.verify.size_table import SizeRow, SizeTuning, covers, ratio_of
@@ -74,9 +75,10 @@ def tuning_facts(tuning: SizeTuning) -> list[str]:
     ratios = [row.fresh.middle for row in tuning.by_plugin if row.fresh is not None]
     told = f"{min(ratios):.3f} to {max(ratios):.3f} times the plan" if ratios else "not timed"
     return [
-        f"{len(tuning.entries)} entries over {tuning.arm}, measured on GPUs "
+        f"entries over {tuning.arm}: {len(tuning.entries)}, measured on GPUs "
         f"{','.join(map(str, tuning.gpus))}; other sizes are NCCL's own choice",
-        f"predictions of gains found right by {tuning.jobs} fresh jobs: {right} of {asked}",
+        f"predictions of gains found right by {counted(tuning.jobs, 'fresh job')}: "
+        f"{right} of {asked}",
         *[f"by the plugin, at and between the sizes of entries: {told}"] * bool(tuning.entries),
         f"ranks differ by {tuning.skew:.1%} at most; {tuning.seconds:.0f} s",
     ]

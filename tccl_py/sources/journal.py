@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.files import (
     SPACE,
     check_version,
@@ -77,7 +77,7 @@ def read_journal(path: Path) -> JournalContents:
         raise InputError(f"{path}:{number}", f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
     if ignored:
-        what = f"ignored {ignored} line{'s' * (ignored != 1)} without a measurement"
+        what = f"ignored {counted(ignored, 'line')} without a measurement"
         why = "a rate of 0 GB/s, or flows that did not run together"
         notices.insert(0, f"{path}: {what} ({why}); what is needed is measured again")
     return JournalContents(

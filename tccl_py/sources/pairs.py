@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import Knowledge, Machine, gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, dealt
 from tccl_py.model.transfer import (
@@ -192,8 +192,8 @@ class OddHost(msgspec.Struct, frozen=True, kw_only=True):
         off = abs(1 - self.gbps / self.usual_gbps)
         return (
             f"host {self.host}: its network is {off:.0%} {more} than that of hosts like it, "
-            f"{self.gbps:.3g} instead of {self.usual_gbps:.3g} GB/s in {self.pairs} "
-            f"pair{'s' * (self.pairs != 1)} ({self.deviations:.0f} standard deviations of the "
+            f"{self.gbps:.3g} instead of {self.usual_gbps:.3g} GB/s in "
+            f"{counted(self.pairs, 'pair')} ({self.deviations:.0f} standard deviations of the "
             "noise); look at its links and what else uses them"
         )
 

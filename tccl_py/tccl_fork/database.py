@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
@@ -277,16 +277,16 @@ def _notes(
     """Yield notes for the user and the file's readers, most important first."""
     done = plan.provenance.partition(" ")[0].removesuffix(",")
     yield (
-        f"rates {plan.provenance}, {task.source.sets_measured} sets {done} for this file; "
-        f"run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS={task.blocks} "
+        f"rates {plan.provenance}, {counted(task.source.sets_measured, 'set')} {done} for this "
+        f"file; run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS={task.blocks} "
         f"NCCL_MAX_NCHANNELS={task.blocks} NCCL_BUFFSIZE={task.fifo_bytes}"
     )
     whole = search.rings.get(task.gpus)
     if whole is not None and (plan.ring_count > 1 or task.blocks < plan_channels(plan)):
         yield (
-            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {plan.ring_count} rings and "
-            f"{plan_channels(plan)} channels; the fork has one ring and room for {MOST_CHANNELS} "
-            f"channels: the ring here has {whole.rate_gbps:.2f}"
+            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {counted(plan.ring_count, 'ring')} "
+            f"and {plan_channels(plan)} channels; the fork has one ring and room for "
+            f"{MOST_CHANNELS} channels: the ring here has {whole.rate_gbps:.2f}"
         )
     total = 2 ** len(task.gpus) - len(task.gpus) - 1
     left_out = total - len(search.rings) - len(search.missing_rings)

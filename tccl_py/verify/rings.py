@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, counted
 from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import final_channels
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
@@ -128,7 +128,7 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
         yield "NCCL's log shows no rings over all GPUs"
         return
     if len(found) != len(expected):
-        yield f"NCCL uses {len(found)} channels, the plan comes to {len(expected)}"
+        yield f"NCCL uses {counted(len(found), 'channel')}, the plan comes to {len(expected)}"
     wrong = []
     for number, rings in enumerate(zip(found, expected, strict=False)):
         if not same_rings(*rings):

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_profiler.host_device import host_fingerprint, host_machine
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, counted
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
@@ -144,7 +144,7 @@ def check_hosts(
             what = "runs a rank and is not in the list of hosts"
             raise InputError(f"host {name}", what, "add it to the list, or start no rank on it")
     if len(hosts) < 2:
-        what = f"has {len(hosts)} host{'s' * (len(hosts) != 1)} ({', '.join(names)})"
+        what = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
         right = "start ranks on 2 hosts at least, or leave mpirun out"
         raise InputError("this MPI job", what, right)
     _check_software(hosts)
