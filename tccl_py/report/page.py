@@ -253,7 +253,7 @@ def settings_bars(plan: Plan) -> list[Bar]:
             label=settings_words(found.settings),
             gbps=found.rate_gbps,
             kind="plan" if found.settings == plan.settings else "stock",
-            note=f"{found.rings_in_set} ring{'' if found.rings_in_set == 1 else 's'}",
+            note=counted(found.rings_in_set, "ring"),
         )
         for found in plan.alternatives
     ]
