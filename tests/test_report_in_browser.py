@@ -4,6 +4,7 @@ Set TCCL_REPORT_SHOTS to a directory to keep the pictures and look at them.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import zlib
@@ -13,7 +14,7 @@ import pytest
 
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
-from tests.planned import WRX
+from tests.planned import ASUS, WRX
 from tests.report_pages import Page, all_singles_and_pairs, plan_directory
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -100,6 +101,16 @@ def test_the_page_prints(place):
     _, console = browse(place, f"--print-to-pdf={target}", "--no-pdf-header-footer")
     assert console == []
     assert target.read_bytes().startswith(b"%PDF")
+
+
+def test_eight_gpus_print_on_ten_pages_with_every_table(tmp_path):
+    sets = all_singles_and_pairs(range(8), [0, 1], pairs=50)
+    plan = plan_directory(tmp_path / "plan", ASUS, sets=sets)
+    page = report_html(read_contents(plan))
+    assert page.count("<details") > 4
+    (tmp_path / "report.html").write_text(page)
+    browse(tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}", "--no-pdf-header-footer")
+    assert 3 < len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "report.pdf").read_bytes())) <= 10
 
 
 def test_a_script_that_got_into_the_page_would_not_run(place):
