@@ -25,11 +25,12 @@ SMALL = Memory(arena_bytes=2 << 20, user_bytes=1 << 20)
 PATIENT = Timeouts(start_s=100.0, answer_s=LONG_S, lanes_s=LONG_S, stop_s=10.0)
 """A worker that is only slow is let be."""
 LIMITS = WindowLimits(minimum_ms=1, maximum_ms=5)
+REPEATS = 3
 BOUNCE = parse_set("G0->G0->C0->G1->G1{blocks=1,fifo=256K}")
 
 
 def options(**more):
-    more = {"limits": LIMITS, "stopping": Stopping(minimum=6, limit=6), **more}
+    more = {"limits": LIMITS, "stopping": Stopping(minimum=REPEATS, limit=REPEATS), **more}
     return Options(**{"sentinel_every": 0, **more})
 
 

@@ -157,8 +157,8 @@ def test_host_memory_is_measured_as_it_is():
     rings = bouncing((0, 1), blocks=1, size=256 << 10)
     with pool_of() as pool:
         # On cores that others use as well, lanes may not run together at first.
-        for maximum_ms in (50, 500):
-            limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms)
+        for maximum_ms in (5, 50, 500):
+            limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms, longest_ms=maximum_ms)
             quick = options(limits=limits, stopping=Stopping(minimum=3, limit=3))
             found = limit_gbps(Profiler(pool, options=quick), rings, assumed=False)
             if found is not None:

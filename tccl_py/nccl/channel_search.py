@@ -70,6 +70,12 @@ def single(value: float) -> float:
     return float(np.float32(value))
 
 
+@cache
+def _totals(rate: float, most: int) -> list[float]:
+    """Return the bandwidth of 0 to `most` channels, as NCCL computes it."""
+    return [single(channels * single(rate)) for channels in range(most + 1)]
+
+
 _NOTHING = (0, 0)
 
 
@@ -107,10 +113,7 @@ class ChannelSearch:
         if self._walked * self._count > _MOST_TRIED:
             steps = min(steps, _FEW_STEPS)
         self._wanted, self._best, self._left = wanted, best, steps
-        self._totals = [
-            single(channels * single(wanted.rate_intra))
-            for channels in range(wanted.max_channels + 1)
-        ]
+        self._totals = _totals(wanted.rate_intra, wanted.max_channels)
         self._best_total = single(len(best.orders) * single(best.rate_intra))
         self._ranked = self._rankings.setdefault(wanted.pattern, {})
         self._ways()
@@ -202,20 +205,19 @@ class ChannelSearch:
         """Find the usable paths: GPU to GPU, port to GPU and GPU to port."""
         wanted, gpus = self._wanted, self._gpus
         half = 2 if wanted.pattern == "balanced tree" else 1
-        rates = wanted.rate_intra, wanted.rate_inter, wanted.rate_inter / half
-        self._onward = [[self._way(a, b, wanted.type_intra, rates[0]) for b in gpus] for a in gpus]
         nets = self._system.nets if self._inter else ()
-        self._inward = {
-            net: [self._way(net, gpu, wanted.type_inter, rates[1]) for gpu in gpus] for net in nets
-        }
-        self._outward = [
-            {net: self._way(gpu, net, wanted.type_inter, rates[2]) for net in nets} for gpu in gpus
-        ]
+        inside, outside = (min(t, PathType.NET) for t in (wanted.type_intra, wanted.type_inter))
+        rate, leaving = wanted.rate_inter, wanted.rate_inter / half
+        self._onward = [[self._way(a, b, inside, wanted.rate_intra) for b in gpus] for a in gpus]
+        self._inward = {net: [self._way(net, g, outside, rate) for g in gpus] for net in nets}
+        self._outward = [{net: self._way(g, net, outside, leaving) for net in nets} for g in gpus]
 
     def _way(self, source: str, target: str, limit: PathType, rate: float) -> Step | None:
-        limit = min(limit, PathType.NET)
-        ways = [(source, target), (target, source)][: 2 - (self._wanted.pattern == "ring")]
-        if any(self._paths[pair].type > limit for pair in ways):
+        path, back = self._paths[source, target], self._paths[target, source]
+        # A link too slow for the rate is never taken; less than a step of the fields is rounding.
+        if path.type > limit or path.gbps < rate - 1 / _SCALE:
+            return None
+        if self._wanted.pattern != "ring" and back.type > limit:
             return None
         return self._use(source, target, rate)
 
