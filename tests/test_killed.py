@@ -1,7 +1,9 @@
 """A run that is killed at any of its changes of files hinders none that comes after it."""
 
+import os
 import shutil
 import stat
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,15 @@ from tests.killed import killed_at, killed_at_each
 from tests.planned import PCIE, SMALL, as_only, plan_of
 
 FINDING = "verify.json"
+MEMORY = "/dev/shm"
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder in memory where there is some: disks take milliseconds to remove a file."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="tccl-test-", dir=place) as folder:
+        yield Path(folder)
 
 
 def names(place):
