@@ -27,6 +27,7 @@ from tccl_py.overlap.job import (
     span,
 )
 from tccl_py.overlap.rank import ThreadStopwatch
+from tccl_py.rank_processes.forkserver import ForkServer
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -128,34 +129,43 @@ def alive(pid):
         return False
 
 
-def stand_in(folder, text):
-    """A program in place of the ranks', and the environment in which it is found."""
-    (folder / "stand_in.py").write_text(text)
-    return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+WARNED = "RuntimeError: no room\\n[rank1]:[W1122 20:17:16 x.cpp:1575] Warning: WARNING: a group"
+STAND_INS = {
+    "failing": f"import sys, time\ntime.sleep(0.2)\nif sys.argv[2] == '1': sys.exit('{WARNED}')",
+    "sleeping": "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)",
+    "silent": "pass",
+}
+"""Programs in place of the ranks', by name."""
 
 
-def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
-    text = "import sys, time\n"
-    warned = "RuntimeError: no room\\n[rank1]:[W1122 20:17:16 x.cpp:1575] Warning: WARNING: a group"
-    text += f"if sys.argv[2] == '1': sys.exit('{warned}')\ntime.sleep(600)"
-    begun = time.monotonic()
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """Runs a job of one of the stand-ins; all have one environment, and so one fork server."""
+    folder = tmp_path_factory.mktemp("programs")
+    for name, text in STAND_INS.items():
+        (folder / f"{name}.py").write_text(text)
+    variables = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    with ForkServer() as server:
+        yield lambda name, timeout: run_job(
+            order_of(), variables, timeout=timeout, program=name, server=server
+        )
+
+
+def test_a_rank_that_fails_is_named_with_what_it_said(stand_in):
     with pytest.raises(MeasurementError, match=r"rank 1: .*no room"):
-        run_job(order_of(), stand_in(tmp_path, text), timeout=500, program="stand_in")
-    assert time.monotonic() - begun < LONG_S
+        stand_in("failing", LONG_S)
 
 
-def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
-    text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+def test_a_rank_that_is_too_slow_is_named_and_ended(stand_in):
     with pytest.raises(MeasurementError, match=r"rank 0, 1: .* 0.5 s"):
-        run_job(order_of(), stand_in(tmp_path, text), timeout=0.5, program="stand_in")
-    assert not children(os.getpid()) or not any(
-        "stand_in" in Path(f"/proc/{one}/cmdline").read_text() for one in children(os.getpid())
-    )
+        stand_in("sleeping", 0.5)
+    ranks = [rank for server in children(os.getpid()) for rank in children(server)]
+    assert not any(map(alive, ranks))
 
 
-def test_a_rank_without_an_answer_is_named(tmp_path):
+def test_a_rank_without_an_answer_is_named(stand_in):
     with pytest.raises(MeasurementError, match="rank 0: ended without a result"):
-        run_job(order_of(), stand_in(tmp_path, "pass"), timeout=50, program="stand_in")
+        stand_in("silent", LONG_S)
 
 
 def test_pieces_of_work_run_at_the_same_time():
