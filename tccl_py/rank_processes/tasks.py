@@ -30,7 +30,7 @@ LOGS = "log-*"
 MAX_LOG_CHARACTERS = 48 << 20
 """Of one host: a message between hosts holds no more of NCCL's log."""
 _POLL_S = 0.02
-_GRACE_S = 5.0
+_GRACE_S = 3.0
 """Time for other ranks to fail after the first failure, which is often not the cause."""
 _LAST_BYTES = 64_000
 _TAIL = 600
