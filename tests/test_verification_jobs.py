@@ -130,18 +130,6 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
 
 
 @needs_torch
-def test_a_rank_whose_standard_input_ends_is_gone(tmp_path):
-    order = tmp_path / "spec.json"
-    order.write_text('{"backend": "host", "world": 2}')
-    rank = subprocess.Popen(
-        [sys.executable, "-m", "tccl_py.verify.rank", str(order), "0"],
-        cwd=REPOSITORY, env=environment(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    rank.stdin.close()
-    assert rank.wait(60) == 3
-
-
-@needs_torch
 def test_collectives_over_gloo_are_right_and_timed(server):
     world, spec = 3, JobSpec(checks=True, sizes=(1024, 100_001), seconds=0.02,
         training=True,

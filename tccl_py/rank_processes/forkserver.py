@@ -1,4 +1,4 @@
-"""Fork server: imports the modules of ranks once, then forks one process per rank.
+"""Fork server: imports the modules of ranks once, forks a process per rank, and waits for them.
 
 usage: tccl_py.rank_processes.forkserver DESCRIPTOR MODULE...
 
@@ -6,8 +6,9 @@ Importing torch takes seconds, and a verification runs some thirty jobs. The ser
 library: a rank touches GPUs only in its own environment. multiprocessing's fork server has no
 environment per process and searches the current directory.
 
-Each rank leads a process group, so Ctrl-C reaches the caller alone, which ends the ranks. If the
-caller is killed, the kernel kills the server and the ranks; their standard input ends as well.
+Each rank leads a process group, so Ctrl-C reaches the caller alone. The server ends its ranks, and
+itself, once the caller closes the connection. The kernel kills the server with the caller, and the
+ranks with the server.
 """
 
 from __future__ import annotations
@@ -25,46 +26,52 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from tccl_py.children import child_command, child_environment, end_with
-from tccl_py.errors import TcclError
+from tccl_py.children import child_command, end_with
+from tccl_py.errors import MeasurementError
+from tccl_py.rank_processes.rank import LISTENER, SPEC_FILE
 
-LISTENER = "TCCL_RENDEZVOUS_DESCRIPTOR"
-"""Variable that tells a rank the descriptor of the listening socket it inherits."""
 _MODULE = "tccl_py.rank_processes.forkserver"
 _PER_RANK = ("NCCL_", "CUDA_")
 """Variables read when NCCL or a GPU is first used: ranks of one server may differ in them."""
 _POLL_S = 0.02
 _START_S = 120.0
 """Importing takes seconds; from a busy file server it takes longer."""
-_END_S = 5.0
-_MESSAGE_BYTES = 4096
+_GRACE_S = 3.0
+"""Time for other ranks to fail after the first failure, which is often not the cause."""
+_END_S, _CLOSE_S = 5.0, 2.0
+_MESSAGE_BYTES = 1 << 16
+_MOST_LISTENERS = 16
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's program: a module run as `__main__`, with arguments, environment and output file.
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank: the module `program`, run as `__main__` with FOLDER/spec.json and the rank's number.
 
-    `imports` are modules for the server to import before the fork; missing modules are ignored,
-    and the rank reports them.
+    The rank inherits the listening socket of this number among those of the call, None for none.
     """
 
-    module: str
-    arguments: tuple[str, ...]
+    program: str
+    number: int
+    folder: str
     environment: dict[str, str]
-    output: str
-    imports: tuple[str, ...] = ()
+    listener: int | None
+
+    @property
+    def output(self) -> Path:
+        """Return the file of standard output and standard error."""
+        return Path(self.folder) / f"output-{self.number}"
 
 
 class ForkServer:
-    """Starts ranks by fork; a context manager that ends the server and every rank left.
+    """Runs ranks as forks; a context manager that ends the server.
 
-    The server process starts with the first rank, and again where a rank needs more imports or
+    The server process starts with the first ranks, and again where ranks need more imports or
     another environment than the server's.
     """
 
@@ -79,55 +86,73 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, program: Program, listener: socket.socket | None = None) -> ForkedRank:
-        """Start a rank that inherits `listener`."""
-        environment = child_environment(program.environment)
-        program = msgspec.structs.replace(program, environment=environment)
-        # The environment may be larger than a message.
-        file = Path(f"{program.output}-program.json")
-        file.write_bytes(msgspec.json.encode(program))
-        server, control = self._ready(program)
-        reading, lifeline = os.pipe()
+    def run(
+        self,
+        ranks: Sequence[Rank],
+        request: Path,
+        *,
+        timeout: float,
+        imports: Sequence[str] = (),
+        listeners: Sequence[socket.socket] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[int | None]:
+        """Run ranks to their end; return exit codes, minus the signal that ended a rank.
+
+        The code of a rank that had to be ended is None: `timeout` passed, or another rank failed.
+        `imports` are modules to import before the fork; missing modules are ignored, and ranks
+        report them. `request` names a file to write. An exception from `meanwhile` ends the ranks.
+        Raises MeasurementError: the server ended, or did not answer.
+        """
+        # The environments may be larger than a message.
+        request.write_bytes(msgspec.json.encode(ranks))
+        control = self._ready(tuple(imports), ranks[0].environment)
+        until = time.monotonic() + _START_S + timeout + _END_S
+        codes: list[int | None] = []
         try:
-            descriptors = [reading, *([listener.fileno()] if listener is not None else [])]
-            socket.send_fds(control, [str(file).encode()], descriptors)
-            if not (pid := control.recv(_MESSAGE_BYTES)):
-                raise ConnectionResetError
-        except BaseException as error:
-            os.close(lifeline)
-            if not isinstance(error, OSError):
-                raise
-            self.close()
+            descriptors = [listener.fileno() for listener in listeners]
+            message = msgspec.json.encode((str(request), timeout))
+            socket.send_fds(control, [message], descriptors)
+            while not codes:
+                with contextlib.suppress(TimeoutError):
+                    answer = control.recv(_MESSAGE_BYTES)
+                    codes = msgspec.json.decode(answer, type=list[int | None])
+                if time.monotonic() > until:
+                    raise ConnectionResetError
+                meanwhile()
+        except (ConnectionError, msgspec.DecodeError):
             what = "the process that starts ranks has ended; run the command again"
-            raise TcclError(what) from None
+            raise MeasurementError(what) from None
         finally:
-            os.close(reading)
-        return ForkedRank(server, int(pid), lifeline, _code_file(file))
+            if not codes:
+                self.close()
+        return codes
 
     def close(self) -> None:
-        """Kill the server and, with the server, all ranks."""
+        """End the server and, with the server, all ranks."""
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
             control.close()
         if process is not None:
+            # It may be importing still, when there are no ranks.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CLOSE_S)
             process.kill()
             process.wait()
 
-    def _ready(self, program: Program) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Return a server with the program's imports and environment, and the connection to it."""
-        environment = {k: v for k, v in program.environment.items() if not k.startswith(_PER_RANK)}
+    def _ready(self, imports: tuple[str, ...], wanted: dict[str, str]) -> socket.socket:
+        """Return the connection to a server with these imports and this environment."""
+        environment = {k: v for k, v in wanted.items() if not k.startswith(_PER_RANK)}
         imported, of_server = self._key
-        suits = environment == of_server and set(program.imports) <= set(imported)
-        process, control = self._process, self._control
-        if process and control and process.poll() is None and suits:
-            return process, control
+        suits = environment == of_server and set(imports) <= set(imported)
+        if self._control and self._process and self._process.poll() is None and suits:
+            return self._control
         self.close()
         ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_START_S)
+        ours.settimeout(_POLL_S)
         with remote:
-            process = subprocess.Popen(
-                child_command(_MODULE, str(remote.fileno()), *program.imports),
+            self._process = subprocess.Popen(
+                child_command(_MODULE, str(remote.fileno()), *imports),
                 env=environment,
                 pass_fds=(remote.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -135,111 +160,96 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._process, self._control = process, ours
-        self._key = (program.imports, environment)
-        return process, ours
-
-
-class ForkedRank:
-    """A rank started by a fork server, which writes the exit code to a file."""
-
-    def __init__(
-        self, server: subprocess.Popen[bytes], pid: int, lifeline: int, code: Path
-    ) -> None:
-        self._server, self._pid, self._lifeline, self._code = server, pid, lifeline, code
-
-    def poll(self) -> int | None:
-        """Return the exit code, minus the signal that ended the rank, or None while it runs.
-
-        The code is 1 if the server died first.
-        """
-        ended = self._server.poll() is not None
-        text = self._code.read_text() if self._code.exists() else ""
-        return int(text) if text else 1 if ended else None
-
-    def end(self) -> None:
-        """Kill the rank's process group; ranks own nothing that needs cleanup."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
-            until = time.monotonic() + _END_S
-            while self.poll() is None and time.monotonic() < until:
-                time.sleep(0.01)
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-
-
-def _code_file(program: Path) -> Path:
-    return program.with_name(f"{program.name}-code")
+        self._control, self._key = ours, (imports, environment)
+        return ours
 
 
 def main() -> None:
-    """Serve until the client closes the connection; in a fork, run the requested program."""
+    """Serve until the client closes the connection."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     # A fork shares memory until it is written, as the collector would do.
     gc.freeze()
-    request = _serve(control)
-    if request is not None:
-        control.close()
-        _leave(partial(_run, *request))
-
-
-def _serve(control: socket.socket) -> tuple[Program, list[int]] | None:
-    """Fork on request and return the request in the fork; return None when the client is gone."""
-    server = os.getpid()
-    children: dict[int, Path] = {}
-    while True:
-        readable, _, _ = select.select([control], [], [], _POLL_S if children else None)
-        # 1. Write the codes of the ranks that have ended; a folder may be gone.
-        for pid in list(children):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                with contextlib.suppress(OSError):
-                    children[pid].write_text(str(os.waitstatus_to_exitcode(status)))
-                del children[pid]
-        if not readable:
-            continue
-        # 2. Fork for the next request: the kernel ends the fork with this process.
-        try:
-            message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            message, listeners, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MOST_LISTENERS)
             if not message:
-                return None
-            file = Path(message.decode())
-            pid = os.fork()
-            if pid == 0:
-                end_with(server)
-                return msgspec.json.decode(file.read_bytes(), type=Program), descriptors
-            children[pid] = _code_file(file)
-            # The client may kill the group as soon as it knows the pid.
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            control.send(str(pid).encode())
-        except (BrokenPipeError, ConnectionResetError):
-            return None
+                break
+            request, timeout = msgspec.json.decode(message, type=tuple[str, float])
+            ranks = msgspec.json.decode(Path(request).read_bytes(), type=list[Rank])
+            pids = [_fork(rank, control, listeners) for rank in ranks]
+            for listener in listeners:
+                os.close(listener)
+            control.send(msgspec.json.encode(_ended(pids, timeout, control)))
+    os._exit(0)
 
 
-def _run(program: Program, descriptors: list[int]) -> None:
-    """Run the program in this fork, as a process started for it would."""
+def _fork(rank: Rank, control: socket.socket, listeners: Sequence[int]) -> int:
+    """Fork a rank; the kernel ends it with this process."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        end_with(server)
+        control.close()
+        _leave(partial(_run, rank, listeners))
+    # The rank does so, too: whoever is first.
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[int | None]:
+    """Wait for ranks, and kill those left after the timeout or a failure, or without a client.
+
+    Return their exit codes, None of those killed; ranks own nothing that needs cleanup.
+    """
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        found = _codes(set(pids) - codes.keys())
+        codes |= found
+        if any(found.values()):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        # The client says nothing before the answer.
+        if select.select([control], [], [], _POLL_S)[0]:
+            break
+    left = set(pids) - codes.keys()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _END_S
+    while left and time.monotonic() < deadline:
+        left -= _codes(left).keys()
+        time.sleep(0.01)
+    return [codes.get(pid) for pid in pids]
+
+
+def _codes(pids: Iterable[int]) -> dict[int, int]:
+    """Return the exit codes of the processes that have ended."""
+    ended = (os.waitpid(pid, os.WNOHANG) for pid in pids)
+    return {pid: os.waitstatus_to_exitcode(status) for pid, status in ended if pid}
+
+
+def _run(rank: Rank, listeners: Sequence[int]) -> None:
+    """Run the rank in this fork, as a process started for it would."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    output = os.open(program.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for source, target in ((descriptors[0], 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(descriptors[0])
+    output = os.open(rank.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for target in (1, 2):
+        os.dup2(output, target)
     os.close(output)
     os.environ.clear()
-    os.environ.update(program.environment)
-    for listener in descriptors[1:]:
-        os.set_inheritable(listener, True)
-        os.environ[LISTENER] = str(listener)
-    sys.argv = [program.module, *program.arguments]
-    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    os.environ.update(rank.environment)
+    for number, listener in enumerate(listeners):
+        if number == rank.listener:
+            os.set_inheritable(listener, True)
+            os.environ[LISTENER] = str(listener)
+        else:
+            os.close(listener)
+    sys.argv = [rank.program, str(Path(rank.folder) / SPEC_FILE), str(rank.number)]
+    runpy.run_module(rank.program, run_name="__main__", alter_sys=True)
 
 
 def _leave(run: Callable[[], None]) -> NoReturn:

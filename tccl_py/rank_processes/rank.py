@@ -9,7 +9,6 @@ import mmap
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,8 +21,9 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import decode_json, encode_json, read_text, write_atomically
-from tccl_py.rank_processes.forkserver import LISTENER
 
+LISTENER = "TCCL_RENDEZVOUS_DESCRIPTOR"
+"""Variable that tells a rank the descriptor of the listening socket it inherits."""
 SPEC_FILE = "spec.json"
 """The job specification in the folder of a job's ranks."""
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=90)
@@ -62,13 +62,9 @@ def slots_file(folder: Path) -> Path:
 
 
 def read_spec(kind: type[T]) -> tuple[T, int, Path]:
-    """Return the specification and rank from the command line, and the folder for the result.
-
-    From now on the process ends with standard input, and so never outlives the parent.
-    """
+    """Return the specification and rank from the command line, and the folder for the result."""
     file = Path(sys.argv[1])
     spec = decode_json(read_text(file), kind, where=str(file))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     return spec, int(sys.argv[2]), file.parent
 
 
@@ -180,14 +176,6 @@ def _reachable(rendezvous: Rendezvous) -> str:
 def write_result(folder: Path, rank: int, result: Any) -> None:
     """Write a rank's result, whole or not at all."""
     write_atomically(result_file(folder, rank), encode_json(result))
-
-
-def _end_with_parent() -> None:
-    # Nothing is ever written to the pipe: the read returns when the other end is closed. Not
-    # through sys.stdin, whose lock this thread would hold while the interpreter ends.
-    while os.read(0, 1):
-        pass
-    os._exit(3)
 
 
 # Time slots: a disturbance of some seconds then hits all concurrent jobs alike, and starting
