@@ -53,6 +53,27 @@ def hodges_lehmann(values: Sequence[float], *, level: float = 0.95) -> Interval:
     )
 
 
+def ratios_of(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
+    """Return the speed of `fast` over `slow` from times, pair by pair.
+
+    >>> ratios_of([3.0, 4.0], [2.0, 2.0])
+    [1.5, 2.0]
+    """
+    return [a / b for a, b in zip(slow, fast, strict=False)]
+
+
+def ratio_interval(ratios: Sequence[float], *, level: float = 0.95) -> Interval:
+    """Return the Hodges-Lehmann estimate of ratios, by their logarithms.
+
+    >>> ratio_interval([2.0, 0.5]).middle
+    1.0
+    """
+    found = hodges_lehmann([math.log(ratio) for ratio in ratios], level=level)
+    return Interval(
+        middle=math.exp(found.middle), low=math.exp(found.low), high=math.exp(found.high)
+    )
+
+
 def signed_rank_p(values: Sequence[float]) -> float:
     """Return the exact two-sided p value of Wilcoxon's signed-rank test (1945).
 

@@ -233,7 +233,7 @@ def test_wrong_values_are_found_and_told_by_their_place(server):
     )
     wrong = [one for answer in found.results for one in answer.wrong]
     assert {one.case.split(",")[0] for one in wrong} == {
-        "all-reduce", "all-to-all", "broadcast", "reduce-scatter",
+        "all-reduce", "all-reduce of maxima", "all-to-all", "broadcast", "reduce-scatter",
     }  # fmt: skip
     assert {one.rank for one in wrong} == {1}
     assert any("the first at 2: " in one.what for one in wrong)

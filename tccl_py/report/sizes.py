@@ -11,8 +11,8 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.nccl.tuner import TunerEntry
-from tccl_py.statistics import Interval, median_interval
-from tccl_py.verify.size_table import SizeRow, SizeTuning, covers, ratio_of
+from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
+from tccl_py.verify.size_table import SizeRow, SizeTuning, covers
 from tccl_py.verify.spec import GIB, KIB, MIB, Choice, bus_gbps, size_text
 
 ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
@@ -203,7 +203,11 @@ def _values(row: SizeRow, value: Callable[[int, float], float]) -> Spans:
 def _over_default(row: SizeRow) -> Spans:
     seconds = _seconds(row)
     default = seconds.pop("default", ())
-    return {kind: ratio_of(default, values) for kind, values in seconds.items() if default}
+    return {
+        kind: ratio_interval(ratios_of(default, values))
+        for kind, values in seconds.items()
+        if default
+    }
 
 
 def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:

@@ -45,12 +45,16 @@ batch to batch of a graph the same within 2 %."""
 _WAKE_S = 0.5
 _PROBED = 3
 
-_WHOLE = {
-    "all_reduce": ("all_reduce", ""),
-    "broadcast": ("broadcast", "src"),
-    "reduce": ("reduce", "dst"),
+_CALLS: dict[str, tuple[str, tuple[bool, ...], str]] = {
+    "all_reduce": ("all_reduce", (False,), ""),
+    "broadcast": ("broadcast", (False,), "src"),
+    "reduce": ("reduce", (False,), "dst"),
+    "all_gather": ("all_gather_into_tensor", (True, False), ""),
+    "reduce_scatter": ("reduce_scatter_tensor", (False, True), ""),
+    "all_to_all": ("all_to_all_single", (True, True), ""),
 }
-"""Collectives over a single buffer: the names of the function and of the root's argument."""
+"""Functions of torch.distributed, and the name of the root's argument. Arguments are one buffer, or
+a received and a sent one, with a block for every rank if True."""
 
 Call = Callable[[], Any]
 
@@ -110,9 +114,9 @@ class _Tensors:
         """Return this rank's contribution in the case's dtype."""
         return self.of(self.rank, block=block).to(self._dtype)
 
-    def own_blocks(self) -> list[Any]:
-        """Return this rank's block for every rank."""
-        return [self.own(block=rank) for rank in range(self.world)]
+    def own_blocks(self) -> Any:
+        """Return this rank's block for every rank, one after another."""
+        return self.torch.cat([self.own(block=rank) for rank in range(self.world)])
 
     def of_all(self, *, block: int = 0) -> list[Any]:
         """Return every rank's contribution."""
@@ -145,25 +149,29 @@ class _Tensors:
 # Each check runs a collective, and returns what it gave and what it has to give.
 
 
-def _broadcast(tensors: _Tensors) -> _Pairs:
+def _called(collective: str, expected: Callable[[_Tensors], Any], tensors: _Tensors) -> _Pairs:
+    """Check a collective of _CALLS; the last rank is the root."""
+    function, blocks, argument = _CALLS[collective]
     root = tensors.world - 1
-    held = tensors.own() if tensors.rank == root else tensors.empty()
-    tensors.run(tensors.dist.broadcast, held, src=root)
-    return [(held, tensors.of(root))]
+    is_root = tensors.rank == root
+    if len(blocks) == 2:
+        received, sent = blocks
+        held = [tensors.empty(tensors.world if received else 1)]
+        held.append(tensors.own_blocks() if sent else tensors.own())
+    else:
+        held = [tensors.own() if is_root or argument != "src" else tensors.empty()]
+    more = {argument: root} if argument else {}
+    tensors.run(getattr(tensors.dist, function), *held, **more)
+    # After a reduce the other ranks' buffers are undefined.
+    return [(held[0], expected(tensors))] if is_root or argument != "dst" else []
 
 
 def _scatter(tensors: _Tensors) -> _Pairs:
     got = tensors.empty()
-    blocks = tensors.own_blocks() if tensors.rank == 0 else None
+    first = tensors.rank == 0
+    blocks = [tensors.own(block=rank) for rank in range(tensors.world)] if first else None
     tensors.run(tensors.dist.scatter, got, blocks, src=0)
     return [(got, tensors.of(0, block=tensors.rank))]
-
-
-def _reduce(tensors: _Tensors) -> _Pairs:
-    root, held = tensors.world - 1, tensors.own()
-    tensors.run(tensors.dist.reduce, held, dst=root)
-    # The other ranks' buffers are undefined then.
-    return [(held, sum(tensors.of_all()))] if tensors.rank == root else []
 
 
 def _gather(tensors: _Tensors) -> _Pairs:
@@ -172,30 +180,10 @@ def _gather(tensors: _Tensors) -> _Pairs:
     return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
-def _all_reduce(tensors: _Tensors) -> _Pairs:
-    summed, largest = tensors.own(), tensors.own()
-    tensors.run(tensors.dist.all_reduce, summed)
-    tensors.run(tensors.dist.all_reduce, largest, op=tensors.dist.ReduceOp.MAX)
-    maximum = tensors.torch.stack(tensors.of_all()).max(dim=0).values
-    return [(summed, sum(tensors.of_all())), (largest, maximum)]
-
-
-def _all_gather(tensors: _Tensors) -> _Pairs:
-    parts = [tensors.empty() for _ in range(tensors.world)]
-    tensors.run(tensors.dist.all_gather, parts, tensors.own())
-    return list(zip(parts, tensors.of_all(), strict=True))
-
-
-def _reduce_scatter(tensors: _Tensors) -> _Pairs:
-    got, blocks = tensors.empty(), tensors.torch.cat(tensors.own_blocks())
-    tensors.run(tensors.dist.reduce_scatter_tensor, got, blocks)
-    return [(got, sum(tensors.of_all(block=tensors.rank)))]
-
-
-def _all_to_all(tensors: _Tensors) -> _Pairs:
-    got, blocks = tensors.empty(tensors.world), tensors.torch.cat(tensors.own_blocks())
-    tensors.run(tensors.dist.all_to_all_single, got, blocks)
-    return [(got, tensors.torch.cat(tensors.of_all(block=tensors.rank)))]
+def _largest(tensors: _Tensors) -> _Pairs:
+    held = tensors.own()
+    tensors.run(tensors.dist.all_reduce, held, op=tensors.dist.ReduceOp.MAX)
+    return [(held, tensors.torch.stack(tensors.of_all()).max(dim=0).values)]
 
 
 def _send_receive(tensors: _Tensors) -> _Pairs:
@@ -214,15 +202,19 @@ def _send_receive(tensors: _Tensors) -> _Pairs:
     return [(got, tensors.of(before))]
 
 
+_EXPECTED: dict[str, Callable[[_Tensors], Any]] = {
+    "broadcast": lambda tensors: tensors.of(tensors.world - 1),
+    "reduce": lambda tensors: sum(tensors.of_all()),
+    "all_reduce": lambda tensors: sum(tensors.of_all()),
+    "all_gather": lambda tensors: tensors.torch.cat(tensors.of_all()),
+    "reduce_scatter": lambda tensors: sum(tensors.of_all(block=tensors.rank)),
+    "all_to_all": lambda tensors: tensors.torch.cat(tensors.of_all(block=tensors.rank)),
+}
 COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], _Pairs]] = {
-    "broadcast": _broadcast,
+    **{name.replace("_", "-"): partial(_called, name, value) for name, value in _EXPECTED.items()},
+    "all-reduce of maxima": _largest,
     "scatter": _scatter,
-    "reduce": _reduce,
     "gather": _gather,
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
     "send/recv": _send_receive,
 }
 
@@ -281,29 +273,24 @@ def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
 
 def row_call(communicator: Communicator, row: TimedRow) -> Call:
     """Return a call of the row's collective on buffers of its own."""
-    world, dist, group = communicator.world, communicator.dist, communicator.group
-    count, part = (max(1, -(-row.bytes // (ELEMENT_BYTES[row.dtype] * n))) for n in (1, world))
+    world, torch = communicator.world, communicator.torch
+    function, blocks, root = _CALLS.get(row.collective, ("", (False, False), ""))
 
-    def zeros(count: int) -> Any:
+    def zeros(parts: int, *, shares: int = 1) -> Any:
         # Repeated sums of other values overflow.
-        torch = communicator.torch
-        return torch.zeros(count, dtype=getattr(torch, row.dtype), device=communicator.device)
+        count = max(1, -(-row.bytes // (ELEMENT_BYTES[row.dtype] * shares)))
+        kind = getattr(torch, row.dtype)
+        return torch.zeros(count * parts, dtype=kind, device=communicator.device)
 
     if world == 1:
         return zeros(1).zero_  # type: ignore[no-any-return]
-    if row.collective in _WHOLE:
-        named, root = _WHOLE[row.collective]
-        more = {root: communicator.root} if root else {}
-        return partial(getattr(dist, named), zeros(count), group=group, **more)
+    shares = world if any(blocks) else 1
+    held = [zeros(world if whole else 1, shares=shares) for whole in blocks]
     if row.collective == "send_recv":
-        return _send_to_next(communicator, zeros(count), zeros(count))
-    share, all_shares = zeros(part), zeros(part * world)
-    if row.collective == "all_gather":
-        return lambda: dist.all_gather_into_tensor(all_shares, share, group=group)
-    if row.collective == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(share, all_shares, group=group)
-    received = zeros(part * world)
-    return lambda: dist.all_to_all_single(received, all_shares, group=group)
+        return _send_to_next(communicator, *held)
+    more = {root: communicator.root} if root else {}
+    call = getattr(communicator.dist, function)
+    return partial(call, *held, group=communicator.group, **more)
 
 
 def _send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:

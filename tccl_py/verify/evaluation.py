@@ -40,7 +40,7 @@ from tccl_py.verify.spec import (
     WrongValue,
     bus_gbps,
 )
-from tccl_py.verify.verify import Rounds, RunBudget, check_arms, row_seconds, run_rounds
+from tccl_py.verify.verify import Rounds, RunBudget, row_seconds, run_rounds
 
 FORMAT_VERSION = 1
 EVALUATION_FILE = "evaluate.json"
@@ -162,23 +162,19 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
             continue
         launcher = _named(quiet, f"{name} ({number + 1} of {len(parts)})")
         own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
-        failed: dict[ChoiceName, str] = {}
         try:
-            checked, failed = check_arms(launcher, arms, checks=budget.checks)
-            for arm, outcome in checked.items():
-                if found := tuple(value for rank in outcome.results for value in rank.wrong):
-                    wrong[arm] = (*wrong.get(arm, ()), *found)
-            running = [arm for arm in arms if arm.name in checked]
-            rounds = run_rounds(launcher, running, own, budget.spec, begun=started)
-            failed |= rounds.failures
-            cells += _cells(launcher, [arm.name for arm in running], budget.spec, rounds)
+            rounds = run_rounds(launcher, arms, own, budget.spec, begun=started)
         except JobError as error:
             failures.append(f"{name}: {error}")
-        failures += [f"{name}, {arm}: {why}" for arm, why in failed.items()]
+            continue
+        for arm, job in rounds.checked.items():
+            wrong[arm] = (*wrong.get(arm, ()), *job.wrong)
+        cells += _cells(launcher, [arm.name for arm in arms], budget.spec, rounds)
+        failures += [f"{name}, {arm}: {why}" for arm, why in rounds.failures.items()]
     return msgspec.structs.replace(
         base,
         cells=tuple(cells),
-        wrong=wrong,
+        wrong={arm: values for arm, values in wrong.items() if values},
         failures=tuple(failures),
         left_out=tuple(left_out),
         seconds=time.monotonic() - begun,

@@ -85,6 +85,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[JobResult, ...]
     log: str
 
+    @property
+    def wrong(self) -> tuple[WrongValue, ...]:
+        """Return the wrong values of all ranks."""
+        return tuple(value for rank in self.results for value in rank.wrong)
+
 
 class Runner(Protocol):
     """Starts ranks on hosts by name."""

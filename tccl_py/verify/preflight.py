@@ -228,8 +228,7 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
         for host in launcher.hosts
         for rank, gpu in zip(host.ranks, host.gpus, strict=True)
     }
-    wrong = [one for rank in job.results for one in rank.wrong]
-    first = {one.rank: one for one in reversed(wrong)}
+    first = {one.rank: one for one in reversed(job.wrong)}
     return [
         Problem(
             f"values of {first[rank].case}: {first[rank].what}",
@@ -237,7 +236,7 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
             "no wrong result",
             f"{count} wrong results",
         )
-        for rank, count in Counter(one.rank for one in wrong).most_common()
+        for rank, count in Counter(one.rank for one in job.wrong).most_common()
     ]
 
 

@@ -19,7 +19,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
 from tccl_py.plan.plan import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
-from tccl_py.statistics import hodges_lehmann, holm, signed_rank_p
+from tccl_py.statistics import holm, ratio_interval, signed_rank_p
 from tccl_py.verify.rings import RingsFound
 from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large, size_text
 
@@ -87,19 +87,19 @@ def compare(
     p values are adjusted for all rows: pass those of all arms in one call. Raises ValueError: fewer
     than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
     """
-    logs = [
-        [math.log(b / a) for a, b in zip(row, base, strict=True)]
+    ratios = [
+        [b / a for a, b in zip(row, base, strict=True)]
         for row, base in zip(arm, baseline, strict=True)
     ]
-    for row in logs:
+    for row in ratios:
         if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
             raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    found = []
-    for row, p in zip(logs, holm([signed_rank_p(row) for row in logs]), strict=True):
-        span = hodges_lehmann(row)
-        ratio, low, high = map(math.exp, (span.middle, span.low, span.high))
-        found.append(Compared(ratio=ratio, low=low, high=high, p=p))
-    return tuple(found)
+    adjusted = holm([signed_rank_p([math.log(ratio) for ratio in row]) for row in ratios])
+    spans = map(ratio_interval, ratios)
+    return tuple(
+        Compared(ratio=span.middle, low=span.low, high=span.high, p=p)
+        for span, p in zip(spans, adjusted, strict=True)
+    )
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import cast
 
@@ -21,7 +21,7 @@ import msgspec
 
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.statistics import Interval, hodges_lehmann
+from tccl_py.statistics import Interval, ratio_interval, ratios_of
 from tccl_py.verify.spec import Choice, ContestTimes, Dtype, TimedRow
 
 LEAST_GAIN, MISSED_GAIN = 1.01, 1.02
@@ -32,9 +32,8 @@ _SURE = 0.99
 """Level of the intervals of a sweep, which has many choices to be lucky with."""
 NO_HARM = 0.99
 """Least ratio at neighbouring sizes, in the other dtype, and beside matrix multiplications."""
-_ALIKE, _AS_GOOD = 0.95, 0.98
-"""Shares of the best ratio: within the first, multiplications decide between numbers of channels;
-within the second, a choice may stand for the best, so that adjacent sizes share an entry."""
+_ALIKE = 0.95
+"""Share of the best ratio within which multiplications decide between numbers of channels."""
 _ROUNDS = 6
 SWEPT: Dtype = "bfloat16"
 """Elements of the sweep, whose predictions count."""
@@ -76,7 +75,7 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def over(self, arm: str) -> Interval | None:
         """Return the speed with the table over an arm's, None without jobs."""
         slow, fast = self.seconds.get(arm, ()), self.tuned_seconds
-        return ratio_of(slow, fast) if slow and fast else None
+        return ratio_interval(ratios_of(slow, fast)) if slow and fast else None
 
     @property
     def right(self) -> bool:
@@ -112,14 +111,6 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return sum(row.right for row in asked), len(asked)
 
 
-def ratio_of(own: Sequence[float], chosen: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Return the speed of a choice over NCCL's own, from paired seconds."""
-    pairs = zip(own, chosen, strict=False)
-    found = hodges_lehmann([math.log(a / b) for a, b in pairs], level=level)
-    low, middle, high = map(math.exp, (found.low, found.middle, found.high))
-    return Interval(low=low, middle=middle, high=high)
-
-
 def finalists(times: ContestTimes) -> tuple[Choice, ...]:
     """Return the choices of a sweep's row that were not dropped."""
     pairs = zip(times.choices, times.seconds[1:], strict=True)
@@ -132,56 +123,54 @@ Jobs = Sequence[Sequence[ContestTimes]]
 def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
     """Return each row of a sweep with its predicted best choice.
 
-    `jobs` have the finalists of some rows, whose sweep does not count then. A choice nearly as good
-    as the best stands for it where the next sizes can share it.
+    `jobs` have the finalists of some rows, whose sweep does not count then.
     """
     again = _by_row(jobs)
-    scores = {times.row: _scores(times, again.get(times.row, ())) for times in sweep}
-    found: dict[TimedRow, SizeRow] = {}
-    for series in _series(scores):
-        # 1. Collect adjacent rows that can share a choice.
-        runs: list[tuple[list[TimedRow], set[Choice]]] = []
-        for row in series:
-            good = _good(scores[row])
-            if runs and runs[-1][1] & good:
-                runs[-1] = [*runs[-1][0], row], runs[-1][1] & good
-            else:
-                runs.append(([row], good))
-        # 2. Take the choice that is best over all of them; the fastest of a row without a good one.
-        for run, shared in runs:
-            best = max(
-                sorted(shared, key=repr),
-                key=lambda choice: math.prod(scores[row][choice].swept.middle for row in run),
-                default=None,
-            )
-            for row in run:
-                fastest = max(scores[row].values(), key=_speed, default=SizeRow(row=row))
-                found[row] = fastest if best is None else scores[row][best]
-    return [found[times.row] for times in sweep]
+    return [_best(list(_scores(times, again.get(times.row, ()))), times.row) for times in sweep]
+
+
+def _best(scores: Sequence[SizeRow], row: TimedRow) -> SizeRow:
+    """Return the fastest choice that gains and does no harm, else the fastest."""
+    usable = [found for found in scores if found.gains and not found.harms]
+    best = max(usable or scores, key=_speed, default=SizeRow(row=row))
+    # Channels take multiprocessors: multiplications beside the calls choose their number.
+    alike = [
+        found
+        for found in usable
+        if _kind(found) == _kind(best) and _speed(found) >= _ALIKE * _speed(best)
+    ]
+    return max(alike, key=lambda found: (_beside(found), _speed(found)), default=best)
+
+
+def _kind(found: SizeRow) -> tuple[str, str] | None:
+    return (found.choice.algorithm, found.choice.protocol) if found.choice else None
+
+
+def _beside(found: SizeRow) -> float:
+    return 0.0 if found.beside is None else found.beside.middle
 
 
 def _speed(found: SizeRow) -> float:
     return found.swept.middle
 
 
-def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, SizeRow]:
-    """Return a row for each finalist, with ratios by rounds of the sweep or by jobs, if enough ran.
+def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeRow]:
+    """Yield a row for each finalist, with ratios by rounds of the sweep or by jobs, if enough ran.
 
     A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
     slower beyond chance.
     """
     own, *others = times.seconds or ((),)
     alone, *besides = times.beside or ((),) * len(times.seconds)
-    found = {}
     for choice, seconds, beside in zip(times.choices, others, besides, strict=True):
-        ratios = [a / b for a, b in zip(own, seconds, strict=False)][-times.final :]
-        if choice not in finalists(times):
+        if len(seconds) < len(own):
             continue
+        ratios = ratios_of(own, seconds)[-times.final :]
         if len(jobs) >= _ROUNDS:
-            ratios = [_job_ratio(job, choice) for job in jobs]
-        swept = ratio_of(ratios, [1.0] * len(ratios), level=_SURE)
-        slowed = ratio_of(alone, beside) if beside else None
-        found[choice] = SizeRow(
+            ratios = [_job_ratio(job, 1 + job.choices.index(choice)) for job in jobs]
+        swept = ratio_interval(ratios, level=_SURE)
+        slowed = ratio_interval(ratios_of(alone, beside)) if beside else None
+        yield SizeRow(
             row=times.row,
             choice=choice,
             swept=swept,
@@ -189,39 +178,6 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> dict[Choice, S
             harms=slowed is not None and slowed.middle < NO_HARM and slowed.high < 1,
             gains=swept.low >= LEAST_GAIN,
         )
-    return found
-
-
-def _job_ratio(times: ContestTimes, choice: Choice) -> float:
-    chosen = times.seconds[1 + times.choices.index(choice)]
-    return _middle([a / b for a, b in zip(times.seconds[0], chosen, strict=True)])
-
-
-def _good(scores: Mapping[Choice, SizeRow]) -> set[Choice]:
-    """Return the choices that may stand for the best one."""
-    usable = {choice: row for choice, row in scores.items() if row.gains and not row.harms}
-    if not usable:
-        return set()
-    best = max(usable, key=lambda choice: _speed(usable[choice]))
-    # Channels take multiprocessors: multiplications beside the calls choose their number.
-    alike = [
-        choice
-        for choice, row in usable.items()
-        if (choice.algorithm, choice.protocol) == (best.algorithm, best.protocol)
-        and _speed(row) >= _ALIKE * _speed(usable[best])
-        and row.beside is not None
-    ]
-    best = max(alike, key=lambda choice: _beside(usable[choice]), default=best)
-    limit, least = (value(usable[best]) * _AS_GOOD for value in (_speed, _beside))
-    return {
-        choice
-        for choice, row in usable.items()
-        if _speed(row) >= limit and (row.beside is None or _beside(row) >= least)
-    }
-
-
-def _beside(found: SizeRow) -> float:
-    return 0.0 if found.beside is None else found.beside.middle
 
 
 def confirm(
@@ -278,8 +234,12 @@ def _fresh(
     if len(own) < _ROUNDS:
         return row
     seconds["tuned"] = tuple(_middle(times.seconds[1]) for times in own)
-    ratios = [_middle([a / b for a, b in zip(*times.seconds, strict=True)]) for times in own]
-    return msgspec.structs.replace(row, fresh=ratio_of(ratios, [1.0] * len(ratios)))
+    ratios = [_job_ratio(times, 1) for times in own]
+    return msgspec.structs.replace(row, fresh=ratio_interval(ratios))
+
+
+def _job_ratio(times: ContestTimes, at: int) -> float:
+    return _middle(ratios_of(times.seconds[0], times.seconds[at]))
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -338,12 +298,11 @@ def _ratio(times: ContestTimes, choice: Choice) -> float:
     if choice not in times.choices:
         return 0.0
     chosen = times.seconds[1 + times.choices.index(choice)]
-    return ratio_of(times.seconds[0], chosen).middle if chosen else 0.0
+    return ratio_interval(ratios_of(times.seconds[0], chosen)).middle if chosen else 0.0
 
 
-def _series(rows: Mapping[TimedRow, object]) -> list[list[TimedRow]]:
+def _series(rows: Iterable[TimedRow]) -> list[list[TimedRow]]:
     """Return the rows of each collective and dtype, by ascending size."""
-    found: dict[tuple[str, str], list[TimedRow]] = {}
-    for row in rows:
-        found.setdefault((row.collective, row.dtype), []).append(row)
-    return [sorted(series, key=lambda row: row.bytes) for series in found.values()]
+    ordered = sorted(rows, key=lambda row: (row.collective, row.dtype, row.bytes))
+    by_kind = itertools.groupby(ordered, key=lambda row: (row.collective, row.dtype))
+    return [list(series) for _, series in by_kind]

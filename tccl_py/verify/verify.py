@@ -86,10 +86,11 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of all rounds with their arms, in order, without arms of which a job failed.
 
-    `at_once` is the final number of concurrent jobs; `compared` has every row of every arm but the
-    baseline.
+    `checked` has each arm's first job. `at_once` is the final number of concurrent jobs; `compared`
+    has every row of every arm but the baseline.
     """
 
+    checked: Mapping[ChoiceName, Outcome]
     jobs: Sequence[tuple[ChoiceName, Outcome]]
     failures: Mapping[ChoiceName, str]
     at_once: int
@@ -113,10 +114,8 @@ def verify_target(
         if arms[0] is arms[1]:
             what = "sets nothing that default NCCL has not"
             raise InputError(f"--choice {only}", what, "leave it out")
-    # 1. Check values, where every arm may fail.
-    checked, failures = check_arms(launcher, arms, checks=budget.checks)
-    # 2. Time the arms that ran. Variables hold for smaller communicators of a process as well.
-    with_groups = not target.hosts and "variables" in checked
+    # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
+    with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     spec = msgspec.structs.replace(
         budget.spec,
         groups=groups_of(target.world) if with_groups else (),
@@ -124,29 +123,16 @@ def verify_target(
         transfer_sizes=budget.transfer_sizes,
         training=budget.training,
     )
-    running = [arm for arm in arms if arm.name in checked]
-    rounds = run_rounds(launcher, running, budget, spec, begun=begun)
-    failures |= rounds.failures
-    # 3. Judge each arm, and find the winner.
+    rounds = run_rounds(launcher, arms, budget, spec, begun=begun)
+    # 2. Judge each arm, and find the winner.
     found: list[ArmResult] = []
     for arm in arms:
-        result = ArmResult(
-            name=arm.name,
-            settings=arm.settings,
-            environment=launcher.variables(arm),
-            predicted_gbps=arm.predicted_gbps,
-            failure=failures.get(arm.name, ""),
-        )
-        if not result.failure:
-            logs = [checked[arm.name], *rounds.of(arm.name)]
-            rings = rings_of_jobs(target, launcher, arm, logs, checks=budget.checks)
-            result = msgspec.structs.replace(result, rings=rings)
-            result = _judged(result, target, spec, logs, rounds)
-            large = result.over(found[0]) if found else EQUAL
-            result = msgspec.structs.replace(result, large=large)
+        result = _arm_result(arm, target, launcher, spec, rounds, checks=budget.checks)
+        if found and not result.failure:
+            result = msgspec.structs.replace(result, large=result.over(found[0]))
         found.append(result)
     letters = dict(zip((arm.name for arm in arms), "ABC", strict=False))
-    ranks = checked["default"].results
+    ranks = rounds.checked["default"].results
     return Verification(
         machine=target.name,
         gpus=target.gpus,
@@ -173,46 +159,32 @@ def verify_target(
     )
 
 
-def check_arms(
-    launcher: Launcher, arms: Sequence[Arm], *, checks: bool
-) -> tuple[dict[ChoiceName, Outcome], dict[ChoiceName, str]]:
-    """Run a first job of each arm, which compares values if asked to.
-
-    Return the outcomes of those that ran, and why the others failed. Raises JobError: the job of
-    default NCCL failed.
-    """
-    launcher.watch("checking values" if checks else "starting")
-    ran: dict[ChoiceName, Outcome] = {}
-    failures: dict[ChoiceName, str] = {}
-    jobs = ConcurrentJobs(launcher, ()).run(arms, JobSpec(checks=checks))
-    for arm, outcome in zip(arms, jobs, strict=True):
-        if not isinstance(outcome, JobError):
-            ran[arm.name] = outcome
-        elif arm.name == "default":
-            raise outcome
-        else:
-            failures[arm.name] = str(outcome)
-    return ran, failures
-
-
-def _judged(
-    result: ArmResult, target: Target, spec: JobSpec, logs: Sequence[Outcome], rounds: Rounds
+def _arm_result(
+    arm: Arm, target: Target, launcher: Launcher, spec: JobSpec, rounds: Rounds, *, checks: bool
 ) -> ArmResult:
-    """Add the rows and the checked values of an arm's jobs."""
-    rows = _rows(target, spec, rounds, result.name)
+    """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
+    result = ArmResult(
+        name=arm.name,
+        settings=arm.settings,
+        environment=launcher.variables(arm),
+        predicted_gbps=arm.predicted_gbps,
+        failure=rounds.failures.get(arm.name, ""),
+    )
+    if result.failure:
+        return result
+    first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
+    rows = _rows(target, spec, rounds, arm.name)
     transfers = tuple(rows.pop(timed) for timed in spec.transfers if timed in rows)
-    ranks = logs[0].results
-    wrong = [wrong for rank in ranks for wrong in rank.wrong]
-    wrong += _wrong_training(rounds.of("default"), logs[1:])
-    result = msgspec.structs.replace(
+    over_all = [row for row in rows.values() if row.bytes and not row.groups]
+    return msgspec.structs.replace(
         result,
+        gbps=large_gbps([(row.bytes, row.gbps) for row in over_all]),
         rows=tuple(rows.values()),
         transfers=transfers,
-        checked=sum(rank.checked for rank in ranks),
-        wrong=tuple(wrong),
+        checked=sum(rank.checked for rank in first.results),
+        wrong=(*first.wrong, *_wrong_training(rounds.of("default"), jobs)),
+        rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=checks),
     )
-    gbps = large_gbps([(row.bytes, row.gbps) for row in result.sizes])
-    return msgspec.structs.replace(result, gbps=gbps)
 
 
 def rings_of_jobs(
@@ -271,42 +243,54 @@ def run_rounds(
     *,
     begun: float,
 ) -> Rounds:
-    """Run rounds of jobs until the verdicts are clear or the time is up.
+    """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
     An arm of which a job fails leaves the comparison with all its jobs. Raises JobError: a job of
     the first arm, the baseline, failed.
     """
-    jobs = ConcurrentJobs(launcher, spec.sizes)
-    ran: list[tuple[ChoiceName, Outcome]] = []
     failures: dict[ChoiceName, str] = {}
+
+    def ran(
+        jobs: ConcurrentJobs, batch: Sequence[Arm], spec: JobSpec
+    ) -> list[tuple[ChoiceName, Outcome]]:
+        done = []
+        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
+            if not isinstance(outcome, JobError):
+                done.append((arm.name, outcome))
+            elif arm.name == arms[0].name:
+                raise outcome
+            else:
+                failures[arm.name] = str(outcome)
+        return done
+
+    launcher.watch("checking values" if budget.checks else "starting")
+    checked = dict(ran(ConcurrentJobs(launcher, ()), arms, JobSpec(checks=budget.checks)))
+    jobs = ConcurrentJobs(launcher, spec.sizes)
+    found: list[tuple[ChoiceName, Outcome]] = []
     compared: dict[tuple[ChoiceName, TimedRow], Compared] = {}
-    running, count = list(arms), 0
-    batch: list[Arm] = []
+    count, batch = 0, list[Arm]()
     most = min(MAX_ROUNDS, max(budget.rounds, LEAST_ROUNDS) * budget.extra)
-    while len(running) > 1 and count < most:
+    while count < most:
+        running = [arm for arm in arms if arm.name not in failures]
+        if len(running) == 1:
+            break
         # 1. Run as many whole rounds as devices have room for.
         numbers = range(count, count + max(1, jobs.at_once // len(running)))
         launcher.watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
         batch = [arm for number in numbers for arm in round_order(running, number)]
-        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
-            if not isinstance(outcome, JobError):
-                ran.append((arm.name, outcome))
-            elif arm is arms[0]:
-                raise outcome
-            else:
-                failures[arm.name] = str(outcome)
-        running = [arm for arm in running if arm.name not in failures]
-        ran = [(name, job) for name, job in ran if name not in failures]
-        count = sum(name == arms[0].name for name, _ in ran)
-        if count < LEAST_ROUNDS or len(running) == 1:
+        found += ran(jobs, batch, spec)
+        found = [(name, job) for name, job in found if name not in failures]
+        count = sum(name == arms[0].name for name, _ in found)
+        if count < LEAST_ROUNDS or len({name for name, _ in found}) == 1:
             continue
         # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
-        compared = _compare_arms(spec, ran)
+        compared = _compare_arms(spec, found)
         judged = {key: row for key, row in compared.items() if key[1] not in spec.transfers}
         if _enough(budget, judged, count) or time.monotonic() - begun > budget.seconds:
             break
     return Rounds(
-        jobs=ran,
+        checked=checked,
+        jobs=found,
         failures=failures,
         at_once=min(jobs.at_once, len(batch)),
         compared=compared,
