@@ -23,7 +23,7 @@ from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, placements, whole_ring
-from tccl_py.plan.tables import HostTable, KeptTable, OwnChains
+from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
@@ -43,29 +43,27 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
     return cluster_of(reports, rails=rails, switches=switches, where="test")
 
 
-def search_of(node_class, source, *, budget=SMALL):
-    return ChainSearch(
-        HostTask(
-            machine=node_class.machine,
-            knowledge=node_class.knowledge,
-            source=remembering(source),
-            gpus=node_class.machine.gpu_indices,
-            version=SETTINGS.version,
-            ring_counts=(1,),
-            strategy="best-first",
-            budget=budget,
-            nics=used_nics(node_class.machine),
-        )
+def task_of(node_class, source, *, budget=SMALL):
+    return HostTask(
+        machine=node_class.machine,
+        knowledge=node_class.knowledge,
+        source=remembering(source),
+        gpus=node_class.machine.gpu_indices,
+        version=SETTINGS.version,
+        ring_counts=(1,),
+        strategy="best-first",
+        budget=budget,
+        nics=used_nics(node_class.machine),
     )
 
 
 def node_of(node_class, source, *, budget=SMALL):
     """A node without a table: all answers are searched."""
-    search = search_of(node_class, source, budget=budget)
+    task = task_of(node_class, source, budget=budget)
     empty = KeptTable(
         node_class=node_class.name,
-        gpus=search.task.gpus,
-        nics=search.task.nics,
+        gpus=task.gpus,
+        nics=task.nics,
         simulated=True,
         default_settings=SETTINGS,
         stock=OwnChains(settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0),
@@ -73,7 +71,7 @@ def node_of(node_class, source, *, budget=SMALL):
         hops=(),
         answers=(),
     )
-    return HostTable(node_class, empty, search)
+    return ChainSearch(node_class, task, empty)
 
 
 @functools.cache
@@ -583,14 +581,13 @@ def test_few_sets_are_measured_where_few_are_allowed():
 def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     machine = networked_machine(gpus=6, nics=4, numa_nodes=2)
     one = cluster_with([machine, machine]).classes[0]
-    search = search_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40))
-    node = HostTable(one, search.explore("box"), search)
-    before = search.task.source.sets_measured
+    node = ChainSearch(one, task_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40)))
+    before = node.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairings = [Pairing(tuple(sorted(pair))) for pair in itertools.islice(ends, 40)]
     passages = [node.chains_with(node.choices[0][0], pairing) for pairing in pairings]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
-    assert search.task.source.sets_measured - before < 100 + len(pairings)
+    assert node.task.source.sets_measured - before < 100 + len(pairings)
     assert None not in passages
 
 

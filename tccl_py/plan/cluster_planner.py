@@ -88,8 +88,7 @@ def make_cluster_plan(
         ib_gid_index=ib_gid_index,
         pinned_env=pinned,
     )
-    searches = [node.search for node in nodes if node.search is not None]
-    cancelled = plan.cancelled or any(search.cancelled for search in searches)
+    cancelled = plan.cancelled or any(node.cancelled for node in nodes)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
     told += _ceiling_notice(plan, nodes)
     if tables is not None and not cancelled:
@@ -103,20 +102,19 @@ def make_cluster_plan(
             cancelled = True
         tables += [node.table() for node in nodes]
     used = [one.task.source for one in classes if one.task is not None]
-    searches = [node.search for node in nodes if node.search is not None]
     return msgspec.structs.replace(
         plan,
         notices=tuple(told),
         cancelled=cancelled,
         sets_measured=sum(source.sets_measured for source in used),
         sets_remembered=sum(source.sets_remembered for source in used),
-        sets_by_symmetry=sum(search.sets_by_symmetry for search in searches),
+        sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
     )
 
 
 def _ceiling_notice(plan: Plan, nodes: Sequence[HostTable]) -> Iterator[str]:
     """Yield what a plan may lose as tables have no chains under the settings of new classes."""
-    names = [node.node_class.name for node in nodes if node.search is None]
+    names = [node.node_class.name for node in nodes if not node.measures]
     best = min(node.choices[0][1].rate_gbps for node in nodes)
     if names and len(names) < len(nodes) and plan.rate_gbps < best * (1 - AS_GOOD):
         yield (
@@ -168,9 +166,8 @@ class _Class:
             return table
         sets = self.task.budget.sets
         few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
-        search = ChainSearch(msgspec.structs.replace(self.task, gpus=gpus, budget=few))
-        kept = search.explore(self.known.name) if table is None else table.kept
-        return HostTable(self.known, kept, search)
+        task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
+        return ChainSearch(self.known, task, None if table is None else table.kept)
 
     def others(
         self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
@@ -188,7 +185,7 @@ class _Class:
                 notices.append(f"{name}: no jobs can be planned ({error})")
                 continue
             yield node
-            if node.search is not None and node.search.cancelled:
+            if node.cancelled:
                 raise KeyboardInterrupt
         yield from (self.node(t.gpus, growing) for t in self.tables if t.gpus != self.gpus)
 
@@ -233,7 +230,7 @@ def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostTable]) -> None:
     Two tables have answered already.
     """
     found = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in found if any(node.search for node in pair)]
+    pairs = [pair for pair in found if any(node.measures for node in pair)]
     pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
     for pair in islice(pairs, MAX_PAIRS):
         both = list(dict.fromkeys(pair))

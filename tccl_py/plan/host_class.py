@@ -8,6 +8,7 @@ from itertools import pairwise
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import Symmetry, automorphisms
@@ -29,7 +30,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
 from tccl_py.plan.planner import plan_chains
-from tccl_py.plan.tables import ChainSet, HostChains, KeptTable, OwnChains, kept_answers
+from tccl_py.plan.tables import ChainSet, HostChains, HostTable, KeptTable, OwnChains
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -93,27 +94,29 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
 
-class ChainSearch:
-    """The search for chains on hosts of a class, which measures when it is asked.
+class ChainSearch(HostTable):
+    """A table that searches for chains on hosts of a class, and measures, when it is asked.
 
-    `cancelled` tells of an interruption of `explore`.
+    Without a `kept` table NCCL's own chains are rated first, and settings and chains searched;
+    `cancelled` tells of an interruption. Raises SearchError: no chains can be built.
+    MeasurementError: the source cannot measure them.
     """
 
-    def __init__(self, task: HostTask) -> None:
+    measures = True
+
+    def __init__(
+        self, node_class: NodeClass, task: HostTask, kept: KeptTable | None = None
+    ) -> None:
         self.task = task
-        self.cancelled = False
-        self.sets_by_symmetry = 0
         self._left = task.budget.sets
         self._searched: list[Choice] = []
-        self._best: dict[tuple[Settings, int], Choice | None] = {}
+        self._choices: dict[tuple[Settings, int], Choice | None] = {}
+        super().__init__(node_class, self._explored(node_class.name) if kept is None else kept)
+        for key, choice in self._choices.items():
+            self._best[key] = None if choice is None else _chain_set(choice, chosen=True)
 
-    def explore(self, node_class: str) -> KeptTable:
-        """Rate NCCL's own chains, search settings and chains, and return the table of both.
-
-        Raises:
-            SearchError: no chains can be built.
-            MeasurementError: the source cannot measure them.
-        """
+    def _explored(self, node_class: str) -> KeptTable:
+        """Return a table without answers; these are in `_choices`."""
         task = self.task
         # For NCCL's search any number of hosts above 1 is equal.
         own = default_choice_or_sys(task.view(task.default_settings), nodes=2)
@@ -134,7 +137,6 @@ class ChainSearch:
             found += self._gdr_choices(search.best)
         self._note(found)
         notes = (note for one in self._searched if one.result for note in one.result.notices)
-        best = {key: _chain_set(one, chosen=True) for key, one in self._best.items() if one}
         return KeptTable(
             node_class=node_class,
             gpus=task.gpus,
@@ -144,7 +146,7 @@ class ChainSearch:
             stock=_own_chains(started),
             plain=plain,
             hops=(),
-            answers=kept_answers(best, {})[1],
+            answers=(),
             notices=tuple(dict.fromkeys(notes)),
         )
 
@@ -156,21 +158,23 @@ class ChainSearch:
         self._searched = sorted(found, key=lambda one: -one.rate_gbps)
         for choice in self._searched:
             self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
-            self._best.setdefault((choice.settings, len(choice.rings.rings)), choice)
+            self._choices.setdefault((choice.settings, len(choice.rings.rings)), choice)
         total = self.task.budget.sets
         if total is not None:
             for result in {id(one.result): one.result for one in found}.values():
                 self._spend(result)
             self._left = max(self._left or 0, total // 2)
 
-    def chosen_chains(self) -> dict[tuple[Settings, Pairing], HostChains]:
-        """Return the chains that `explore` found."""
-        keyed = [(one, (one.settings, len(one.rings.rings))) for one in self._searched]
-        return {
+    def table(self) -> KeptTable:
+        """Return the table with all answers so far, and the chains that exploring found."""
+        explored = {
             (one.settings, Pairing(nic_pairs(one.rings))): self._measured(one.rings, well=False)
-            for one, key in keyed
-            if self._best[key] is one
+            for one in self._searched
+            if self._choices[one.settings, len(one.rings.rings)] is one
         }
+        asked = {key: found for key, found in self._chains.items() if found is not None}
+        self._chains = {**explored, **asked}
+        return super().table()
 
     def _default(self, own: DefaultChoice, started: Stock) -> OwnChains | str:
         """Rate default NCCL, or return why it has no rate."""
@@ -212,13 +216,13 @@ class ChainSearch:
         )
         return [choice_found(settings, result) for settings, result in searched if result]
 
-    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
-        """Return the best set of so many chains under these settings; None if there is none."""
+    def found_best(self, settings: Settings, count: int, /) -> ChainSet | None:
+        """Search for the best set of so many chains under these settings."""
         found = self._best_choice(settings, count)
         return None if found is None else _chain_set(found)
 
     def _best_choice(self, settings: Settings, count: int) -> Choice | None:
-        if (settings, count) not in self._best:
+        if (settings, count) not in self._choices:
             if settings.channels % count:
                 return None
             task = msgspec.structs.replace(self.task, ring_counts=(count,))
@@ -227,8 +231,8 @@ class ChainSearch:
                 of_count = list(initial_chains(task.space(settings, count), task.nics, count))
             result = self._search(task, settings, of_count)
             found = None if result is None else choice_found(settings, result)
-            self._best[settings, count] = found
-        return self._best[settings, count]
+            self._choices[settings, count] = found
+        return self._choices[settings, count]
 
     def _search(
         self, task: HostTask, settings: Settings, known: Sequence[Rings]
@@ -240,8 +244,8 @@ class ChainSearch:
         self._spend(result)
         return result
 
-    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
-        """Return the best chains with just these NICs under these settings, or None."""
+    def found_chains(self, settings: Settings, pairing: Pairing, /) -> HostChains | None:
+        """Search for the best chains with just these NICs under these settings."""
         task, pairs = self.task, pairing.pairs
         if not {nic for pair in pairs for nic in pair} <= set(task.nics):
             return None

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,9 +24,6 @@ from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.plan import PlanChain, PlanHop, Rate
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
-
-if TYPE_CHECKING:
-    from tccl_py.plan.host_class import ChainSearch
 
 FORMAT_VERSION = 1
 MAX_TABLES = 1_024
@@ -110,16 +106,18 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostTable:
-    """A class of hosts with the rates of chains on its hosts: kept ones, and those of a search.
+    """A class of hosts with the kept rates of chains on its hosts, and no others.
 
-    Without a `search` there are no answers but those of the table. `plain` is default NCCL, or the
-    reason why it has no rate; `stock` has the variables without which it has none.
+    `plain` is default NCCL, or the reason why it has no rate; `stock` has the variables without
+    which it has none. A search for chains is a table that `measures` further answers.
     """
 
-    def __init__(
-        self, node_class: NodeClass, kept: KeptTable, search: ChainSearch | None = None
-    ) -> None:
-        self.node_class, self.kept, self.search = node_class, kept, search
+    measures = False
+    cancelled = False
+    sets_by_symmetry = 0
+
+    def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
+        self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
         self.stock, self.plain = kept.stock, kept.plain
         self._best: dict[tuple[Settings, int], ChainSet | None] = {
@@ -135,30 +133,37 @@ class HostTable:
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
         """Settings with the best chains that a search over settings found, best first."""
+        first = {settings: at for at, (settings, _) in reversed(list(enumerate(self._best)))}
         found = [(s, one) for (s, _), one in self._best.items() if one and one.chosen]
-        return sorted(found, key=lambda one: -one[1].rate_gbps)
+        return sorted(found, key=lambda one: (-one[1].rate_gbps, first[one[0]]))
 
     def may_answer(self, settings: Settings, count: int) -> bool:
         """Return whether `best_under` may find chains: they share the channels evenly."""
         known = self._best.get((settings, count)) is not None
-        return known or (self.search is not None and settings.channels % count == 0)
+        return known or (self.measures and settings.channels % count == 0)
 
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains; None if there is none."""
         key = settings, count
         if key not in self._best:
-            self._best[key] = None if self.search is None else self.search.best_under(*key)
+            self._best[key] = self.found_best(*key)
         return self._best[key]
 
     def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
         key = settings, pairing
         if key not in self._chains:
-            if key in self._kept:
-                self._chains[key] = self._read(self._kept[key])
-            else:
-                self._chains[key] = None if self.search is None else self.search.chains_with(*key)
+            kept = self._kept.get(key)
+            self._chains[key] = self.found_chains(*key) if kept is None else self._read(kept)
         return self._chains[key]
+
+    def found_best(self, _settings: Settings, _count: int, /) -> ChainSet | None:
+        """Return an answer of `best_under` that is not kept."""
+        return None
+
+    def found_chains(self, _settings: Settings, _pairing: Pairing, /) -> HostChains | None:
+        """Return an answer of `chains_with` that is not kept."""
+        return None
 
     def _read(self, kept: KeptChains) -> HostChains:
         rows = zip(kept.chains, kept.gbps, strict=True)
@@ -187,35 +192,24 @@ class HostTable:
 
     def table(self) -> KeptTable:
         """Return the table with all answers so far."""
-        if self.search is None:
-            return self.kept
-        chains = self.search.chosen_chains() | {
+        chains = {
             key: found for key in (*self._kept, *self._chains) if (found := self.chains_with(*key))
         }
         best = {key: one for key, one in self._best.items() if one is not None}
-        hops, answers = kept_answers(best, chains)
-        return msgspec.structs.replace(self.kept, hops=hops, answers=answers)
-
-
-def kept_answers(
-    best: Mapping[tuple[Settings, int], ChainSet],
-    chains: Mapping[tuple[Settings, Pairing], HostChains],
-) -> tuple[tuple[Hop, ...], tuple[KeptSettings, ...]]:
-    """Return answers by settings as a table keeps them, with the hops that they number."""
-    hops: dict[Hop, int] = {}
-    answers = tuple(
-        KeptSettings(
-            settings=settings,
-            best=tuple(one for (under, _), one in best.items() if under == settings),
-            paired=tuple(
-                _kept_chains(pairing, one, hops)
-                for (under, pairing), one in chains.items()
-                if under == settings
-            ),
+        hops: dict[Hop, int] = {}
+        answers = tuple(
+            KeptSettings(
+                settings=settings,
+                best=tuple(one for (under, _), one in best.items() if under == settings),
+                paired=tuple(
+                    _kept_chains(pairing, one, hops)
+                    for (under, pairing), one in chains.items()
+                    if under == settings
+                ),
+            )
+            for settings in dict.fromkeys(settings for settings, _ in (*best, *chains))
         )
-        for settings in dict.fromkeys(settings for settings, _ in (*best, *chains))
-    )
-    return tuple(hops), answers
+        return msgspec.structs.replace(self.kept, hops=tuple(hops), answers=answers)
 
 
 def _kept_chains(pairing: Pairing, found: HostChains, hops: dict[Hop, int]) -> KeptChains:
