@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
@@ -44,36 +44,20 @@ _MOST_TIMES = 64
 """Measurements of a set that are taken from a journal, at most."""
 
 
-class ElsewhereError(InputError):
-    """A plan was measured on another machine than this host."""
-
-
 class NoSource:
     """Fails for every set: only a journal or tables have answers."""
 
-    def __init__(self, *, simulated: bool, elsewhere: ElsewhereError | None = None) -> None:
+    def __init__(self, *, simulated: bool) -> None:
         self.simulated = simulated
-        self._why = elsewhere
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Raise MeasurementError, or SourceLostError where only another machine can measure."""
-        if self._why is None:
-            raise MeasurementError(f"{sets[0]} is not in the journal")
-        raise SourceLostError(
-            f"{self._why.where}: {self._why.what}; its journal does not have {sets[0]}, so "
-            f"{self._why.right}"
-        )
+        """Raise MeasurementError."""
+        raise MeasurementError(f"{sets[0]} is not in the journal")
 
 
-def journal_source(
-    contents: JournalContents, *, elsewhere: ElsewhereError | None = None
-) -> RememberingSource:
-    """Return a source with the measurements of a journal, which fails for every other set.
-
-    `elsewhere` says why nothing can be measured; a set that is missing ends the work then.
-    """
-    none = NoSource(simulated=contents.header.simulated, elsewhere=elsewhere)
-    return RememberingSource(none, contents.measurements)
+def journal_source(contents: JournalContents) -> RememberingSource:
+    """Return a source with the measurements of a journal, which fails for every other set."""
+    return RememberingSource(NoSource(simulated=contents.header.simulated), contents.measurements)
 
 
 def journal_of(plan: Plan, directory: Path) -> JournalContents:
@@ -125,8 +109,8 @@ def measured_again(
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
-    `otherwise` is the remedy on another machine. Raises ElsewhereError: this is another machine.
-    InputError: the journal is missing, damaged, or another machine's.
+    `otherwise` is the remedy on another machine. Raises InputError: this is another machine, or the
+    journal is missing, damaged, or another machine's.
     """
     machine, header = plan.machine, journal_of(plan, directory).header
     try:
@@ -139,31 +123,12 @@ def measured_again(
         if source.header == header:
             return source, source.keep_in(directory / JOURNAL_FILE, optional=True)
         here = f"this is {place.machine.name} ({source.header.identity})"
-    raise ElsewhereError(
+    raise InputError(
         f"the plan of {machine.name}",
         f"was measured on other GPUs or with other software ({header.identity}) than there are "
         f"here: {here}",
         otherwise,
     )
-
-
-def source_or_journal(
-    plan: Plan, directory: Path, *, otherwise: str, watch: Callable[[int], None]
-) -> tuple[RememberingSource, tuple[str, ...]]:
-    """Return a source by the model of a simulated plan, or over its machine, and notices.
-
-    On another machine the journal alone answers; `otherwise` is the remedy for sets it lacks.
-    `watch` is told how many sets were measured.
-    """
-    if plan.simulated:
-        return open_source(known_model(plan, directory)), ()
-    try:
-        source, notices = measured_again(plan, directory, otherwise=otherwise)
-    except ElsewhereError as why:
-        contents = journal_of(plan, directory)
-        return journal_source(contents, elsewhere=why), contents.notices
-    source.watch(watch)
-    return source, notices
 
 
 # The models in the directory of a simulated plan: planning one machine needs no simulator.

@@ -13,10 +13,11 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
-from tccl_py.plan.again import NoSource, source_or_journal
+from tccl_py.plan.again import NoSource, known_model, measured_again
 from tccl_py.plan.plan import Plan, PlanChain
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.tasks import Order
+from tccl_py.sources.opening import open_source
 from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.search import MOST_CHANNELS, Found
 
@@ -26,11 +27,14 @@ def rates_of(
 ) -> tuple[RememberingSource, list[HostTable], tuple[str, ...]]:
     """Return the source of a database's rates, or tables of a measured cluster, and notices.
 
-    Raises InputError: a measured cluster without tables; or as `source_or_journal`.
+    Raises InputError: a measured cluster without tables, another machine than the measured one, or
+    a simulated plan without its model.
     """
-    if not plan.is_cluster or plan.simulated:
-        right = "export it there"
-        source, notices = source_or_journal(plan, directory, otherwise=right, watch=watch)
+    if plan.simulated:
+        return open_source(known_model(plan, directory)), [], ()
+    if not plan.is_cluster:
+        source, notices = measured_again(plan, directory, otherwise="export it there")
+        source.watch(watch)
         return source, [], notices
     tables = read_tables(directory, plan.cluster.classes)
     if not tables:
