@@ -14,8 +14,7 @@ from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.files import read_text
 from tccl_py.nccl.versions import asked_version
 from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.directory import machine_file
-from tccl_py.plan.files import GRAPH_FILE
+from tccl_py.plan.directory import GRAPH_FILE, machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
@@ -127,8 +126,7 @@ def _export_fork(
 ) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
     # These take long to load.
-    from tccl_py.tccl_fork.database import make_database  # noqa: PLC0415
-    from tccl_py.tccl_fork.kept import rates_of  # noqa: PLC0415
+    from tccl_py.tccl_fork.database import make_database, rates_of  # noqa: PLC0415
     from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, check_plan_for_fork, gpu_sets  # noqa: PLC0415
 
     most = DEFAULT_MAX_SETS if sets is None else sets
@@ -159,11 +157,11 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
-    from tccl_py.plan.bounded_jobs import write_bounded_job  # noqa: PLC0415 (slow)
     from tccl_py.plan.table_jobs import (  # noqa: PLC0415 (slow)
         NoTableError,
         as_achieved,
         plan_of_job,
+        write_bounded_job,
     )
     from tccl_py.verify.record import load_verification  # noqa: PLC0415 (slow)
 

@@ -19,8 +19,7 @@ from tccl_py.nccl.variables import job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_variables
-from tccl_py.plan.directory import machine_file
-from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
+from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, machine_file, subset_file
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host

@@ -45,7 +45,7 @@ from tccl_py.nccl.variables import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables
-from tccl_py.plan.files import conf_text
+from tccl_py.plan.directory import conf_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files

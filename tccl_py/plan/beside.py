@@ -31,8 +31,7 @@ from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
-from tccl_py.plan.directory import ALIKE_INDEX_FILE, machine_file, plugin_files
-from tccl_py.plan.files import HOSTS_FOLDER
+from tccl_py.plan.directory import ALIKE_INDEX_FILE, HOSTS_FOLDER, machine_file, plugin_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (

@@ -22,7 +22,7 @@ from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
-from tccl_py.plan.files import GRAPH_FILE, subset_file
+from tccl_py.plan.directory import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.live import gpu_count

@@ -18,7 +18,7 @@ from tccl_py.nccl.settings import Settings, check_settings, final_channels
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.files import class_view
+from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import WORLD, HostPath, Plan, PlanChain
 
 TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"

@@ -22,18 +22,16 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.variables import env_sh
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import (
-    Models,
-    index_of_class,
-    machine_file,
-    machine_plan_files,
-    plan_files,
-)
-from tccl_py.plan.files import (
     HOSTS_FOLDER,
+    Models,
     class_view,
     env_text,
     host_graph_file,
+    index_of_class,
+    machine_file,
     machine_files,
+    machine_plan_files,
+    plan_files,
     settings_files,
 )
 from tccl_py.plan.load import check_plan, load_plan

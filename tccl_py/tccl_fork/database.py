@@ -6,7 +6,8 @@ GPU with NVML index i. The fork checks little of its file; tests hold files to i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 import msgspec
@@ -15,12 +16,15 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
-from tccl_py.plan.plan import Plan, is_proven
-from tccl_py.plan.tables import HostTable
+from tccl_py.plan.again import NoSource, known_model, measured_again
+from tccl_py.plan.plan import Plan, PlanChain, is_proven
+from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter
-from tccl_py.tccl_fork.kept import kept_chains
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.search import (
     ALL_SETS_UP_TO,
     DEFAULT_MAX_SETS,
@@ -32,6 +36,79 @@ from tccl_py.tccl_fork.search import (
     task_of,
     throughs,
 )
+
+# Chains of the fork's database from the tables of a measured cluster: nothing is measured again.
+
+
+def rates_of(
+    plan: Plan, directory: Path, *, watch: Callable[[int], None]
+) -> tuple[RememberingSource, list[HostTable], tuple[str, ...]]:
+    """Return the source of a database's rates, or tables of a measured cluster, and notices.
+
+    Raises InputError: a measured cluster without tables, another machine than the measured one, or
+    a simulated plan without its model.
+    """
+    if plan.simulated:
+        return open_source(known_model(plan, directory)), [], ()
+    if not plan.is_cluster:
+        source, notices = measured_again(plan, directory, otherwise="export it there")
+        source.watch(watch)
+        return source, [], notices
+    tables = read_tables(directory, plan.cluster.classes)
+    if not tables:
+        raise InputError(str(directory), "has no tables of chains", "plan the cluster again")
+    return RememberingSource(NoSource(simulated=False)), tables, ()
+
+
+def kept_chains(
+    task: DatabaseTask, tables: Sequence[HostTable], nic: int | None
+) -> tuple[DatabaseSearch, int]:
+    """Return the chains of tables for a task's sets of GPUs as found, by `nic` (None: the best).
+
+    NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most
+    GPUs. Raises InputError: the fork could use no chain.
+    """
+    wanted = task.subsets or [table.gpus for table in tables]
+    groups: dict[tuple[int, int, int], dict[Order, Found]] = {}
+    every = (
+        (table.gpus, settings.buffsize, chain)
+        for table in tables
+        for settings, found in table.all_chains()
+        for chain in found.chains
+    )
+    for gpus, fifo_bytes, chain in every:
+        by, blocks = chain.entry_nic, chain.hops[0].flow.blocks or 1
+        other = by is None or by != chain.exit_nic or by != (by if nic is None else nic)
+        if other or blocks > MOST_CHANNELS or gpus not in wanted or not _can_be_set_up(chain):
+            continue
+        best = groups.setdefault((by or 0, blocks, fifo_bytes), {})
+        if gpus not in best or chain.rate > best[gpus].rate_gbps:
+            closed = Ring(tuple(Hop(hop.source, hop.target, hop.flow) for hop in chain.hops))
+            best[gpus] = Found(ring=closed, rate_gbps=chain.rate, bound_gbps=None)
+    if not groups:
+        what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
+        raise InputError("the plan's tables", what, "name another NIC, or plan the cluster again")
+
+    def worth(key: tuple[int, int, int]) -> tuple[int, float]:
+        found = groups[key]
+        return len(found), found[max(found, key=len)].rate_gbps
+
+    by, blocks, fifo_bytes = key = max(groups, key=worth)
+    search = DatabaseSearch(replace(task, blocks=blocks, fifo_bytes=fifo_bytes))
+    search.chains = groups[key]
+    search.missing_chains = {g: "no table has one" for g in wanted if g not in search.chains}
+    return search, by
+
+
+def _can_be_set_up(chain: PlanChain) -> bool:
+    """Return whether the fork has names for all transfers, and one of them names each GPU."""
+    into, *inner, out = (hop.flow.transfers for hop in chain.hops)
+    moved = [*into[1:], *(transfer for hop in inner for transfer in hop), *out[:-1]]
+    # Reads by copy engines are known to the fork's reader, but not set up.
+    return bool(moved) and not any(
+        one.operation == "read" and one.uses_copy_engine and one.source.kind == "G" for one in moved
+    )
+
 
 MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the table of chains: useless, noted
 _NAMED = 3  # Sets of GPUs without a ring or chain that are named
@@ -77,24 +154,22 @@ def make_database(
     Raises InputError: hosts of several classes, unknown GPUs or NIC, indices too large for the
     fork, or no chain in tables.
     """
-    task = task_of(plan, source, subsets, max_sets, reporter)
+    search = DatabaseSearch(task_of(plan, source, subsets, max_sets, reporter))
     if tables:
-        kept = kept_chains(tables, nic=nic, wanted=subsets)
-        nic, task = kept.nic, replace(task, blocks=kept.blocks, fifo_bytes=kept.fifo_bytes)
+        search, nic = kept_chains(search.task, tables, nic)
+    else:
+        search.find_rings()
+    task = search.task
     chosen, count, numa = _nic(task.machine, nic), max(task.gpus) + 1, numa_ids(task.machine)
     sizes = count, max(numa.values()) + 1
     bits = index_bits(*sizes)
-    search = DatabaseSearch(task)
-    if not tables:
-        search.find_rings()
     no_chains = _no_chains(task, chosen, table_bytes(count, bits), known=bool(tables))
-    if tables and not no_chains:
-        search.chains, search.missing_chains = kept.chains, kept.missing
-    elif chosen is not None and not no_chains:
-        search.find_chains(chosen)
-    elif table_bytes(count, bits) > MUCH_MEMORY:
+    if no_chains:
+        search.chains, search.missing_chains = {}, {}
         # No crossing is encoded then: indices of one bit keep the fork's table small.
-        bits = 1
+        bits = 1 if table_bytes(count, bits) > MUCH_MEMORY else bits
+    elif chosen is not None and not tables:
+        search.find_chains(chosen)
     memory = table_bytes(count, bits)
     notes = tuple(
         _notes(

@@ -39,7 +39,7 @@ from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
-from tccl_py.plan.files import class_view
+from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
@@ -224,12 +224,12 @@ class DatabaseSearch:
         self.chains: dict[Order, Found] = {}
         self.missing_rings: dict[Order, str] = {}
         self.missing_chains: dict[Order, str] = {}
-        self._task = task
+        self.task = task
         self._symmetry = automorphisms(task.machine, task.knowledge)
 
     def find_rings(self) -> None:
         """Find a ring over each set of GPUs; interrupts go on: half a database fails jobs."""
-        sets = self._task.sets_of_gpus(least=2)
+        sets = self.task.sets_of_gpus(least=2)
         self._find_all(sets, self._ring, self._symmetry, self.rings, self.missing_rings)
 
     def find_chains(self, nic: Nic) -> None:
@@ -239,7 +239,7 @@ class DatabaseSearch:
         def search(gpus: Order) -> Found:
             return self._chain(gpus, nic, symmetry)
 
-        sets = self._task.sets_of_gpus(least=1)
+        sets = self.task.sets_of_gpus(least=1)
         self._find_all(sets, search, symmetry, self.chains, self.missing_chains)
 
     def _find_all(
@@ -265,14 +265,14 @@ class DatabaseSearch:
 
     def _confirmed(self, image: Found) -> Found | None:
         """Return a symmetric result with its own rate; None if that is another."""
-        measured = measured_well(self._task.source, ring_set([image.ring]))
+        measured = measured_well(self.task.source, ring_set([image.ring]))
         allowed = AGREEMENT + 6 * measured.relative_error
         if abs(measured.rate_gbps - image.rate_gbps) > allowed * image.rate_gbps:
             return None
         return msgspec.structs.replace(image, rate_gbps=measured.rate_gbps)
 
     def _ring(self, gpus: Order) -> Found:
-        task, whole = self._task, self.rings.get(self._task.gpus)
+        task, whole = self.task, self.rings.get(self.task.gpus)
         known = [*task.rings, *([whole.ring] if whole else [])]
         orders = [tuple(gpu for gpu in one.gpus if gpu in gpus) for one in known]
         same = [order for order in dict.fromkeys(orders) if len(order) == len(gpus)]
@@ -289,7 +289,7 @@ class DatabaseSearch:
         space = self._chain_space(gpus, nic)
         if len(gpus) == 1:
             return self._over_one(gpus[0], space)
-        whole = self.chains.get(self._task.gpus)
+        whole = self.chains.get(self.task.gpus)
         known = [tuple(gpu for gpu in whole.ring.gpus if gpu in gpus)] if whole else []
         orders = [(WORLD, *order) for order in (*known, gpus)]
         return self._searched(gpus, space, symmetry, orders, LARGE_BUDGET)
@@ -302,7 +302,7 @@ class DatabaseSearch:
         orders: Sequence[Order],
         budget: Budget,
     ) -> Found:
-        task = self._task
+        task = self.task
         problem = SearchProblem(
             spaces={1: space},
             source=task.source,
@@ -317,7 +317,7 @@ class DatabaseSearch:
 
     def _limited(self, problem: SearchProblem) -> SearchResult:
         """Search with the sets that are left; without any, only known orders are rated."""
-        task, budget, strategy = self._task, Budget(), "nccl-order"
+        task, budget, strategy = self.task, Budget(), "nccl-order"
         left = task.max_sets - task.source.sets_measured
         if left > 0:
             # The fewer sets are left, the sooner a search gives up: later searches need some.
@@ -336,14 +336,14 @@ class DatabaseSearch:
             # The fork sets up a GPU by the transfers that name the GPU: one is needed.
             if into.flow.transfers[1:] or out.flow.transfers[1:]:
                 closed = Ring((into, out))
-                rate = measured_well(self._task.source, ring_set([closed])).rate_gbps
+                rate = measured_well(self.task.source, ring_set([closed])).rate_gbps
                 found.append(Found(ring=closed, rate_gbps=rate, bound_gbps=rate))
         if not found:
             raise SearchError(f"GPU {gpu}: no chain has a transfer to set it up by")
         return max(found, key=lambda chain: chain.rate_gbps)
 
     def _chain_space(self, gpus: Order, nic: Nic) -> HopSpace:
-        task, fifo = self._task, Fifo(bytes=self._task.fifo_bytes)
+        task, fifo = self.task, Fifo(bytes=self.task.fifo_bytes)
         ends = [(gpu, through) for gpu in gpus for through in throughs(task, nic, gpu)]
         return chain_space(
             task.hop_space(gpus),

@@ -25,7 +25,7 @@ from tccl_py.nccl.variables import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.beside import check_plan_directory, plugin_variables
-from tccl_py.plan.files import GRAPH_FILE, host_graph_file, subset_file
+from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, subset_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files

@@ -24,7 +24,7 @@ from tccl_py.errors import InputError, MeasurementError, TcclError, visible
 from tccl_py.files import decode_json, encode_json, temporary_folder
 from tccl_py.nccl.communicators import parse_log
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings
-from tccl_py.plan.files import GRAPH_FILE
+from tccl_py.plan.directory import GRAPH_FILE
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous

@@ -23,7 +23,7 @@ from tccl_py.errors import (
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
 from tccl_py.plan.beside import keep_beside_plan
-from tccl_py.plan.files import subset_graph
+from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets

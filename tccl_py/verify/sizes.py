@@ -29,7 +29,7 @@ from tccl_py.plan.beside import (
     keep_tuning,
     read_beside_plan,
 )
-from tccl_py.plan.files import subset_graph
+from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.verify.collectives import GRAPHED_BYTES

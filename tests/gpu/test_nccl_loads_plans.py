@@ -18,7 +18,7 @@ from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.settings import Settings, environment, final_channels
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.validator import validate
-from tccl_py.plan.files import graph_text
+from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology

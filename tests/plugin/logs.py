@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from tccl_py.nccl.communicators import parse_log, same_rings
-from tccl_py.plan.files import graph_files
+from tccl_py.plan.directory import graph_files
 from tccl_py.plan.plan import per_channel
 
 _START = re.compile(r"rank (\d+) nranks (\d+) .*- Init START")

@@ -16,7 +16,7 @@ from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import tune_lines
-from tccl_py.plan.files import graph_text
+from tccl_py.plan.directory import graph_text
 from tests.nccl_host import FOLDER, TOPOLOGIES
 from tests.plugin.ranks import Made, Record, Spec
 
