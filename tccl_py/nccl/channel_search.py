@@ -101,7 +101,7 @@ class ChannelSearch:
         self._count = len(system.gpus)
         self._walked = 0
         self._lay_out_fields()
-        self._rankings: dict[Pattern, dict[Key, list[int]]] = {}
+        self._ranking = cache(self._uncached_ranking)
         self._use = cache(self._uncached_use)
 
     def run(self, wanted: Graph, best: Graph, steps: int) -> tuple[Graph, int]:
@@ -115,7 +115,6 @@ class ChannelSearch:
         self._wanted, self._best, self._left = wanted, best, steps
         self._totals = _totals(wanted.rate_intra, wanted.max_channels)
         self._best_total = single(len(best.orders) * single(best.rate_intra))
-        self._ranked = self._rankings.setdefault(wanted.pattern, {})
         self._ways()
         self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
         self._ends = [["", ""] for _ in range(wanted.max_channels)]
@@ -420,17 +419,15 @@ class ChannelSearch:
 
     def _candidates(self, state: int, gpu: int, used: int, course: _Course) -> list[int]:
         """Return the GPUs to try next, best first; before a NIC remaining bandwidth counts."""
-        port = "" if course.leave == -1 else course.port
-        left = state & self._unused_pci(used) if port else 0
-        key = gpu, used, course.leave, port, left
-        known = self._ranked.get(key)
-        if known is None:
-            known = self._ranked[key] = self._ranking(state, gpu, used, course.leave, port)
-        return known
-
-    def _ranking(self, state: int, gpu: int, used: int, leave: int, port: str) -> list[int]:
         if self._system.nvs:
             return [near for near in self._neighbours(gpu) if not used >> near & 1]
+        port = "" if course.leave == -1 else course.port
+        left = state & self._unused_pci(used) if port else 0
+        return self._ranking(gpu, used, course.leave, port, left)
+
+    def _uncached_ranking(
+        self, gpu: int, used: int, leave: int, port: str, state: int
+    ) -> list[int]:
         around = ((gpu + step) % self._count for step in range(1, self._count))
         scores = {peer: self._score(gpu, peer) for peer in around if not used >> peer & 1}
         ranked = sorted(

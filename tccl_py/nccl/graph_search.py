@@ -17,7 +17,7 @@ from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
 from tccl_py.nccl.paths import local_nets
 from tccl_py.nccl.settings import Settings, final_channels
 from tccl_py.nccl.system import PathType, System
-from tccl_py.nccl.versions import LOCAL_GBPS, speeds, version_facts
+from tccl_py.nccl.versions import LOCAL_GBPS, speeds
 from tccl_py.nccl.view import NcclView, view
 
 FALLBACK_GBPS = 0.1
@@ -40,9 +40,9 @@ class _Compute:
         self.seen, self.system, self.pattern = seen, seen.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
         self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
-        self.crossed = version_facts(seen.settings.version).crossed
+        self.crossed = seen.system.rules.crossed
         self.speeds = speeds(
-            self.system.sm_min, nodes=2 if self.inter else 1, rules=self.system.rules
+            self.system.sm_min, nodes=2 if self.inter else 1, facts=self.system.rules
         )
         self._bounds()
         self._totals()
@@ -275,7 +275,7 @@ def _two_nvlink_islands(seen: NcclView) -> bool:
 
 def search_ring(seen: NcclView, *, nodes: int = 1) -> Graph:
     """NCCL's ring search."""
-    high = version_facts(seen.settings.version).max_channels
+    high = seen.system.rules.max_channels
     return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
 
 

@@ -20,13 +20,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, receiving_nic, sending_nic
-from tccl_py.nccl.paths import (
-    Direction,
-    gpu_direct_rule,
-    local_cpu,
-    reaches_gpu,
-    relay_of,
-)
+from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import blocks_of_ring, hop_space
@@ -159,8 +153,7 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
     """
     ends = net_ends(seen, gpu, nic)
-    rule = gpu_direct_rule(seen.settings)
-    if reaches_gpu(seen.system, seen.paths, rule, ends, direction):
+    if reaches_gpu(seen.system, seen.paths, seen.settings, ends, direction):
         return None
     over = relay(seen, gpu, nic)
     owner = gpu if over is None or direction == "receive" else over

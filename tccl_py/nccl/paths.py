@@ -7,42 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import Link, PathType, System, build_system
-from tccl_py.nccl.versions import LOCAL_GBPS, version_facts
+from tccl_py.nccl.versions import LOCAL_GBPS
 
 Direction = Literal["send", "receive"]
 
 _READS_BESIDE_PCI = 80
 """From this sm on a NIC reads GPU memory even where GPUs talk to each other over PCI."""
-
-
-class GpuDirectRule(NamedTuple):
-    """Whether NICs read and write GPU memory: GPU direct RDMA under settings and a version.
-
-    `level` is the farthest path; `read` whether NICs may read GPU memory, which sending needs
-    (None: NCCL decides). With `relays_need_it` only GPUs with GPU direct relay; with `over_c2c` a
-    NIC below the CPU of a GPU's C2C link counts as near.
-    """
-
-    level: PathType
-    read: bool | None
-    relays_need_it: bool
-    over_c2c: bool
-
-
-def gpu_direct_rule(settings: Settings) -> GpuDirectRule:
-    """Return the rule of a process with these settings."""
-    facts = version_facts(settings.version)
-    return GpuDirectRule(
-        level=PathType[settings.net_gdr_level or facts.default_gdr_level],
-        read=settings.net_gdr_read,
-        relays_need_it=facts.relays_need_gpu_direct,
-        over_c2c="P2C" not in facts.unknown_levels,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +130,11 @@ def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
 
 
 def with_policy(
-    system: System, paths: Paths, *, direct: frozenset[tuple[str, str]], rule: GpuDirectRule
+    system: System, paths: Paths, *, direct: frozenset[tuple[str, str]], settings: Settings
 ) -> Paths:
     """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
 
-    `direct` are the pairs of GPUs that may talk without the CPU; `rule` is for NICs and GPU memory.
+    `direct` are the pairs of GPUs that may talk without the CPU.
     """
     result = Paths(paths)
     for target in system.gpus:
@@ -167,14 +142,14 @@ def with_policy(
             if source != target and (source, target) not in direct:
                 cpu = local_cpu(system, result, target)
                 result[source, target] = by_way_of(result, source, cpu, target)
-    if rule.over_c2c:
+    if "P2C" not in system.rules.unknown_levels:
         _count_c2c_as_near(system, result)
     for net in system.nets:
         for gpu in system.gpus:
-            _send_by_relay(system, result, rule, gpu, net)
+            _send_by_relay(system, result, settings, gpu, net)
             own = result[gpu, net]
             near = own.type < PathType.PHB
-            if near and not reaches_gpu(system, result, rule, (gpu, net), "receive"):
+            if near and not reaches_gpu(system, result, settings, (gpu, net), "receive"):
                 cpu = local_cpu(system, result, gpu)
                 result[net, gpu] = by_way_of(result, net, cpu, gpu)
                 result[gpu, net] = by_way_of(result, gpu, cpu, net)
@@ -201,25 +176,28 @@ def relay_of(system: System, path: Path) -> str | None:
 
 
 def reaches_gpu(
-    system: System, paths: Paths, rule: GpuDirectRule, ends: tuple[str, str], direction: Direction
+    system: System, paths: Paths, settings: Settings, ends: tuple[str, str], direction: Direction
 ) -> bool:
     """Return whether a NIC port reaches the memory of a GPU; to `send`, the NIC reads the memory.
 
     `ends` are the GPU and the port. With a relay the relay's path counts.
     """
+    farthest = PathType[settings.net_gdr_level or system.rules.default_gdr_level]
     gpu, net = ends
     own = paths[ends]
     relay = relay_of(system, own)
     distance = paths[relay, net].type if relay else own.type
-    if ends not in system.gpu_direct or distance > rule.level:
+    if ends not in system.gpu_direct or distance > farthest:
         return False
-    if direction == "receive" or rule.read is not None:
-        return direction == "receive" or bool(rule.read)
+    if direction == "receive":
+        return True
+    if settings.net_gdr_read is not None:
+        return settings.net_gdr_read
     peers = [paths[gpu, peer].type for peer in system.gpus if peer != gpu]
     return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
 
 
-def _send_by_relay(system: System, paths: Paths, rule: GpuDirectRule, gpu: str, net: str) -> None:
+def _send_by_relay(system: System, paths: Paths, settings: Settings, gpu: str, net: str) -> None:
     """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
     relay = local_gpu(system, paths, net)
     if relay is None or relay == gpu:
@@ -228,7 +206,8 @@ def _send_by_relay(system: System, paths: Paths, rule: GpuDirectRule, gpu: str, 
     beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
     if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
         return
-    if not rule.relays_need_it or reaches_gpu(system, paths, rule, (relay, net), "send"):
+    free = not system.rules.relays_need_gpu_direct
+    if free or reaches_gpu(system, paths, settings, (relay, net), "send"):
         over = by_way_of(paths, gpu, relay, net)
         paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
 

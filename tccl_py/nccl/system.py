@@ -19,10 +19,11 @@ from tccl_py.nccl.versions import (
     LATEST,
     LOCAL_GBPS,
     MBPS_PER_GBPS,
-    GraphRules,
+    VersionFacts,
     between_cpus_gbps,
     nvlink_gbps,
     pci_gbps,
+    version_facts,
 )
 
 Kind = Literal["gpu", "pci", "nvs", "cpu", "nic", "net"]
@@ -90,7 +91,7 @@ class System:
     nvs: tuple[str, ...]
     sm: dict[str, int]
     links: list[Link]
-    rules: GraphRules
+    rules: VersionFacts
     gpu_direct: frozenset[tuple[str, str]] = frozenset()
 
     @property
@@ -141,7 +142,7 @@ def build_system(
     """
     chosen = _checked(machine, gpus)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
-    rules = GraphRules(version)
+    rules = version_facts(version)
     below = _fused_tree(machine, chosen, ports, rules)
     system = _nodes(machine, chosen, ports, below, rules)
     flat = _flattened(machine, below)
@@ -158,7 +159,7 @@ def build_system(
 
 
 def _fused_tree(
-    machine: Machine, gpus: Sequence[str], ports: Sequence[Nic], rules: GraphRules
+    machine: Machine, gpus: Sequence[str], ports: Sequence[Nic], rules: VersionFacts
 ) -> dict[str, list[str]]:
     """Return the children of every parent in NCCL's order; children of "" are CPUs.
 
@@ -199,7 +200,7 @@ def _nodes(
     chosen: Sequence[str],
     ports: Sequence[Nic],
     below: Mapping[str, Sequence[str]],
-    rules: GraphRules,
+    rules: VersionFacts,
 ) -> System:
     order = list(_walk(below))
     kinds: dict[str, Kind] = dict.fromkeys(below[""], "cpu")

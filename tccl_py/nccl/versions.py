@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import NumaNode, PciLink
@@ -26,79 +28,94 @@ SWAPPING = 2
 """The crossnic of a graph whose pairs of channels are swapped on odd nodes."""
 
 
-class GraphRules:
-    """How a release builds and searches its graph of a machine (src/graph of NCCL's releases).
-
-    Without a third number the last such release counts. With `fuses_topologies` each rank looks
-    only at its own GPU and all NICs, and the views are fused in rank order. With `device_nodes`
-    every GPU is two nodes, a device and a rank's GPU. With `nearer_wins` a path of a nearer type
-    replaces another, else only a wider path that is not longer. With `shares_nets_by_place` a GPU's
-    first NIC follows from its number among the GPUs that share the NICs, else from its NVML index.
-    A search without result takes local NICs with `falls_back_to_local_nets`, else NIC 0. With
-    `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs over any path.
-
-    >>> GraphRules("2.30.4").nearer_wins, GraphRules("2.30").nearer_wins
-    (False, True)
-    """
-
-    def __init__(self, version: str) -> None:
-        release = _number(version)
-        self.fuses_topologies = release >= (2, 21, 5)
-        self.old_gpus_leave_over_sys = release >= (2, 29, 2)
-        self.falls_back_to_local_nets = self.more_sm100_rates = release >= (2, 29, 2)
-        self.rate_80 = release >= (2, 29, 7)
-        self.rate_86 = self.device_nodes = release >= (2, 30, 3)
-        self.nearer_wins = self.shares_nets_by_place = release >= (2, 30, 7)
-
-
 class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one version; `verified` is false for facts of the nearest known version.
+    """Facts of one release, with the values of 2.18 as defaults.
 
+    `name` is the nearest version whose facts were checked; without `verified` it is another one.
     An AMD host with up to `amd_gpus` GPUs (None: any number) gets P2P level SYS by default.
     `max_channels` limits a graph file, `max_final_channels` a communicator. `default_gdr_level` is
     the farthest path over which a NIC reaches GPU memory by default; `unknown_levels` are read as
     LOC. With `relays_need_gpu_direct` only a GPU with GPU direct RDMA relays. `crossed` is the
     crossnic of channels that have to change NICs: 2 swaps pairs of them on odd nodes. Without
     `children_checked` more than `max_children` corrupt memory instead of failing.
+
+    With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
+    fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
+    `nearer_wins` a path of a nearer type replaces another, else only a wider path that is not
+    longer. With `shares_nets_by_place` a GPU's first NIC follows from its number among the GPUs
+    that share the NICs, else from its NVML index. A search without result takes local NICs with
+    `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before
+    sm 90 may reach NICs over any path. From sm 100 on its search does not try `unknown_intra` rates
+    inside a node, and `unknown_inter` between nodes.
     """
 
-    name: str
+    name: str = "2.18"
     verified: bool = True
-    default_gdr_level: Level = "P2C"
-    unknown_levels: tuple[Level, ...] = ()
+    default_gdr_level: Level = "PXB"
+    unknown_levels: tuple[Level, ...] = ("P2C",)
     relays_need_gpu_direct: bool = False
-    crossed: Literal[1, 2] = 2
-    amd_gpus: int | None = 2
-    dev_base: Literal[0, 16] = 16
-    max_channels: int = 32
-    max_final_channels: int = 64
-    max_children: int = 640
-    children_checked: bool = True
-    max_elements: int = 65536
+    crossed: Literal[1, 2] = 1
+    amd_gpus: int | None = None
+    dev_base: Literal[0, 16] = 0
+    max_channels: int = 16
+    max_final_channels: int = 32
+    max_children: int = 32
+    children_checked: bool = False
+    max_elements: int = 1024
     rank_overrides_dev: bool = False
     shm_copy_engine: bool = True
+    fuses_topologies: bool = False
+    old_gpus_leave_over_sys: bool = False
+    falls_back_to_local_nets: bool = False
+    unknown_intra: tuple[float, ...] = (45.0,)
+    unknown_inter: tuple[float, ...] = (80.0, 86.0)
+    device_nodes: bool = False
+    nearer_wins: bool = False
+    shares_nets_by_place: bool = False
 
 
-_KNOWN = (
-    VersionFacts(
-        name="2.18",
-        default_gdr_level="PXB",
-        unknown_levels=("P2C",),
-        crossed=1,
-        amd_gpus=None,
-        dev_base=0,
-        max_channels=16,
-        max_final_channels=32,
-        max_children=32,
-        children_checked=False,
-        max_elements=1024,
+_CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
+    ((2, 21, 5), {"fuses_topologies": True}),
+    # Checked in 2.28, and taken from halfway to 2.18 on.
+    (
+        (2, 24, 0),
+        {
+            "name": "2.28",
+            "default_gdr_level": "P2C",
+            "unknown_levels": (),
+            "crossed": 2,
+            "amd_gpus": 2,
+            "dev_base": 16,
+            "max_channels": 32,
+            "max_final_channels": 64,
+            "max_children": 640,
+            "children_checked": True,
+            "max_elements": 4096,
+        },
     ),
-    VersionFacts(name="2.28", max_elements=4096),
-    VersionFacts(
-        name="2.30", rank_overrides_dev=True, shm_copy_engine=False, relays_need_gpu_direct=True
+    (
+        (2, 29, 2),
+        {
+            "old_gpus_leave_over_sys": True,
+            "falls_back_to_local_nets": True,
+            "unknown_intra": (),
+        },
     ),
+    ((2, 29, 7), {"unknown_inter": (86.0,)}),
+    (
+        (2, 30, 0),
+        {
+            "name": "2.30",
+            "max_elements": 65536,
+            "rank_overrides_dev": True,
+            "shm_copy_engine": False,
+            "relays_need_gpu_direct": True,
+        },
+    ),
+    ((2, 30, 3), {"device_nodes": True, "unknown_inter": ()}),
+    ((2, 30, 7), {"nearer_wins": True, "shares_nets_by_place": True}),
 )
-
+"""The first release with each change (src of NCCL's releases), oldest first."""
 _VERSION = re.compile(
     r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:[.+-].{0,40})?",
     re.DOTALL,
@@ -108,7 +125,8 @@ _NEWEST_PATCH = 999
 
 def known_versions() -> tuple[str, ...]:
     """Versions whose facts were checked, oldest first."""
-    return tuple(facts.name for facts in _KNOWN)
+    later = (changes["name"] for _, changes in _CHANGES if "name" in changes)
+    return (VersionFacts().name, *later)
 
 
 def asked_version(version: str) -> str:
@@ -116,39 +134,36 @@ def asked_version(version: str) -> str:
 
     Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
     """
-    oldest, newest = _KNOWN[0].name, _KNOWN[-1].name
-    number = _number(version)
-    if not _number(f"{oldest}.0") <= number < (3,):
+    oldest, *_, newest = known_versions()
+    if not _release(f"{oldest}.0") <= _release(version) < (3,):
         right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
         raise InputError(f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
 
 
+@lru_cache(maxsize=64)
 def version_facts(version: str) -> VersionFacts:
-    """Facts of `version`, or the nearest known version's marked unverified.
+    """Facts of a release (without a third number: the last such release).
 
     >>> version_facts("2.28.9").verified, version_facts("2.21").name, version_facts("2.21").verified
     (True, '2.18', False)
+    >>> version_facts("2.30.4").nearer_wins, version_facts("2.30").nearer_wins
+    (False, True)
     """
-    wanted = _number(version)[:2]
-    nearest = min(_KNOWN, key=lambda facts: _distance(facts.name, wanted))
-    if _distance(nearest.name, wanted) == 0:
-        return nearest
-    return msgspec.structs.replace(nearest, verified=False)
+    release, facts = _release(version), VersionFacts()
+    for first, changes in _CHANGES:
+        if release >= first:
+            facts = replace(facts, **changes)
+    return replace(facts, verified=facts.name == f"{release[0]}.{release[1]}")
 
 
-def _number(version: str) -> tuple[int, int, int]:
+def _release(version: str) -> tuple[int, int, int]:
     match = _VERSION.fullmatch(version)
     if match is None:
         raise InputError(
             f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
         )
     return int(match["major"]), int(match["minor"]), int(match["patch"] or _NEWEST_PATCH)
-
-
-def _distance(name: str, wanted: tuple[int, ...]) -> int:
-    major, minor = (int(part) for part in name.split("."))
-    return abs((major - wanted[0]) * 1000 + minor - wanted[1])
 
 
 # The constants from which NCCL models a machine, in GB/s; they are NCCL's beliefs, not rates.
@@ -159,7 +174,6 @@ C2C_GBPS = 44.712
 """One C2C link as Grace Hopper's topology files state it; a Machine holds only their count."""
 DEFAULT_NET_MBPS = 10000
 MBPS_PER_GBPS = 8000.0
-DEFAULT_WIDTH = 16
 
 _PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> what NCCL counts a lane as, in 100 Mb/s (80 of them are 1 GB/s)."""
@@ -172,14 +186,19 @@ _INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 _ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
 _ZHAOXIN_YONGFENG = (7, 0x5B)
 
-_INTRA = (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
-_INTER = (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
 _SLOW_NET = (2.4, 1.2, 0.24, 0.12)
-_INTRA_90 = (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0)
-_INTER_90 = (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0)
-_INTRA_100 = (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0)
-_INTER_100 = (96.0, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0,
-              6.0, 3.0)  # fmt: skip
+_INTRA = {
+    0: (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0),
+    90: (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0),
+    100: (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0),
+}
+_INTER = {
+    0: (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0),
+    90: (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0),
+    100: (96.0, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0,
+          3.0),
+}  # fmt: skip
+"""From this sm on, a channel's rates inside a node, and between nodes."""
 
 
 def pci_gbps(link: PciLink) -> float:
@@ -189,7 +208,7 @@ def pci_gbps(link: PciLink) -> float:
     (48.0, 6.0)
     """
     lane = _PCI_LANE.get(link.speed_gts or 0.0, 60)
-    return (link.width or DEFAULT_WIDTH) * lane / 80.0
+    return (link.width or 16) * lane / 80.0
 
 
 def nvlink_gbps(sm: int | None) -> float:
@@ -213,15 +232,13 @@ def between_cpus_gbps(node: NumaNode) -> float:
     return LOCAL_GBPS
 
 
-def speeds(sm: int, *, nodes: int, rules: GraphRules) -> Sequence[float]:
+def speeds(sm: int, *, nodes: int, facts: VersionFacts) -> Sequence[float]:
     """Return the rates of a channel that the search tries, fastest first (search.cc)."""
-    if nodes == 1:
-        if sm < 100:
-            return _INTRA_90 if sm >= 90 else _INTRA
-        return tuple(rate for rate in _INTRA_100 if rate != 45.0 or rules.more_sm100_rates)
-    table = _INTER_100 if sm >= 100 else _INTER_90 if sm >= 90 else _INTER
-    new = {86.0: rules.rate_86, 80.0: rules.rate_80}
-    return tuple(rate for rate in table if new.get(rate, True)) + _SLOW_NET
+    first = max(first for first in _INTRA if sm >= first)
+    table, unknown = _INTRA[first], facts.unknown_intra
+    if nodes > 1:
+        table, unknown = (*_INTER[first], *_SLOW_NET), facts.unknown_inter
+    return tuple(rate for rate in table if first < 100 or rate not in unknown)
 
 
 FIRST_WITH_PLUGIN = (2, 28, 7)

@@ -13,17 +13,10 @@ from itertools import pairwise, permutations
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.paths import (
-    Direction,
-    GpuDirectRule,
-    Paths,
-    gpu_direct_rule,
-    shortest_paths,
-    with_policy,
-)
+from tccl_py.nccl.paths import Direction, Paths, shortest_paths, with_policy
 from tccl_py.nccl.settings import Settings, listed
 from tccl_py.nccl.system import PathType, System, build_system
-from tccl_py.nccl.versions import Level, version_facts
+from tccl_py.nccl.versions import Level
 
 Pairs = frozenset[tuple[str, str]]
 
@@ -80,11 +73,22 @@ def view(
     """
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    # No other setting changes a communicator's system, or its paths and transports.
-    survey = machine, order, usable_nics(machine, settings), settings.version
-    level, rule = p2p_level(_surveyed(*survey)[0], settings), gpu_direct_rule(settings)
-    off = settings.net_disable_intra, settings.shm_disable
-    return replace(_seen(survey, knowledge, level, rule, off), settings=settings)
+    seen = _seen(machine, order, knowledge, _restricted(settings))
+    return replace(seen, settings=settings)
+
+
+def _restricted(settings: Settings) -> Settings:
+    """Return these settings without those that change no path, transport or part of a node."""
+    return Settings(
+        version=settings.version,
+        p2p_level=settings.p2p_level,
+        shm_disable=settings.shm_disable,
+        net_disable_intra=settings.net_disable_intra,
+        net_gdr_level=settings.net_gdr_level,
+        net_gdr_read=settings.net_gdr_read,
+        ib_hca=settings.ib_hca,
+        socket_ifname=settings.socket_ifname,
+    )
 
 
 def direct_pairs(
@@ -159,8 +163,8 @@ def p2p_level(system: System, settings: Settings) -> PathType:
     """Return the farthest path type over which NCCL lets a pair talk directly."""
     if settings.p2p_level is not None:
         return PathType[settings.p2p_level]
-    facts = version_facts(settings.version)
-    if system.amd and (facts.amd_gpus is None or len(system.gpus) <= facts.amd_gpus):
+    most = system.rules.amd_gpus
+    if system.amd and (most is None or len(system.gpus) <= most):
         return PathType.SYS
     return PathType.PXB
 
@@ -175,29 +179,25 @@ def _surveyed(
 
 @lru_cache(maxsize=256)
 def _seen(
-    survey: tuple[Machine, tuple[int, ...], tuple[int, ...], str],
-    knowledge: Knowledge,
-    level: PathType,
-    rule: GpuDirectRule,
-    off: tuple[bool, bool],
+    machine: Machine, gpus: tuple[int, ...], knowledge: Knowledge, settings: Settings
 ) -> NcclView:
-    system, plain = _surveyed(*survey)
-    no_network, no_shared_memory = off
-    pairs = list(permutations(system.gpus, 2))
+    nics = usable_nics(machine, settings)
+    system, plain = _surveyed(machine, gpus, nics, settings.version)
+    level, pairs = p2p_level(system, settings), list(permutations(system.gpus, 2))
     direct = frozenset(pair for pair in pairs if _direct(system, knowledge, plain, level, pair))
-    paths = with_policy(system, plain, direct=direct, rule=rule)
+    paths = with_policy(system, plain, direct=direct, settings=settings)
     # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
-    net_gbps = {} if no_network else _net_gbps(system, plain)
+    net_gbps = {} if settings.net_disable_intra else _net_gbps(system, plain)
     by_network = frozenset(
         pair
         for pair in pairs
-        if (no_shared_memory and pair not in direct)
+        if (settings.shm_disable and pair not in direct)
         or min(net_gbps.get(gpu, 0.0) for gpu in pair) > paths[pair].gbps
     )
     return NcclView(
         system=system,
         knowledge=knowledge,
-        settings=Settings(),
+        settings=settings,
         plain=plain,
         paths=paths,
         direct=direct,
