@@ -15,7 +15,8 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.nccl.settings import environment, final_channels
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.plan import per_channel

@@ -9,7 +9,8 @@ import msgspec
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.channel_search import Graph
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.settings import final_channels, settings_from_environment
+from tccl_py.nccl.settings import settings_from_environment
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tests.random_machines import random_environment, random_machine

@@ -17,7 +17,8 @@ from tccl_py.model.machine import Knowledge, gpus_beside_nics
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import Pairing, chain_hop_space, nic_pair
-from tccl_py.nccl.settings import Settings, final_channels
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.cluster_rings import cluster_rings, rail_tuples

@@ -28,8 +28,7 @@ from tccl_py.installation.install import (
 )
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.variables import env_conflicts, env_rules
+from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
 from tccl_py.nccl_library import conf_lines, settings_of_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan

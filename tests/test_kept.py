@@ -19,7 +19,7 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.model.transfer import direct_write
 from tccl_py.nccl.graph_search import default_choice, default_choice_or_sys
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, pinned_level, pinned_values
 from tccl_py.nccl.transport import (
     candidates,
     expressible,
@@ -28,7 +28,6 @@ from tccl_py.nccl.transport import (
     pair_mechanism,
 )
 from tccl_py.nccl.validator import validate
-from tccl_py.nccl.variables import pinned_level, pinned_values
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan

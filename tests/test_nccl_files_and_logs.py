@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.nccl.communicators import parse_log, same_rings, transport_of
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import env_sh, job_environment, nccl_conf
+from tccl_py.nccl.settings import Settings, env_sh, job_environment, nccl_conf
 from tests.nccl_cases import CASES
 
 SETTINGS = Settings(p2p_level="LOC", buffsize=512 * 1024, algo="Ring")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.settings import Settings, environment, final_channels, settings_from_environment
-from tccl_py.nccl.transport import candidates, expressible, hop_space
+from tccl_py.nccl.settings import Settings, environment, settings_from_environment
+from tccl_py.nccl.transport import candidates, expressible, final_channels, hop_space
 from tccl_py.nccl.versions import known_versions, version_facts
 from tccl_py.nccl.view import view
 from tests.nccl_cases import machine
@@ -54,16 +54,15 @@ def test_settings_of_the_network_are_written_as_exact_names_and_come_back():
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"ib_hca": ("mlx5_0", "mlx5 1")}, "ib_hca is"),
-        ({"ib_hca": ("a,b",)}, "ib_hca is"),
-        ({"ib_hca": ("^mlx5_0",)}, "ib_hca is"),
-        ({"ib_hca": ("mlx5_0:0",)}, "ib_hca is"),
-        ({"ib_hca": ("a", "a")}, "ib_hca is"),
-        ({"ib_hca": tuple(f"mlx5_{n}" for n in range(33))}, "ib_hca is"),
-        ({"socket_ifname": ("$(id)",)}, "socket_ifname is"),
-        ({"socket_ifname": ("eth0\nNCCL_DEBUG=INFO",)}, "socket_ifname is"),
-        ({"socket_ifname": ("",)}, "socket_ifname is"),
-        ({"ib_gid_index": -1}, "ib_gid_index is -1"),
+        ({"ib_hca": ("mlx5_0", "mlx5 1")}, "$.ib_hca"),
+        ({"ib_hca": ("a,b",)}, "$.ib_hca"),
+        ({"ib_hca": ("^mlx5_0",)}, "$.ib_hca"),
+        ({"ib_hca": ("mlx5_0:0",)}, "$.ib_hca"),
+        ({"ib_hca": tuple(f"mlx5_{n}" for n in range(33))}, "$.ib_hca"),
+        ({"socket_ifname": ("$(id)",)}, "$.socket_ifname"),
+        ({"socket_ifname": ("eth0\nNCCL_DEBUG=INFO",)}, "$.socket_ifname"),
+        ({"socket_ifname": ("",)}, "$.socket_ifname"),
+        ({"ib_gid_index": -1}, "$.ib_gid_index"),
         ({"version": "2.18", "net_gdr_level": "P2C"}, "net_gdr_level is P2C"),
     ],
 )
@@ -92,7 +91,7 @@ def test_socket_threads_come_back_from_their_environment(threads, sockets):
 
 @pytest.mark.parametrize(("threads", "sockets"), [(17, 1), (16, 5), (0, -1), (-1, 1)])
 def test_more_sockets_than_nccl_takes_are_refused(threads, sockets):
-    with pytest.raises(InputError, match="64 sockets"):
+    with pytest.raises(InputError, match="socket"):
         environment(Settings(socket_threads=threads, sockets_per_thread=sockets))
 
 

@@ -22,7 +22,7 @@ from tccl_py.health.fitness import (
     job_environment_of,
     prefer_numa_node,
 )
-from tccl_py.nccl.variables import env_conflicts, export_lines
+from tccl_py.nccl.settings import env_conflicts, export_lines
 from tccl_py.plan.beside import check_plan_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import CHOICES

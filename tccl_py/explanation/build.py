@@ -31,7 +31,7 @@ from tccl_py.explanation.findings import (
 from tccl_py.explanation.paths import Paths, Shared
 from tccl_py.model.measurement import dealt
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
-from tccl_py.nccl.variables import pinned_level
+from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.plan import Plan
 

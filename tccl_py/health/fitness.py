@@ -14,8 +14,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import job_environment
+from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_variables

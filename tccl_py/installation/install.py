@@ -40,8 +40,7 @@ from tccl_py.installation.blocks import (
     without_block,
 )
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines
 from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables

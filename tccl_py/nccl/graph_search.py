@@ -15,8 +15,9 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
 from tccl_py.nccl.paths import local_nets
-from tccl_py.nccl.settings import Settings, final_channels
+from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.versions import LOCAL_GBPS, speeds
 from tccl_py.nccl.view import NcclView, view
 

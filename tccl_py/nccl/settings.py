@@ -7,12 +7,17 @@ and parseStringList (misc/utils.cc) of NCCL 2.30.7.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from tccl_py.errors import require
+from tccl_py.errors import InputError, require
+from tccl_py.files import check_path, check_types
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 
@@ -35,13 +40,15 @@ _INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
 UNSET = -2
 """NCCL's own value of a variable without a number."""
 MAX_GID_INDEX = 255
-# Names of RDMA devices and interfaces that no list of NCCL's, no shell and no nccl.conf misreads.
-_HCA = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(?::(?P<port>[1-9][0-9]{0,2}))?")
-_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
-_MAX_HCAS, _MAX_INTERFACES = 32, 16
-"""NCCL's MAX_IB_DEVS and MAX_IFS; NCCL drops longer lists' ends."""
 _MAX_SOCKET_THREADS, _MAX_SOCKETS = 16, 64
 """NCCL's MAX_THREADS and MAX_SOCKETS of one connection (net_socket.cc)."""
+# Names of RDMA devices and interfaces that no list of NCCL's, no shell and no nccl.conf misreads,
+# as many as NCCL's MAX_IB_DEVS and MAX_IFS; NCCL drops longer lists' ends.
+_Hca = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}(:[1-9][0-9]{0,2})?\Z")]
+_Hcas = Annotated[tuple[_Hca, ...], Meta(max_length=32)]
+_Interface = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}\Z")]
+_Interfaces = Annotated[tuple[_Interface, ...], Meta(max_length=16)]
+_Count = Annotated[int, Meta(ge=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,62 +77,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shm_disable: bool = False
     shm_placement: bool = False
     net_disable_intra: bool = False
-    channels: int = 1
-    min_channels: int | None = None
-    max_channels: int | None = None
-    buffsize: int = DEFAULT_FIFO_BYTES
+    channels: _Count = 1
+    min_channels: _Count | None = None
+    max_channels: _Count | None = None
+    buffsize: Annotated[int, Meta(ge=1024, le=MAX_FIFO_BYTES)] = DEFAULT_FIFO_BYTES
     algo: Literal["Ring"] | None = None
     net_gdr_level: Level | None = None
     net_gdr_read: bool | None = None
     cross_nic: CrossNic | None = None
-    ib_hca: tuple[str, ...] = ()
-    ib_gid_index: int | None = None
-    socket_ifname: tuple[str, ...] = ()
-    socket_threads: int | None = None
-    sockets_per_thread: int | None = None
+    ib_hca: _Hcas = ()
+    ib_gid_index: Annotated[int, Meta(ge=0, le=MAX_GID_INDEX)] | None = None
+    socket_ifname: _Interfaces = ()
+    socket_threads: Annotated[int, Meta(ge=1, le=_MAX_SOCKET_THREADS)] | None = None
+    sockets_per_thread: Annotated[int, Meta(ge=1, le=_MAX_SOCKETS)] | None = None
 
 
 _DEFAULTS = Settings()
+_FIELD_TYPES = get_type_hints(Settings, include_extras=True)
 
 
 def check_settings(settings: Settings) -> Settings:
     """Return `settings` if their version of NCCL can follow them."""
     facts, where = version_facts(settings.version), f"settings for NCCL {settings.version}"
+    check_types(settings, where=where)
     copies = facts.shm_copy_engine or settings.shm_copy_engine is None
     right = "leave shm_copy_engine out, or use NCCL 2.28"
     require(copies, where, "bounces cannot use a copy engine", right)
     placed = not settings.shm_placement or settings.shm_locality == "sender"
     right = "the plugin places what the sender allocates: set shm_locality to sender"
     require(placed, where, "shm_placement is true", right)
+    most = facts.max_channels
+    what = f"channels is {settings.channels}"
+    require(settings.channels <= most, where, what, f"1 to {most}")
     most = facts.max_final_channels
     low, high = settings.min_channels or 1, settings.max_channels or most
     what = f"channels are to be {low} to {high} in the end"
-    require(1 <= low <= high <= most, where, what, f"1 to {most}")
-    for name, low, high in (
-        ("channels", 1, facts.max_channels),
-        ("buffsize", 1024, MAX_FIFO_BYTES),
-        ("ib_gid_index", 0, MAX_GID_INDEX),
-    ):
-        value = getattr(settings, name)
-        fits = value is None or low <= value <= high
-        require(fits, where, f"{name} is {value}", f"{low} to {high}")
+    require(low <= high <= most, where, what, f"1 to {most}")
     for name in ("p2p_level", "net_gdr_level"):
         level = getattr(settings, name)
         known = level not in facts.unknown_levels
         require(known, where, f"{name} is {level}", "this version takes it for LOC")
-    for name, form, most in (
-        ("ib_hca", _HCA, _MAX_HCAS),
-        ("socket_ifname", _INTERFACE, _MAX_INTERFACES),
-    ):
-        names = getattr(settings, name)
-        exact = all(map(form.fullmatch, names)) and len(set(names)) == len(names) <= most
-        right = f"up to {most} different names, such as mlx5_0, mlx5_0:1 or eth0"
-        require(exact, where, f"{name} is {','.join(names)[:80]!r}", right)
     threads, sockets = settings.socket_threads or 1, settings.sockets_per_thread or 1
-    fits = 1 <= threads <= _MAX_SOCKET_THREADS and 1 <= sockets <= _MAX_SOCKETS // threads
     what = f"a connection has {threads} socket threads with {sockets} sockets each"
-    right = f"1 to {_MAX_SOCKET_THREADS} threads, and at most {_MAX_SOCKETS} sockets together"
-    require(fits, where, what, right)
+    right = f"at most {_MAX_SOCKETS} sockets together"
+    require(threads * sockets <= _MAX_SOCKETS, where, what, right)
     return settings
 
 
@@ -138,16 +133,12 @@ def integer(text: str | None) -> int:
 # The variables of settings: how each value is read and written.
 
 
-Read = Callable[[str, int], object]
-"""From a variable's text and number: a value, or None without meaning to NCCL."""
-
-
-def _within(least: int, most: int) -> Read:
-    return lambda _, number: number if least <= number <= most else None
-
-
-def _at_one(value: object) -> Read:
+def _at_one(value: object) -> Callable[[str, int], object]:
     return lambda _, number: value if number == 1 else None
+
+
+def _number(_: str, number: int) -> object:
+    return number
 
 
 def _level(text: str, number: int) -> object:
@@ -155,16 +146,11 @@ def _level(text: str, number: int) -> object:
     return text if text in get_args(Level) else old
 
 
-def _exact_names(form: re.Pattern[str], most: int) -> Read:
-    def read(text: str, _: int) -> tuple[str, ...] | None:
-        names = tuple(dict.fromkeys(name for name in text[1:].split(",") if name))
-        usable = len(names) <= most and all(map(form.fullmatch, names))
-        return names if text.startswith("=") and usable else None
-
-    return read
+def _exact_names(text: str, _: int) -> object:
+    return tuple(filter(None, text[1:].split(","))) if text.startswith("=") else None
 
 
-_VARIABLES: dict[str, tuple[str, Read]] = {
+_VARIABLES: dict[str, tuple[str, Callable[[str, int], object]]] = {
     "p2p_level": ("NCCL_P2P_LEVEL", _level),
     "p2p_read": ("NCCL_P2P_READ_ENABLE", lambda _, n: None if n == UNSET else n != 0),
     "p2p_copy_engine": ("NCCL_P2P_USE_CUDA_MEMCPY", _at_one(True)),
@@ -173,20 +159,22 @@ _VARIABLES: dict[str, tuple[str, Read]] = {
     "shm_disable": ("NCCL_SHM_DISABLE", _at_one(True)),
     "shm_placement": ("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
     "net_disable_intra": ("NCCL_NET_DISABLE_INTRA", _at_one(True)),
-    "min_channels": ("NCCL_MIN_NCHANNELS", _within(1, 10**18)),
-    "max_channels": ("NCCL_MAX_NCHANNELS", _within(1, 10**18)),
-    "buffsize": ("NCCL_BUFFSIZE", _within(1024, MAX_FIFO_BYTES)),
+    "min_channels": ("NCCL_MIN_NCHANNELS", _number),
+    "max_channels": ("NCCL_MAX_NCHANNELS", _number),
+    "buffsize": ("NCCL_BUFFSIZE", _number),
     "algo": ("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
     "net_gdr_level": ("NCCL_NET_GDR_LEVEL", _level),
     "net_gdr_read": ("NCCL_NET_GDR_READ", lambda _, n: None if n < 0 else n != 0),
-    "cross_nic": ("NCCL_CROSS_NIC", _within(0, 2)),
-    "ib_hca": ("NCCL_IB_HCA", _exact_names(_HCA, _MAX_HCAS)),
-    "ib_gid_index": ("NCCL_IB_GID_INDEX", _within(0, MAX_GID_INDEX)),
-    "socket_ifname": ("NCCL_SOCKET_IFNAME", _exact_names(_INTERFACE, _MAX_INTERFACES)),
-    "socket_threads": ("NCCL_SOCKET_NTHREADS", _within(1, _MAX_SOCKET_THREADS)),
-    "sockets_per_thread": ("NCCL_NSOCKS_PERTHREAD", _within(1, _MAX_SOCKETS)),
+    "cross_nic": ("NCCL_CROSS_NIC", _number),
+    "ib_hca": ("NCCL_IB_HCA", _exact_names),
+    "ib_gid_index": ("NCCL_IB_GID_INDEX", _number),
+    "socket_ifname": ("NCCL_SOCKET_IFNAME", _exact_names),
+    "socket_threads": ("NCCL_SOCKET_NTHREADS", _number),
+    "sockets_per_thread": ("NCCL_NSOCKS_PERTHREAD", _number),
 }
-"""Field of Settings -> variable and its reader."""
+"""Field of Settings -> variable, and the value that its text and number have; None is unset."""
+_SWITCHES = {"shm_locality": "1", "shm_placement": "0"}
+"""Texts of switches that do not read as the value."""
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -205,10 +193,8 @@ def environment(settings: Settings) -> dict[str, str]:
             continue
         if (field, value) == ("p2p_level", "LOC"):
             found["NCCL_P2P_DISABLE"] = "1"
-        elif field == "shm_locality":
-            found[name] = "1"
-        elif field == "shm_placement":
-            found[name] = "0"
+        elif field in _SWITCHES:
+            found[name] = _SWITCHES[field]
         elif field == "shm_copy_engine":
             mode = next(code for code, side in _SHM_MODES.items() if side == value)
             found |= {_SHM_COPY: "1", _SHM_MODE: str(mode)}
@@ -236,8 +222,10 @@ def settings_from_environment(
     found: dict[str, Any] = {}
     for field, (name, read) in _VARIABLES.items():
         text = variables.get(name)
-        if text is not None and (value := read(text, integer(text))) is not None:
-            found[field] = value
+        value = None if text is None else read(text, integer(text))
+        with suppress(msgspec.ValidationError):
+            if value is not None:
+                found[field] = msgspec.convert(value, _FIELD_TYPES[field])
     if integer(variables.get("NCCL_P2P_DISABLE")) == 1:
         found["p2p_level"] = "LOC"
     if facts.shm_copy_engine and integer(variables.get(_SHM_COPY)) == 1:
@@ -253,45 +241,156 @@ def settings_from_environment(
     return Settings(version=version, channels=channels, **found)
 
 
-def listed(names: tuple[str, ...], name: str, port: int) -> bool:
-    """Return whether a list of NICs has this port of a NIC; an empty list has all.
+# Texts of files: nccl.conf for a host, env.sh for a shell.
 
-    >>> listed(("mlx5_0:2",), "mlx5_0", 1), listed(("mlx5_0",), "mlx5_0", 1)
-    (False, True)
+
+def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -> dict[str, str]:
+    """Return all variables of a job: the settings', and NCCL_GRAPH_FILE if given."""
+    variables = environment(settings)
+    if graph is not None:
+        check_path(graph)
+        if not graph.is_absolute():
+            right = "jobs start in other directories: give a path from the root"
+            raise InputError(f"graph file {str(graph)[:80]!r}", "is no absolute path", right)
+        variables["NCCL_GRAPH_FILE"] = str(graph)
+    return variables
+
+
+def nccl_conf(settings: Settings) -> str:
+    """Return the text of an nccl.conf: NAME=value lines, which NCCL takes literally."""
+    return "".join(f"{name}={value}\n" for name, value in environment(settings).items())
+
+
+def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
+    """Return the text of a script to source: one quoted export a line."""
+    return export_lines(job_environment(settings, graph=graph))
+
+
+def export_lines(variables: Mapping[str, str]) -> str:
+    """Return `export NAME=value` lines, quoted for any shell: zsh expands a leading `=mlx5_0`.
+
+    >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
+    export NCCL_IB_HCA='=mlx5_0:1'
+    export NCCL_CROSS_NIC=1
     """
-    return not names or name in names or f"{name}:{port}" in names
+    plain = {name: shlex.quote(value) for name, value in variables.items()}
+    quoted = {n: f"'{v}'" if v == variables[n] and "=" in v else v for n, v in plain.items()}
+    return "".join(f"export {name}={value}\n" for name, value in quoted.items())
 
 
-def settings_channels(settings: Settings, *, sm: int | None) -> int:
-    """Return the final number of channels on one node under these settings."""
-    limits = {"MIN": settings.min_channels, "MAX": settings.max_channels}
-    variables = {f"NCCL_{end}_NCHANNELS": str(n) for end, n in limits.items() if n is not None}
-    return final_channels(settings.channels, sm=sm, variables=variables, version=settings.version)
+# The pinned environment of a plan (variables of all its jobs), and conflicts with settings.
 
 
-def final_channels(
-    channels: int,
-    *,
-    sm: int | None,
-    nodes: int = 1,
-    speed_intra: float = 0.0,
-    variables: Mapping[str, str] | None = None,
-    version: str = LATEST,
-) -> int:
-    """Return the final number of channels for `channels` of the search or file.
+PINNABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+_RIGHT = {
+    "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
+    "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
+}
 
-    Doubled always; once more from sm 90 on several nodes above 45 GB/s a channel while there are
-    fewer than 16 (connect.cc); then limited by NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS.
 
-    >>> final_channels(8, sm=90)
-    16
+def check_pinnable(name: str, *, where: str) -> None:
+    """Check that plans can be made under a variable."""
+    if name not in PINNABLE:
+        what = "is no variable that plans can be made under"
+        raise InputError(f"{where} {name[:40]!r}", what, " or ".join(PINNABLE))
+
+
+def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """Return the variables with the values that NCCL reads; each must set a P2P level.
+
+    >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="--pin-env")
+    {'NCCL_P2P_LEVEL': 'PIX'}
     """
-    limit = version_facts(version).max_final_channels
-    count = min(channels * 2, limit)
-    if (sm or 0) >= 90 and nodes > 1 and speed_intra > 45 and count < 16:
-        count *= 2
-    ends = (integer((variables or {}).get(f"NCCL_{end}_NCHANNELS")) for end in ("MIN", "MAX"))
-    low, high = (min(end, limit) for end in ends)
-    low = max(0, low)
-    high = limit if high == UNSET else max(1, high, low)
-    return max(min(count, high), low)
+    found = {}
+    for name, value in sorted(variables.items()):
+        check_pinnable(name, where=where)
+        level = pinned_level({name: value})
+        if level is None:
+            what = f"is {value[:20]!r}, which says nothing to NCCL"
+            raise InputError(f"{where} {name}", what, _RIGHT[name])
+        found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
+    return found
+
+
+def pinned_level(variables: Mapping[str, str]) -> Level | None:
+    """Return the P2P level of these variables (LOC: no P2P); None is NCCL's default."""
+    return settings_from_environment(variables).p2p_level
+
+
+def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
+    """Check a plan's pinned environment against the plan's settings."""
+    if not pinned:
+        return
+    if pinned_values(pinned, where=f"{where} pinned_env") != pinned:
+        raise InputError(f"{where} pinned_env", "has values that no plan has", "plan it again")
+    level = pinned_level(pinned)
+    for settings in under:
+        if settings.p2p_level != level:
+            what = f"is for jobs with {_shell(pinned)} and has p2p_level {settings.p2p_level}"
+            raise InputError(where, what, f"it is {level} there; plan it again")
+
+
+def _shell(pinned: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in pinned.items())
+
+
+def pinned_env_text(pinned: Mapping[str, str]) -> str:
+    """Return the jobs that a plan is for.
+
+    >>> pinned_env_text({"NCCL_P2P_DISABLE": "1"})
+    'for jobs with NCCL_P2P_DISABLE=1, default NCCL included'
+    """
+    return f"for jobs with {_shell(pinned)}, default NCCL included"
+
+
+def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of variables in an environment that contradict these settings.
+
+    >>> env_conflicts(Settings(p2p_level="SYS"), {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"})
+    ('NCCL_P2P_DISABLE',)
+    """
+    wanted = environment(settings)
+    if not _differ(settings, {**wanted, **given}):
+        return ()
+    nccl = (name for name in sorted(given) if name.startswith("NCCL_"))
+    named = [name for name in nccl if _differ(settings, {**wanted, name: given[name]})]
+    return tuple(named) or ("its NCCL variables",)
+
+
+_ALWAYS = {"p2p_level", "p2p_read", "p2p_copy_engine", "shm_locality", "shm_copy_engine",
+           "shm_disable", "net_disable_intra", "buffsize"}  # fmt: skip
+"""Settings that always change a ring's transfers; all others count only if the plan chose them."""
+_NEUTRAL = {
+    "NCCL_P2P_DISABLE": "0",
+    "NCCL_P2P_USE_CUDA_MEMCPY": "0",
+    "NCCL_SHM_LOCALITY": "2",
+    "NCCL_SHM_USE_CUDA_MEMCPY": "0",
+    "NCCL_SHM_DISABLE": "0",
+    "NCCL_NET_DISABLE_INTRA": "0",
+    "NCCL_BUFFSIZE": str(Settings().buffsize),
+}
+"""NCCL's own values of the variables that always change a ring's transfers."""
+_UNTOUCHED = ("NCCL_P2P_LEVEL", "NCCL_P2P_READ_ENABLE")
+"""Such variables whose own value depends on the machine."""
+
+
+def env_rules(settings: Settings) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the rules of `env_conflicts` as a table, a little stricter.
+
+    Jobs that set a variable of the first part must give it this value, and must leave those of the
+    second part alone.
+    """
+    must = _NEUTRAL | environment(settings)
+    known = must if settings.p2p_level != "LOC" else {**must, "NCCL_P2P_LEVEL": ""}
+    return must, tuple(name for name in _UNTOUCHED if name not in known)
+
+
+def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
+    read = settings_from_environment(
+        variables, version=settings.version, channels=settings.channels
+    )
+    return any(
+        getattr(read, field) != getattr(settings, field)
+        for field in Settings.__struct_fields__
+        if field in _ALWAYS or getattr(settings, field) != getattr(Settings(), field)
+    )

@@ -13,7 +13,8 @@ from tccl_py.errors import InputError, counted, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.settings import Settings, final_channels, settings_from_environment
+from tccl_py.nccl.settings import Settings, settings_from_environment
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, version_facts
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.nccl.paths import Direction, Paths, shortest_paths, with_policy
-from tccl_py.nccl.settings import Settings, listed
+from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System, build_system
 from tccl_py.nccl.versions import Level
 
@@ -106,12 +106,12 @@ def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
 
     NCCL_IB_HCA chooses among RDMA ports, NCCL_SOCKET_IFNAME among interfaces, which have no port.
     """
-    chosen = (
-        nic
-        for nic in machine.nics
-        if listed(settings.ib_hca if nic.port else settings.socket_ifname, nic.name, nic.port)
-    )
-    return tuple(sorted(nic.index for nic in chosen))
+
+    def used(nic: Nic) -> bool:
+        names = settings.ib_hca if nic.port else settings.socket_ifname
+        return not names or nic.name in names or f"{nic.name}:{nic.port}" in names
+
+    return tuple(sorted(nic.index for nic in machine.nics if used(nic)))
 
 
 def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:

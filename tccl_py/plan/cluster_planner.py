@@ -12,8 +12,7 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.nccl.variables import pinned_level, pinned_values
+from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics

@@ -21,8 +21,7 @@ from tccl_py.nccl.plugin.index import (
     IndexedSet,
     PluginIndex,
 )
-from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.variables import env_rules, env_sh, nccl_conf
+from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.plan import Plan, SubsetRings, per_channel
 from tccl_py.plan.staging import PLAN_FILE, Files, with_manifest, write_new_directory

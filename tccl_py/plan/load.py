@@ -17,8 +17,7 @@ from tccl_py.files import decode_json, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import receiving_nic, sending_nic
-from tccl_py.nccl.settings import check_settings
-from tccl_py.nccl.variables import check_pinned_env
+from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, may_change_rails, usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Number, Plan, PlanChain, PlanHop
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle

@@ -17,9 +17,8 @@ from tccl_py.nccl.asked import (
     verdict_on,
 )
 from tccl_py.nccl.communicators import Question
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.settings import PINNABLE, check_pinnable, environment, pinned_level, pinned_values
 from tccl_py.nccl.validator import Verdict
-from tccl_py.nccl.variables import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.directory import GRAPH_FILE, subset_file

@@ -24,8 +24,7 @@ from tccl_py.model.transfer import (
     transfer_set,
 )
 from tccl_py.nccl.graph_search import DefaultChoice
-from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.nccl.variables import pinned_level, pinned_values
+from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import (
     OwnChoices,

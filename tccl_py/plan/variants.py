@@ -14,8 +14,8 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.graph_writer import farthest_end
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.network import gdr_variants as gdr_settings
-from tccl_py.nccl.settings import Settings, check_settings, final_channels
-from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.transport import final_channels, hop_space
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import class_view

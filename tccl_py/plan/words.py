@@ -11,8 +11,7 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.files import picked
-from tccl_py.nccl.settings import Settings, environment, environment_text
-from tccl_py.nccl.variables import pinned_env_text
+from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
 from tccl_py.plan.directory import graph_files
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
 from tccl_py.readers.hosts import compress

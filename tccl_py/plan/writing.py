@@ -18,8 +18,7 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.graph_writer import graph_xml, node_rings
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import env_sh
+from tccl_py.nccl.settings import Settings, env_sh
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import (
     HOSTS_FOLDER,

@@ -20,8 +20,7 @@ from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
-from tccl_py.nccl.settings import environment
-from tccl_py.nccl.variables import env_sh, pinned_env_text
+from tccl_py.nccl.settings import env_sh, environment, pinned_env_text
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
 from tccl_py.report.contents import (

@@ -35,8 +35,8 @@ from tccl_py.model.transfer import (
     leaving,
 )
 from tccl_py.nccl.network import WORLD, chain_space
+from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import blocks_of_ring
-from tccl_py.nccl.variables import pinned_level
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.directory import class_view

@@ -21,7 +21,7 @@ from tccl_py.files import check_path
 from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import normal_bus_id
-from tccl_py.nccl.variables import env_conflicts, job_environment
+from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.beside import check_plan_directory, plugin_variables

@@ -16,8 +16,7 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import transfer_set
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.variables import pinned_level
+from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.beside import read_beside_plan
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.plan import ChoiceName, Plan

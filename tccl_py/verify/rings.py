@@ -11,8 +11,7 @@ import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_rings, transport_of
-from tccl_py.nccl.settings import final_channels
-from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
+from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.plan import Plan

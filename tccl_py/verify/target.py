@@ -13,9 +13,8 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
-from tccl_py.nccl.variables import job_environment, pinned_level
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl.view import view
 from tccl_py.plan.again import planned_models

@@ -15,8 +15,9 @@ import pytest
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.communicators import parse_log, same_rings, transport_of
 from tccl_py.nccl.paths import path_types
-from tccl_py.nccl.settings import Settings, environment, final_channels
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.system import PathType
+from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.validator import validate
 from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
