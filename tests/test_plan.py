@@ -374,7 +374,7 @@ TAMPERED = {
         (("bound_gbps",), 0.5),
         "and bound 0.5; a bound is never below",
     ),
-    "no channels": (changed, (("settings", "channels"), 0), "channels is 0"),
+    "no channels": (changed, (("settings", "channels"), 0), "settings.channels"),
     "10^9 channels": (changed, (("settings", "channels"), 10**9), "channels is 1000000000"),
     "a version that is none": (changed, (("settings", "version"), "new"), "is no version"),
     "a path type that is none": (
