@@ -7,6 +7,7 @@ ranks meet by PMIx, for which SLURM loads the file libpmix.so of libpmix-dev.
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -45,6 +46,7 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/linear
 SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
@@ -88,9 +90,20 @@ class Slurm:
         """What srun prints with these words."""
         return ended(self.begin(*words, environment=environment), timeout_s)
 
-    def batch(self, *words, timeout_s=120.0) -> Ran:
-        """What sbatch prints with these words."""
-        return ended(self.begin(*words, program="sbatch"), timeout_s)
+    def batch(self, *words, timeout_s=120.0) -> str:
+        """Run a batch script with these words of sbatch to its end; return its state and code.
+
+        `sbatch --wait` looks after 2 s, 6 s, 14 s.
+        """
+        job = ended(self.begin("--parsable", *words, program="sbatch"), timeout_s).stdout.strip()
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            shown = ended(self.begin("show", "job", job, program="scontrol"), timeout_s).stdout
+            found = re.search(r"JobState=(\w+) [\s\S]* ExitCode=(\S+)", shown)
+            if found and found[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return f"{found[1]} {found[2]}"
+            time.sleep(0.1)
+        raise AssertionError(f"job {job} did not end within {timeout_s} s")
 
 
 @pytest.fixture(scope="module")
