@@ -284,18 +284,18 @@ def test_the_host_backend_is_checked_by_itself(plan):
             journal=plan / "measurements.jsonl",
         ) as source,
     ):
-        source.measure([transfer_set(flows), transfer_set(flows[:1])])
+        source.measure([transfer_set(flows)])
     result = tccl("check", plan, "--json", "--max-seconds", "25")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)
     assert not found["simulated"]
-    assert found["sets_compared"] + len(found["skipped"]) == 2
+    assert found["sets_compared"] + len(found["skipped"]) == 1
     assert "host backend" in result.stderr
 
 
 def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_told(tmp_path):
     directory, name = tmp_path / "plan", "nvswitch-8gpu-8nic"
-    options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "20")
+    options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "5")
     assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
     result = tccl("check", directory)
     assert result.exit_code == 0, result.output
