@@ -294,8 +294,8 @@ def test_the_host_backend_is_checked_by_itself(plan):
 
 
 def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_told(tmp_path):
-    directory, name = tmp_path / "plan", "nvswitch-8gpu-8nic"
-    options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "5")
+    directory, name = tmp_path / "plan", "amd-v100"
+    options = ("--simulate", name, "--nodes", "2", "--rings", "1", "--max-sets", "20")
     assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
     result = tccl("check", directory)
     assert result.exit_code == 0, result.output
