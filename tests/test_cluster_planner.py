@@ -13,7 +13,7 @@ from tccl_profiler.nccl_links import process_variables
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import SwitchTree
-from tccl_py.model.machine import Knowledge, gpus_beside_nics
+from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import Pairing, chain_hop_space, nic_pair
@@ -28,6 +28,7 @@ from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.pairs import gpus_beside_nics
 from tccl_py.sources.remembering import RememberingSource, remembering
 from tests.networked import MadeUp, all_chains, networked_machine
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -368,20 +367,6 @@ def description_to_json(
         **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
     )
     return encode_json(found)
-
-
-def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
-    """Return a GPU for each NIC: below as many common bridges as possible, its own if possible."""
-    users: Counter[int] = Counter()
-    found = {}
-    for nic in nics:
-        above = set(machine.ancestors(f"N{nic}"))
-        found[nic] = min(
-            (-len(above.intersection(machine.ancestors(f"G{gpu}"))), users[gpu], gpu)
-            for gpu in machine.gpu_indices
-        )[-1]
-        users[found[nic]] += 1
-    return found
 
 
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)

@@ -26,12 +26,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, get_args
 
 import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.files import TextValue
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Side = Literal["sender", "receiver"]
 
@@ -390,33 +393,34 @@ def _parse_size(name: str, text: str, high: int, where: str) -> int:
     return value
 
 
-def _flow(*places: Place, blocks: int | None, fifo: Fifo | None) -> Flow:
+class Options(TypedDict, total=False):
+    """Options of a flow; of a direct flow `fifo` counts only where blocks are given."""
+
+    blocks: int | None
+    fifo: Fifo | None
+
+
+def _flow(*places: Place, **options: Unpack[Options]) -> Flow:
     starts = range(0, len(places) - 2, 2)
-    return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), blocks, fifo)
+    return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), **options)
 
 
-def direct_write(
-    source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
-) -> Flow:
-    """Return GPU `source` writing to GPU `target`; `fifo` counts only where blocks are given."""
-    writer, other = Place("G", source), Place("G", target)
-    return _flow(writer, writer, other, blocks=blocks, fifo=fifo)
+def direct_write(source: int, target: int, **options: Unpack[Options]) -> Flow:
+    """Return GPU `source` writing to GPU `target`."""
+    writer = Place("G", source)
+    return _flow(writer, writer, Place("G", target), **options)
 
 
-def direct_read(
-    source: int, target: int, *, blocks: int | None = None, fifo: Fifo | None = None
-) -> Flow:
-    """Return GPU `target` reading from GPU `source`; `fifo` counts only where blocks are given."""
+def direct_read(source: int, target: int, **options: Unpack[Options]) -> Flow:
+    """Return GPU `target` reading from GPU `source`."""
     reader = Place("G", target)
-    return _flow(Place("G", source), reader, reader, blocks=blocks, fifo=fifo)
+    return _flow(Place("G", source), reader, reader, **options)
 
 
-def bounce(
-    source: int, target: int, numa: int, *, blocks: int | None = None, fifo: Fifo | None = None
-) -> Flow:
+def bounce(source: int, target: int, numa: int, **options: Unpack[Options]) -> Flow:
     """Return the bounce from GPU `source` to `target` through host memory of NUMA node `numa`."""
     writer, reader = Place("G", source), Place("G", target)
-    return _flow(writer, writer, Place("C", numa), reader, reader, blocks=blocks, fifo=fifo)
+    return _flow(writer, writer, Place("C", numa), reader, reader, **options)
 
 
 def leaving(
@@ -425,8 +429,7 @@ def leaving(
     *,
     through: int | None = None,
     relay: int | None = None,
-    blocks: int | None = None,
-    fifo: Fifo | None = None,
+    **options: Unpack[Options],
 ) -> Flow:
     """Return GPU `gpu` sending by NIC `nic`, through NUMA node `through` or GPU `relay` if given.
 
@@ -435,19 +438,12 @@ def leaving(
     """
     own, port = Place("G", gpu), Place("N", nic)
     if through is None and relay is None:
-        return _flow(own, port, port, blocks=blocks, fifo=fifo)
+        return _flow(own, port, port, **options)
     halfway = Place("C", through) if through is not None else Place("G", relay or 0)
-    return _flow(own, own, halfway, port, port, blocks=blocks, fifo=fifo)
+    return _flow(own, own, halfway, port, port, **options)
 
 
-def entering(
-    nic: int,
-    gpu: int,
-    *,
-    through: int | None = None,
-    blocks: int | None = None,
-    fifo: Fifo | None = None,
-) -> Flow:
+def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpack[Options]) -> Flow:
     """Return GPU `gpu` receiving by NIC `nic`, through memory of NUMA node `through` if given.
 
     >>> str(entering(0, 3)), str(entering(0, 3, through=1))
@@ -455,8 +451,8 @@ def entering(
     """
     own, port = Place("G", gpu), Place("N", nic)
     if through is None:
-        return _flow(port, port, own, blocks=blocks, fifo=fifo)
-    return _flow(port, port, Place("C", through), own, own, blocks=blocks, fifo=fifo)
+        return _flow(port, port, own, **options)
+    return _flow(port, port, Place("C", through), own, own, **options)
 
 
 def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:

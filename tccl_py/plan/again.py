@@ -20,7 +20,7 @@ from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, place
 from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.journal import JournalContents, covers, read_journal
 from tccl_py.sources.opening import (
     HostsSource,
     OpenedSource,
@@ -199,7 +199,7 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
     options = MeasurementOptions(repeats=SEARCH_REPEATS)
     with open_hosts(job, options=options, **dry_run) as source:
         missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
-        if missing or not journal.covers(source.header):
+        if missing or not covers(journal, source.header):
             found = f"was measured on other hosts ({journal.identity}) than these"
             what, right = f"{found} ({source.header.identity})", "plan these hosts"
             raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from tccl_py.model.cluster import Cluster, SwitchTree
-from tccl_py.model.machine import gpus_beside_nics
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import (
@@ -34,6 +33,7 @@ from tccl_py.model.transfer import (
 )
 from tccl_py.plan.host_class import used_nics
 from tccl_py.plan.plan import Plan
+from tccl_py.sources.pairs import gpus_beside_nics
 from tccl_py.sources.remembering import AnewSource, RememberingSource
 
 MOST_SAMPLED = 16

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, counted
-from tccl_py.model.machine import Knowledge, Machine, gpus_beside_nics
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, dealt
 from tccl_py.model.transfer import (
     Fifo,
@@ -370,3 +370,17 @@ def between_gpus(sender: HostFacts, nic: int, receiver: HostFacts, receiver_nic:
     out = leaving(gpu, nic, through=numa, blocks=CHECK_BLOCKS, fifo=CHECK_FIFO)
     into = entering(receiver_nic, receiver_gpu, through=receiver_numa)
     return joined(out, into, sender=sender.name, receiver=receiver.name)
+
+
+def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
+    """Return a GPU for each NIC: below as many common bridges as possible, its own if possible."""
+    users: Counter[int] = Counter()
+    found = {}
+    for nic in nics:
+        above = set(machine.ancestors(f"N{nic}"))
+        found[nic] = min(
+            (-len(above.intersection(machine.ancestors(f"G{gpu}"))), users[gpu], gpu)
+            for gpu in machine.gpu_indices
+        )[-1]
+        users[found[nic]] += 1
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 PART = " | "
 """Between the parts of the identity of several hosts."""
-_OF_HOST = re.compile(r"host (?P<name>[A-Za-z0-9_.-]{1,240}): ")
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,42 +35,6 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     identity: str
     simulated: bool
     format_version: int = FORMAT_VERSION
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """What the measurements are valid for, by host, and "" for what all hosts share."""
-        parts = [(_OF_HOST.match(part), part) for part in self.identity.split(PART)]
-        return {"" if match is None else match["name"]: part for match, part in parts}
-
-    def covers(self, other: JournalHeader) -> bool:
-        """Return whether a journal with this header has only measurements as of the other's hosts.
-
-        Sets of several hosts name them, so measurements of further hosts do no harm.
-        """
-        if self == other or not other.parts.keys() - {""}:
-            return self == other
-        same = (self.simulated, self.format_version) == (other.simulated, other.format_version)
-        return same and other.parts.items() <= self.parts.items()
-
-    def joined(self, other: JournalHeader) -> JournalHeader:
-        """Return the header of measurements of the hosts of both.
-
-        Raises:
-            InputError: a host is not as it was, or options differ.
-        """
-        here, there = self.parts, other.parts
-        for name in here.keys() & there.keys():
-            if here[name] != there[name]:
-                where = f"host {name}" if name else "this job"
-                what = f"is {there[name]}, and was {here[name]}"
-                raise InputError(where, what, "measure as before, or plan into a new directory")
-        parts = here | there
-        hosts = sorted(parts.keys() - {""})
-        return msgspec.structs.replace(
-            self,
-            machine=",".join(hosts),
-            identity=PART.join(parts[name] for name in (*hosts, "")),
-        )
 
 
 class Journal(Protocol):
