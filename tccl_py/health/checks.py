@@ -96,9 +96,6 @@ def check_iommu(host: Host) -> Found:
         yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
 
 
-_SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", re.ASCII)
-
-
 def check_links(host: Host) -> Found:
     """Find links of GPUs, and of switches above GPUs, with low width or speed."""
     for gpu in host.gpus:
@@ -106,8 +103,8 @@ def check_links(host: Host) -> Found:
         if above:
             who = f"{host.gpu_name(gpu)}, below {above[-1]}"
             yield from _width(host, gpu, above[-1], who)
-            own, slot = (_speed(host, end, "max_link_speed") for end in (gpu, above[-1]))
-            if 0 < slot < own:
+            own, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[-1]))
+            if slot is not None and own is not None and slot < own:
                 yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
     # A root port, then a switch's two ports each: the links above upstream ports are cables or
     # lanes, those between the two ports of one switch are inside the chip.
@@ -116,10 +113,10 @@ def check_links(host: Host) -> Found:
     for switch, port in uplinks.items():
         who = f"the switch at {switch}, below {port}"
         yield from _width(host, switch, port, who)
-        now = _speed(host, switch, "current_link_speed")
-        speeds = [_speed(host, end, "max_link_speed") for end in (switch, port)]
-        best = min((speed for speed in speeds if speed), default=0)
-        if 0 < now < best:
+        now = host.pci_link(switch, "current").speed_gts
+        speeds = [host.pci_link(end, "max").speed_gts for end in (switch, port)]
+        best = min(filter(None, speeds), default=0.0)
+        if now is not None and now < best:
             yield defect("slow-uplink", who, measured=f"{now:g} GT/s", expected=f"{best:g} GT/s")
     if any(host.pci(gpu, "current_link_speed") for gpu in host.gpus):
         yield Unseen(
@@ -129,23 +126,12 @@ def check_links(host: Host) -> Found:
 
 
 def _width(host: Host, device: str, above: str, who: str) -> Iterator[Finding]:
-    now = _lanes(host, device, "current_link_width")
-    widths = [_lanes(host, end, "max_link_width") for end in (device, above)]
-    best = min((width for width in widths if width), default=0)
-    if 0 < now < best:
+    now = host.pci_link(device, "current").width
+    widths = [host.pci_link(end, "max").width for end in (device, above)]
+    best = min(filter(None, widths), default=0)
+    if now is not None and now < best:
         why = f"the link carries {now}/{best} of its best, in every ring"
         yield defect("narrow", who, measured=f"x{now}", expected=f"x{best}", why=why)
-
-
-def _lanes(host: Host, device: str, name: str) -> int:
-    text = host.pci(device, name)
-    width = int(text) if re.fullmatch("[0-9]{1,3}", text, re.ASCII) else 0
-    return 0 if width == 255 else width  # 255 stands for unknown
-
-
-def _speed(host: Host, device: str, name: str) -> float:
-    found = _SPEED.match(host.pci(device, name))
-    return float(found[1]) if found else 0.0
 
 
 def links_now(machine: Machine, known: Fingerprint, host: Host) -> dict[str, PciLink]:
@@ -155,13 +141,8 @@ def links_now(machine: Machine, known: Fingerprint, host: Host) -> dict[str, Pci
         text = host.text(f"proc/driver/nvidia/gpus/{gpu.bus_id}/information")
         if not uuids.get(gpu.index) or uuids[gpu.index] not in text:
             return {}
-    found = {}
-    for device in machine.pci_devices:
-        speed = _speed(host, device.bus_id, "current_link_speed")
-        width = _lanes(host, device.bus_id, "current_link_width")
-        if speed and width:
-            found[device.id] = PciLink(speed_gts=speed, width=width)
-    return found
+    found = {one.id: host.pci_link(one.bus_id, "current") for one in machine.pci_devices}
+    return {device: link for device, link in found.items() if link.speed_gts and link.width}
 
 
 def check_peers(host: Host) -> Found:

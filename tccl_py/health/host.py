@@ -16,7 +16,7 @@ from tccl_py.model.machine import PeerAccess, bus_order, normal_bus_id
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.readers.live import GpuFacts
-from tccl_py.readers.sysfs import HostFiles
+from tccl_py.readers.sysfs import DEVICES, HostFiles
 
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import GpuState
@@ -132,14 +132,14 @@ class Host(HostFiles):
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""
-        return self.text(f"sys/bus/pci/devices/{bus_id}/{name}")
+        return self.text(f"{DEVICES}/{bus_id}/{name}")
 
     @cached_property
     def gpus(self) -> tuple[str, ...]:
         """Bus ids of NVIDIA's GPUs, in NVML's order."""
         found = {
             bus_id
-            for name in self.entries("sys/bus/pci/devices")
+            for name in self.entries(DEVICES)
             if (bus_id := normal_bus_id(name)) == name
             and self.pci(name, "vendor") == _NVIDIA
             and self.pci(name, "class").startswith(("0x0300", "0x0302"))
@@ -153,7 +153,7 @@ class Host(HostFiles):
 
     def ports_above(self, bus_id: str) -> tuple[str, ...]:
         """Return the PCI bridges above a device, the root port first."""
-        path = self.real(f"sys/bus/pci/devices/{bus_id}")
+        path = self.real(f"{DEVICES}/{bus_id}")
         return tuple(part for part in path.parts[:-1] if _BUS_ID.fullmatch(part)) if path else ()
 
     def rdma_nics(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,7 @@ _MAX_BYTES = 64 * 1024
 _MAX_ENTRIES = 10_000
 _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # Kernel's -> NCCL's
 _DMA_BUF_SINCE = (5, 12)
+DEVICES = "sys/bus/pci/devices"
 _NODES = "sys/devices/system/node"
 
 
@@ -83,6 +85,19 @@ class HostFiles:
         """Return whether a file or directory exists."""
         return self.real(name) is not None
 
+    def pci_link(self, device: str | Path, which: Literal["max", "current"]) -> PciLink:
+        """Return a link as a device, by bus id or path, tells it; None where it tells nothing."""
+        place = device if isinstance(device, Path) else self.real(f"{DEVICES}/{device}")
+        if place is None:
+            return PciLink()
+        told = _SPEED.match(self.text(place / f"{which}_link_speed"))
+        width = self.number(place / f"{which}_link_width") or 0
+        return PciLink(
+            speed_gts=float(told[1]) or None if told else None,
+            # The kernel writes 255 for an unknown width.
+            width=width if 0 < width <= 32 else None,
+        )
+
     def numa_nodes(self) -> tuple[int, ...]:
         """Return the NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
         names = (name for name in self.entries(_NODES) if re.fullmatch("node[0-9]{1,5}", name))
@@ -133,7 +148,7 @@ class PciTree:
 
     def attach(self, bus_id: str) -> Attachment:
         """Walk up from a device, noting the bridges above it; NUMA node -1 if not in sysfs."""
-        path = self.files.real(f"sys/bus/pci/devices/{bus_id}")
+        path = self.files.real(f"{DEVICES}/{bus_id}")
         if path is None:
             return Attachment(bridge="", numa_id=-1, link=PciLink())
         return self._walk(path)
@@ -163,14 +178,12 @@ class PciTree:
 
     def _link(self, path: Path) -> PciLink:
         """Return the lesser speed and width of a device and the port above; None if unknown."""
-        ends = (path, path.parent)
-        told = (_SPEED.match(self.files.text(end / "max_link_speed")) for end in ends)
-        speeds = [float(match[1]) for match in told if match is not None and float(match[1]) > 0]
-        # NCCL takes one end's speed if the other is silent, but no width unless both tell it. The
-        # kernel writes 255 for an unknown width.
-        width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
-        known = width if 0 < width <= 32 else None
-        return PciLink(speed_gts=min(speeds, default=None), width=known)
+        ends = [self.files.pci_link(end, "max") for end in (path, path.parent)]
+        speeds = [end.speed_gts for end in ends if end.speed_gts is not None]
+        widths = [end.width for end in ends if end.width is not None]
+        # NCCL takes one end's speed if the other is silent, but no width unless both tell it.
+        width = min(widths) if len(widths) == len(ends) else None
+        return PciLink(speed_gts=min(speeds, default=None), width=width)
 
 
 def _bridge_above(path: Path) -> Path | None:
