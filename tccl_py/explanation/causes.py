@@ -16,10 +16,9 @@ from itertools import chain, combinations
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from tccl_py.errors import BudgetSpentError
-from tccl_py.model.symmetry import Symmetry
+from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.bounds import smallest_slow_part
 from tccl_py.search.problem import Budget
@@ -57,32 +56,24 @@ class SymmetryKeys:
     """
 
     def __init__(self, symmetry: Symmetry) -> None:
-        self._position = {point: i for i, point in enumerate(symmetry.points)}
-        # The last column stands for places that no symmetry moves.
-        elements = symmetry.elements[:_ROWS].astype(np.int64)
-        fixed = np.full((len(elements), 1), len(symmetry.points), dtype=np.int64)
-        self._rows = np.hstack([elements, fixed])
-        self._forms: dict[str, int] = {}
+        self._codes, self._elements = FlowCodes(symmetry), symmetry.elements[:_ROWS]
 
     def trust_nothing(self) -> None:
         """From here on let each set be the image of itself alone."""
-        self._rows = self._rows[:1]
+        self._elements = self._elements[:1]
 
     def key(self, flows: Flows) -> Key:
         """Return the key of a set; the order of its flows has no meaning."""
-        images = self._images(flows, self._rows[:1] if len(flows) > _FEW_FLOWS else self._rows)
-        # The first in lexicographic order, without sorting all of them.
-        for column in range(images.shape[1]):
-            images = images[images[:, column] == images[:, column].min()]
-        return tuple(int(code) for code in images[0])
+        elements = self._elements[:1] if len(flows) > _FEW_FLOWS else self._elements
+        return smallest_row(np.sort(self._codes.images(flows, elements), axis=1))
 
     def images_within(self, part: Flows, whole: Flows) -> list[frozenset[int]]:
         """Return the images of `part` in `whole`, itself included, as positions of flows."""
         waiting: dict[int, list[int]] = {}
-        for position, flow in enumerate(whole):
-            (code,) = self._images([flow], self._rows[:1])[0]
-            waiting.setdefault(int(code), []).append(position)
-        images = self._images(part, self._rows)
+        (codes,) = self._codes.images(whole, self._elements[:1])
+        for position, code in enumerate(codes.tolist()):
+            waiting.setdefault(code, []).append(position)
+        images = np.sort(self._codes.images(part, self._elements), axis=1)
         inside = np.isin(images, list(waiting)).all(axis=1)
         found = []
         for row in np.unique(images[inside], axis=0).tolist():
@@ -91,21 +82,6 @@ class SymmetryKeys:
                 taken = (waiting[code][:count] for code, count in counts.items())
                 found.append(frozenset(chain.from_iterable(taken)))
         return found
-
-    def _images(self, flows: Flows, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return a row of sorted flow codes for each image of the set."""
-        base = len(self._position) + 1
-        columns = []
-        for flow in flows:
-            # A relabelling keeps the kinds of places and the options.
-            form = f"{''.join(place.kind for place in flow.places)} {flow.blocks} {flow.fifo}"
-            number = self._forms.setdefault(form, len(self._forms) + 1)
-            codes = np.full(len(rows), number, dtype=np.int64)
-            for place in flow.places:
-                column = self._position.get(place.device, len(self._position))
-                codes = codes * base + rows[:, column]
-            columns.append(codes)
-        return np.sort(np.stack(columns, axis=1), axis=1)
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import networkx as nx
@@ -221,6 +221,38 @@ def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.i
     first = int(np.flatnonzero((rows == identity).all(axis=1))[0])
     rows[[0, first]] = rows[[first, 0]]
     return rows
+
+
+class FlowCodes:
+    """Numbers of flows: equal for equal flows alone, also for images of flows."""
+
+    def __init__(self, symmetry: Symmetry) -> None:
+        self._position = {point: i for i, point in enumerate(symmetry.points)}
+        self._forms: dict[tuple[object, ...], int] = {}
+
+    def images(
+        self, flows: Sequence[Flow], elements: npt.NDArray[np.int16]
+    ) -> npt.NDArray[np.int64]:
+        """Return the numbers of the flows' images under each element, a row an element."""
+        # The number of points stands for places that no symmetry moves.
+        fixed = len(self._position)
+        codes = np.empty((len(elements), len(flows)), dtype=np.int64)
+        for at, flow in enumerate(flows):
+            # A relabelling keeps the kinds of places and the options.
+            form = (*(place.kind for place in flow.places), flow.blocks, flow.fifo, flow.buffer)
+            found = np.full(len(elements), self._forms.setdefault(form, len(self._forms) + 1))
+            for place in flow.places:
+                column = self._position.get(place.device)
+                found = found * (fixed + 1) + (fixed if column is None else elements[:, column])
+            codes[:, at] = found
+        return codes
+
+
+def smallest_row(rows: npt.NDArray[Any]) -> tuple[int, ...]:
+    """Return the first row in lexicographic order, without sorting all of them."""
+    for column in range(rows.shape[1]):
+        rows = rows[rows[:, column] == rows[:, column].min()]
+    return tuple(rows[0].tolist())
 
 
 def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:

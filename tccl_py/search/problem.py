@@ -14,8 +14,8 @@ import numpy.typing as npt
 from tccl_py.errors import SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
-from tccl_py.model.symmetry import Symmetry
-from tccl_py.model.transfer import Flow, TransferSet
+from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
+from tccl_py.model.transfer import TransferSet
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,27 +184,12 @@ class HopIndex:
 
     def _images(self, symmetry: Symmetry, elements: npt.NDArray[np.int16]) -> npt.NDArray[np.int32]:
         """Return the image of each hop under each element, -1 if the space lacks the image."""
-        points = {point: i for i, point in enumerate(symmetry.points)}
-        alike: dict[tuple[object, ...], list[int]] = {}
-        places: list[list[int]] = []
-        for number, hop in enumerate(self.hops):
-            touched = [points[name] for name in _touched(hop.flow)]
-            places.append(list(dict.fromkeys(touched)))
-            # Every element preserves the repetition of places: it belongs to the shape.
-            repeated = tuple(places[-1].index(place) for place in touched)
-            alike.setdefault((_shape(hop.flow), repeated), []).append(number)
-        table = np.empty((len(elements), len(self.hops)), dtype=np.int32)
-        for numbers in alike.values():
-            # Hops of a shape differ by their places alone, which become digits of one number.
-            of_each = np.array([places[number] for number in numbers])
-            digits = np.int64(len(points)) ** np.arange(of_each.shape[1])
-            codes = of_each @ digits
-            order = np.argsort(codes)
-            moved = elements[:, of_each].astype(np.int64) @ digits
-            found = np.minimum(np.searchsorted(codes[order], moved), len(codes) - 1)
-            known = codes[order][found] == moved
-            table[:, numbers] = np.where(known, np.array(numbers)[order][found], -1)
-        return table
+        codes, flows = FlowCodes(symmetry), [hop.flow for hop in self.hops]
+        (own,) = codes.images(flows, symmetry.elements[:1])
+        moved = codes.images(flows, elements)
+        order = np.argsort(own)
+        found = order[np.minimum(np.searchsorted(own[order], moved), len(own) - 1)]
+        return np.where(own[found] == moved, found, -1).astype(np.int32)
 
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
         """Return the flows of `hops`, all together."""
@@ -230,10 +215,7 @@ class HopIndex:
     def _smallest_listed(self, key: Hops) -> Hops:
         if len(self.images) == 1:
             return key
-        images = np.sort(self.images[:, key], axis=1)
-        for column in range(images.shape[1]):
-            images = images[images[:, column] == images[:, column].min()]
-        return tuple(images[0].tolist())
+        return smallest_row(np.sort(self.images[:, key], axis=1))
 
     def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
         """Return distinct images of `hops`, one sorted row each, in ascending order.
@@ -258,16 +240,6 @@ class HopIndex:
     def rings(self, sequences: Sequence[Sequence[int]]) -> RingSet:
         """Return the ring set of sequences of hop numbers."""
         return ring_set([ring([self.hops[hop] for hop in sequence]) for sequence in sequences])
-
-
-def _touched(flow: Flow) -> tuple[str, ...]:
-    """Return the symmetry's points in a flow; a copy engine moves with its GPU."""
-    return tuple(f"{'G' if p.kind == 'D' else p.kind}{p.index}" for p in flow.places)
-
-
-def _shape(flow: Flow) -> tuple[object, ...]:
-    """Return a flow without its device numbers."""
-    return (*(place.kind for place in flow.places), flow.blocks, str(flow.fifo))
 
 
 # All ring sets of small machines.
