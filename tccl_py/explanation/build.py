@@ -16,7 +16,6 @@ from tccl_py.explanation.causes import (
     Flows,
     Key,
     Prober,
-    Rate,
     find_causes,
     is_hurt,
 )
@@ -29,7 +28,7 @@ from tccl_py.explanation.findings import (
     kind_of,
 )
 from tccl_py.explanation.paths import Paths, Shared
-from tccl_py.model.measurement import dealt
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.view import direct_pairs
@@ -76,7 +75,7 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
     """A known set; `share` is its rate over the rate of its slowest flow alone."""
 
     flows: tuple[Flow, ...]
-    rate: Rate
+    rate: Measurement
     share: float
 
 
@@ -100,14 +99,14 @@ class Builder:
     def finding(self, cause: Cause) -> Finding:
         """Return a finding about a set that is slow together."""
         flows = sorted(cause.flows, key=str)
-        alone = [self.prober.best([flow]).gbps for flow in flows]
+        alone = [self.prober.best([flow]).rate_gbps for flow in flows]
         together = self.prober.best(flows)
         return self._finding(
             flows,
-            min(together.gbps, *alone),
+            min(together.rate_gbps, *alone),
             alone,
             each_gbps=_each(flows, together),
-            error=together.error,
+            error=together.relative_error,
             shares=tuple(shared.words for shared in self.suspects(flows)),
             instead=self._instead(flows),
             alike=cause.alike,
@@ -116,9 +115,9 @@ class Builder:
 
     def slowest(self, flows: Flows, gbps: float) -> Finding:
         """Return the hop that is slowest alone, in rings whose slowest hop gets `gbps`."""
-        rates = {flow: self.prober.rate([flow]).gbps for flow in flows}
+        rates = {flow: self.prober.rate([flow]).rate_gbps for flow in flows}
         flow = min(rates, key=lambda flow: (rates[flow], str(flow)))
-        alone = self.prober.best([flow]).gbps
+        alone = self.prober.best([flow]).rate_gbps
         found = self._finding([flow], gbps, [alone], instead=self._instead([flow]))
         return msgspec.structs.replace(found, sentence="")
 
@@ -149,7 +148,7 @@ class Builder:
             if len(changed) < len(flows) or changed == list(flows):
                 continue
             try:
-                found.append(Instead(kind=kind, gbps=self.prober.rate(changed).gbps))
+                found.append(Instead(kind=kind, gbps=self.prober.rate(changed).rate_gbps))
             except MeasurementError:
                 continue
         return tuple(found)
@@ -164,8 +163,8 @@ class Builder:
         """
         key = tuple(flows)
         if key not in self._suspects:
-            alone = min(self.prober.best([flow]).gbps for flow in flows)
-            share = min(1.0, self.prober.best(flows).gbps / alone)
+            alone = min(self.prober.best([flow]).rate_gbps for flow in flows)
+            share = min(1.0, self.prober.best(flows).rate_gbps / alone)
             innocent = self._innocent(_kinds(flows), share**0.5)
             shared = self.paths.shared(flows)
             gpus = self.paths.busy(flows) if share < COLLAPSE else ()
@@ -189,10 +188,10 @@ class Builder:
             if not 1 < len(known) <= _MOST_FLOWS:
                 continue
             alone = [self.prober.if_known([flow]) for flow in known.flows]
-            rates = [rate.gbps for rate in alone if rate is not None]
+            rates = [rate.rate_gbps for rate in alone if rate is not None]
             if len(rates) == len(known):
                 rate = self.prober.exact(known.flows)
-                yield _Known(flows=known.flows, rate=rate, share=rate.gbps / min(rates))
+                yield _Known(flows=known.flows, rate=rate, share=rate.rate_gbps / min(rates))
 
     def pitfalls(self, told: Sequence[Finding], *, most: int) -> tuple[Finding, ...]:
         """Return the worst sets of the journal, each for another reason than `told` findings.
@@ -220,7 +219,7 @@ class Builder:
         """Yield the smallest part of each much slowed set; `reasons` grows meanwhile."""
         slow: dict[Key, _Known] = {}
         for known in self.known_sets():
-            clear = known.share < _LOST and known.rate.error <= _CERTAIN
+            clear = known.share < _LOST and known.rate.relative_error <= _CERTAIN
             if clear and is_hurt(self.prober, known.flows):
                 slow.setdefault(self.prober.symmetry.key(known.flows), known)
         tried = 0
@@ -244,7 +243,7 @@ class Builder:
             if len(known) == 1:
                 (flow,) = known.flows
                 pair = (flow.source, flow.destination, flow.blocks)
-                by_pair.setdefault(pair, {})[flow] = self.prober.exact([flow]).gbps
+                by_pair.setdefault(pair, {})[flow] = self.prober.exact([flow]).rate_gbps
         for rates in by_pair.values():
             worst = min(rates, key=lambda flow: rates[flow])
             best: dict[str, float] = {}
@@ -255,8 +254,9 @@ class Builder:
                 rate = self.prober.best([worst])
                 others = tuple(Instead(kind=kind, gbps=best[kind]) for kind in sorted(best))
                 alone = [max(best.values())]
-                if rate.error < _CERTAIN:
-                    yield self._finding([worst], rate.gbps, alone, error=rate.error, instead=others)
+                if rate.relative_error < _CERTAIN:
+                    gbps, error = rate.rate_gbps, rate.relative_error
+                    yield self._finding([worst], gbps, alone, error=error, instead=others)
 
 
 def _explained(reason: Reason, reasons: Sequence[Reason]) -> bool:
@@ -268,8 +268,7 @@ def _kinds(flows: Flows) -> Kinds:
     return tuple(sorted(map(kind_of, flows)))
 
 
-def _each(flows: Flows, rate: Rate) -> tuple[float, ...]:
-    if sorted(flows) != sorted(flow for flow, _ in rate.each):
-        return (rate.gbps,) * len(flows)
-    waiting = dealt((flow for flow, _ in rate.each), (gbps for _, gbps in rate.each))
-    return tuple(waiting[flow].pop(0) for flow in flows)
+def _each(flows: Flows, rate: Measurement) -> tuple[float, ...]:
+    if sorted(flows) != sorted(rate.transfers.flows):
+        return (rate.rate_gbps,) * len(flows)
+    return rate.in_order(flows)

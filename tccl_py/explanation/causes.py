@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import BudgetSpentError
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.bounds import smallest_slow_part
@@ -84,14 +85,6 @@ class SymmetryKeys:
         return found
 
 
-class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """The rate of a set's slowest flow, GB/s, its relative standard error, and all flows' rates."""
-
-    gbps: float
-    error: float
-    each: tuple[tuple[Flow, float], ...]
-
-
 class Prober:
     """Asks a source for sets within a budget, and remembers the answers.
 
@@ -113,7 +106,7 @@ class Prober:
         self._before = source.sets_measured
         self._limit = self._share = budget.sets
         self._until = time.monotonic() + (budget.seconds or float("inf"))
-        self._rates: dict[TransferSet, Rate] = {}
+        self._rates: dict[TransferSet, Measurement] = {}
         self._images: dict[Key, TransferSet] = {}
         for known in source.times_known:
             if network or not any(flow.is_network for flow in known.flows):
@@ -130,7 +123,7 @@ class Prober:
             left = self._limit - self.sets_measured
             self._share = self.sets_measured + left // parts
 
-    def exact(self, flows: Flows) -> Rate:
+    def exact(self, flows: Flows) -> Measurement:
         """Return the rate of exactly these flows, over all measurements of them."""
         wanted = transfer_set(flows)
         if wanted not in self._rates:
@@ -142,12 +135,10 @@ class Prober:
             samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
             pooled = msgspec.structs.replace(found[0], samples_gbps=samples, outliers=())
             self.assumed |= pooled.assumed
-            each = tuple(zip(wanted.flows, pooled.gbps, strict=True))
-            rate = Rate(gbps=pooled.rate_gbps, error=pooled.relative_error, each=each)
-            self._rates[wanted] = rate
+            self._rates[wanted] = pooled
         return self._rates[wanted]
 
-    def again(self, flows: Flows) -> Rate:
+    def again(self, flows: Flows) -> Measurement:
         """Measure exactly these flows once more, and return the rate over all measurements."""
         wanted = transfer_set(flows)
         spent = self._share is not None and self.sets_measured >= self._share
@@ -159,18 +150,18 @@ class Prober:
             self._note(wanted)
         return self.exact(flows)
 
-    def rate(self, flows: Flows) -> Rate:
+    def rate(self, flows: Flows) -> Measurement:
         """Return the rate of these flows, or of a known image if theirs is unknown."""
         return self.if_known(flows) or self.exact(flows)
 
-    def best(self, flows: Flows) -> Rate:
+    def best(self, flows: Flows) -> Measurement:
         """Return the rate of exactly these flows within the budget, else of a known image."""
         try:
             return self.exact(flows)
         except BudgetSpentError:
             return self.rate(flows)
 
-    def if_known(self, flows: Flows) -> Rate | None:
+    def if_known(self, flows: Flows) -> Measurement | None:
         """Return the rate of these flows or of an image, without a measurement."""
         wanted = transfer_set(flows)
         image = wanted
@@ -178,9 +169,9 @@ class Prober:
             image = self._images.get(self.symmetry.key(flows), image)
         return self.exact(image.flows) if self.source.times_of(image) else None
 
-    def slowest_alone(self, flows: Flows) -> Rate:
+    def slowest_alone(self, flows: Flows) -> Measurement:
         """Return the rate of the slowest flow, each alone."""
-        return min((self.rate([flow]) for flow in flows), key=lambda rate: rate.gbps)
+        return min((self.rate([flow]) for flow in flows), key=lambda rate: rate.rate_gbps)
 
     def _note(self, known: TransferSet) -> None:
         self.known.append(known)
@@ -239,8 +230,8 @@ def is_hurt(prober: Prober, flows: Flows) -> bool:
     if len(flows) < 2:
         return False
     together, alone = prober.rate(flows), prober.slowest_alone(flows)
-    doubt = CERTAIN * (together.error + alone.error)
-    return together.gbps < HURT * alone.gbps * (1 - min(doubt, 1.0))
+    doubt = CERTAIN * (together.relative_error + alone.relative_error)
+    return together.rate_gbps < HURT * alone.rate_gbps * (1 - min(doubt, 1.0))
 
 
 class _Level:
@@ -253,7 +244,7 @@ class _Level:
         self, prober: Prober, flows: tuple[Flow, ...], related: Related, label: Label
     ) -> None:
         self._prober, self._flows, self._related, self._label = prober, flows, related, label
-        whole, alone = prober.rate(flows).gbps, prober.slowest_alone(flows).gbps
+        whole, alone = prober.rate(flows).rate_gbps, prober.slowest_alone(flows).rate_gbps
         self.limit = min(NEAR * whole, (whole * alone) ** 0.5)
         self._rates: list[tuple[Counter[Flow], float]] = []
         self._remember_known()
@@ -264,7 +255,8 @@ class _Level:
         whole = Counter(self._flows)
         for known in self._prober.known:
             if whole.keys() >= set(known.flows) and Counter(known.flows) <= whole:
-                self._rates.append((Counter(known.flows), self._prober.exact(known.flows).gbps))
+                rate = self._prober.exact(known.flows).rate_gbps
+                self._rates.append((Counter(known.flows), rate))
 
     def causes(self, most: int) -> tuple[list[Cause], tuple[Flow, ...], bool]:
         """Return up to `most` causes, a rest without any, and whether the budget ended."""
@@ -362,11 +354,11 @@ class _Level:
         flows = [self._flows[i] for i in part]
         rate = self._prober.exact(flows) if exact else self._prober.rate(flows)
         for _ in range(AGAIN - 1):
-            if abs(rate.gbps - self.limit) >= CERTAIN * rate.error * rate.gbps:
+            if abs(rate.rate_gbps - self.limit) >= CERTAIN * rate.relative_error * rate.rate_gbps:
                 break
             rate = self._prober.again(flows)
-        self._rates.append((Counter(flows), rate.gbps))
-        return bool(rate.gbps <= self.limit)
+        self._rates.append((Counter(flows), rate.rate_gbps))
+        return bool(rate.rate_gbps <= self.limit)
 
     def _smallest_known(self) -> list[Cause]:
         slow = [known for known, gbps in self._rates if gbps <= self.limit]

@@ -174,7 +174,7 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
     )
     try:
         whole = prober.best(flows)
-        slowest = builder.slowest(flows, whole.gbps)
+        slowest = builder.slowest(flows, whole.rate_gbps)
         hurt = is_hurt(prober, flows)
     except BudgetSpentError:
         return found
@@ -186,7 +186,7 @@ def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExpl
     findings, open_question = _findings(builder, causes)
     return msgspec.structs.replace(
         found,
-        rate_gbps=subject.rings * whole.gbps,
+        rate_gbps=subject.rings * whole.rate_gbps,
         slowest=slowest,
         findings=findings,
         unexplained=trouble or open_question or _left(builder, causes),
@@ -224,8 +224,8 @@ def _left(builder: Builder, causes: Causes) -> str:
         return ""
     why = "the budget of measurements ended first" if causes.spent else "there are more causes"
     return (
-        f"the other {len(causes.rest)} transfers together get {together.gbps:.2f} GB/s "
-        f"({builder.mark}), the slowest of them alone {alone.gbps:.2f}: {why}"
+        f"the other {len(causes.rest)} transfers together get {together.rate_gbps:.2f} GB/s "
+        f"({builder.mark}), the slowest of them alone {alone.rate_gbps:.2f}: {why}"
     )
 
 

@@ -65,6 +65,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Median rate of each flow, in GB/s."""
         return tuple(median(row) for row in self.samples_gbps)
 
+    def in_order(
+        self, flows: Iterable[Flow], values: Sequence[float] | None = None
+    ) -> tuple[float, ...]:
+        """Return the set's rates, or `values`, in another order of its flows."""
+        waiting = dealt(self.transfers.flows, self.gbps if values is None else values)
+        return tuple(waiting[flow].pop(0) for flow in flows)
+
     @property
     def total_gbps(self) -> float:
         """Sum of the flows' median rates, in GB/s."""

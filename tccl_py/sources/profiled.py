@@ -13,7 +13,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
-from tccl_py.model.measurement import Measurement, dealt
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow
 from tccl_py.readers.live import discover_machine
 from tccl_py.sources.remembering import JournalHeader
@@ -165,9 +165,7 @@ def in_given_order(
     text: str, measurement: Measurement, values: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Return rates, or `values`, in the order of `text`; measurements have their own order."""
-    found = measurement.gbps if values is None else values
-    waiting = dealt(measurement.transfers.flows, found)
-    return tuple(waiting[parse_flow(part)].pop(0) for part in flow_texts(text))
+    return measurement.in_order(map(parse_flow, flow_texts(text)), values)
 
 
 def measurement_json(text: str, measurement: Measurement) -> dict[str, Any]:
