@@ -194,11 +194,10 @@ user@node4  cpu=1 port=22\r
     ("text", "expected"),
     [
         ("a slots=2\na\nb\nb\n", {"a": 3, "b": 2}),
-        ("a max_slots=3\n", {"a": 3}),
+        ("a max_slots=3\n", {"a": None}),
         ("user@a slots = 2 # x\n", {"a": 2}),
         ("a slots=2\na slots=2\n", None),
         ("a\na slots=2\n", None),
-        ("b slots=2 max_slots=1\n", None),
     ],
 )
 def test_lines_of_a_host_count_as_in_open_mpi(text, expected):

@@ -12,8 +12,8 @@ import math
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -40,11 +40,10 @@ _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 _RANGE = "ranges in brackets are needed, as in gpu[001-016,020]"
 
 _ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
-_SLOTS = {"slots", "count", "cpu"}
-_MAX_SLOTS = {"max_slots", "slots_max", "max_count", "count_max", "max_cpu", "cpu_max"}
-"""Open MPI's keys for the number of slots and for its limit, - standing for _ too."""
-_WITHOUT_MEANING = {"user", "username", "user_name", "port", "binding", "ifhn"}
-"""Keys of Open MPI and Hydra about how a host is reached; plans do not depend on them."""
+_SLOTS = ("slots", "count", "cpu")
+"""Open MPI's keys for the number of slots."""
+_WITHOUT_MEANING = re.compile("(max|user|port|binding|ifhn).*|.*max")
+"""Keys of Open MPI and Hydra about limits and ways to a host; plans do not depend on them."""
 _LINE = "a line is NAME, NAME:8, NAME slots=8, or a SLURM expression such as gpu[001-016,020]"
 
 
@@ -181,46 +180,29 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
     Lines of a host add up: a bare name adds a slot, `:8` adds eight, and a single bare name leaves
     the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI.
     """
-    found: dict[str, _Tally] = {}
+    slots: Counter[str] = Counter()
+    given: set[str] = set()
     mentions = 0
     for place, content in _lines(text, where):
         entry, *options = content.split(maxsplit=_MAX_WORDS)
-        slots, limit = _options(options, place)
+        own = _slots(options, place)
         for name, count, counted in _named(entry, place):
-            tally = found.setdefault(name, _Tally(name))
-            tally.given = tally.given or counted or tally.slots > 0
-            tally.slots += count
-            tally.set(slots, limit, place)
+            if own is not None and (counted or slots[name]):
+                right = "give all slots of a host on one line"
+                raise InputError(place, f"{name} has slots= after another line", right)
+            if own is not None or counted or slots[name]:
+                given.add(name)
+            slots[name] += count if own is None else own
+            if slots[name] > MAX_SLOTS:
+                right = f"at most {MAX_SLOTS} are possible"
+                raise InputError(place, f"{name} has {slots[name]} slots", right)
             mentions += 1
-            if len(found) > MAX_HOSTS or mentions > MAX_RANKS:
+            if len(slots) > MAX_HOSTS or mentions > MAX_RANKS:
                 right = "give the hosts of one job"
                 raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
-    if not found:
+    if not slots:
         raise InputError(where, "names no host", _LINE)
-    return tuple(
-        HostSlots(tally.name, tally.slots if tally.given else None) for tally in found.values()
-    )
-
-
-@dataclass
-class _Tally:
-    """One host's slots by the lines so far, counted as Open MPI's reader does."""
-
-    name: str
-    slots: int = 0
-    given: bool = False
-    limit: int = MAX_SLOTS
-
-    def set(self, slots: int | None, limit: int | None, place: str) -> None:
-        if slots is not None and self.given:
-            right = "give all slots of a host on one line"
-            raise InputError(place, f"{self.name} has slots= after another line", right)
-        if slots is not None or (limit is not None and not self.given):
-            self.slots, self.given = slots or limit or 0, True
-        self.limit = limit or self.limit
-        if self.slots > self.limit:
-            right = f"at most {self.limit} are possible"
-            raise InputError(place, f"{self.name} has {self.slots} slots", right)
+    return tuple(HostSlots(name, slots[name] if name in given else None) for name in slots)
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -238,7 +220,7 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
 
 def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
     """Yield the hosts of a line's first word: name, number of slots, whether a number is given."""
-    parts = _entries(_without_user(entry), where=place)
+    parts = _entries(entry.rpartition("@")[2], where=place)
     for part in itertools.chain([next(parts, "")], parts):
         match = _ENTRY.fullmatch(part)
         if match is None or not match["names"]:
@@ -254,23 +236,18 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
             yield name, count, match["count"] is not None
 
 
-def _options(options: list[str], place: str) -> tuple[int | None, int | None]:
-    slots = limit = None
+def _slots(options: list[str], place: str) -> int | None:
+    """Return the slots that a line's options give; None without such an option."""
+    slots = None
     for option in options:
         key, _, value = option.partition("=")
-        key = key.replace("-", "_")
-        if key in _WITHOUT_MEANING and value:
-            continue
-        if key not in _SLOTS | _MAX_SLOTS:
+        if key in _SLOTS:
+            if not re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) or not 0 < int(value) <= MAX_SLOTS:
+                raise InputError(place, f"has {shown(option)}", f"1 to {MAX_SLOTS} are possible")
+            slots = int(value)
+        elif not value or not _WITHOUT_MEANING.fullmatch(key):
             raise InputError(place, f"{shown(option)} is not understood after a host", _LINE)
-        if not re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) or not 0 < int(value) <= MAX_SLOTS:
-            raise InputError(place, f"has {shown(option)}", f"1 to {MAX_SLOTS} are possible")
-        slots, limit = (int(value), limit) if key in _SLOTS else (slots, int(value))
-    return slots, limit
-
-
-def _without_user(entry: str) -> str:
-    return entry.rpartition("@")[2]
+    return slots
 
 
 def names_of_this_host() -> Iterator[str]:
