@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
+import networkx as nx
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine
@@ -62,16 +63,15 @@ class Network:
         self.model = model
         self.machine: Machine = model.machine
         self.kinds: dict[Edge, str] = {}
-        hidden = [(link.one, link.other, "hidden") for link in model.knowledge.hidden_links]
-        for a, b, kind in (*self.machine.graph.edges(data="kind"), *hidden):
+        self._graph = self.machine.graph.copy()
+        for link in model.knowledge.hidden_links:
+            self._graph.add_edge(link.one, link.other, kind="hidden")
+        for a, b, kind in self._graph.edges(data="kind"):
             self.kinds[a, b] = self.kinds[b, a] = kind
-        self._neighbours: dict[str, list[str]] = {}
-        for a, b in sorted(self.kinds):
-            self._neighbours.setdefault(a, []).append(b)
         self.roots = frozenset(node.id for node in self.machine.numa_nodes)
         self._ends = frozenset(end.id for end in (*self.machine.gpus, *self.machine.nics))
         self._sockets = {node.id: node.socket for node in self.machine.numa_nodes}
-        self._paths: dict[str, dict[str, str]] = {}
+        self._paths: dict[str, dict[str, list[str]]] = {}
 
     def between_sockets(self, edge: Edge) -> bool:
         """Return whether a link joins two sockets; NUMA nodes of unknown socket have their own."""
@@ -83,32 +83,22 @@ class Network:
     def path(self, source: str, destination: str) -> tuple[Edge, ...]:
         """Return the links from one device to another; MeasurementError without a path."""
         if source not in self._paths:
-            self._paths[source] = self._search(source)
-        previous = self._paths[source]
-        if destination not in previous:
+            self._paths[source] = self._paths_from(source)
+        if destination not in self._paths[source]:
             raise MeasurementError(f"no link leads from {source} to {destination}")
-        edges: list[Edge] = []
-        while destination != source:
-            edges.append((previous[destination], destination))
-            destination = previous[destination]
-        return tuple(reversed(edges))
+        return tuple(pairwise(self._paths[source][destination]))
 
-    def _search(self, source: str) -> dict[str, str]:
-        """Dijkstra from `source`; GPUs and NICs end paths and forward nothing."""
-        costs = {source: 0.0}
-        previous: dict[str, str] = {}
-        queue = [(0.0, source)]
-        while queue:
-            cost, device = heapq.heappop(queue)
-            if cost > costs[device] or (device != source and device in self._ends):
-                continue
-            for neighbour in self._neighbours.get(device, ()):
-                further = cost + _COST[self.kinds[device, neighbour]]
-                if further < costs.get(neighbour, float("inf")):
-                    costs[neighbour] = further
-                    previous[neighbour] = device
-                    heapq.heappush(queue, (further, neighbour))
-        return previous
+    def _paths_from(self, source: str) -> dict[str, list[str]]:
+        """Return the shortest path to each device; GPUs and NICs end paths and forward nothing."""
+
+        def cost(device: str, further: str, _: object) -> float | None:
+            ends = device in self._ends and device != source
+            return None if ends else _COST[self.kinds[device, further]]
+
+        found: dict[str, list[str]] = {}
+        if source in self._graph:
+            found = nx.single_source_dijkstra_path(self._graph, source, weight=cost)
+        return found
 
 
 def legs_of(network: Network, flow: Flow) -> tuple[Leg, ...]:
@@ -267,7 +257,6 @@ _TIE = 1.0 + 1e-12  # Bounds that tighten at the same rate but for rounding are 
 
 def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
     """Return the rates of `count` flows under bounds, by progressive filling; inf without any."""
-    bounds = _tightest(bounds)
     rates = [math.inf] * count
     room = [1.0] * len(bounds)
     pull = [sum(bound.values()) for bound in bounds]
@@ -292,18 +281,6 @@ def max_min_rates(count: int, bounds: Sequence[Bound]) -> list[float]:
                 growing[index] -= 1
         alive = [index for index in alive if growing[index]]
     return rates
-
-
-def _tightest(bounds: Sequence[Bound]) -> list[Bound]:
-    alone: dict[int, float] = {}
-    shared = []
-    for bound in bounds:
-        if len(bound) == 1:
-            ((flow, share),) = bound.items()
-            alone[flow] = max(share, alone.get(flow, 0.0))
-        else:
-            shared.append(bound)
-    return shared + [{flow: share} for flow, share in alone.items()]
 
 
 class Role(NamedTuple):
