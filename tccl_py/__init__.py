@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.writing import write_plan
     from tccl_py.readers.live import discover_machine
     from tccl_py.readers.switches import read_switches
-    from tccl_py.report.notebook import drawing
+    from tccl_py.report.page import drawing
     from tccl_py.search.strategies import find_rings
     from tccl_py.simulator.descriptions import bundled_names, load_machine
     from tccl_py.simulator.source import Simulator
@@ -56,7 +56,7 @@ _NAMES = {
     "plan.writing": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
-    "report.notebook": "drawing",
+    "report.page": "drawing",
     "search.strategies": "find_rings",
     "simulator.descriptions": "bundled_names load_machine",
     "simulator.source": "Simulator",
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("tccl-py")
     if "IPython" in sys.modules:
-        import_module("tccl_py.report.notebook")
+        import_module("tccl_py.report.page")
     if name not in _HOMES:
         raise AttributeError(f"module 'tccl_py' has no attribute {name!r}")
     return getattr(import_module(f"tccl_py.{_HOMES[name]}"), name)

@@ -1,4 +1,7 @@
-"""The HTML page: a plan's directory through the templates, with drawings of its rings."""
+"""The HTML page of a plan's directory, and drawings of machines, plans and rings in notebooks.
+
+Importing this module gives machines, plans and rings their `_repr_html_`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import functools
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
+from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment, pinned_env_text
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.plan import ChoiceName, Plan, PlanChain
 from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
 from tccl_py.report.contents import (
     Contents,
@@ -32,11 +37,15 @@ from tccl_py.report.contents import (
     viridis,
 )
 from tccl_py.report.hops import (
+    Ends,
     HopsView,
     Load,
     cause_view,
     cause_words,
+    chain_ends,
+    drawn_hops,
     drawn_kinds,
+    line_kind,
     link_loads,
     ring_views,
 )
@@ -47,9 +56,11 @@ from tccl_py.report.machine import (
     link_words,
     machine_sentence,
     nvlinks,
+    row_of,
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_maps
+from tccl_py.simulator.model import MachineModel
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -139,26 +150,22 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         machine, of = node.machine, f" of {node.name}" if node.name else ""
         names = ", ".join(node.gpu_names) or "of unknown name"
         yield f"GPUs{of}", f"{len(node.gpus)} of {len(machine.gpus)}, {names}"
-        cpus = Counter(
-            " ".join(filter(None, (one.vendor, one.arch))) + _family(one)
-            for one in machine.numa_nodes
-        )
-        yield f"NUMA nodes{of}", ", ".join(f"{count} of {cpu}" for cpu, count in cpus.items())
-        nics = Counter(f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
-        yield f"NICs{of}", ", ".join(f"{n} x {speed}" for speed, n in nics.items()) or "none"
-        links = Counter(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
-        best = ", ".join(f"{n} x {words}" for words, n in links.items() if words.strip())
-        now = Counter(
-            " ".join(link_words(contents.now[gpu.id]))
-            for gpu in machine.gpus
-            if gpu.id in contents.now
-        )
-        seen = "; now " + ", ".join(f"{n} x {words}" for words, n in now.items()) if now else ""
-        yield f"PCIe of GPUs{of}", (best or "not reported") + seen
+        cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
+        yield f"NUMA nodes{of}", _counted(cpus)
+        speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
+        yield f"NICs{of}", _counted(speeds) or "none"
+        best = _counted(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
+        links = [contents.now[gpu.id] for gpu in machine.gpus if gpu.id in contents.now]
+        now = _counted(" ".join(link_words(link)) for link in links)
+        yield f"PCIe of GPUs{of}", (best or "not reported") + (f"; now {now}" if now else "")
     yield "driver", contents.driver or ("none: simulated" if plan.simulated else "not recorded")
     yield "NCCL", plan.settings.version
     yield "planned", contents.planned
     yield "report by", f"tccl-py {version('tccl-py')}"
+
+
+def _counted(words: Iterable[str]) -> str:
+    return ", ".join(f"{n} x {word}" for word, n in Counter(words).items() if word.strip())
 
 
 def _family(node: NumaNode) -> str:
@@ -326,3 +333,63 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
     if head and _GENERATOR.encode() not in head:
         right = "name another file" if inside else "name another file, or add --force to replace it"
         raise InputError(str(target), "is no report of tccl", right)
+
+
+# Drawings in notebooks
+
+_DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
+<!DOCTYPE html><meta charset="utf-8"><style>{% include "report.css" %}</style>
+<p>{% for line in lines %}{{ line }}<br>{% endfor %}</p>
+{% for node in nodes %}
+<div{% if node.rings %} hidden{% endif %}>
+{% call svg(node.layout.id, "The machine " ~ node.machine.name, node.sentence, node.layout.width,
+  node.nvlinks.bottom + 4) %}
+<g id="{{ node.layout.id }}-parts">{{ machine(node.layout) }}</g>{{
+  nvlink_parts(node.nvlinks, node.layout) }}{% endcall %}</div>
+{% for ring in node.rings %}{{ hops(ring) }}{% endfor %}
+{% endfor %}
+{% if ring %}<svg hidden><g id="row-parts">{{ machine(ring.layout) }}</g></svg>{{ hops(ring) }}
+{% endif %}"""
+_HEIGHT = 640.0
+"""The height of a plan's drawing, in which rings beyond the first are reached by scrolling."""
+
+
+def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
+    """Return HTML with SVG drawings of a machine, of a ring, or of a plan's rings on its machines.
+
+    The page is inside an iframe, so that its style and the notebook's do not meet.
+    """
+    nodes, ring, height = [], None, _HEIGHT
+    if isinstance(subject, MachineModel):
+        subject = subject.machine
+    if isinstance(subject, (PlanChain, Ring)):
+        ring = _row(subject)
+        height = ring.bottom + 90
+        lines = [" → ".join(ring.layout.boxes)]
+        lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
+    elif isinstance(subject, Plan):
+        classes = enumerate(subject.cluster.classes)
+        nodes = [node_view(part.machine, subject, number) for number, part in classes]
+        lines = repr(subject).splitlines()
+    else:
+        nodes, lines = [node_view(subject)], [subject.name]
+        height = nodes[0].nvlinks.bottom + 90
+    page = templates().from_string(_DRAWING).render(nodes=nodes, ring=ring, lines=lines)
+    style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
+    return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
+
+
+def _row(ring: PlanChain | Ring) -> HopsView:
+    """Return a ring's hops below its devices, in the order of the ring."""
+    ends: list[Ends] = [
+        (f"G{hop.source}", f"G{hop.target}", line_kind(hop.flow), hop.flow, None)
+        for hop in ring.hops
+    ]
+    if isinstance(ring, PlanChain):
+        ends = chain_ends(ring)
+    layout = row_of(list(dict.fromkeys(name for one in ends for name in one[:2])))
+    return HopsView(id="ring", title="Ring", layout=layout, hops=drawn_hops(None, ends, layout))
+
+
+for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
+    setattr(_kind, "_repr_html_", drawing)  # noqa: B010 (mypy knows no such attribute)
