@@ -25,6 +25,7 @@ from tccl_py.model.transfer import Flow, Place, elsewhere
 T = TypeVar("T", int, str)
 Permutation = dict[str, str]
 
+_ROUNDS = 8  # Of colour refinement; VF2 decides where more would distinguish devices
 MAX_ELEMENTS = 8_192  # Mappings listed; of a larger group a subgroup is used
 
 
@@ -127,26 +128,14 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
     return graph
 
 
-def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, int]:
+def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
     """Return colours after refinement, every `fixed` device in a colour of its own."""
-    labels: dict[str, object] = {
-        node: (repr(data["colour"]), fixed.index(node) if node in fixed else -1)
-        for node, data in graph.nodes(data=True)
-    }
-    count = 0
-    while True:
-        ranks = {label: rank for rank, label in enumerate(sorted(set(labels.values()), key=repr))}
-        colours = {node: ranks[label] for node, label in labels.items()}
-        if len(ranks) == count:
-            return colours
-        count = len(ranks)
-        labels = {
-            node: (
-                colours[node],
-                tuple(sorted((repr(d["colour"]), colours[n]) for n, d in graph[node].items())),
-            )
-            for node in graph
-        }
+    for node, data in graph.nodes(data=True):
+        data["start"] = (data["colour"], fixed.index(node) if node in fixed else -1)
+    rounds = nx.weisfeiler_lehman_subgraph_hashes(
+        graph, node_attr="start", edge_attr="colour", iterations=_ROUNDS
+    )
+    return {node: hashes[-1] for node, hashes in rounds.items()}
 
 
 def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
