@@ -43,23 +43,20 @@ def run_job(way, plans, tmp_path):
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.torch_rank", way, str(plan)],
-            cwd=REPOSITORY,
-            env={**os.environ, **job, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, plan in enumerate(plans)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.torch_rank", way, str(tmp_path), *map(str, plans)],
+        cwd=REPOSITORY,
+        env={**os.environ, **job},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    said = [
+        tuple((tmp_path / f"{rank}.{name}").read_text() for name in ("out", "err"))
+        for rank in range(size)
     ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return outputs, [rank.returncode for rank in ranks]
+    return said, json.loads(done.stdout)
 
 
 def test_each_group_sees_its_own_file_on_all_ranks(plan_dir, tmp_path):

@@ -1,34 +1,58 @@
-"""One rank of a job over real torch.distributed; gloo stands for NCCL, a CPU for each GPU.
+"""The ranks of a job over real torch.distributed; gloo stands for NCCL, a CPU for each GPU.
 
-usage: python -m tests.torch_rank gloo|as-nccl PLAN, with torchrun's variables
-Prints one JSON line: what each communicator saw when it was made, sums, and the environment.
+usage: python -m tests.torch_rank gloo|as-nccl FOLDER PLAN..., with torchrun's variables but RANK
+Each rank, with a plan of its own, writes one JSON line to FOLDER/RANK.out: what each communicator
+saw when it was made, sums, and the environment; its errors are in RANK.err. Prints the exit codes.
 """
 
 import json
 import os
+import signal
 import sys
+import traceback
+from pathlib import Path
 
 GRAPH = "NCCL_GRAPH_FILE"
 
 
 def main():
-    # Not above: the tests are collected where there is no torch.
+    # Not above: the tests are collected where there is no torch. Ranks need not load it again.
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
     import tccl_py.torch  # noqa: PLC0415
 
-    way, plan = sys.argv[1:3]
+    way, folder, *plans = sys.argv[1:]
+    pids = []
+    for rank, plan in enumerate(plans):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            signal.alarm(100)  # a rank that waits for ever ends with the test
+            os.environ["RANK"] = str(rank)
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(Path(folder, f"{rank}.{name}"), os.O_CREAT | os.O_WRONLY), number)
+            code = 1
+            try:
+                be_rank(torch, dist, tccl_py.torch, way, plan)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+def be_rank(torch, dist, ours, way, plan):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seen = []
     if way == "as-nccl":
         as_nccl(torch, dist, rank, seen)
     before = dict(os.environ)
-    tccl_py.torch.init_process_group(plan, "gloo")
+    ours.init_process_group(plan, "gloo")
     sums = {"world": reduced(torch, dist, rank, None)}
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3], [1, 2, 3]):
         if max(ranks) < size:
-            group = tccl_py.torch.new_group(ranks)
+            group = ours.new_group(ranks)
             if rank in ranks:
                 sums[",".join(map(str, ranks))] = reduced(torch, dist, rank, group)
     added = {name: text for name, text in os.environ.items() if before.get(name) != text}
