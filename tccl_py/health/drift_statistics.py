@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -82,7 +83,7 @@ def log_rates(measurements: Sequence[Measurement]) -> dict[Flow, list[float]]:
     for measurement in measurements:
         logs = np.log(np.median(np.asarray(measurement.samples_gbps), axis=1)).tolist()
         for flow, equal in dealt(measurement.transfers.flows, logs).items():
-            found.setdefault(flow, []).append(float(np.mean(equal)))
+            found.setdefault(flow, []).append(fmean(equal))
     return found
 
 
@@ -130,7 +131,7 @@ def compared(
         before = log_rates(then[transfers])
         for flow, after in log_rates(found).items():
             p = chance(before[flow], after, spread)
-            was, new = (math.exp(np.mean(logs)) for logs in (before[flow], after))
+            was, new = (math.exp(fmean(logs)) for logs in (before[flow], after))
             row = Comparison(transfers=transfers, flow=flow, was_gbps=was, is_gbps=new, p=p)
             raw.append(row)
     adjusted = zip(raw, holm([row.p for row in raw]), strict=True)
@@ -146,7 +147,7 @@ def chance(before: Sequence[float], after: Sequence[float], spread: Spread) -> f
     own = sum(float(np.var(row)) * len(row) for row in (before, after))
     variance = max((spread.freedom * spread.variance + own) / freedom, _FLOOR)
     error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
-    change = abs(float(np.mean(after) - np.mean(before)))
+    change = abs(fmean(after) - fmean(before))
     smallest = math.log1p(SMALLEST)
     if change <= smallest:
         return 1.0

@@ -490,6 +490,7 @@ def receiving_nic(flow: Flow) -> int | None:
     return _nic_that(flow, "write")
 
 
+@functools.lru_cache(maxsize=4096)  # a search asks for the same few hops again and again
 def _nic_that(flow: Flow, operation: str) -> int | None:
     moves = (t for t in flow.transfers if t.executor.kind == "N" and t.operation == operation)
     return next((transfer.executor.index for transfer in moves), None)

@@ -127,16 +127,11 @@ class Pairing(msgspec.Struct, frozen=True):
 def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     """Return the symmetry elements that take the NIC pairs of a pairing to themselves."""
     column = {point: i for i, point in enumerate(symmetry.points)}
-    names = {i: int(point[1:]) for point, i in column.items() if point[0] == "N"}
-    ends = [
-        symmetry.elements[:, [column[f"N{pair[end]}"] for pair in pairing.pairs]] for end in (0, 1)
-    ]
-    wanted = Counter(pairing.pairs)
-    keep = [
-        Counter((names[into], names[out]) for into, out in zip(*element, strict=True)) == wanted
-        for element in zip(*(end.tolist() for end in ends), strict=True)
-    ]
-    return symmetry if all(keep) else keeping(symmetry, np.array(keep, dtype=bool))
+    ends = np.array([[column[f"N{nic}"] for nic in pair] for pair in pairing.pairs])
+    # A pair as one number: elements with the same numbers take pairs to pairs.
+    digits = np.array([len(column), 1])
+    keep = (np.sort(symmetry.elements[:, ends] @ digits) == np.sort(ends @ digits)).all(axis=1)
+    return symmetry if keep.all() else keeping(symmetry, keep)
 
 
 _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
