@@ -29,43 +29,63 @@ MEASURING = (
 """What moves bytes for a while, by processes that do not sleep. Beside each other such tests take
 several times as long: one worker has them all, first the one that waits for slow links most."""
 
+PLANNING = (
+    "test_kept.py",
+    "test_plan.py",
+    "test_reference_plans.py",
+    "test_plans.py",
+    "test_cli_plan.py",
+    "test_plan_study.py",
+)
+"""What looks at plans of whole machines: one worker has them all, and makes each plan once."""
+
+TOGETHER = dict.fromkeys(MEASURING, "measuring") | dict.fromkeys(PLANNING, "planning")
+
 SLOWEST_FIRST = (
     "test_verification_jobs.py",
     "test_verifying_over_hosts.py",
     "test_profiler_nccl.py",
-    "test_placement.py",
+    *PLANNING,
     "test_docs.py",
+    "test_placement.py",
     "test_asking_nccl.py",
     "test_cli_hardware.py",
-    "test_overlap.py",
-    "test_kept.py",
-    "test_children.py",
-    "test_killed.py",
-    "test_stand_in.py",
-    "test_reference_plans.py",
-    "test_cli_check.py",
-    "test_graph_files_against_nccl.py",
     "test_jobs_against_nccl.py",
-    "test_plan.py",
-    "test_cluster_planner.py",
-    "test_torch_on_gloo.py",
+    "test_size_tuning.py",
+    "test_stand_in.py",
+    "test_overlap.py",
+    "test_graph_files_against_nccl.py",
+    "test_children.py",
     "test_readme.py",
-    "test_search_on_machines.py",
+    "test_nccl_defaults.py",
+    "test_cli_check.py",
+    "test_cluster_planner.py",
+    "test_table_jobs.py",
     "test_tccl_database.py",
-    "test_scenarios.py",
-    "test_examples.py",
-    "test_profiler_kernels.py",
     "test_simulator_measured.py",
-    "test_advise.py",
-    "test_cli_frame.py",
-    "test_cli_plan.py",
-    "test_plan_directory.py",
-    "test_growth.py",
+    "test_profiler_kernels.py",
+    "test_search_on_machines.py",
+    "test_examples.py",
+    "test_scenarios.py",
+    "test_verification_tuning.py",
+    "test_reference_plans_against_nccl.py",
+    "test_timing.py",
+    "test_check.py",
     "test_merge.py",
+    "test_tuner.py",
+    "test_advise.py",
+    "test_profiler_program.py",
     "test_search.py",
-    "test_nccl_stock.py",
-    "test_profiler_rank_jobs.py",
-    "test_report_in_browser.py",
+    "test_verification.py",
+    "test_killed.py",
+    "test_torch_on_gloo.py",
+    "test_profiler_lone_lanes.py",
+    "test_profiler_host_device.py",
+    "test_growth.py",
+    "test_nccl_tests.py",
+    "test_cli_frame.py",
+    "test_placed_buffers.py",
+    "test_plan_directory.py",
 )
 """Workers take file after file: what takes longest begins first, so that all end together."""
 
@@ -97,13 +117,13 @@ def _gpus():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal out files, and those that measure as one."""
+    """Deal out files, and as one those that belong together."""
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 (only where workers are asked for)
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "measuring" if Path(file).name in MEASURING else file
+            return TOGETHER.get(Path(file).name, file)
 
     return Scheduling(config, log)
 
