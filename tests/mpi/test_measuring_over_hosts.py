@@ -39,7 +39,8 @@ def over(sender, receiver, *, nics=(0, 0)):
     )
 
 
-MEASURE = ("measure", "--backend", "host", "--devices", "2", "--interfaces", "eth0,eth1")
+WORDS = ("measure", "--backend", "host", "--devices", "2", "--interfaces")
+MEASURE = (*WORDS, "eth0,eth1")
 ALONE = over("h0", "h1")
 ACROSS = over("h0", "h2")
 SHARED = f"{over('h0', 'h2')} {over('h1', 'h3')}"
@@ -170,11 +171,11 @@ def test_two_hosts_of_one_name_are_refused(namespaces):  # noqa: F811
 
 
 @contextlib.contextmanager
-def under_way(namespaces, journal):  # noqa: F811
+def under_way(namespaces, journal, hosts=("h0", "h1")):  # noqa: F811
     """A long measurement over two hosts, which has measured something."""
     # Other sets for a while: each has another FIFO.
-    sets = [ALONE.replace("128K", f"{size}K") for size in range(64, 512, 4)]
-    process = namespaces.start(*MEASURE, "--journal", str(journal), *sets, hosts=("h0", "h1"))
+    sets = [over(*hosts).replace("128K", f"{size}K") for size in range(64, 512, 4)]
+    process = namespaces.start(*WORDS, "eth0", "--journal", str(journal), *sets, hosts=hosts)
     try:
         until = time.monotonic() + WITHIN_S
         while not journal.exists() or len(journal.read_bytes().splitlines()) < 2:
@@ -188,38 +189,60 @@ def under_way(namespaces, journal):  # noqa: F811
         process.wait()
 
 
-def nothing_is_left(namespaces):  # noqa: F811
+def nothing_is_left(namespaces, hosts=("h0", "h1")):  # noqa: F811
     until = time.monotonic() + WITHIN_S
-    while any(namespaces.pids(host) for host in namespaces.hosts):
+    while any(namespaces.pids(host) for host in hosts):
         assert time.monotonic() < until, "processes are left"
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("number", "what"),
-    [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has said nothing for 10 s")],
-)
-def test_a_rank_that_dies_or_stalls_is_named(namespaces, tmp_path, number, what):  # noqa: F811
-    journal = tmp_path / "journal.jsonl"
-    with under_way(namespaces, journal) as process:
-        os.kill(namespaces.rank_pid("h1"), number)
-        ran = ended(process, WITHIN_S)
+@pytest.fixture(scope="module")
+def stalled(namespaces, tmp_path_factory):  # noqa: F811
+    """A measurement, and its journal, one of whose ranks stands still: that takes 10 s to tell."""
+    journal = tmp_path_factory.mktemp("stalled") / "journal.jsonl"
+    with under_way(namespaces, journal, ("h2", "h3")) as process:
+        os.kill(namespaces.rank_pid("h3"), signal.SIGSTOP)
+        yield process, journal
+
+
+def named(ran, host, what):
+    """A host is named, once, with what became of it."""
     # Which code it is where a rank was killed, the launcher says.
     assert ran.code != 0
     said = [line for line in ran.stderr.splitlines() if line.startswith("tccl: host ")]
     assert len(said) == 1, ran.stderr
-    assert said[0].startswith("tccl: host h1: ")
+    assert said[0].startswith(f"tccl: host {host}: ")
     assert what in said[0]
+
+
+def keeps(journal, machine):
+    """The journal has what was measured before."""
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert lines[0]["machine"] == "h0,h1"
+    assert lines[0]["machine"] == machine
     assert len(lines) >= 2
+
+
+def test_a_rank_that_dies_is_named(stalled, namespaces, tmp_path):  # noqa: F811
+    journal = tmp_path / "journal.jsonl"
+    with under_way(namespaces, journal) as process:
+        os.kill(namespaces.rank_pid("h1"), signal.SIGKILL)
+        ran = ended(process, WITHIN_S)
+    named(ran, "h1", "has died")
+    keeps(journal, "h0,h1")
     nothing_is_left(namespaces)
 
 
-def test_an_interrupt_leaves_nothing(namespaces, tmp_path):  # noqa: F811
+def test_an_interrupt_leaves_nothing(stalled, namespaces, tmp_path):  # noqa: F811
     with under_way(namespaces, tmp_path / "journal.jsonl") as process:
         os.killpg(process.pid, signal.SIGINT)
         ran = ended(process, WITHIN_S)
     assert ran.code != 0
     assert "has died" not in ran.stderr
     nothing_is_left(namespaces)
+
+
+def test_a_rank_that_stalls_is_named(stalled, namespaces):  # noqa: F811
+    process, journal = stalled
+    named(ended(process, WITHIN_S), "h3", "has said nothing for 10 s")
+    keeps(journal, "h2,h3")
+    nothing_is_left(namespaces, ("h2", "h3"))
