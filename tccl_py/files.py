@@ -219,8 +219,11 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:
-        deep = isinstance(error, RecursionError)
-        what = "is nested too deep" if deep else f"does not fit {name or kind.__name__} ({error})"
+        what = f"does not fit {name or kind.__name__} ({error})"
+        if isinstance(error, RecursionError):
+            what = "is nested too deep"
+        elif not text.strip():
+            what = "is empty"
         raise InputError(where, what, "give a file this program wrote") from error
 
 

@@ -57,13 +57,13 @@ def test_json_has_the_same_and_says_who_says_so(tmp_path):
 def test_a_root_that_is_no_directory_is_refused(tmp_path):
     result = tccl("doctor", "--root", tmp_path / "no")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "directory; name one with" in result.stderr and f"{tmp_path}" in result.stderr
+    assert "directory with sys" in result.stderr and f"{tmp_path}" in result.stderr
 
 
 def test_a_root_without_a_systems_folders_is_refused(tmp_path):
     result = tccl("doctor", "--root", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "no sys, proc or etc" in result.stderr
+    assert "sys, proc or etc in it" in result.stderr
 
 
 def test_nothing_from_a_file_reaches_the_terminal_as_it_is(tmp_path):

@@ -110,6 +110,7 @@ BAD = {
         ("measure", SET, *ON, "--seed", "two"),
         "--seed 'two': is no whole number",
     ),
+    "one argument too many": (("show", "plan", "more"), "Not expected here: (more); see"),
     "no choice of a plan": (
         ("env", "plan", "--choice", "mine"),
         "--choice 'mine': is not known; one of default, variables, graph",

@@ -447,4 +447,4 @@ def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
     assert not (tmp_path / "plan").exists()
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune", "--nodes", "2")
     assert made.exit_code == 2
-    assert "are simulated: runs collectives" in made.stderr
+    assert "runs collectives on the hosts" in made.stderr

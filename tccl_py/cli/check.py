@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import flag, in_range, opt
-from tccl_py.cli.output import BAD, GOOD, ProgressLine, results
+from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, write_result
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.files import encode_json
@@ -25,8 +25,7 @@ from tccl_py.health.drift import (
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.verify.jobs import find_program
@@ -103,8 +102,7 @@ def check(
         raise InputError("--with", "is for --preflight", "add --preflight")
     if seed < 0:
         raise InputError("--seed", f"is {seed}", "0 or more")
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     notice_each(plugin_complaints())
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     begun = time.monotonic()
@@ -161,7 +159,7 @@ def _print(plan: Plan, drift: Drift) -> None:
     console.print(said, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
-        console.print(_table(drift))
+        print_table(console, _rows(drift))
         console.print(f"This points to {drift.points_to}.")
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
@@ -176,19 +174,16 @@ def _print(plan: Plan, drift: Drift) -> None:
         )
 
 
-def _table(drift: Drift) -> Table:
-    table = Table("flow, and what ran beside it", "was GB/s", "is GB/s", "change", "p")
-    table.columns[0].overflow = "fold"
+def _rows(drift: Drift) -> Iterator[Sequence[str]]:
+    """Yield the table of changed sets: the flow that fell most, and below it what ran beside."""
+    yield "flow, and what ran beside it", "was GB/s", "is GB/s", "change", "p"
     for row in drift.changes[:_SHOWN]:
         change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
-        table.add_row(str(row.flow), f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p)
-        for line in _beside(row):
-            table.add_row(f"  {line}", "", "", "", "", style="dim")
-        table.add_section()
+        yield str(row.flow), f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p
+        yield from ((f"  {line}", "", "", "", "") for line in _beside(row))
     rest = len(drift.changes) - _SHOWN
     if rest > 0:
-        table.add_row(f"and {rest} more sets; --json has all", "", "", "", "")
-    return table
+        yield f"and {rest} more sets; --json has all", "", "", "", ""
 
 
 def _beside(row: Comparison) -> list[str]:

@@ -20,7 +20,6 @@ from tccl_py.simulator.descriptions import load_machine
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import measured_machine
 
-_ROOT = "name one with sys, proc, etc and dev in it"
 _COPIED = DriverState(unseen="a copy of a host has no driver to ask")
 _INDENT = (0, 0, 0, 6)
 _WORDS = {"hang": "HANG", "slow": "SLOW", "note": "note"}
@@ -50,10 +49,9 @@ def doctor(
         tccl doctor
         sudo tccl doctor --json
     """
-    if root is not None and not root.is_dir():
-        raise InputError(str(root), "is no directory", _ROOT)
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
-        raise InputError(str(root), "has no sys, proc or etc in it", _ROOT)
+        right = "name one with sys, proc, etc and dev in it"
+        raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
     host = this_host() if root is None else Host(root=root, driver=_COPIED)
     found = examine(host)
     if json:

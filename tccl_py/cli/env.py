@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated
 
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import flag, gpus_argument, opt, refuse
+from tccl_py.cli.options import flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import refused
@@ -23,17 +23,13 @@ from tccl_py.health.fitness import (
     prefer_numa_node,
 )
 from tccl_py.nccl.settings import env_conflicts, export_lines
-from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import CHOICES
-
-Choice = Enum("Choice", {name: name for name in CHOICES})  # type: ignore[misc]
-
 
 Gpus = Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")]
 HostName = Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")]
 Version = Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")]
-Chosen = Annotated[Choice | None, opt("|".join(CHOICES), "The recommended one if not given.")]
+Chosen = Annotated[str | None, opt("|".join(CHOICES), "The recommended one if not given.")]
 Plugin = Annotated[bool, flag("--plugin", "Load NCCL's plugin: any communicators.")]
 Alike = Annotated[
     bool,
@@ -81,7 +77,7 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
-    found = _environment(directory, gpus, host, nccl, choice, plugin=plugin, alike=alike)
+    found = _environment(SimpleNamespace(**locals()), is_rank=False)
     if json:
         simulated = found.plan.simulated
         print_json({**found.subject, "environment": found.variables, "simulated": simulated})
@@ -124,8 +120,7 @@ def run(
         tccl run my-plan --plugin -- python train.py
         mpirun -n 8 tccl run my-plan -- python train.py
     """
-    how = {"plugin": plugin, "alike": alike}
-    found = _environment(directory, gpus, host, nccl, choice, is_rank=True, **how)
+    found = _environment(SimpleNamespace(**locals()), is_rank=True)
     settings = found.plan.choices[found.subject.get("choice", "default")].settings
     variables = found.variables
     against = () if plugin or not variables else env_conflicts(settings, os.environ)
@@ -147,27 +142,19 @@ def run(
         os.execve(program, command, {**variables, **os.environ})
 
 
-def _environment(
-    directory: Path,
-    gpus: str | None,
-    host: str | None,
-    nccl: str | None,
-    choice: Any,
-    *,
-    is_rank: bool = False,
-    **how: bool,
-) -> JobEnvironment:
+def _environment(asked: SimpleNamespace, *, is_rank: bool) -> JobEnvironment:
     """Return a job's variables; notices say why there are none."""
-    check_plan_directory(directory)
-    plan = load_plan(directory)
-    if how["plugin"]:
-        rest = {"--gpus": gpus, "--host": host, "--choice": choice}
+    gpus, choice = asked.gpus, asked.choice
+    if choice is not None:
+        one_of("--choice", choice, CHOICES)
+    plan = plan_in(asked.directory)
+    if asked.plugin:
+        rest = {"--gpus": gpus, "--host": asked.host, "--choice": choice}
         refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
     if plan.is_cluster:
-        refuse({"--gpus": gpus, "--nccl": nccl}, options.OF_CLUSTER)
+        refuse({"--gpus": gpus, "--nccl": asked.nccl}, options.OF_CLUSTER)
     else:
-        refuse({"--host": host}, ("", "is for the plan of a cluster", "leave it out"))
-    given: dict[str, Any] = {"host": host, "nccl": nccl, "is_rank": is_rank, **how}
+        refuse({"--host": asked.host}, ("", "is for the plan of a cluster", "leave it out"))
+    given = {name: vars(asked)[name] for name in ("host", "nccl", "choice", "plugin", "alike")}
     given["gpus"] = None if gpus is None else gpus_argument(gpus, plan.machine)
-    given["choice"] = None if choice is None else choice.value
-    return job_environment_of(plan, directory, say=notice, **given)
+    return job_environment_of(plan, asked.directory, is_rank=is_rank, say=notice, **given)

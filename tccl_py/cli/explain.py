@@ -19,8 +19,7 @@ from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation, save_explanation
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import class_sources, hosts_again, source_again
-from tccl_py.plan.beside import check_plan_directory
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.search.problem import Budget
@@ -51,10 +50,9 @@ def explain(
         tccl explain my-plan
         tccl explain my-plan --no-measure
     """
-    check_plan_directory(directory)
     in_range("--max-sets", max_sets, 1_000_000)
     in_range("--max-causes", max_causes, 100)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     budget = Budget(sets=0 if no_measure else max_sets)
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ExitStack() as stack:

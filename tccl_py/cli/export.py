@@ -13,7 +13,7 @@ from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.files import read_text
 from tccl_py.nccl.versions import asked_version
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.directory import GRAPH_FILE, machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import check_files
@@ -104,8 +104,7 @@ def _export_tuner(directory: Path, output: Path | None) -> None:
     from tccl_py.plan.beside import load_tuning  # noqa: PLC0415
 
     _check_new(output)
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     tuning = load_tuning(plan, directory)
     if tuning is None:
         raise InputError(str(directory), "was not tuned", "run tccl verify --tune there")
@@ -168,8 +167,7 @@ def _export_job(
     if output is None:
         right = "name a new directory that all hosts of the job can read"
         raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     if not plan.is_cluster:
         raise InputError("--hosts", "is for the plan of a cluster", "leave it out")
     listed = listed_hosts(hosts, where="--hosts")

@@ -21,10 +21,10 @@ from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
     TERMINATED,
+    Said,
     Verbosity,
     complain,
     flush_output,
-    set_verbosity,
     silence_output,
 )
 from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
@@ -89,7 +89,7 @@ class _Commands(_HelpOption, TyperGroup):
         """Run a command line; ends the process unless `standalone_mode` is off."""
         standalone = extra.pop("standalone_mode", True)
         code = flush_output(self._run(*args, **extra))
-        set_verbosity(Verbosity.USUAL)
+        Said.verbosity = Verbosity.USUAL
         if standalone:
             sys.exit(code)
         return code
@@ -121,15 +121,13 @@ class _Command(_HelpOption, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; refuse the empty name, which Path takes for the current directory."""
+        given: Mapping[str, Any] = {}
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[0]
+            rest = super().parse_args(ctx, args)
         except _UsageError as error:
             # typer does not name the command in all of them.
             error.ctx = ctx
-            raise
-        try:
-            rest = super().parse_args(ctx, args)
-        except _UsageError as error:
             raise _plain(error, given) from error
         for param in self.params:
             metavar = getattr(param, "metavar", None)
@@ -141,13 +139,10 @@ class _Command(_HelpOption, TyperCommand):
 
 def _plain(error: Any, given: Mapping[str, Any]) -> Exception:
     """Return the error of a value that cannot be read in plain words, and any other as it is."""
-    _, _, known = error.message.partition(" is not one of ")
     if "valid integer" in error.message:
         what, right = "is no whole number", "give one, as 4"
     elif "valid number" in error.message or "valid float" in error.message:
         what, right = "is no number", "give one, as 4 or 0.5"
-    elif known:
-        what, right = "is not known", f"one of {known.rstrip('.')}".replace("'", "")
     else:
         wrong: Exception = error
         return wrong
@@ -159,7 +154,7 @@ def _said(how: Verbosity, text: str) -> Any:
 
     def chosen(given: bool) -> None:
         if given:
-            set_verbosity(how)
+            Said.verbosity = how
 
     names = how.value, f"--{how.name.lower()}"
     hidden: dict[str, Any] = {"is_eager": True, "expose_value": False}
@@ -193,6 +188,7 @@ def _sentence(error: Exception) -> str:
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "tccl"
         message = " ".join(error.format_message().split()).rstrip(".")
+        message = message.replace("Got unexpected extra argument(s)", "Not expected here:")
         return f"{message}; see '{path} --help'"
     if isinstance(error, UnicodeEncodeError):
         return "a file name: holds bytes that are not UTF-8; rename the file"
@@ -221,47 +217,16 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib import metadata  # noqa: PLC0415 (slow, and needed only here)
-
-        typer.echo(f"tccl {metadata.version('tccl-py')}")
-        raise typer.Exit(0)
-
-
-def _print_completion(shell: str | None) -> None:
-    if shell is not None:
-        from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
-        from tccl_py.cli.options import one_of  # noqa: PLC0415
-
-        one_of("--completion", shell, SHELLS)
-        commands = {name: load_command(name) for name in COMMANDS}
-        lines = {name: line.replace("`", "") for name, (_, line) in COMMANDS.items()}
-        typer.echo(completion_script(shell, commands, lines))
-        raise typer.Exit(0)
-
-
 @app.callback()
 def _frame(
     ctx: typer.Context,
-    version: Annotated[  # noqa: ARG001 (its callback prints and ends)
-        bool,
-        typer.Option(
-            "--version",
-            metavar=" ",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
+    version: Annotated[
+        bool, typer.Option("--version", metavar=" ", help="Print the version and exit.")
     ] = False,
-    completion: Annotated[  # noqa: ARG001 (its callback prints and ends)
+    completion: Annotated[
         str | None,
         typer.Option(
-            "--completion",
-            metavar="bash|fish|zsh",
-            callback=_print_completion,
-            is_eager=True,
-            help="Print a script that completes command lines, and exit.",
+            metavar="bash|fish|zsh", help="Print a script that completes command lines, and exit."
         ),
     ] = None,
 ) -> None:
@@ -272,6 +237,20 @@ def _frame(
 
     Exit codes: 0 done, 1 the answer is no, 2 wrong use or bad input.
     """
+    if version:
+        from importlib import metadata  # noqa: PLC0415 (slow, and needed only here)
+
+        typer.echo(f"tccl {metadata.version('tccl-py')}")
+        raise typer.Exit(0)
+    if completion is not None:
+        from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
+        from tccl_py.cli.options import one_of  # noqa: PLC0415
+
+        one_of("--completion", completion, SHELLS)
+        commands = {name: load_command(name) for name in COMMANDS}
+        lines = {name: line.replace("`", "") for name, (_, line) in COMMANDS.items()}
+        typer.echo(completion_script(completion, commands, lines))
+        raise typer.Exit(0)
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(NOT_USABLE)

@@ -264,27 +264,20 @@ def _measured(
 
 
 def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurement]]) -> None:
-    measured = any(not measurement.simulated for _, measurement in rows)
-    more = ("interval", "repeats") if measured else ()
+    simulated = rows[0][1].simulated
+    more = () if simulated else ("interval", "repeats")
     title = f"Transfer sets on {title}"
     table = Table("Flow", "GB/s", *more, "Figures", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
     for text, measurement in rows:
-        _add_rows(table, text, measurement)
-    results().print(table)
-
-
-def _add_rows(table: Table, text: str, measurement: Measurement) -> None:
-    mark = provenance(simulated=measurement.simulated, assumed=measurement.assumed)
-    gbps = in_given_order(text, measurement)
-    together = [mark]
-    beside: list[list[str]] = [[] for _ in gbps]
-    if not measurement.simulated:
-        repeats = str(len(measurement.samples_gbps[0]))
+        mark = provenance(simulated=simulated, assumed=measurement.assumed)
+        gbps = in_given_order(text, measurement)
         widths = in_given_order(text, measurement, relative_intervals(measurement))
-        beside = [[half_width(width), repeats] for width in widths]
-        together = ["", repeats, f"{mark}{timing_text(measurement)}"]
-    for flow, rate, more in zip(text.split(), gbps, beside, strict=True):
-        table.add_row(flow, f"{rate:.2f}", *more, mark)
-    table.add_row("together", f"{sum(gbps):.2f}", *together, style="bold")
-    table.add_section()
+        repeats, timing = str(len(measurement.samples_gbps[0])), timing_text(measurement)
+        for flow, rate, width in zip(text.split(), gbps, widths, strict=True):
+            beside = () if simulated else (half_width(width), repeats)
+            table.add_row(flow, f"{rate:.2f}", *beside, mark)
+        together = (mark,) if simulated else ("", repeats, mark + timing)
+        table.add_row("together", f"{sum(gbps):.2f}", *together, style="bold")
+        table.add_section()
+    results().print(table)

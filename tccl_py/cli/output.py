@@ -16,7 +16,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from tccl_py.cli.process import Verbosity, notice, verbosity
+from tccl_py.cli.process import Said, Verbosity, notice
 from tccl_py.errors import counted, visible
 
 if TYPE_CHECKING:
@@ -71,17 +71,8 @@ class _SafeConsole(Console):
         return grid(line for row in cells for line in (*zip(names, row, strict=True), ("", "")))
 
 
-def results() -> Console:
-    """Return the console of results: stdout; wide enough for tables where it is no terminal."""
-    return _console(stderr=False)
-
-
-def notices() -> Console:
-    """Return the console of notices: stderr."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
+def results(*, stderr: bool = False) -> Console:
+    """Return a console on stdout, wide enough for tables where it is no terminal; or on stderr."""
     stream = sys.stderr if stderr else sys.stdout
     piped = stream is None or not stream.isatty()
     return _SafeConsole(
@@ -137,16 +128,16 @@ class ProgressLine:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        console = notices()
+        console = results(stderr=True)
         self._most = most
-        self._lines = not console.is_terminal or verbosity() is Verbosity.VERBOSE
+        self._lines = not console.is_terminal or Said.verbosity is Verbosity.VERBOSE
         self._bar = RichProgress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=self._lines or verbosity() is Verbosity.QUIET,
+            disable=self._lines or Said.verbosity is Verbosity.QUIET,
         )
         self._line = self._bar.add_task("starting", total=None)
         self._begun = self._shown = time.monotonic()
@@ -184,7 +175,7 @@ class ProgressLine:
     def _show(self) -> None:
         text = "; ".join(part for part in (self._search, self._measured) if part) or "starting"
         self._bar.update(self._line, description=text)
-        now, apart = time.monotonic(), 1.0 if verbosity() is Verbosity.VERBOSE else _APART_S
+        now, apart = time.monotonic(), 1.0 if Said.verbosity is Verbosity.VERBOSE else _APART_S
         if self._lines and now - self._shown >= apart:
             self._shown = now
             notice(f"{_time_text(now - self._begun)}: {text}")

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt
+from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
@@ -82,13 +82,11 @@ def overlap(
 def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int, ...]:
     """Return NVML indices of the GPUs; for a dry run just numbers."""
     if backend == "gloo":
-        if gpus is not None:
-            raise InputError("--gpus", "is for nccl", "gloo has --ranks")
+        refuse({"--gpus": gpus}, ("", "is for nccl", "gloo has --ranks"))
         count = 2 if ranks is None else ranks
         in_range("--ranks", count, _MOST_RANKS, least=2)
         return tuple(range(count))
-    if ranks is not None:
-        raise InputError("--ranks", "is for gloo", "nccl has --gpus")
+    refuse({"--ranks": ranks}, ("", "is for gloo", "nccl has --gpus"))
     try:
         machine, _, fingerprint = discover_machine()
     except InputError as error:

@@ -48,16 +48,6 @@ _DRY_SETS, _DRY_TARGET, _DRY_REPEATS = 40, 0.1, 6
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
-_BY_RANKS = (
-    "for several nodes",
-    "is about one machine",
-    "leave it out: as many GPUs of a host are used as it has ranks (slots)",
-)
-_BY_HOSTS = (
-    "for nodes that are simulated",
-    "runs collectives on the hosts",
-    f"leave it out, or measure them: {UNDER_MPI}",
-)
 
 
 def plan(
@@ -226,7 +216,8 @@ def _check(asked: SimpleNamespace) -> None:
         given = {"--nccl": asked.nccl, "--gid-index": asked.gid_index, "--force": asked.force}
         refuse({**given, "--pin-env": asked.pin_env or None}, _OF_PLAN)
     if asked.in_job or asked.several:
-        refuse({"--gpus": asked.gpus}, _BY_RANKS)
+        right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
+        refuse({"--gpus": asked.gpus}, ("for several nodes", "is about one machine", right))
     else:
         listed = {"--hosts": asked.hosts, "--switches": asked.switches}
         order = {"--keep-order": asked.keep_order, "--gid-index": asked.gid_index}
@@ -235,7 +226,8 @@ def _check(asked: SimpleNamespace) -> None:
         refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
         return
     if asked.several:
-        refuse({"--tune": asked.tune}, _BY_HOSTS)
+        right = f"leave it out, or measure them: {UNDER_MPI}"
+        refuse({"--tune": asked.tune}, ("for models", "runs collectives on the hosts", right))
         if asked.simulate is None and not asked.extend:
             right = f"add --simulate MACHINE, or {UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)

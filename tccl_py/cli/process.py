@@ -29,22 +29,15 @@ class Verbosity(Enum):
     QUIET, USUAL, VERBOSE = "-q", "", "-v"
 
 
-_verbosity = [Verbosity.USUAL]
+class Said:
+    """What the command that runs says."""
 
-
-def verbosity() -> Verbosity:
-    """Return what the command that runs says."""
-    return _verbosity[-1]
-
-
-def set_verbosity(wanted: Verbosity) -> None:
-    """Set what the command that runs says."""
-    _verbosity[:] = [wanted]
+    verbosity = Verbosity.USUAL
 
 
 def notice(text: str) -> None:
     """Print one sentence for the user on stderr, in one line that begins with `tccl:`."""
-    if verbosity() is not Verbosity.QUIET:
+    if Said.verbosity is not Verbosity.QUIET:
         _print_line(text)
 
 
@@ -63,7 +56,7 @@ def notice_each(texts: Iterable[str]) -> None:
 
 def complain(text: str) -> int:
     """Print an error, after -v with its trace, and return the exit code."""
-    if verbosity() is Verbosity.VERBOSE and sys.stderr is not None:
+    if Said.verbosity is Verbosity.VERBOSE and sys.stderr is not None:
         traceback.print_exc()
     _print_line(text)
     return NOT_USABLE

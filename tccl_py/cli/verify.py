@@ -15,10 +15,10 @@ from rich.console import Console
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
-from tccl_py.cli.output import BAD, GOOD, ProgressLine, notices, print_table, results
+from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import check_plan_directory
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import locked
@@ -174,7 +174,6 @@ def verify(
         print_verification(found, results())
         if tune:
             print_sizes(load_sizes(directory), results())
-    notice(f"wrote {directory / 'verify.json'}")
     if not found.accepted:
         raise typer.Exit(ANSWER_IS_NO)
 
@@ -281,8 +280,7 @@ def _job_options(
     several = in_job()
     with ExitStack() as stack:
         job = stack.enter_context(controlled_job()) if several else None
-        check_plan_directory(directory)
-        plan = load_plan(directory)
+        plan = plan_in(directory)
         anywhere = by_model and plan.simulated and kind is None
         if plan.is_cluster != several and not anywhere:
             raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
@@ -304,8 +302,9 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     with ProgressLine() as line:
         asked = JobOptions(job=job, backend=backend, say=notice, watch=line.say)
         found = verify_plan(directory, budget, asked, tune=True)
-    print_verification(found, notices())
-    print_sizes(load_sizes(directory), notices())
+    console = results(stderr=True)
+    print_verification(found, console)
+    print_sizes(load_sizes(directory), console)
     return load_plan(directory)
 
 

@@ -43,9 +43,8 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines
-from tccl_py.plan.beside import check_plan_directory, planned_fingerprint, plugin_variables
+from tccl_py.plan.beside import plan_in, planned_fingerprint, plugin_variables
 from tccl_py.plan.directory import conf_text
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
@@ -97,8 +96,7 @@ def plan_to_install(
     Without `force` the plan must be verified, and of this machine. With `plugin` the plugin is
     loaded where NCCL has plugins. Raises InputError: no plan, changed files, or not to be trusted.
     """
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     check_files(directory)
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     if not why and not plan.is_cluster:

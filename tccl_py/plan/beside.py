@@ -49,13 +49,14 @@ from tccl_py.plan.staging import (
 )
 
 
-def check_plan_directory(directory: Path) -> None:
-    """Refuse anything but a directory; `load_plan` checks for the plan in it.
+def plan_in(directory: Path) -> Plan:
+    """Read the plan in a directory.
 
-    Raises InputError: a file, or nothing there.
+    Raises InputError: a file, nothing there, or as `load_plan`.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+    return load_plan(directory)
 
 
 def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:

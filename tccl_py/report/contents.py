@@ -20,8 +20,7 @@ from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import check_plan_directory, planned_fingerprint
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.beside import plan_in, planned_fingerprint
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
 from tccl_py.simulator.source import Simulator
@@ -78,8 +77,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_contents(directory: Path) -> Contents:
     """Read the files of a report; only the plan must be there."""
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     journal, notices = _journal(directory / JOURNAL_FILE, plan)
     known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)

@@ -24,9 +24,8 @@ from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
-from tccl_py.plan.beside import check_plan_directory, plugin_variables
+from tccl_py.plan.beside import plan_in, plugin_variables
 from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, subset_file
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
@@ -109,8 +108,7 @@ def open_plan(directory: Path) -> OpenPlan:
     """Read a plan's directory."""
     directory = directory.absolute()
     check_path(directory)
-    check_plan_directory(directory)
-    plan = load_plan(directory)
+    plan = plan_in(directory)
     # Each of several hosts has its own files; a rank checks its own.
     manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
     return OpenPlan(

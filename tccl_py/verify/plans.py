@@ -28,7 +28,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import job_gpus
+from tccl_py.plan.tables import gpus_text, job_gpus
 from tccl_py.plan.words import choice_words
 from tccl_py.plan.writing import host_graphs
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -285,6 +285,9 @@ def _machine_parts(
 
 def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:
     sets = job_gpus(text, plan.gpus)
+    if len(sets) == 1:
+        what = f"{text!r:.40} names no numbers or sets of GPUs {gpus_text(plan.gpus)}"
+        raise InputError("--gpus-per-job", what, "name some, as 4,2,0+2")
     return [gpus for gpus in sets if len(gpus) > 1]
 
 
@@ -307,7 +310,7 @@ def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -
         if tuned:
             plan.write()
             say(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
-        return keep_verification(found, plan.directory)
+        return keep_verification(found, plan.directory, say)
 
 
 def machine_launcher(plan: Plan, directory: Path, options: JobOptions) -> Launcher:

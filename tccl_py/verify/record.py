@@ -8,7 +8,7 @@ ratios, one per round, are symmetric about 0 whatever the noise: the signed-rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Literal
@@ -352,9 +352,11 @@ def groups_text(groups: Groups) -> str:
     return "GPUs " + " and ".join(",".join(map(str, members)) for members in groups)
 
 
-def keep_verification(found: Verification, directory: Path) -> Verification:
-    """Write verify.json beside a plan, whole or not at all, and return its content."""
-    return keep_beside_plan(found, directory / VERIFICATION_FILE)
+def keep_verification(
+    found: Verification, directory: Path, say: Callable[[str], None] | None = None
+) -> Verification:
+    """Write verify.json beside a plan, as `keep_beside_plan`, and return its content."""
+    return keep_beside_plan(found, directory / VERIFICATION_FILE, say)
 
 
 def load_verification(directory: Path) -> Verification | None:
