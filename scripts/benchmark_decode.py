@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import check_plan_directory, load_tuning, plugin_variables
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.beside import load_tuning, plan_in, plugin_variables
 from tccl_py.rank_processes.rank import (
     Communicator,
     join,
@@ -64,8 +63,7 @@ def control() -> None:
     asked = parser.parse_args()
     if not LEAST_ROUNDS <= asked.rounds <= MAX_ROUNDS:
         raise InputError(f"--rounds {asked.rounds}", "is out of range", f"{LEAST_ROUNDS} to 40")
-    check_plan_directory(asked.directory)
-    plan = load_plan(asked.directory)
+    plan = plan_in(asked.directory)
     if plan.is_cluster:
         raise InputError(str(asked.directory), "is the plan of a cluster", "name one machine's")
     if load_tuning(plan, asked.directory) is None:

@@ -389,7 +389,7 @@ TAMPERED = {
     ),
     "a machine without GPUs": (changed, ((*MACHINE, "gpus"), []), "has no GPU"),
     "no JSON": (lambda: "plan", (), "does not fit Plan (JSON is malformed"),
-    "nothing": (lambda: "", (), "does not fit"),
+    "nothing": (lambda: "", (), "is empty"),
     "a list": (lambda: "[]", (), "does not fit"),
     "deep nesting": (
         lambda: '{"format_version":2,"cluster":{"hosts":[' + "[" * 10**6,
