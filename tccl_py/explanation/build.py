@@ -87,9 +87,6 @@ class Builder:
         self._plan, self._number = plan, number
         part = plan.cluster.classes[number]
         self.machine, self.paths = part.machine, Paths(part.machine, part.knowledge)
-        self._suspects: dict[tuple[Flow, ...], tuple[Shared, ...]] = {}
-        self._seen: dict[Kinds, list[tuple[float, frozenset[str]]]] = {}
-        self._looked_at = 0
 
     @property
     def mark(self) -> str:
@@ -161,30 +158,26 @@ class Builder:
         """Return the shared places, without those that equal mechanisms share unharmed. Raises
         MeasurementError: the flows were not measured.
         """
-        key = tuple(flows)
-        if key not in self._suspects:
-            alone = min(self.prober.best([flow]).rate_gbps for flow in flows)
-            share = min(1.0, self.prober.best(flows).rate_gbps / alone)
-            innocent = self._innocent(_kinds(flows), share**0.5)
-            shared = self.paths.shared(flows)
-            gpus = self.paths.busy(flows) if share < COLLAPSE else ()
-            left = [place for place in (*gpus, *shared) if place.kind not in innocent]
-            self._suspects[key] = tuple(left) or shared
-        return self._suspects[key]
+        alone = min(self.prober.best([flow]).rate_gbps for flow in flows)
+        share = min(1.0, self.prober.best(flows).rate_gbps / alone)
+        innocent = self._innocent(_kinds(flows), share**0.5)
+        shared = self.paths.shared(flows)
+        gpus = self.paths.busy(flows) if share < COLLAPSE else ()
+        left = [place for place in (*gpus, *shared) if place.kind not in innocent]
+        return tuple(left) or shared
 
     def _innocent(self, kinds: Kinds, above: float) -> set[str]:
-        known = len(self.prober.known)
-        for seen in self.known_sets(self._looked_at):
-            places = (*self.paths.shared(seen.flows), *self.paths.busy(seen.flows))
-            row = (seen.share, frozenset(place.kind for place in places))
-            self._seen.setdefault(_kinds(seen.flows), []).append(row)
-        self._looked_at = known
-        rows = self._seen.get(kinds, [])
-        return {kind for share, shared in rows if share >= above for kind in shared}
+        """Return the kinds of places of known sets with these mechanisms and so high a share."""
+        return {
+            place.kind
+            for known in self.known_sets()
+            if known.share >= above and _kinds(known.flows) == kinds
+            for place in (*self.paths.shared(known.flows), *self.paths.busy(known.flows))
+        }
 
-    def known_sets(self, start: int = 0) -> Iterator[_Known]:
+    def known_sets(self) -> Iterator[_Known]:
         """Yield known sets of a few flows whose rates alone are known too."""
-        for known in self.prober.known[start:]:
+        for known in self.prober.known:
             if not 1 < len(known) <= _MOST_FLOWS:
                 continue
             alone = [self.prober.if_known([flow]) for flow in known.flows]
