@@ -25,7 +25,6 @@ from tccl_py.files import (
     decode_json,
     encode_line,
     lock,
-    parsed,
     reading,
     refused,
     replacement,
@@ -39,7 +38,6 @@ _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
 _OF_HOST = re.compile(r"host (?P<name>[A-Za-z0-9_.-]{1,240}): ")
 _UNWRITABLE = "cannot be written", SPACE
-_DECODER = msgspec.json.Decoder(Measurement, dec_hook=parsed)
 
 
 class JournalContents(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +61,14 @@ def read_journal(path: Path) -> JournalContents:
     with reading(path) as file:
         lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
             if not line.endswith(b"\n"):
                 torn = line
                 break
             if header is None:
-                header = _header(path, line)
-            elif (measurement := _measurement(line, header, path, number)) is None:
+                header = decode_json(_text(line, where), JournalHeader, where=where)
+                check_version(header.format_version, FORMAT_VERSION, where)
+            elif (measurement := _measurement(line, header, where)) is None:
                 ignored += 1
             else:
                 measurements.setdefault(measurement.transfers, []).append(measurement)
@@ -76,7 +76,7 @@ def read_journal(path: Path) -> JournalContents:
     if header is None:
         raise InputError(str(path), "has no header line", "name a journal this program wrote")
     if len(torn) == MAX_LINE_BYTES:
-        raise InputError(f"{path}:{number}", f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
+        raise InputError(where, f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
     if ignored:
         what = f"ignored {counted(ignored, 'line')} without a measurement"
@@ -90,13 +90,6 @@ def read_journal(path: Path) -> JournalContents:
     )
 
 
-def _header(path: Path, line: bytes) -> JournalHeader:
-    where = f"{path}:1"
-    header = decode_json(_text(line, where), JournalHeader, where=where)
-    check_version(header.format_version, FORMAT_VERSION, where)
-    return header
-
-
 def _text(line: bytes, where: str) -> str:
     try:
         return line.decode()
@@ -104,24 +97,19 @@ def _text(line: bytes, where: str) -> str:
         raise InputError(where, "is not UTF-8 text", _RIGHT) from error
 
 
-def _measurement(line: bytes, header: JournalHeader, path: Path, number: int) -> Measurement | None:
+def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement | None:
     """Decode a line; None for a record of earlier versions that is no measurement."""
     try:
-        measurement = _DECODER.decode(line)
-        fault = next(faults(measurement), None)
+        measurement = decode_json(_text(line, where), Measurement, where=where)
     except NoRateError as error:
         if error.gbps == 0:
             return None
-        what = f"has a rate of {error.gbps:g} GB/s"
-        raise InputError(f"{path}:{number}", what, _RIGHT) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        # Once more, for the sentence that says what is wrong.
-        where = f"{path}:{number}"
-        return decode_json(_text(line, where), Measurement, where=where)
+        raise InputError(where, f"has a rate of {error.gbps:g} GB/s", _RIGHT) from error
+    fault = next(faults(measurement), None)
     if fault is None and measurement.simulated != header.simulated:
         fault = "contradicts line 1 on whether it is simulated"
     if fault is not None:
-        raise InputError(f"{path}:{number}", fault, _RIGHT)
+        raise InputError(where, fault, _RIGHT)
     return measurement if measurement.is_together else None
 
 

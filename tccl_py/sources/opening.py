@@ -170,8 +170,8 @@ class OpenedSource(RememberingSource):
 class MeasuredSource(OpenedSource):
     """Hardware as a source.
 
-    Workers start with the first set, unless the session (of this host or of a job's hosts) is
-    `entered` already. `notices` tell limits of every rate measured here; `check` refuses sets.
+    Workers, of this host or of a job's hosts, start with the first set. `notices` tell limits of
+    every rate measured here.
     """
 
     def __init__(
@@ -179,13 +179,10 @@ class MeasuredSource(OpenedSource):
         session: Session | ClusterSession,
         options: MeasurementOptions,
         notices: Sequence[str] = (),
-        *,
-        check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
-        entered: bool = False,
     ) -> None:
         super().__init__(None, lambda: session.header)
         self._session, self._options, self._limits = session, options, tuple(notices)
-        self._check, self._entered = check, entered
+        self._entered = False
         self._on_set: Callable[[int], None] = lambda _: None
         self._failures: list[str] = []
 
@@ -232,10 +229,7 @@ class MeasuredSource(OpenedSource):
         return measurement
 
     def _measured(self, transfers: TransferSet) -> Measurement:
-        self._check([transfers])
-        if not self._entered:
-            self._session.__enter__()
-            self._entered = True
+        self._enter()
         profiler = self._session.profiler
         try:
             (measurement,) = profiler.measure([transfers])
@@ -244,6 +238,11 @@ class MeasuredSource(OpenedSource):
             self._failures.append(str(error))
             raise
         return measurement
+
+    def _enter(self) -> None:
+        if not self._entered:
+            self._session.__enter__()
+            self._entered = True
 
     def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
         """Tell a set that cannot be measured from a machine that is lost."""
@@ -356,11 +355,15 @@ class HostsSource(MeasuredSource):
     ) -> None:
         self.session, self.dry_run = session, dry_run
         notices = (DRY_RUN,) if dry_run else ()
-        super().__init__(session, options, notices, check=session.check_sets, entered=True)
+        super().__init__(session, options, notices)
 
     def __enter__(self) -> HostsSource:
-        self.session.__enter__()
+        self._enter()
         return self
+
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        self.session.check_sets([transfers])
+        return super()._measured(transfers)
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
         """Limit devices to those of some sets; return their hosts."""
