@@ -178,7 +178,8 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
         gpu[001-016,020]:8,login1*2     SLURM's expressions; `:8` and `*8` stand for 8 lines
 
     Lines of a host add up: a bare name adds a slot, `:8` adds eight, and a single bare name leaves
-    the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI.
+    the slots open. `slots=` after earlier lines of the host is refused, as by Open MPI. Limits such
+    as `max_slots=` have no meaning for plans.
     """
     slots: Counter[str] = Counter()
     given: set[str] = set()
