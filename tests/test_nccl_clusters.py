@@ -14,7 +14,7 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.graph_search import default_choice, search_ring, search_tree
-from tccl_py.nccl.graph_writer import node_rings
+from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions

@@ -134,36 +134,23 @@ class ChannelSearch:
     # Links
 
     def _lay_out_fields(self) -> None:
-        """Give each link on a path a field with its bandwidth, below a guard bit."""
-        ends = (*self._gpus, *self._system.nets)
-        used: dict[int, Link] = {}
-        for pair in (
-            (a, b) for a in ends for b in ends if a in self._system.sm or b in self._system.sm
-        ):
-            for link in self._paths[pair].links:
-                used[link.index] = link
-                back = self._answered(pair[0], link)
-                if back is not None:
-                    used[back.index] = back
-        for gpu in self._gpus:
-            used.update((link.index, link) for link in self._pci_links(gpu))
-        most = max([_MOST_TAKEN, *(round(link.gbps * _SCALE) for link in used.values())])
-        self._bits = most.bit_length() + 1
-        self._shift = {index: place * self._bits for place, index in enumerate(used)}
+        """Give each link a field with its bandwidth, below a guard bit."""
+        links = self._system.links
+        gbps = [round(link.gbps * _SCALE) for link in links]
+        self._bits = max(_MOST_TAKEN, *gbps).bit_length() + 1
         guard = 1 << (self._bits - 1)
-        self._guards = sum(guard << shift for shift in self._shift.values())
+        self._guards = sum(guard << self._bits * link.index for link in links)
         self._whole = self._guards + sum(
-            round(link.gbps * _SCALE) << self._shift[link.index] for link in used.values()
+            left << self._bits * link.index for left, link in zip(gbps, links, strict=True)
         )
-        field = (1 << self._bits) - 1
+        self._field = guard - 1
         self._pci = [
-            [self._shift[link.index] for link in self._pci_links(gpu)] for gpu in self._gpus
+            [self._bits * link.index for link in self._pci_links(gpu)] for gpu in self._gpus
         ]
-        own = [sum(field << shift for shift in both) for both in self._pci]
+        own = [sum(self._field << shift for shift in both) for both in self._pci]
         self._unused_pci = cache(
             lambda used: sum(fields for gpu, fields in enumerate(own) if not used >> gpu & 1)
         )
-        self._field = guard - 1
 
     def _pci_links(self, gpu: str) -> list[Link]:
         """Return the PCI link from a GPU up, and the link down to the GPU."""
@@ -189,10 +176,10 @@ class ChannelSearch:
         need, use = round(rate * _SCALE), 0
         for link in path.links:
             takes = need * 6 // 5 if costly and link.type == PathType.PIX else need
-            use += takes << self._shift[link.index]
+            use += takes << self._bits * link.index
             back = self._answered(source, link)
             if back is not None:
-                use += takes // 8 << self._shift[back.index]
+                use += takes // 8 << self._bits * back.index
         hops = len(path.links)
         if hops and system.rules.device_nodes:
             # One link more between a rank's GPU and its device, and two at a relay.

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import msgspec
 
-from tccl_py.errors import InputError, require
-from tccl_py.nccl.paths import Direction
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.errors import require
 from tccl_py.nccl.versions import LATEST, RING, TREE, TYPES, version_facts
-from tccl_py.nccl.view import NcclView, leaves_as_named, net_devices, net_path
+from tccl_py.nccl.view import leaves_as_named
 
 _RING_PATTERN = 4
 _BALANCED_TREE_PATTERN = 1
@@ -22,7 +15,6 @@ _TREE_PATTERN = 3
 
 _MAX_DEVICE = 255
 _MAX_GBPS = 100_000
-_DIRECTIONS: tuple[Direction, ...] = ("receive", "send")
 
 
 class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,58 +103,3 @@ def _check(rings: GraphRings, version: str) -> None:
     require(0 < rings.speed_gbps < _MAX_GBPS, where, what, "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter):
         require(kind in TYPES, where, f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}")
-
-
-def node_rings(
-    seen: NcclView,
-    orders: Sequence[tuple[int, ...]],
-    ends: Sequence[tuple[int, int]],
-    *,
-    speed_gbps: float,
-) -> GraphRings:
-    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
-
-    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
-    second GPU where this GPU is as near to the NIC.
-    """
-    settings = seen.settings
-    stays = settings.cross_nic != 0 or all(into == out for into, out in ends)
-    what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
-    require(stays, "channels over several nodes", what, "choose cross_nic 1, 2 or None")
-    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
-    channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
-    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
-    first, second = (
-        [
-            net_path(seen, order[place], into, direction)
-            for order, into, _ in channels
-            if place < len(order)
-            for direction in _DIRECTIONS
-        ]
-        for place in (0, 1)
-    )
-    device = net_devices(seen.machine, settings)
-    return GraphRings(
-        orders=tuple(orders),
-        speed_gbps=speed_gbps,
-        type_intra=_farthest(intra, settings),
-        nets=tuple((device[into], device[out]) for into, out in ends),
-        type_inter=_farthest([inter], settings),
-        tree_type_inter=_farthest(first, settings),
-        tree_spreads=bool(second) and max(second) <= max(first),
-    )
-
-
-def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
-    farthest = max(kinds, default=PathType.LOC)
-    unknown = version_facts(settings.version).unknown_levels
-    for name in TYPES:
-        if name not in unknown and PathType[name] >= farthest:
-            return name
-    raise InputError("channels over several nodes", "join devices without a path", "choose others")
-
-
-def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
-    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
-    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
-    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])

@@ -16,16 +16,17 @@ from itertools import pairwise, product
 import msgspec
 import numpy as np
 
-from tccl_py.errors import SearchError
+from tccl_py.errors import InputError, SearchError, require
 from tccl_py.model.rings import Hop, HopSpace, Ring, ring
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Fifo, Flow, entering, leaving, receiving_nic, sending_nic
+from tccl_py.nccl.graph_writer import GraphRings
 from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import blocks_of_ring, hop_space
-from tccl_py.nccl.versions import Level
-from tccl_py.nccl.view import NcclView, net_ends, net_path, view
+from tccl_py.nccl.transport import blocks_of_ring, hop_space, pair_mechanism
+from tccl_py.nccl.versions import TYPES, Level, version_facts
+from tccl_py.nccl.view import NcclView, net_devices, net_ends, net_path, view
 
 # Chains: a node with the network has one more vertex, the world, and a chain is a ring through it.
 
@@ -134,6 +135,7 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     return symmetry if keep.all() else keeping(symmetry, keep)
 
 
+_DIRECTIONS: tuple[Direction, ...] = ("receive", "send")
 _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
 
 
@@ -244,3 +246,59 @@ def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
         flows += [exit_flow(under, gpu, nic, blocks=1) for gpu, nic in ends]
         distinct.setdefault(tuple(flows), changed)
     return tuple(distinct.values())[1:]
+
+
+# Graph files of one node of several.
+def node_rings(
+    seen: NcclView,
+    orders: Sequence[tuple[int, ...]],
+    ends: Sequence[tuple[int, int]],
+    *,
+    speed_gbps: float,
+) -> GraphRings:
+    """Return the file's content for channels over `orders` between entry and exit NICs `ends`.
+
+    The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
+    second GPU where this GPU is as near to the NIC.
+    """
+    settings = seen.settings
+    stays = settings.cross_nic != 0 or all(into == out for into, out in ends)
+    what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+    require(stays, "channels over several nodes", what, "choose cross_nic 1, 2 or None")
+    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
+    channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
+    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
+    first, second = (
+        [
+            net_path(seen, order[place], into, direction)
+            for order, into, _ in channels
+            if place < len(order)
+            for direction in _DIRECTIONS
+        ]
+        for place in (0, 1)
+    )
+    device = net_devices(seen.machine, settings)
+    return GraphRings(
+        orders=tuple(orders),
+        speed_gbps=speed_gbps,
+        type_intra=_farthest(intra, settings),
+        nets=tuple((device[into], device[out]) for into, out in ends),
+        type_inter=_farthest([inter], settings),
+        tree_type_inter=_farthest(first, settings),
+        tree_spreads=bool(second) and max(second) <= max(first),
+    )
+
+
+def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
+    farthest = max(kinds, default=PathType.LOC)
+    unknown = version_facts(settings.version).unknown_levels
+    for name in TYPES:
+        if name not in unknown and PathType[name] >= farthest:
+            return name
+    raise InputError("channels over several nodes", "join devices without a path", "choose others")
+
+
+def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
+    """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
+    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
+    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])

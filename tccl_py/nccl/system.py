@@ -128,6 +128,11 @@ class System:
             place -= 1
         links.insert(place, found)
 
+    def join(self, one: str, other: str, kind: PathType, gbps: float) -> None:
+        """Add links in both directions, or widen them."""
+        self.connect(one, other, kind, gbps)
+        self.connect(other, one, kind, gbps)
+
 
 def build_system(
     machine: Machine,
@@ -280,22 +285,17 @@ def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) 
         if device in system.nets:
             _add_net(system, device, parent)
         else:
-            gbps = pci_gbps(system.machine.links[device])
-            system.connect(device, parent, PathType.PIX, gbps)
-            system.connect(parent, device, PathType.PIX, gbps)
+            system.join(device, parent, PathType.PIX, pci_gbps(system.machine.links[device]))
 
 
 def _add_net(system: System, device: str, parent: str) -> None:
     nic = next(port for port in system.machine.nics if port.id == device)
     card = _card(nic)
     speed = (nic.speed_mbps if nic.speed_mbps > 0 else DEFAULT_NET_MBPS) / MBPS_PER_GBPS
-    for source, target in ((card, device), (device, card)):
-        system.connect(source, target, PathType.NET, speed)
-    if any(link.target == parent for link in system.nodes[card].links):
-        return
-    gbps = pci_gbps(nic.link) if nic.bus_id else LOCAL_GBPS
-    for source, target in ((card, parent), (parent, card)):
-        system.connect(source, target, PathType.PIX, gbps)
+    system.join(card, device, PathType.NET, speed)
+    if all(link.target != parent for link in system.nodes[card].links):
+        gbps = pci_gbps(nic.link) if nic.bus_id else LOCAL_GBPS
+        system.join(card, parent, PathType.PIX, gbps)
 
 
 def _add_nvlinks(system: System) -> None:

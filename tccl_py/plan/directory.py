@@ -16,7 +16,6 @@ from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import (
     INDEX_FILE,
-    PER_COMMUNICATOR,
     IndexedGpu,
     IndexedSet,
     PluginIndex,
@@ -253,7 +252,8 @@ def _index(
 ) -> PluginIndex:
     variables = environment(plan.job_settings)
     names = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
-    own = {n: value for n, value in variables.items() if names and n in PER_COMMUNICATOR}
+    # NCCL reads it for each communicator: without a graph file it stays NCCL's own.
+    algo = variables.pop("NCCL_ALGO", None) if names else None
     major = "" if known is None else known.driver.partition(".")[0]
     numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
 
@@ -263,15 +263,13 @@ def _index(
         return {gpu: numa_ids[node] for gpu, node in placed}
 
     sets = tuple(
-        IndexedSet(
-            gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes(gpus), variables=own
-        )
+        IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes(gpus), algo=algo)
         for gpus, name in names.items()
     )
     index = index_of_class(plan, 0, sets, {} if known is None else known.uuids(plan.machine))
     return msgspec.structs.replace(
         index,
-        variables={name: value for name, value in variables.items() if name not in own},
+        variables=variables,
         driver=int(major) if major.isdecimal() else None,
         numa=None if known is None else known.numa_count,
         tables=tables,

@@ -11,8 +11,7 @@ import msgspec
 from tccl_py.errors import InputError, SearchError
 from tccl_py.model.rings import Hop, Ring, ring_like
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.graph_writer import farthest_end
-from tccl_py.nccl.network import chain_hop_space
+from tccl_py.nccl.network import chain_hop_space, farthest_end
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels, hop_space

@@ -15,7 +15,8 @@ import msgspec
 from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.graph_writer import graph_xml, node_rings
+from tccl_py.nccl.graph_writer import graph_xml
+from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
 from tccl_py.nccl.settings import Settings, env_sh

@@ -22,13 +22,11 @@ def test_sets_are_in_the_order_of_their_masks():
     sets = (
         PAIR,
         IndexedSet(gpus=(0, 1, 4), file="b.xml", text=b""),
-        IndexedSet(
-            gpus=(1, 0), file="c.xml", text=b"", nodes={1: 2, 0: 3}, variables={"NCCL_PROTO": "LL"}
-        ),
+        IndexedSet(gpus=(1, 0), file="c.xml", text=b"", nodes={1: 2, 0: 3}, algo="Ring"),
     )
     found = [line.split() for line in lines(index(sets=sets)) if line.startswith("set")]
     assert [line[1:3] for line in found] == [["0,1", "c.xml"], ["0,4", "a.xml"], ["0,1,4", "b.xml"]]
-    assert found[0][4:] == ["NODES=3,2", "NCCL_PROTO=LL"]
+    assert found[0][4:] == ["NODES=3,2", "NCCL_ALGO=Ring"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_sets_are_in_the_order_of_their_masks():
         {"sets": (msgspec.structs.replace(PAIR, gpus=(0,)),)},
         {"sets": (msgspec.structs.replace(PAIR, gpus=(0, 3)),)},
         {"sets": (msgspec.structs.replace(PAIR, file="../a.xml"),)},
-        {"sets": (msgspec.structs.replace(PAIR, variables={"NCCL_BUFFSIZE": "1"}),)},
+        {"sets": (msgspec.structs.replace(PAIR, algo="Ring Tree"),)},
         {"sets": (msgspec.structs.replace(PAIR, text=bytes(1 << 19)),)},
         {"sets": (msgspec.structs.replace(PAIR, nodes={0: 1}),)},
         {"sets": (msgspec.structs.replace(PAIR, nodes={0: 1, 4: 1024}),)},

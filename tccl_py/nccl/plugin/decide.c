@@ -10,10 +10,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-OLD_SYMBOL(pthread_once);
-OLD_SYMBOL(pthread_key_create);
-OLD_SYMBOL(pthread_setspecific);
-
 enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, NOTHING = 0, POSTED, EARLY, DECIDED };
 
 static const char *const refusals[REFUSALS] = {
@@ -78,23 +74,17 @@ struct decision decide(const struct plan *plan, const struct post *own, const st
 /* Write the graph file with today's NVML indices, which a container numbers anew. */
 size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
                   size_t room) {
-  static const char tag[] = "<gpu dev=\"0x";
-  const char *from = decision->graph->text, *end = from + decision->graph->size;
+  const char *from = decision->graph->text, *end = from + decision->graph->size, *begin;
   size_t size = 0;
-  while (from < end) {
-    const char *at = strstr(from, tag), *stop = at ? at + sizeof tag - 1 : end;
+  for (int gpu;; size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu])) {
+    const char *behind = next_gpu(plan, from, &begin, &gpu), *stop = behind ? begin : end;
     if (size + (size_t)(stop - from) + 4 > room) return 0;
     memcpy(out + size, from, (size_t)(stop - from));
     size += (size_t)(stop - from);
-    from = stop;
-    if (!at) break;
-    char *rest;
-    int gpu = gpu_number(plan, strtol(from, &rest, 16));
+    if (!behind) return size;
     if (gpu < 0) return 0; /* never: names_its_gpus has found all */
-    size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu]);
-    from = rest;
+    from = behind;
   }
-  return size;
 }
 
 /* Room for the largest graph file: each of its tags may grow by a digit. */
@@ -299,7 +289,4 @@ int chosen_node(uint64_t hash) {
   return graph->nodes[member.post.gpu];
 }
 
-const char *chosen_variable(const char *name) {
-  if (!member.graph) return NULL;
-  return strcmp(name, "NCCL_ALGO") == 0 ? member.graph->algo : member.graph->proto;
-}
+const char *chosen_algorithm(void) { return member.graph ? member.graph->algo : NULL; }

@@ -11,12 +11,7 @@
 #include <strings.h>
 #include <unistd.h>
 
-OLD_SYMBOL(dlopen);
-OLD_SYMBOL(dlsym);
-OLD_SYMBOL(dladdr);
-OLD_SYMBOL(pthread_once);
-
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
+enum { SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
 /* NCCL versions whose order of calls and struct ncclComm this plugin knows. */
 enum { FIRST_NCCL = 22807, LAST_NCCL = 23099 };
 
@@ -201,8 +196,8 @@ static int properties(int device, void *out) {
   return SYSTEM_ERROR;
 }
 
-static int finalize_network(void *context) {
-  (void)context;
+int nothing(void *unused) {
+  (void)unused;
   return SUCCESS;
 }
 
@@ -218,7 +213,7 @@ struct network {
 };
 
 EXPORT struct network ncclNetPlugin_v11 = {"tccl", init_network, devices, properties,
-                                              {0}, finalize_network, 0};
+                                              {0}, nothing, 0};
 EXPORT extern struct network ncclNetPlugin_v12 __attribute__((alias("ncclNetPlugin_v11")));
 
 /* At exit, while NCCL's threads may still ask: everything stays as it is. */
@@ -248,9 +243,8 @@ static const char *get(const char *name) {
   if (strcmp(name, "NCCL_P2P_DISABLE") == 0) conclude(false);
   if (strcmp(name, "NCCL_GRAPH_FILE") == 0) return value ? value : chosen_graph_file();
   const char *answer = NULL;
-  if (strcmp(name, "NCCL_PROTO") == 0) answer = chosen_variable(name);
   if (strcmp(name, "NCCL_ALGO") == 0) {
-    answer = chosen_variable(name);
+    answer = chosen_algorithm();
     forget(); /* the last question of a communicator (graph/tuning.cc) */
   }
   if (value) return value;

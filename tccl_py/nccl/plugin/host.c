@@ -7,10 +7,6 @@
 #include <string.h>
 #include <unistd.h>
 
-OLD_SYMBOL(dlopen);
-OLD_SYMBOL(dlsym);
-OLD_SYMBOL(dlclose);
-
 /* Return the driver's major version: `NVRM version: ... Module  580.95.05  Release ...`. */
 static int driver_major(void) {
   char line[512];
@@ -62,7 +58,8 @@ static void *symbol(void *library, const char *name, const char *older) {
   return found ? found : dlsym(library, older);
 }
 
-/* Return the NVML index of the GPU; -1 where NVML does not say. NCCL too keeps NVML open. */
+/* Return the NVML index of the GPU; -1 where NVML does not say. NCCL too keeps NVML open, so that
+ * further initialisations only count. */
 static int nvml_index(const char *bus) {
   void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL), *device;
   unsigned index;
@@ -72,15 +69,9 @@ static int nvml_index(const char *bus) {
   *(void **)&by_bus =
       symbol(library, "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByPciBusId");
   *(void **)&index_of = dlsym(library, "nvmlDeviceGetIndex");
-  static int state; /* 0: not yet initialised, 1: initialised */
-  if (!init || !by_bus || !index_of) return -1;
-  if (!__atomic_load_n(&state, __ATOMIC_ACQUIRE)) {
-    if (init() != 0) return -1;
-    __atomic_store_n(&state, 1, __ATOMIC_RELEASE);
-  }
-  return by_bus(bus, &device) == 0 && index_of(device, &index) == 0 && index <= MAX_NVML_INDEX
-             ? (int)index
-             : -1;
+  bool found = init && by_bus && index_of && init() == 0 && by_bus(bus, &device) == 0 &&
+               index_of(device, &index) == 0 && index <= MAX_NVML_INDEX;
+  return found ? (int)index : -1;
 }
 
 /* Identify the GPU of this thread's CUDA context, through the libcuda that NCCL has loaded. */

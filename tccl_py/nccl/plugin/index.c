@@ -36,10 +36,6 @@ static bool next_line(struct reader *reader) {
   return true;
 }
 
-static bool is(const struct reader *reader, const char *word, int fields) {
-  return reader->count == fields && strcmp(reader->fields[0], word) == 0;
-}
-
 /* Read a decimal number without sign or leading zeros, up to `end`. */
 static const char *number(const char *text, int64_t limit, int64_t *out) {
   if (!isdigit((unsigned char)*text) || (text[0] == '0' && isdigit((unsigned char)text[1])))
@@ -83,13 +79,8 @@ static bool parse_variable(struct variables *to, const char *name, const char *v
   static const char *const own[] = {"NCCL_GRAPH_FILE", "NCCL_ENV_PLUGIN",     "NCCL_NET_PLUGIN",
                                     "NCCL_NET",        "NCCL_TOPO_DUMP_FILE", "NCCL_COMM_ID",
                                     "NCCL_HOSTID",     "NCCL_CONF_FILE",      "NCCL_TUNER_PLUGIN"};
-  static const char allowed[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
-  if (strncmp(name, "NCCL_", 5) != 0 || strlen(name) > 64 || name[strspn(name, allowed)] != '\0')
-    return false;
   for (size_t i = 0; set && i < sizeof own / sizeof *own; i++)
     if (strcmp(name, own[i]) == 0) return false;
-  for (int i = 0; i < to->count; i++)
-    if (strcmp(to->items[i].name, name) == 0) return false;
   if (to->count == MAX_VARIABLES) return false;
   to->items[to->count++] = (struct variable){name, value};
   return true;
@@ -116,17 +107,23 @@ static bool parse_gpus(const struct plan *plan, const char *text, uint64_t *gpus
   }
 }
 
+/* Find the next GPU in a graph file: return the end of its number, and its place in the index (-1:
+ * it is none of the plan's) and where the number begins; NULL behind the last one. */
+const char *next_gpu(const struct plan *plan, const char *text, const char **begin, int *gpu) {
+  static const char tag[] = "<gpu dev=\"0x";
+  char *end;
+  if (!(text = strstr(text, tag))) return NULL;
+  *begin = text + sizeof tag - 1;
+  *gpu = isxdigit((unsigned char)**begin) ? gpu_number(plan, strtol(*begin, &end, 16)) : -1;
+  return *gpu < 0 ? *begin : end;
+}
+
 /* Check that a graph file names all GPUs of its set and no other GPU. */
 static bool names_its_gpus(const struct plan *plan, const struct graph *graph) {
-  static const char tag[] = "<gpu dev=\"0x";
   uint64_t named = 0;
-  for (const char *at = graph->text; (at = strstr(at, tag));) {
-    char *end;
-    at += sizeof tag - 1;
-    int gpu = isxdigit((unsigned char)*at) ? gpu_number(plan, strtol(at, &end, 16)) : -1;
-    if (gpu < 0 || !(graph->gpus >> gpu & 1) || *end != '"') return false;
-    named |= UINT64_C(1) << gpu;
-  }
+  const char *at = graph->text, *begin;
+  for (int gpu; (at = next_gpu(plan, at, &begin, &gpu)); named |= UINT64_C(1) << gpu)
+    if (gpu < 0 || !(graph->gpus >> gpu & 1) || *at != '"') return false;
   return named == graph->gpus && strlen(graph->text) == graph->size;
 }
 
@@ -158,7 +155,6 @@ static bool parse_nodes(struct graph *graph, const char *text) {
 static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
   if (plan->graph_count == MAX_SETS) return false;
   struct graph *graph = &plan->graphs[plan->graph_count];
-  memset(graph, 0, sizeof *graph);
   if (!parse_gpus(plan, reader->fields[1], &graph->gpus)) return false;
   if (plan->graph_count > 0 && graph[-1].gpus >= graph->gpus) return false;
   graph->name = reader->fields[2];
@@ -171,9 +167,8 @@ static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
       plan->placed = true;
       continue;
     }
-    bool algo = strcmp(reader->fields[i], "NCCL_ALGO") == 0;
-    if (!algo && strcmp(reader->fields[i], "NCCL_PROTO") != 0) return false;
-    *(algo ? &graph->algo : &graph->proto) = value;
+    if (strcmp(reader->fields[i], "NCCL_ALGO") != 0) return false;
+    graph->algo = value;
   }
   plan->graph_count++; /* counted before it is read, so that plan_free finds its text */
   return read_graph(plan, graph, reader->fields[3], why);
@@ -208,65 +203,71 @@ static bool parse_tune(struct plan *plan, char **fields) {
                                               : last->collective < tune->collective;
 }
 
-static bool parse_head(struct plan *plan, struct reader *reader) {
-  if (!next_line(reader) || !is(reader, "provenance", 2)) return false;
-  plan->simulated = strcmp(reader->fields[1], "simulated") == 0;
-  if (!plan->simulated && strcmp(reader->fields[1], "measured") != 0) return false;
-  if (!next_line(reader) || !is(reader, "nccl", 2)) return false;
+/* Read `2.28`, or `-`: not known. */
+static bool parse_nccl(struct plan *plan, char *text) {
+  char *minor = strchr(text, '.');
   plan->nccl_major = plan->nccl_minor = -1;
-  if (strcmp(reader->fields[1], "-") != 0) {
-    char *minor = strchr(reader->fields[1], '.');
-    if (minor) *minor++ = '\0';
-    if (!minor || !whole_number(reader->fields[1], 99, &plan->nccl_major) ||
-        !whole_number(minor, 99, &plan->nccl_minor) || plan->nccl_major < 0 || plan->nccl_minor < 0)
-      return false;
-  }
-  return next_line(reader) && is(reader, "driver", 2) &&
-         whole_number(reader->fields[1], 9999, &plan->driver) && next_line(reader) &&
-         is(reader, "numa", 2) && whole_number(reader->fields[1], 1024, &plan->numa);
+  if (strcmp(text, "-") == 0) return true;
+  if (minor) *minor++ = '\0';
+  return minor && whole_number(text, 99, &plan->nccl_major) && plan->nccl_major >= 0 &&
+         whole_number(minor, 99, &plan->nccl_minor) && plan->nccl_minor >= 0;
 }
 
-/* Read the lines behind the head; their kinds come in this order. */
-static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
-  int kind = 0;
-  while (next_line(reader)) {
-    int before = kind;
-    char **fields = reader->fields;
-    if (kind == 0 && plan->job == 0 && is(reader, "job", 2)) {
-      if (!whole_number(fields[1], MAX_JOB_RANKS, &plan->job) || plan->job < 2) return false;
-      continue;
-    }
-    if (is(reader, "gpu", 4)) kind = 1;
-    else if (is(reader, "variable", 3)) kind = 2;
-    else if (is(reader, "must", 3)) kind = 3;
-    else if (is(reader, "forbid", 2)) kind = 4;
-    else if (reader->count >= 4 && strcmp(fields[0], "set") == 0) kind = 5;
-    else if (is(reader, "tune", 8)) kind = 6;
-    else return is(reader, "end", 1) && *reader->at == '\0' && plan->gpu_count > 0 &&
-                (plan->job == 0 || (plan->graph_count == 1 && plan->tune_count == 0));
-    if (kind < before) return false;
-    if (kind == 1 ? !parse_gpu(plan, fields)
-        : kind == 2 ? !parse_variable(&plan->set, fields[1], fields[2], true)
-        : kind == 3 ? !parse_variable(&plan->must, fields[1], fields[2], false)
-        : kind == 4 ? !parse_variable(&plan->forbid, fields[1], NULL, false)
-        : kind == 5 ? !parse_set(plan, reader, why)
-                    : !parse_tune(plan, fields))
-      return false;
+/* The kinds of lines behind the digest, in this order; the first four are there once each. */
+enum kind { PROVENANCE, NCCL, DRIVER, NUMA, JOB, GPU, VARIABLE, MUST, FORBID, SET, TUNE, END, KINDS };
+static const struct {
+  const char *word;
+  int fields; /* 0: four or more */
+} kinds[KINDS] = {{"provenance", 2}, {"nccl", 2}, {"driver", 2}, {"numa", 2}, {"job", 2},
+                  {"gpu", 4}, {"variable", 3}, {"must", 3}, {"forbid", 2}, {"set", 0},
+                  {"tune", 8}, {"end", 1}};
+
+static bool parse_line(struct plan *plan, struct reader *reader, enum kind kind, char *why) {
+  char **fields = reader->fields;
+  switch (kind) {
+  case PROVENANCE:
+    plan->simulated = strcmp(fields[1], "simulated") == 0;
+    return plan->simulated || strcmp(fields[1], "measured") == 0;
+  case NCCL: return parse_nccl(plan, fields[1]);
+  case DRIVER: return whole_number(fields[1], 9999, &plan->driver);
+  case NUMA: return whole_number(fields[1], 1024, &plan->numa);
+  case JOB: return whole_number(fields[1], MAX_JOB_RANKS, &plan->job) && plan->job >= 2;
+  case GPU: return parse_gpu(plan, fields);
+  case VARIABLE: return parse_variable(&plan->set, fields[1], fields[2], true);
+  case MUST: return parse_variable(&plan->must, fields[1], fields[2], false);
+  case FORBID: return parse_variable(&plan->forbid, fields[1], NULL, false);
+  case SET: return parse_set(plan, reader, why);
+  case TUNE: return parse_tune(plan, fields);
+  default: /* the end */
+    return *reader->at == '\0' && plan->gpu_count > 0 &&
+           (plan->job == 0 || (plan->graph_count == 1 && plan->tune_count == 0));
   }
-  return false;
+}
+
+static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
+  for (int last = -1, kind = 0; kind != END; last = kind) {
+    if (!next_line(reader)) return false;
+    for (kind = 0; kind < KINDS && strcmp(reader->fields[0], kinds[kind].word) != 0;) kind++;
+    int fields = kind < KINDS ? kinds[kind].fields : -1;
+    bool ordered = last < NUMA ? kind == last + 1 : kind > last || (kind == last && kind > JOB);
+    if (!ordered || (fields ? reader->count != fields : reader->count < 4)) return false;
+    if (!parse_line(plan, reader, (enum kind)kind, why)) return false;
+  }
+  return true;
 }
 
 /* Check an index against its digest, then read it. */
 static bool parse_index(struct plan *plan, size_t size, char why[MAX_REASON]) {
   struct reader reader = {.at = plan->data};
-  if (strlen(plan->data) != size || !next_line(&reader) || !is(&reader, "tccl-index", 2) ||
-      strcmp(reader.fields[1], "1") != 0 || !next_line(&reader) || !is(&reader, "digest", 2))
+  static const char head[] = "tccl-index 1\ndigest ";
+  if (strlen(plan->data) != size || strncmp(plan->data, head, sizeof head - 1) != 0 ||
+      !next_line(&reader) || !next_line(&reader) || reader.count != 2)
     return explain(why, "%.200s is no index that this plugin reads", plan->path);
   size_t rest = size - (size_t)(reader.at - plan->data);
   if (!digest_is(reader.fields[1], reader.at, rest, plan->digest))
     return explain(why, "%.200s has another digest than it says", plan->path);
   why[0] = '\0';
-  if (parse_head(plan, &reader) && parse_body(plan, &reader, why)) return true;
+  if (parse_body(plan, &reader, why)) return true;
   return why[0] ? false : explain(why, "%.200s: line %d is wrong", plan->path, reader.line);
 }
 
@@ -276,10 +277,7 @@ struct plan *plan_load(char *path, char why[MAX_REASON]) {
   size_t size;
   if (path[0] != '/') return explain(why, "%.200s is no absolute path", path), NULL;
   struct plan *plan = calloc(1, sizeof *plan);
-  if (plan) plan->graphs = calloc(MAX_SETS, sizeof *plan->graphs);
-  if (plan) plan->tunes = calloc(MAX_TUNES + 1, sizeof *plan->tunes);
-  if (!plan || !plan->graphs || !plan->tunes)
-    return plan_free(plan), (void)explain(why, "no memory"), NULL;
+  if (!plan) return explain(why, "no memory"), NULL;
   plan->path = path;
   *slash = '\0';
   plan->folder = open_trusted(-1, path, true, why);
@@ -294,10 +292,8 @@ struct plan *plan_load(char *path, char why[MAX_REASON]) {
 }
 
 void plan_free(struct plan *plan) {
-  for (int i = 0; plan && i < plan->graph_count; i++) free((void *)(uintptr_t)plan->graphs[i].text);
-  if (plan) free(plan->graphs);
-  if (plan) free(plan->tunes);
-  if (plan) free(plan->data);
+  for (int i = 0; i < plan->graph_count; i++) free(plan->graphs[i].text);
+  free(plan->data);
   free(plan);
 }
 

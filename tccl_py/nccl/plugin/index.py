@@ -18,7 +18,7 @@ a single space separates fields, and kinds of lines come in this order:
     must      = "must" NAME VALUE         another value of the user means default NCCL everywhere
     forbid    = "forbid" NAME             any value of the user means default NCCL everywhere
     set       = "set" NVML,NVML... FILE HEX [NODES=NODE,NODE...]
-                [NCCL_ALGO=VALUE] [NCCL_PROTO=VALUE]
+                [NCCL_ALGO=VALUE]
                                           a graph file for communicators over exactly these GPUs,
                                           relative to the index, its BLAKE2b-256, and the NUMA node
                                           of each GPU's host buffers
@@ -47,8 +47,6 @@ from tccl_py.files import check_types
 INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
 MAX_INDEX_BYTES, MAX_GRAPH_BYTES, MAX_TUNES = 1 << 20, 1 << 18, 16384
-PER_COMMUNICATOR = ("NCCL_ALGO", "NCCL_PROTO")
-"""Variables that NCCL reads anew for every communicator (graph/tuning.cc of 2.28.9)."""
 OWN_VARIABLES = (
     "NCCL_GRAPH_FILE",
     "NCCL_ENV_PLUGIN",
@@ -62,7 +60,6 @@ OWN_VARIABLES = (
 )
 """Variables by which the plugin works; no plan sets them."""
 _Name = Annotated[str, Meta(pattern=r"^NCCL_[A-Z0-9_]{1,59}\Z")]
-_OwnName = Annotated[str, Meta(pattern=rf"^({'|'.join(PER_COMMUNICATOR)})\Z")]
 _Value = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
 _STEP = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _File = Annotated[str, Meta(pattern=rf"^{_STEP}(/{_STEP})*\Z")]
@@ -84,13 +81,15 @@ class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
     """A graph file and the GPUs (NVML indices) of its communicators.
 
     `nodes` has the NUMA node of each GPU's host buffers; {} leaves them where NCCL puts them.
+    `algo` is the value of NCCL_ALGO, which NCCL reads anew for every communicator
+    (graph/tuning.cc of 2.28.9).
     """
 
     gpus: tuple[int, ...]
     file: _File
     text: Annotated[bytes, Meta(max_length=MAX_GRAPH_BYTES)]
     nodes: Mapping[int, _Node] = {}
-    variables: Mapping[_OwnName, _Value] = {}
+    algo: _Value | None = None
 
 
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +134,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
             nodes = ",".join(str(found.nodes[gpu]) for gpu in sorted(found.nodes))
             own = f" NODES={nodes}" if nodes else ""
-            own += "".join(f" {name}={value}" for name, value in found.variables.items())
+            own += f" NCCL_ALGO={found.algo}" if found.algo else ""
             lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
         for tuned in sorted(self.tables, key=lambda gpus: sum(place[gpu] for gpu in gpus)):
             gpus = ",".join(map(str, tuned))

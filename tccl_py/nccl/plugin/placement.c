@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 enum {
-  SUCCESS = 0,
   POLICY_DEFAULT = 0,
   POLICY_PREFERRED = 1,
   POLICY_LOCAL = 4,
@@ -76,11 +75,6 @@ static int start_event(void *context, void **event, void *description) {
   return SUCCESS;
 }
 
-static int stop_event(void *event) {
-  (void)event;
-  return SUCCESS;
-}
-
 static int record_state(void *event, int state, void *arguments) {
   (void)event, (void)state, (void)arguments;
   return SUCCESS;
@@ -96,5 +90,5 @@ struct profiler {
   int (*finalize)(void *);
 };
 
-EXPORT const struct profiler ncclProfiler_v5 = {"tccl", init, start_event, stop_event, record_state,
+EXPORT const struct profiler ncclProfiler_v5 = {"tccl", init, start_event, nothing, record_state,
                                                 finalize};

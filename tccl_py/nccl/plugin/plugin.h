@@ -30,12 +30,8 @@ enum {
   MAX_NVML_INDEX = 255,
   MAX_NODE = 1023,
   MAX_REASON = 256,
+  SUCCESS = 0, /* of NCCL's functions */
 };
-
-/* digest.c: BLAKE2b (RFC 7693) with 256 bits and no key. */
-void digest_of(const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
-bool digest_is(const char *hex, const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
-uint64_t hash_of(const void *data, size_t size);
 
 /* files.c: files that nobody but root and the caller can write. */
 int open_trusted(int at, const char *path, bool folder, char why[MAX_REASON]);
@@ -43,6 +39,9 @@ char *read_trusted(int folder, const char *path, size_t limit, size_t *size,
                    char why[MAX_REASON]);
 int stat_of(int fd, struct stat *st);
 bool read_line(const char *path, char *out, size_t size);
+void digest_of(const void *data, size_t size, uint8_t out[DIGEST_BYTES]); /* BLAKE2b-256 */
+bool digest_is(const char *hex, const void *data, size_t size, uint8_t out[DIGEST_BYTES]);
+uint64_t hash_of(const void *data, size_t size);
 bool explain(char why[MAX_REASON], const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* index.c: the plan. Immutable once loaded, never freed. */
@@ -61,9 +60,9 @@ struct variables {
 struct graph {
   uint64_t gpus; /* bit i: the index's GPU i */
   const char *name;
-  const char *text; /* of the file, as it was when its digest was checked */
+  char *text; /* of the file, as it was when its digest was checked */
   size_t size;
-  const char *algo, *proto; /* NCCL_ALGO and NCCL_PROTO of its communicators, or NULL */
+  const char *algo; /* NCCL_ALGO of its communicators, or NULL */
   bool placed;
   int16_t nodes[MAX_GPUS]; /* where `placed`: the NUMA node of each GPU's outgoing hops */
 };
@@ -84,10 +83,10 @@ struct plan {
   struct gpu gpus[MAX_GPUS];
   struct variables set, must, forbid;
   int graph_count;
-  struct graph *graphs; /* by ascending `gpus` */
+  struct graph graphs[MAX_SETS]; /* by ascending `gpus` */
   size_t largest_graph;
   int tune_count;
-  struct tune *tunes; /* by ascending `gpus`, collective and size; the last has no GPUs */
+  struct tune tunes[MAX_TUNES + 1]; /* by ascending `gpus`, collective and size; the last has no GPUs */
   bool placed; /* some graph is */
 };
 struct plan *plan_load(char *path, char why[MAX_REASON]);
@@ -95,7 +94,7 @@ void plan_free(struct plan *plan);
 const struct graph *plan_graph(const struct plan *plan, uint64_t gpus);
 const struct tune *plan_table(const struct plan *plan, uint64_t gpus);
 const char *variable_of(const struct variables *variables, const char *name);
-int gpu_number(const struct plan *plan, int64_t nvml);
+const char *next_gpu(const struct plan *plan, const char *text, const char **begin, int *gpu);
 bool parse_bus(const char *text, uint64_t *bus);
 
 /* host.c: the host and this thread's GPU. */
@@ -143,7 +142,7 @@ void conclude(bool topology);
 void forget(void);
 const char *chosen_graph_file(void);
 const struct tune *chosen_table(uint64_t hash, size_t ranks);
-const char *chosen_variable(const char *name);
+const char *chosen_algorithm(void);
 int chosen_node(uint64_t hash);
 bool some_rank_disagreed(void);
 
@@ -153,6 +152,7 @@ const char *user_value(const char *name);
 const char *contradiction(const struct plan *plan);
 uint32_t nccl_version(void);
 void set_logger(void *logger);
+int nothing(void *unused); /* for halves that need a function */
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* tuner.c */
@@ -174,6 +174,14 @@ void unplace(void);
 #else
 #define OLD_SYMBOL(name) struct old_##name
 #endif
+
+OLD_SYMBOL(dlopen);
+OLD_SYMBOL(dlsym);
+OLD_SYMBOL(dladdr);
+OLD_SYMBOL(pthread_once);
+OLD_SYMBOL(pthread_key_create);
+OLD_SYMBOL(pthread_setspecific);
+OLD_SYMBOL(dlclose);
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -12,11 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-OLD_SYMBOL(dlopen);
-OLD_SYMBOL(dlsym);
-OLD_SYMBOL(pthread_once);
-
-enum { SUCCESS = 0, ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
+enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
 
 static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
                 void *domains, void *constants) {
@@ -24,11 +20,6 @@ static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void 
   unplace();
   /* NCCL hands the context back as it is: part of the plan, which is never written or freed. */
   *context = (void *)(uintptr_t)(nodes == 1 ? chosen_table(hash, ranks) : NULL);
-  return SUCCESS;
-}
-
-static int finalize(void *context) {
-  (void)context;
   return SUCCESS;
 }
 
@@ -79,7 +70,7 @@ EXPORT struct tuner {
   int (*choose)(void *, int, size_t, int, float **, int, int, int, int *);
   int (*finalize)(void *);
   void *chunk_size;
-} ncclTunerPlugin_v5 = {"tccl", init, choose, finalize, NULL};
+} ncclTunerPlugin_v5 = {"tccl", init, choose, nothing, NULL};
 EXPORT extern struct tuner ncclTunerPlugin_v6 __attribute__((alias("ncclTunerPlugin_v5")));
 
 /* Look for any version of a symbol in a library that NCCL would open by this name. */
