@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.plan.beside import load_tuning, plan_in, plugin_variables
 from tccl_py.rank_processes.rank import (
     Communicator,
@@ -31,7 +31,7 @@ from tccl_py.rank_processes.rank import (
     write_result,
 )
 from tccl_py.verify.collectives import graphed, time_calls, warm_up
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError
+from tccl_py.verify.jobs import Arm, ConcurrentJobs
 from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.verify.spec import JobResult, JobSpec, size_text
@@ -100,7 +100,7 @@ def _rounds(jobs: ConcurrentJobs, arms: tuple[Arm, ...], count: int) -> Iterator
         turned = jobs.run([*arms[first:], *arms[:first]], JobSpec())
         found = []
         for outcome in [*turned[len(arms) - first :], *turned[: len(arms) - first]]:
-            if isinstance(outcome, JobError):
+            if isinstance(outcome, MeasurementError):
                 raise InputError("a job", f"failed: {outcome}", "see NCCL's log")
             ranks = [rank.training for rank in outcome.results]
             found.append({mode: max(median(rank[mode]) for rank in ranks) for mode in ranks[0]})

@@ -12,7 +12,7 @@ from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.jobs import PROGRAMS, find_program, read_table, size_options
+from tccl_py.verify.nccl_tests import PROGRAMS, find_program, read_table, size_options
 from tccl_py.verify.preflight import check_collectives
 from tccl_py.verify.record import load_verification
 from tccl_py.verify.target import read_target

@@ -2,12 +2,13 @@
 
 import pytest
 
+from tccl_py.errors import MeasurementError
 from tccl_py.health.drift import Drift, collapse_patterns
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.jobs import NO_TORCH, JobError
+from tccl_py.verify.nccl_tests import NO_TORCH
 from tccl_py.verify.preflight import Preflight, check_collectives
 from tccl_py.verify.spec import MIB, WrongValue
 from tccl_py.verify.target import read_target
@@ -75,7 +76,7 @@ def test_a_second_job_that_hangs_is_a_finding_as_well(host):
     class Hanging(FakeJobs):
         def run(self, tasks):
             if self.jobs:
-                raise JobError("rank 0 did not end in 5 s")
+                raise MeasurementError("rank 0 did not end in 5 s")
             return super().run(tasks)
 
     found = host.checked(Hanging(lambda size, _: 1.5 * (1e-4 + size / 1e10)))
@@ -121,7 +122,7 @@ class WrongJobs(FakeJobs):
 def test_a_job_that_fails_is_a_finding_and_no_error(host):
     class Failing(FakeJobs):
         def run(self, tasks):
-            raise JobError("rank 3 did not end in 30 s")
+            raise MeasurementError("rank 3 did not end in 30 s")
 
     found = host.checked(Failing(lambda *_: 1.0))
     (problem,) = found.problems

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -31,7 +31,7 @@ from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
 from tccl_py.verify.contests import FINALISTS, Tuner, all_choices, halve
-from tccl_py.verify.jobs import HostRanks, JobError, Launcher
+from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
 from tccl_py.verify.sizes import contests_again, load_sizes, tune_by_size, with_spots
 from tccl_py.verify.spec import (
@@ -356,7 +356,7 @@ class FakeJobs:
             spec = decode_json(task.spec, JobSpec, where="spec")
             self.jobs.append((len(task.ranks), dict(task.environment)))
             if self.fails(len(task.ranks)):
-                raise JobError("no device")
+                raise MeasurementError("no device")
             free = "NCCL_TUNER_PLUGIN" not in task.environment
             if "NCCL_ENV_PLUGIN" in task.environment:
                 outputs.append(self.of_plugin(spec, task))

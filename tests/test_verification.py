@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wilcoxon
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, rank_environment
+from tccl_py.verify.jobs import Arm, HostRanks, Launcher, rank_environment
 from tccl_py.verify.record import (
     FALSE_RATE,
     Compared,
@@ -343,7 +343,7 @@ class Crowded(FakeJobs):
     def outcomes(self, spec, environments):
         self.rounds.append(["NCCL_GRAPH_FILE" in one for one in environments])
         if len(environments) > self._room:
-            raise JobError("rank 0 ended with code 1: out of memory")
+            raise MeasurementError("rank 0 ended with code 1: out of memory")
         return super().outcomes(spec, environments)
 
 
@@ -381,7 +381,7 @@ def test_a_plan_whose_jobs_fail_among_others_is_answered_no(plan, place):
     class Later(Crowded):
         def one(self, spec, environment):
             if spec.sizes and "NCCL_GRAPH_FILE" in environment:
-                raise JobError("rank 1 ended with code 1: no room")
+                raise MeasurementError("rank 1 ended with code 1: no room")
             return super().one(spec, environment)
 
     jobs = Later(by_plan(lambda _: 1.2), room=4)
@@ -409,7 +409,7 @@ def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(pla
         "rank 1: dev 2 not found", False, "default",
     )  # fmt: skip
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no GPU")
-    with pytest.raises(JobError, match="no GPU"):
+    with pytest.raises(MeasurementError, match="no GPU"):
         run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
 
 

@@ -16,7 +16,7 @@ from tccl_py.plan.writing import host_graphs, write_plan
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tccl_py.verify.jobs import HostRanks, JobError, Launcher
+from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import keep_verification, load_verification
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import JobSpec
@@ -293,5 +293,5 @@ def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):
 def test_where_default_nccl_fails_as_well_nothing_is_said_of_the_plan(tmp_path):
     plan, hosts = mixed(), FakeHosts(fails=lambda task: True)
     target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
-    with pytest.raises(JobError, match=r"^host gpu2: rank 4"):
+    with pytest.raises(MeasurementError, match=r"^host gpu2: rank 4"):
         verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024,)))

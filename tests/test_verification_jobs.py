@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.errors import MeasurementError
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.verify.jobs import Arm, HostRanks, JobError, Launcher, LocalRunner, rank_environment
+from tccl_py.verify.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
 from tccl_py.verify.spec import COLLECTIVES, Choice, Contest, JobSpec, TimedRow
 
 REPOSITORY = Path(__file__).parent.parent
@@ -91,7 +92,7 @@ def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
 
 
 def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_path):
-    with pytest.raises(JobError, match=r"^rank 1: .*dev 2 not found$"):
+    with pytest.raises(MeasurementError, match=r"^rank 1: .*dev 2 not found$"):
         job("victim fail", tmp_path, server)
     assert ended(tmp_path)
 
@@ -108,7 +109,7 @@ def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_p
 def test_silent_dying_and_hanging_ranks_are_named_and_gone(
     server, words, sentence, timeout, tmp_path
 ):
-    with pytest.raises(JobError, match=sentence):
+    with pytest.raises(MeasurementError, match=sentence):
         job(words, tmp_path, server, timeout=timeout)
     assert ended(tmp_path)
 
@@ -206,7 +207,7 @@ def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
         {"NCCL_TEST_RANKS": one, "NCCL_TEST_PIDS": str(folder)}
         for one, folder in zip(words, folders, strict=True)
     ]
-    with pytest.raises(JobError, match=r"^rank 1: .*dev 2 not found$"):
+    with pytest.raises(MeasurementError, match=r"^rank 1: .*dev 2 not found$"):
         run_jobs(JobSpec(), 2, told, server=server, timeout=60.0, program=PROGRAM)
     assert all(map(ended, folders))
 

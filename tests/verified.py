@@ -5,10 +5,11 @@ import os
 import msgspec
 import numpy as np
 
+from tccl_py.errors import MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.plan.plan import Plan
 from tccl_py.rank_processes.tasks import RankOutput
-from tccl_py.verify.jobs import HostRanks, JobError, Launcher, Outcome
+from tccl_py.verify.jobs import HostRanks, Launcher, Outcome
 from tccl_py.verify.spec import JobResult, JobSpec
 from tccl_py.verify.target import read_target
 from tccl_py.verify.verify import verify_target
@@ -65,7 +66,7 @@ class FakeJobs:
         self.jobs.append((spec, environment))
         why = self._fails(environment)
         if why:
-            raise JobError(why)
+            raise MeasurementError(why)
         job = float(np.exp(self._random.normal(0, self._noise)))
         timings = []
         for batch, row in enumerate(spec.rows):

@@ -28,7 +28,7 @@ from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.verify.jobs import find_program
+from tccl_py.verify.nccl_tests import find_program
 from tccl_py.verify.plans import JobOptions
 from tccl_py.verify.preflight import (
     FAMILIES,

@@ -41,7 +41,7 @@ from tccl_py.report.verification import (
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.evaluation import EVALUATED, csv_text
-from tccl_py.verify.jobs import PROGRAMS, find_program, size_options
+from tccl_py.verify.nccl_tests import PROGRAMS, find_program, size_options
 from tccl_py.verify.plans import JobOptions, evaluate_plan, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning

@@ -26,7 +26,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 """Variables by which a launcher describes another job."""
 FOLDER = "{folder}"
 """Placeholder in environment values for the folder that the ranks get."""
-_LOGS = "log-*"
+LOGS = "log-*"
 """Files in the folder that NCCL_DEBUG_FILE has to name."""
 MAX_LOG_CHARACTERS = 48 << 20
 """Of one host: a message between hosts holds no more of NCCL's log."""
@@ -192,5 +192,5 @@ def _result(rank: Rank) -> str:
 
 def nccl_log(folder: Path) -> str:
     """Return NCCL's logs in a job's folder."""
-    texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob(_LOGS))]
+    texts = [path.read_bytes().decode(errors="replace") for path in sorted(folder.glob(LOGS))]
     return "\n".join(texts)[:MAX_LOG_CHARACTERS]

@@ -26,7 +26,7 @@ from tccl_py.plan.tasks import Order, Task, condensed, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
-from tccl_py.verify.jobs import Arm, JobError, Launcher
+from tccl_py.verify.jobs import Arm, Launcher
 from tccl_py.verify.record import EQUAL, LEAST_ROUNDS
 from tccl_py.verify.spec import (
     COLLECTIVES,
@@ -163,7 +163,7 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
         own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
         try:
             rounds = run_rounds(launcher, arms, own, budget.spec, begun=started)
-        except JobError as error:
+        except MeasurementError as error:
             failures.append(f"{name}: {error}")
             continue
         for arm, job in rounds.checked.items():

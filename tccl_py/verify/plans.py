@@ -47,7 +47,7 @@ from tccl_py.verify.evaluation import (
     run_parts,
     simulated_cells,
 )
-from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, NcclTests, Say
+from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
 from tccl_py.verify.record import Verification, keep_verification
 from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
@@ -150,10 +150,10 @@ def launcher_of(plan: Plan, directory: Path, options: JobOptions) -> Iterator[La
         yield _hosts_launcher(plan, options)
         return
     launcher = machine_launcher(plan, directory, options)
-    if options.program is not None:
-        yield replace(launcher, runner=NcclTests(options.program), most_at_once=1)
-        return
-    check_torch()
+    if options.program is None:
+        check_torch()
+    else:
+        launcher = replace(launcher, nccl_tests=options.program, most_at_once=1)
     with ForkServer() as server:
         yield replace(launcher, runner=LocalRunner(server))
 

@@ -42,7 +42,8 @@ from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import is_dry_run
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
-from tccl_py.verify.jobs import NO_TORCH, PROGRAMS, Arm, JobError, Launcher, NcclTests, Outcome
+from tccl_py.verify.jobs import Arm, Launcher, Outcome
+from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
 from tccl_py.verify.plans import JobOptions, launcher_of
 from tccl_py.verify.record import Row, Verification, load_verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
@@ -148,8 +149,7 @@ def check_collectives(
     a verification by the same program, torch's or one of nccl-tests.
     """
     arm = target.arm(target.plan.recommended)
-    runner = launcher.runner
-    timed = PROGRAMS[runner.program.name] if isinstance(runner, NcclTests) else None
+    timed = PROGRAMS[launcher.nccl_tests.name] if launcher.nccl_tests else None
     rows = _verified_rows(verified, arm, launcher, timed)
     short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
     expected = {
@@ -170,7 +170,7 @@ def check_collectives(
             (second,) = _limited(launcher, until).run([arm], again)
             confirming = _chances(before, again, second)
             p = {size: max(first, confirming[size]) for size, first in p.items()}
-    except JobError as error:
+    except MeasurementError as error:
         happened = "a rank failed or took too long"
         fault = Problem("collectives", str(error), "every rank finishes", happened)
         return CollectivesChecked(collective=collective, problems=(fault,))

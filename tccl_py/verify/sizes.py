@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, undisturbed
+from tccl_py.errors import InputError, MeasurementError, undisturbed
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -38,7 +38,6 @@ from tccl_py.verify.jobs import (
     THIS_HOST,
     Arm,
     ConcurrentJobs,
-    JobError,
     Launcher,
 )
 from tccl_py.verify.size_table import (
@@ -136,7 +135,7 @@ def tune_by_size(
         for each in work:
             try:
                 found.append(tune_sizes(*each)[0])
-            except JobError as error:
+            except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
         equal[target.gpus] = {target.gpus}
         try:
@@ -205,7 +204,7 @@ def tune_sizes(
     Choices are timed in the first arm, NCCL's own choice in all. The sweep has half of `seconds`;
     after all of them no fresh jobs start beyond LEAST_JOBS. Also returns all times of the sweep.
 
-    Raises JobError: the sweep's job failed, or too many fresh jobs.
+    Raises MeasurementError: the sweep's job failed, or too many fresh jobs.
     """
     begun, plan = time.monotonic(), arms[0]
     launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
@@ -287,7 +286,7 @@ def _fresh_jobs(
 ) -> dict[ChoiceName, list[Sequence[ContestTimes]]]:
     """Return the times of `least` fresh jobs of each arm, of up to `most` if it is not late.
 
-    Raises JobError: a job failed, or its log lacks `log`.
+    Raises MeasurementError: a job failed, or its log lacks `log`.
     """
     spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
     jobs = ConcurrentJobs(launcher, [contest.row.bytes for contest in contests])
@@ -298,10 +297,10 @@ def _fresh_jobs(
         wanted = max(least, most) - len(own)
         batch = arms * max(1, min(wanted, jobs.at_once // len(arms)))
         for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
-            if isinstance(outcome, JobError):
+            if isinstance(outcome, MeasurementError):
                 raise outcome
             if log not in outcome.log:
-                raise JobError(_REFUSED)
+                raise MeasurementError(_REFUSED)
             found[arm.name].append(outcome.results[0].contests)
     return found
 
@@ -347,7 +346,7 @@ def _checked(
     )
     try:
         jobs = _fresh_jobs(launcher, (arm,), contests, log="tuned by")
-    except JobError as error:
+    except MeasurementError as error:
         launcher.say(f"the plugin's table was not timed: {error}")
         return list(found)
     timed = confirm([SizeRow(row=row) for row in asked], jobs, plan=arm.name)

@@ -98,7 +98,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     file, which fails communicators over fewer GPUs. Send/recv of `transfer_sizes` comes last.
     No contest begins after `contest_seconds`; all ranks have the same times of contests.
     Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
-    have a `slot` each.
+    have a `slot` each. `nccl_tests` is the path of a program of nccl-tests that does the work.
     """
 
     backend: Backend = "host"
@@ -117,6 +117,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     training: bool = False
     contests: tuple[Contest, ...] = ()
     contest_seconds: float = 0.0
+    nccl_tests: str = ""
 
     @property
     def rows(self) -> tuple[TimedRow, ...]:

@@ -16,11 +16,12 @@ from statistics import median
 
 import msgspec
 
+from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
-from tccl_py.verify.jobs import ConcurrentJobs, JobError, Launcher, Outcome
+from tccl_py.verify.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification, sizes_text
 from tccl_py.verify.spec import TimedRow, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
@@ -223,7 +224,7 @@ class Sweep:
         return max(1, self._jobs.at_once - 1)
 
     def run(self, candidates: Sequence[Candidate]) -> list[Tried]:
-        """Run a job of each candidate. Raises JobError: the baseline job failed."""
+        """Run a job of each candidate. Raises MeasurementError: the baseline job failed."""
         named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
         self._watch(f"trying {', '.join(named)}")
         targets = [
@@ -237,7 +238,7 @@ class Sweep:
         outcomes = self._jobs.run([targets[0].arms[0]] * with_default + arms, self._spec)
         if with_default:
             default = outcomes.pop(0)
-            if isinstance(default, JobError):
+            if isinstance(default, MeasurementError):
                 raise default
             self._default = self._seconds(default)
         self._default_gbps += [self._gbps(self._default)] * len(candidates)
@@ -252,8 +253,10 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def _rated(self, name: ChoiceName, settings: Settings, outcome: Outcome | JobError) -> Tried:
-        if isinstance(outcome, JobError):
+    def _rated(
+        self, name: ChoiceName, settings: Settings, outcome: Outcome | MeasurementError
+    ) -> Tried:
+        if isinstance(outcome, MeasurementError):
             return Tried(arm=name, settings=settings, failed=str(outcome))
         seconds, transfers = self._seconds(outcome), self._spec.transfers
         worst = min(

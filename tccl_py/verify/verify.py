@@ -10,9 +10,9 @@ from functools import partial
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.plan.plan import ChoiceName
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, JobError, Launcher, Outcome
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, Launcher, Outcome
 from tccl_py.verify.record import (
     EQUAL,
     LEAST_ROUNDS,
@@ -106,7 +106,7 @@ def verify_target(
 ) -> Verification:
     """Run real collectives in every arm of a plan, or in default NCCL and `only` one choice.
 
-    Raises JobError: a job of default NCCL failed, so nothing can be said of the others.
+    Raises MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
     """
     begun, arms = time.monotonic(), target.arms
     if only is not None:
@@ -245,7 +245,7 @@ def run_rounds(
 ) -> Rounds:
     """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
-    An arm of which a job fails leaves the comparison with all its jobs. Raises JobError: a job of
+    An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a job of
     the first arm, the baseline, failed.
     """
     failures: dict[ChoiceName, str] = {}
@@ -255,7 +255,7 @@ def run_rounds(
     ) -> list[tuple[ChoiceName, Outcome]]:
         done = []
         for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
-            if not isinstance(outcome, JobError):
+            if not isinstance(outcome, MeasurementError):
                 done.append((arm.name, outcome))
             elif arm.name == arms[0].name:
                 raise outcome
