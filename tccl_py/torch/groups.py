@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,15 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     plan, roster = _agreed(torch, shared, (rank, world_size), plan_dir, device)
 
     # 3. Make the default group.
+    job = _Job(rank=rank, device=device, plan=plan, roster=roster)
+
     def create() -> Any:
         numbers = {"world_size": world_size, "rank": rank}
         dist.init_process_group(backend, store=own, **numbers, **options)
-        return dist.group.WORLD
+        job.world = dist.group.WORLD
+        return job.world
 
-    job = _Job(rank=rank, device=device, plan=plan, roster=roster)
-    job.world = _made(torch, job, range(world_size), create)
+    _made(torch, job, range(world_size), create)
     STATE.job = job
 
 
@@ -124,15 +127,12 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     return. `options` are torch's, by name. Raises InputError: the default group was not made here.
     """
     torch, job = import_torch(), _current_job()
-
-    def create() -> Any:
-        return torch.distributed.new_group(ranks, **options)
-
-    if job.roster is None or not wants_nccl(torch, options.get("backend") or "nccl"):
-        with graph_file(None):
-            return create()
-    order = list(range(len(job.roster.members)) if ranks is None else ranks)
-    return _made(torch, job, sorted(order) if options.get("sort_ranks", True) else order, create)
+    order: list[int] = []
+    if job.roster is not None and wants_nccl(torch, options.get("backend") or "nccl"):
+        order = list(range(len(job.roster.members)) if ranks is None else ranks)
+        if options.get("sort_ranks", True):
+            order.sort()
+    return _made(torch, job, order, partial(torch.distributed.new_group, ranks, **options))
 
 
 def split_group(
@@ -146,17 +146,10 @@ def split_group(
     """
     torch, job = import_torch(), _current_job()
     dist = torch.distributed
-
-    def create() -> Any:
-        return dist.split_group(parent_pg, split_ranks, **options)
-
-    if job.roster is None:
-        with graph_file(None):
-            return create()
     parents = dist.get_process_group_ranks(job.world if parent_pg is None else parent_pg)
     parts = [[parents[number] for number in sorted(part)] for part in split_ranks or ()]
     own = next((part for part in parts if job.rank in part), [])
-    return _made(torch, job, own, create)
+    return _made(torch, job, own, partial(dist.split_group, parent_pg, split_ranks, **options))
 
 
 def import_torch() -> Any:
@@ -191,7 +184,7 @@ def _set_graph(value: str | None) -> None:
 
 
 def _made(torch: Any, job: _Job, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
-    """Return a group of these ranks with an existing communicator."""
+    """Return a group of these ranks, if it uses NCCL with an existing communicator."""
     with graph_file(job.graph(ranks)):
         made = create()
         # torch makes communicators with their first collective, or in the background: waiting for

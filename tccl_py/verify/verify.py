@@ -245,8 +245,8 @@ def run_rounds(
 ) -> Rounds:
     """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
-    An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a job of
-    the first arm, the baseline, failed.
+    An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a
+    job of the first arm, the baseline, failed.
     """
     failures: dict[ChoiceName, str] = {}
 
