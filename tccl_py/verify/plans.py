@@ -172,35 +172,32 @@ def run(
     """
     if tune:
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
+    # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
+    first = replace(budget, seconds=0.0) if tune and plan.hosts else budget
+    left = f"nothing in {plan.directory} was changed"
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
-            quick = replace(budget, seconds=0.0)
-            work = quick if tune and plan.hosts else budget
-            found = verify_target(plan, launcher, work, only=only)
-        except (KeyboardInterrupt, Terminated):
-            launcher.say(f"interrupted: nothing in {plan.directory} was changed")
-            raise
-        if not tune:
-            return _kept(found, plan, launcher.say)
-        try:
-            seconds = min(SWEEP_SECONDS, budget.seconds)
-            tuned, found = run_tuning(plan, launcher, budget, found, seconds=seconds)
-        except (KeyboardInterrupt, Terminated, TcclError) as error:
-            _kept(found, plan, launcher.say)
-            why = "not tuned" if isinstance(error, TcclError) else "interrupted"
-            launcher.say(f"{why}: the plan is as it was, and its verification is kept")
-            raise
-        if tuned is plan:
-            launcher.say("tuned: nothing that was tried is better, and the plan stays as it is")
-        kept = _kept(found, tuned, launcher.say, tuned=tuned is not plan)
-        try:
-            if not plan.hosts:
+            found, tuned = verify_target(plan, launcher, first, only=only), plan
+            if tune:
+                left = "the plan is as it was, and its verification is kept"
+                seconds = min(SWEEP_SECONDS, budget.seconds)
+                try:
+                    tuned, found = run_tuning(plan, launcher, budget, found, seconds=seconds)
+                except (KeyboardInterrupt, Terminated, TcclError) as error:
+                    _kept(found, plan, launcher.say)
+                    if isinstance(error, TcclError):
+                        launcher.say(f"not tuned: {left}")
+                    raise
+                if tuned is plan:
+                    launcher.say("tuned: nothing that was tried is better, the plan is as it was")
+            kept = _kept(found, tuned, launcher.say, tuned=tuned is not plan)
+            if tune and not plan.hosts:
+                left = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
                 longest = min(budget.seconds, SIZE_SECONDS)
                 tune_by_size(target, launcher, budget.sizes, seconds=longest)
         except (KeyboardInterrupt, Terminated):
-            launcher.say("interrupted: the verification is kept, without a table by message size")
+            launcher.say(f"interrupted: {left}")
             raise
     return kept
 

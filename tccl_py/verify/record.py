@@ -36,8 +36,6 @@ LEAST_ROUNDS = 6
 MAX_ROUNDS = 40
 SLOW_TRANSFERS = 0.97
 """Send/recv is told to be slow if its interval lies wholly below this share of default NCCL."""
-_KINDER = 1.02
-"""FIFO sizes harm send/recv less if it is faster by this factor."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,19 +217,6 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     transfer_ratio: float = 1.0
     failed: str = ""
 
-    def kinder(self, others: Sequence[Tried]) -> tuple[Tried, ...]:
-        """Return candidates of another FIFO size alone that harm send/recv less."""
-        if self.transfer_ratio >= SLOW_TRANSFERS:
-            return ()
-        replace = msgspec.structs.replace
-        return tuple(
-            trial
-            for trial in others
-            if trial.arm == self.arm
-            and replace(trial.settings, buffsize=self.settings.buffsize) == self.settings
-            and trial.transfer_ratio > self.transfer_ratio * _KINDER
-        )
-
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Results of every arm of a plan, the baseline (default NCCL) first.
@@ -294,27 +279,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"{row.compared.ratio:.2f} ({row.compared.low:.2f} to {row.compared.high:.2f}) times "
             "default NCCL, and all-to-all moves by the same transfers: run pipeline- and "
             "expert-parallel jobs by default NCCL (`tccl env DIR --choice default`)"
-            + self._kinder_fifo()
             for row in self.judged.slow_transfers[-1:]
-        )
-
-    def _kinder_fifo(self) -> str:
-        """Return the tried FIFO size that slows send/recv least, if all-reduce still gains."""
-        default = self.tried[0].gbps if self.tried else 0.0
-        found = [
-            trial
-            for used in self.tried
-            if (used.arm, used.settings) == (self.chosen, self.judged.settings)
-            for trial in used.kinder(self.tried)
-            if trial.gbps > default * (1 + SMALLEST_EFFECT)
-        ]
-        if not found:
-            return ""
-        best = max(found, key=lambda trial: trial.transfer_ratio)
-        return (
-            f", or with NCCL_BUFFSIZE={best.settings.buffsize}: a job each had "
-            f"{best.transfer_ratio:.2f} times default NCCL in send/recv and "
-            f"{best.gbps / default:.2f} times in {self.collective}"
         )
 
     @property

@@ -22,7 +22,7 @@ from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.plan import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, Launcher, Outcome
-from tccl_py.verify.record import SMALLEST_EFFECT, Tried, Verification, sizes_text
+from tccl_py.verify.record import SLOW_TRANSFERS, SMALLEST_EFFECT, Tried, Verification, sizes_text
 from tccl_py.verify.spec import TimedRow, bus_gbps, large_gbps
 from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, row_seconds, verify_target
@@ -35,8 +35,8 @@ WHOLE_SECONDS = 480.0
 ATTEMPTS = 2
 """Comparisons after the sweep: of the best settings, and of the best with other channels if those
 harm a training step or a size, about which one job says little."""
-_AS_FAST = 0.98
-"""Of FIFO sizes this close to the fastest, send/recv decides."""
+_AS_FAST, _KINDER = 0.98, 1.02
+"""Of FIFO sizes this close to the fastest, send/recv decides if it is faster by this factor."""
 _LEAST = 0.9
 """Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
 a candidate has one job."""
@@ -172,9 +172,16 @@ def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     for trial in usable:
         if best is None or trial.gbps > best.gbps * (1 + SMALLEST_EFFECT):
             best = trial
-    if best is None:
-        return None
-    kinder = [trial for trial in best.kinder(usable) if trial.gbps >= best.gbps * _AS_FAST]
+    if best is None or best.transfer_ratio >= SLOW_TRANSFERS:
+        return best
+    replace, fifo = msgspec.structs.replace, best.settings.buffsize
+    kinder = [
+        trial
+        for trial in usable
+        if replace(trial.settings, buffsize=fifo) == best.settings
+        and trial.transfer_ratio > best.transfer_ratio * _KINDER
+        and trial.gbps >= best.gbps * _AS_FAST
+    ]
     return max(kinder, key=lambda trial: trial.transfer_ratio, default=best)
 
 
