@@ -113,20 +113,20 @@ def explain(
         budget = msgspec.structs.replace(budget, sets=0)
     sources: Sources = given if isinstance(given, Sequence) else [given]
     builders = [_builder(plan, number, one, budget) for number, one in enumerate(sources)]
-    explained: list[RingExplanation] = []
     chosen = list(subjects(plan))
-    for place, subject in enumerate(chosen):
-        builder = builders[subject.number]
-        # Each class has a budget of its own, with a share left for pitfalls.
-        rest = sum(one.number == subject.number for one in chosen[place:])
-        builder.prober.share_out(rest + 1)
-        explained.append(_ring(builder, subject, most, plan))
+    explained: list[RingExplanation] = []
     pitfalls: list[Finding] = []
     for number, builder in enumerate(builders):
+        # Each class has a budget of its own, with a share left for pitfalls.
+        own = [subject for subject in chosen if subject.number == number]
+        rings = []
+        for place, subject in enumerate(own):
+            builder.prober.share_out(len(own) - place + 1)
+            rings.append(_ring(builder, subject, most, plan))
         builder.prober.share_out(1)
-        rings = (ring for ring, one in zip(explained, chosen, strict=True) if one.number == number)
         known = [finding for ring in rings for finding in ring.findings]
         pitfalls += builder.pitfalls(known, most=most)
+        explained += rings
     if plan.is_cluster:
         told += (_NO_DEFAULT,)
     elif len(chosen) == 1:
