@@ -25,9 +25,17 @@ from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.model.rings import Ring
-from tccl_py.nccl.settings import env_sh, environment, pinned_env_text
+from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChain
-from tccl_py.plan.words import CHOICE_WORDS, gpu_list, mark, order_words, plan_name, settings_words
+from tccl_py.plan.words import (
+    CHOICE_WORDS,
+    gpu_list,
+    mark,
+    order_words,
+    plan_name,
+    settings_words,
+    summary,
+)
 from tccl_py.report.contents import (
     Contents,
     HeatMap,
@@ -115,7 +123,7 @@ def report_html(contents: Contents) -> str:
             name=plan_name(plan),
             contents=contents,
             # Facts
-            facts=_first_line(plan),
+            facts=(plan_name(plan), settings_words(plan.settings)),
             about=_about(contents, nodes),
             verified=headline(contents.verification) if contents.verification else (),
             gpus="" if plan.is_cluster else gpu_list(plan.gpus),
@@ -149,7 +157,8 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     for node in nodes:
         machine, of = node.machine, f" of {node.name}" if node.name else ""
         names = ", ".join(node.gpu_names) or "of unknown name"
-        yield f"GPUs{of}", f"{len(node.gpus)} of {len(machine.gpus)}, {names}"
+        some = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"
+        yield f"GPUs{of}", f"{some}, {names}"
         cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
         yield f"NUMA nodes{of}", _counted(cpus)
         speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
@@ -159,7 +168,8 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         now = _counted(" ".join(link_words(link)) for link in links)
         yield f"PCIe of GPUs{of}", (best or "not reported") + (f"; now {now}" if now else "")
     yield "driver", contents.driver or ("none: simulated" if plan.simulated else "not recorded")
-    yield "NCCL", plan.settings.version
+    told = dict(summary(plan))
+    yield from ((name, told[name]) for name in ("NCCL", "pinned") if name in told)
     yield "planned", contents.planned
     yield "report by", f"tccl-py {version('tccl-py')}"
 
@@ -198,11 +208,8 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     """Yield a line for each kind of source of the rates and facts in the report."""
     plan = contents.plan
     of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
-    yield (
-        f"Rings, hops and bounds: {plan.provenance}, {of}; {counted(plan.sets_measured, 'set')} "
-        f"{'simulated' if plan.simulated else 'measured'}, {plan.sets_remembered} from memory or "
-        f"journal, {plan.sets_by_symmetry} by symmetry; search {plan.strategy}."
-    )
+    cost = dict(summary(plan))["cost"]
+    yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
     stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
     yield f"Default NCCL: {stock}. {plan.stock.note}"
     if contents.achieved:
@@ -293,24 +300,6 @@ def _visible(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Markup):
         return "\n".join(visible(line) for line in value.split("\n"))
     return value
-
-
-def _first_line(plan: Plan) -> list[str]:
-    """Return the machine, its GPUs, and the settings."""
-    unchecked = "" if plan.settings_verified else " (a version that was not checked)"
-    if plan.is_cluster:
-        gpus = f"{sum(len(plan.gpus_of(host)) for host in plan.hosts)} GPUs"
-    else:
-        count, there = len(plan.gpus), len(plan.machine.gpus)
-        some = f" of {there}" if count < there else ""
-        gpus = f"{count}{some} GPUs ({gpu_list(plan.gpus)})"
-    return [
-        plan_name(plan),
-        gpus,
-        f"NCCL {plan.settings.version}{unchecked}",
-        settings_words(plan.settings),
-        *([pinned_env_text(plan.pinned_env)] if plan.pinned_env else []),
-    ]
 
 
 def _notices(contents: Contents) -> tuple[str, ...]:
