@@ -328,47 +328,37 @@ def initial_chains(space: HopSpace, nics: Sequence[int], count: int) -> Iterator
 
 
 def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, ...]:
-    """Return a chain for each pair of entry and exit NIC, near both; () without such a set."""
-    chains: list[Ring] = []
+    """Return a chain for each pair of entry and exit NIC, near both; () without such a set.
+
+    Chains with one entry NIC begin at different GPUs, and last GPUs differ as far as they can.
+    """
+    gpus, chains = [gpu for gpu in space.gpus if gpu != WORLD], list[Ring]()
     for number, (entered, left) in enumerate(pairs):
-        turn = [pair[0] for pair in pairs[:number]].count(entered)
+        turn = [into for into, _ in pairs[:number]].count(entered)
         entries = _nearest(space, entered, into=True)
-        # The last GPUs of the chains differ as far as they can.
+        begins = entries[turn : turn + 1] or entries[:1]
+        first = begins[0].target if begins else WORLD
+        ends = _nearest(space, left, into=False)
+        ends = [hop for hop in ends if hop.source != first or len(gpus) == 1]
         taken = [chain.hops[-1].source for chain in chains]
-        exits = _nearest(space, left, into=False)
-        exits.sort(key=lambda hop: taken.count(hop.source))
-        chain = _chain(space, entries, exits, turn=turn)
-        if chain is None:
+        ends.sort(key=lambda hop: taken.count(hop.source))
+        if not begins or not ends:
             return ()
-        chains.append(chain)
+        at, last = gpus.index(first), ends[0].source
+        order = [gpu for gpu in gpus[at:] + gpus[:at] if gpu not in (first, last)]
+        order = [first, *order, *([last] if len(gpus) > 1 else [])]
+        steps = [begins, *(space.between(*pair) for pair in pairwise(order)), ends]
+        if not all(steps):
+            return ()
+        chains.append(ring([choices[0] for choices in steps]))
     return tuple(chains)
 
 
 def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
     """Return the hops of a NIC, nearest first: by their place among the hops of their GPU."""
     found = []
-    for gpu in space.gpus:
-        if gpu != WORLD:
-            choices = space.between(WORLD, gpu) if into else space.between(gpu, WORLD)
-            for place, hop in enumerate(choices):
-                if (entry_nic(hop) if into else exit_nic(hop)) == nic:
-                    found.append((place, gpu, hop))
-    return [hop for _, _, hop in sorted(found, key=lambda near: near[:2])]
-
-
-def _chain(space: HopSpace, entries: list[Hop], exits: list[Hop], *, turn: int) -> Ring | None:
-    """The chain from the nearest GPU of the entry NIC to the nearest other GPU of the exit NIC."""
-    inner = [gpu for gpu in space.gpus if gpu != WORLD]
-    if not entries or not exits:
-        return None
-    begin = entries[turn] if turn < len(entries) else entries[0]
-    end = next((hop for hop in exits if hop.source != begin.target or len(inner) == 1), None)
-    if end is None:
-        return None
-    at = inner.index(begin.target)
-    between = [gpu for gpu in inner[at + 1 :] + inner[:at] if gpu != end.source]
-    stations = [begin.target, *between, *([end.source] if len(inner) > 1 else [])]
-    choices = [space.between(source, target) for source, target in pairwise(stations)]
-    if not all(choices):
-        return None
-    return ring([begin, *(choice[0] for choice in choices), end])
+    for gpu in (gpu for gpu in space.gpus if gpu != WORLD):
+        for place, hop in enumerate(space.between(*((WORLD, gpu) if into else (gpu, WORLD)))):
+            if (entry_nic(hop) if into else exit_nic(hop)) == nic:
+                found.append((place, hop))
+    return [hop for _, hop in sorted(found, key=lambda near: near[0])]
