@@ -14,7 +14,7 @@ from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.again import journal_by_class
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.probe_hosts import PlacedSource, Sample, Sampler, placements
+from tccl_py.plan.probe_hosts import PlacedSource, Sample, odd_hosts, placements
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import kept_files, read_tables
 from tccl_py.plan.writing import write_plan
@@ -238,8 +238,8 @@ def cluster(count):
 )
 def test_hosts_that_differ_beyond_the_interval_are_named(rates, hosts, known, odd):
     source = Hosts({f"h{n}": rate for n, rate in enumerate(rates)})
-    sampler = Sampler(RememberingSource(source), cluster(4))
-    found = sampler.odd_hosts(hosts, [Sample(SET, 10.0, 0.01)], known)
+    samples = [Sample(SET, 10.0, 0.01)]
+    found = odd_hosts(RememberingSource(source), cluster(4), hosts, samples, known)
     assert list(found) == odd
     assert all("slower" in why for why in found.values())
 

@@ -115,8 +115,7 @@ def test_two_hgx_h100_get_the_channels_that_their_log_shows():
     # to rank 8 in channels 0 and 1 only
     found = hgx()
     assert (found.cross_nic, len(found.chains), found.channels) == (2, 8, 16)
-    rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
-    assert rates_and_types == (48.0, 48.0, "NVL", "PIX")
+    assert (found.bw_intra, found.type_intra, found.type_inter) == (48.0, "NVL", "PIX")
     assert ends(found.chains)[:4] == [(0, 0, 1, 1), (1, 1, 0, 0), (2, 2, 3, 3), (3, 3, 2, 2)]
     assert ends(on_node(found, 1))[:2] == [(1, 1, 0, 0), (0, 0, 1, 1)]
     assert on_node(found, 2) == found.chains
@@ -156,8 +155,7 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
     node = with_nics(toy_machine(gpus=1), {0: "G0"}, speed_mbps=2500, gdr=False)
     found = default_choice(view(node, Knowledge()), nodes=3)
     assert ends(found.chains) == [(0, 0, 0, 0)]
-    rates_and_types = found.bw_intra, found.bw_inter, found.type_intra, found.type_inter
-    assert rates_and_types == (0.24, 0.24, "LOC", "PHB")
+    assert (found.bw_intra, found.type_intra, found.type_inter) == (0.24, "LOC", "PHB")
     tree = search_tree(view(node, Knowledge(), Settings()), nodes=3, channels=1)
     assert (tree.rate_intra, tree.rate_inter, tree.ports) == (1.2, 0.24, (("N0", "N0"),))
 

@@ -306,7 +306,6 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
     rings: tuple[tuple[int, ...], ...]
     chains: tuple[DefaultChain, ...] = ()
     bw_intra: float
-    bw_inter: float
     type_intra: str
     type_inter: str
     cross_nic: int
@@ -348,7 +347,6 @@ def _choice(
         rings=rings,
         chains=chains,
         bw_intra=ring.rate_intra,
-        bw_inter=ring.rate_inter,
         type_intra=ring.type_intra.name,
         type_inter=ring.type_inter.name,
         cross_nic=ring.cross_nic,

@@ -16,7 +16,7 @@ from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned
 from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
-from tccl_py.plan.plan import AS_GOOD, Plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, half, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
@@ -89,7 +89,6 @@ def make_cluster_plan(
     )
     cancelled = plan.cancelled or any(node.cancelled for node in nodes)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
-    told += _ceiling_notice(plan, nodes)
     if tables is not None and not cancelled:
         try:
             for one, sets in zip(classes, wanted, strict=True):
@@ -109,17 +108,6 @@ def make_cluster_plan(
         sets_remembered=sum(source.sets_remembered for source in used),
         sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
     )
-
-
-def _ceiling_notice(plan: Plan, nodes: Sequence[HostTable]) -> Iterator[str]:
-    """Yield what a plan may lose as tables have no chains under the settings of new classes."""
-    names = [node.node_class.name for node in nodes if not node.measures]
-    best = min(node.choices[0][1].rate_gbps for node in nodes)
-    if names and len(names) < len(nodes) and plan.rate_gbps < best * (1 - AS_GOOD):
-        yield (
-            f"tables of {', '.join(names)} have no chains under some settings: with a rank on a "
-            f"host of each the plan may get up to {best:.2f} GB/s"
-        )
 
 
 class _Class:

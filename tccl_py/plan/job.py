@@ -22,9 +22,9 @@ from tccl_py.plan.probe_hosts import (
     MOST_ODD,
     MOST_SAMPLED,
     Sample,
-    Sampler,
     difference,
     estimate_uplinks,
+    odd_hosts,
     whole_ring,
 )
 from tccl_py.plan.tables import HostTable, read_tables
@@ -298,18 +298,18 @@ def _split(cluster: Cluster, odd: Mapping[str, str]) -> tuple[Cluster, tuple[str
 
 def _odd_in_classes(source: HostsSource, made: Plan, known: KnownPlan | None) -> dict[str, str]:
     """Return how new hosts differ from the rates of their class, kept or of its first host."""
-    sampler = Sampler(source, made.cluster, **measurable(source))
+    cluster, given = made.cluster, measurable(source)
     old = {} if known is None else known.plan.cluster.host_classes
     kept = {} if known is None else known.samples()
     partners = [host.name for host in source.session.hosts if host.name in old]
     odd: dict[str, str] = {}
     for number, samples in _samples_of(made).items():
-        new = [h.name for h in made.cluster.hosts if h.node_class == number and h.name not in old]
+        new = [h.name for h in cluster.hosts if h.node_class == number and h.name not in old]
         if number in kept:
-            odd |= sampler.odd_hosts(new, kept[number], partners)
+            odd |= odd_hosts(source, cluster, new, kept[number], partners, **given)
         elif new:
             first, some = new[0], new[1 : 1 + MOST_SAMPLED]
-            found = sampler.odd_hosts(some, samples[:1], [first])
+            found = odd_hosts(source, cluster, some, samples[:1], [first], **given)
             if len(found) > max(1, len(some) / 2):
                 why = next(iter(found.values()))
                 found = {first: f"most hosts of its class differ from it: {why}"}

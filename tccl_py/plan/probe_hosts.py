@@ -251,50 +251,38 @@ class Sample(msgspec.Struct, frozen=True):
     error: float
 
 
-class Sampler:
-    """Compares hosts of a job with the measured sets of their classes.
+def odd_hosts(
+    source: RememberingSource,
+    cluster: Cluster,
+    hosts: Sequence[str],
+    samples: Sequence[Sample],
+    known: Sequence[str],
+    **measurable: Any,
+) -> dict[str, str]:
+    """Return how hosts differ from the measured sets of their class, by the names of those that do.
 
-    `measurable` are as of `placements`. Sets are measured anew, whatever the journal
-    has: a host may have changed since.
+    A host differs if it does with two partners, or twice with the only partner. Partners are
+    `known` hosts, then hosts found alike; without any below its switch no host differs. Sets are
+    measured anew, whatever the journal has: a host may have changed since. `measurable` is as of
+    `placements`.
     """
-
-    def __init__(self, source: RememberingSource, cluster: Cluster, **measurable: Any) -> None:
-        self._source, self._cluster, self._measurable = AnewSource(source), cluster, measurable
-
-    def odd_hosts(
-        self, hosts: Sequence[str], samples: Sequence[Sample], known: Sequence[str]
-    ) -> dict[str, str]:
-        """Return how hosts differ from their class, by the names of those that do.
-
-        A host differs if it does with two partners, or twice with the only partner. Partners are
-        `known` hosts, then hosts found alike; without any below its switch no host differs.
-        """
-        odd: dict[str, str] = {}
-        alike = list(known)
-        for host in hosts:
-            why = ""
-            for source in self._sources(host, [*alike, *hosts], odd):
-                why = difference(source, samples)
-                if not why:
-                    alike.append(host)
-                    break
-            if why:
-                odd[host] = why
-        return odd
-
-    def _sources(
-        self, host: str, others: Sequence[str], odd: Mapping[str, str]
-    ) -> list[PlacedSource]:
-        """Return sources that measure a host with the two best partners, or one of them twice."""
-        classes, switch = self._cluster.host_classes, self._cluster.switch_of
-        near = [n for n in dict.fromkeys(others) if n != host and switch.get(n) == switch.get(host)]
+    classes, switch, anew = cluster.host_classes, cluster.switch_of, AnewSource(source)
+    odd: dict[str, str] = {}
+    alike = list(known)
+    for host in hosts:
+        others = [n for n in dict.fromkeys((*alike, *hosts)) if n != host]
+        near = [name for name in others if switch.get(name) == switch.get(host)]
         near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
-        found = [self._placed(host, partner) for partner in near[:2]]
-        return found if len(found) != 1 else found * 2
-
-    def _placed(self, host: str, partner: str) -> PlacedSource:
-        pair = part_of(self._cluster, (host, partner))
-        return PlacedSource(self._source, placements(pair, **self._measurable)[0])
+        why = ""
+        for partner in near[:2] if len(near) != 1 else near * 2:
+            place = placements(part_of(cluster, (host, partner)), **measurable)[0]
+            why = difference(PlacedSource(anew, place), samples)
+            if not why:
+                alike.append(host)
+                break
+        if why:
+            odd[host] = why
+    return odd
 
 
 def difference(source: BandwidthSource, samples: Sequence[Sample]) -> str:

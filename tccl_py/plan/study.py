@@ -12,7 +12,6 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Task, rings_under
-from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
 
 if TYPE_CHECKING:
@@ -84,9 +83,6 @@ def what_if(plan: Plan, order: Sequence[int], source: BandwidthSource) -> float:
         source=remembering(source),
         gpus=plan.gpus,
         version=plan.settings.version,
-        ring_counts=(1,),
-        strategy=plan.strategy,
-        budget=Budget(),
     )
     first = order.index(plan.gpus[0])
     rings = rings_under(task, plan.settings, [(*order[first:], *order[:first])])

@@ -58,9 +58,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     source: RememberingSource
     gpus: tuple[int, ...]
     version: str
-    ring_counts: tuple[int, ...]
-    strategy: str
-    budget: Budget
+    ring_counts: tuple[int, ...] = (1,)
+    strategy: str = "best-first"
+    budget: Budget = Budget()
     reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
     p2p_level: Level | None = None

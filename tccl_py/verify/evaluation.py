@@ -24,7 +24,6 @@ from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.tasks import Order, Task, condensed, rings_under
 from tccl_py.readers.hosts import HostSlots
-from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
 from tccl_py.verify.jobs import Arm, Launcher
 from tccl_py.verify.record import EQUAL, LEAST_ROUNDS
@@ -230,9 +229,6 @@ def simulated_cells(
             source=remembered,
             gpus=gpus,
             version=plan.settings.version,
-            ring_counts=(1,),
-            strategy=plan.strategy,
-            budget=Budget(),
             p2p_level=pinned_level(plan.pinned_env),
         )
         rates = {name: _rates(task, plan, name, collectives) for name in plan.choices}
