@@ -18,8 +18,8 @@ from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, Host, NodeClass, check_cluster, class_name
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.rings import Ring
-from tccl_py.model.transfer import Flow
+from tccl_py.model.rings import Hop, Ring
+from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
 from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import version_facts, why_no_plugin
@@ -503,6 +503,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
+
+
+def plan_chain(hops: Sequence[Hop], rates: Sequence[float]) -> PlanChain:
+    """Return a ring, or a chain between NICs, of hops with these rates."""
+    planned = tuple(
+        PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
+        for hop, rate in zip(hops, rates, strict=True)
+    )
+    into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
+    return PlanChain(hops=planned, entry_nic=into, exit_nic=out)
 
 
 def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:

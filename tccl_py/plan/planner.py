@@ -19,8 +19,6 @@ from tccl_py.model.transfer import (
     Place,
     Transfer,
     TransferSet,
-    receiving_nic,
-    sending_nic,
     transfer_set,
 )
 from tccl_py.nccl.graph_search import DefaultChoice
@@ -40,10 +38,10 @@ from tccl_py.plan.plan import (
     HostPath,
     Plan,
     PlanChain,
-    PlanHop,
     PlannedHost,
     SubsetRings,
     is_proven,
+    plan_chain,
     sender_nodes,
     single_host,
     version_notices,
@@ -276,17 +274,9 @@ def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
 def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanChain, ...]:
     """Return rings or chains with the rate of each hop in a measurement of all of them."""
     waiting = dealt(measurement.transfers.flows, measurement.gbps)
-    found = []
-    for hops in (chain.hops for chain in chains):
-        planned = tuple(
-            PlanHop(
-                source=hop.source, target=hop.target, flow=hop.flow, gbps=waiting[hop.flow].pop()
-            )
-            for hop in hops
-        )
-        into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
-        found.append(PlanChain(hops=planned, entry_nic=into, exit_nic=out))
-    return tuple(found)
+    return tuple(
+        plan_chain(one.hops, [waiting[hop.flow].pop() for hop in one.hops]) for one in chains
+    )
 
 
 # Rings for communicators over some of the GPUs, planned once for each class of equal subsets.

@@ -18,11 +18,10 @@ from tccl_py.files import check_version, decode_json, encode_line, read_text
 from tccl_py.model.cluster import NodeClass, shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.model.rings import Hop
-from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.plan import PlanChain, PlanHop, Rate
+from tccl_py.plan.plan import PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 1
@@ -168,20 +167,12 @@ class HostTable:
     def _read(self, kept: KeptChains) -> HostChains:
         rows = zip(kept.chains, kept.gbps, strict=True)
         return HostChains(
-            chains=tuple(self._chain(hops, gbps) for hops, gbps in rows),
+            chains=tuple(plan_chain([self.kept.hops[n] for n in row], gbps) for row, gbps in rows),
             rate_gbps=kept.rate_gbps,
             error=kept.error,
             simulated=self.kept.simulated,
             assumed=kept.assumed,
         )
-
-    def _chain(self, numbers: Sequence[int], rates: Sequence[float]) -> PlanChain:
-        hops = tuple(
-            PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
-            for hop, rate in zip((self.kept.hops[n] for n in numbers), rates, strict=True)
-        )
-        into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
-        return PlanChain(hops=hops, entry_nic=into, exit_nic=out)
 
     def all_chains(self) -> Iterator[tuple[Settings, HostChains]]:
         """Yield all chains of the table."""
