@@ -64,8 +64,8 @@ def machine_files(plan: Plan, directory: Path) -> dict[str, str]:
     Raises InputError: rings that NCCL would not take, or a directory whose path cannot stand in an
     environment variable.
     """
-    known, farthest = plan.best_known_gbps, plan.paths[0].type_intra
-    files = {GRAPH_FILE: _graph(plan, plan.channel_rings, known, farthest)}
+    whole = SubsetRings(gpus=plan.gpus, rings=plan.orders, rate_gbps=plan.best_known_gbps)
+    files = {GRAPH_FILE: subset_graph(plan, whole)}
     files |= {subset_file(subset.gpus): subset_graph(plan, subset) for subset in plan.subsets}
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
     named = graph if plan.names_graph else None
@@ -82,19 +82,12 @@ def settings_files(plan: Plan, env: str) -> dict[str, str]:
 def subset_graph(plan: Plan, subset: SubsetRings) -> str:
     """Return the graph file of a communicator over some of the plan's GPUs."""
     seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
-    orders = per_channel(subset.rings, plan.settings.channels)
     hops = {pair for ring in subset.rings for pair in pairwise((*ring, ring[0]))}
-    return _graph(plan, orders, subset.rate_gbps, seen.farthest(hops))
-
-
-def _graph(
-    plan: Plan, orders: tuple[tuple[int, ...], ...], rate_gbps: float, type_intra: str
-) -> str:
     return graph_text(
-        orders,
+        per_channel(subset.rings, plan.settings.channels),
         plan.settings,
-        rate_gbps=rate_gbps,
-        type_intra=type_intra,
+        rate_gbps=subset.rate_gbps,
+        type_intra=seen.farthest(hops),
         provenance=plan.provenance,
     )
 
