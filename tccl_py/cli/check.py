@@ -151,11 +151,10 @@ def _print_preflight(found: Preflight) -> None:
 
 def _print(plan: Plan, drift: Drift) -> None:
     console = results()
-    verdict = "has drifted" if drift.drifted else "is as it was"
+    were, drifted = "it was", "has drifted" if drift.drifted else "is as it was"
     if plan.is_cluster:
-        verdict = "have drifted" if drift.drifted else "are as they were"
-    planned = f"since {'they were' if plan.is_cluster else 'it was'} planned"
-    said = f"{plan_name(plan)} {verdict} {planned} ({plan.provenance})"
+        were, drifted = "they were", "have drifted" if drift.drifted else "are as they were"
+    said = f"{plan_name(plan)} {drifted} since {were} planned ({plan.provenance})"
     console.print(said, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")

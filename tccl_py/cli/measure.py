@@ -240,9 +240,8 @@ def job_of_plan(plan: Plan, stack: ExitStack) -> Job:
     return stack.enter_context(controlled_job())
 
 
-def measurement_options(*, target: float | None = None, **options: Any) -> MeasurementOptions:
+def measurement_options(**given: Any) -> MeasurementOptions:
     """Return the options of measurements; None is the default."""
-    given = {"target": target, **options}
     return MeasurementOptions(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -58,7 +58,7 @@ class SettingsSearch:
         self._task = task
         self._known = [start.rings.rings, *known]
 
-    def run(self, *, sets: int) -> None:
+    def run(self, *, sets: int, allow: Callable[[float], None] = lambda _: None) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
 
         1. Compare mechanisms under a fixed number of channels, and search the most promising one
@@ -66,10 +66,14 @@ class SettingsSearch:
            gives up as soon as it cannot beat the best. Its rings are tried under all other
            mechanisms.
         2. Settle channels and FIFO size for the rings of each search.
+
+        `allow` sets a share of the plan's budget, of which a part is left to each step.
         """
         try:
+            allow(5 / 8)
             left = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
             if not self.cancelled:
+                allow(7 / 8)
                 self._settle(max(left, sets // 2))
         except KeyboardInterrupt:
             self.cancelled = True

@@ -100,7 +100,8 @@ def make_plan(
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
         strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
         budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
-            and variables take half at most, and leave a quarter to smaller sets of GPUs.
+            and variables take half at most. A quarter is left for the bound, an eighth for the rest
+            and smaller sets of GPUs.
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
         pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
             plan or without; no settings go beyond it, default NCCL's included.
@@ -135,9 +136,8 @@ def make_plan(
         known = [one.rings.rings for one in own.rated[1:]]
         search = SettingsSearch(task, as_graph(own.rated[0]), known)
         search.cancelled = own.cancelled
-        allow(3 / 4)
         if not own.cancelled:
-            search.run(sets=half(budget.sets or DEFAULT_BUDGET.sets) or 1)
+            search.run(sets=half(budget.sets or DEFAULT_BUDGET.sets) or 1, allow=allow)
         allow(1)
         plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
