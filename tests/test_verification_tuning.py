@@ -465,7 +465,7 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
     watch_tuning(monkeypatch, fake)
     told = command(fake)
     assert (told.exit_code, told.stdout) == (2, "")
-    kept, wrote, cause = told.stderr.splitlines()[1:]
+    wrote, kept, cause = told.stderr.splitlines()[1:]
     assert wrote.startswith("tccl: wrote ")
     assert kept.startswith("tccl: not tuned: ")
     assert cause.startswith("tccl: host gpu1: ")
