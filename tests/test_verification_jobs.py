@@ -245,17 +245,17 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
     row = TimedRow(collective="all_gather", dtype="bfloat16", bytes=4096)
     choice = Choice(algorithm="ring", protocol="ll", channels=2)
     contests = (
-        Contest(row=row, choices=(choice,), rounds=3, beside=False),
-        Contest(row=TimedRow(dtype="bfloat16", bytes=1 << 20), choices=(), rounds=2),
-        Contest(row=row, choices=(), rounds=2, beside=False, table=True),
+        Contest(row=row, choices=(choice,), rounds=3),
+        Contest(row=TimedRow(dtype="bfloat16", bytes=1 << 20, collective="reduce"), rounds=2),
+        Contest(row=row, choices=(), rounds=2, table=True),
     )
     spec = JobSpec(contests=contests, contest_seconds=1e9)
     for outcome in run_jobs(spec, 2, [{}, {}], server=server):
         one, other = (result.contests for result in outcome.results)
         assert one == other
         assert [times.row for times in one] == [contest.row for contest in contests]
-        assert [list(map(len, times.seconds)) for times in one] == [[3, 3], [2], [2, 2]]
-        assert [len(values) for values in one[1].beside] == [12]
+        assert [list(map(len, times.seconds)) for times in one] == [[3, 3], [2] * 4, [2, 2]]
+        assert [len(values) for values in one[1].beside] == [12] * 4
         assert all(value > 0 for times in one for values in times.seconds for value in values)
 
 

@@ -97,6 +97,7 @@ class _Tensors:
     def __init__(
         self, communicator: Communicator, dtype: str, count: int, asynchronous: bool
     ) -> None:
+        self.communicator = communicator
         self.torch, self.dist = communicator.torch, communicator.dist
         self.rank, self.world = communicator.rank, communicator.world
         self.asynchronous, self._count = asynchronous, count
@@ -192,7 +193,7 @@ def _send_receive(tensors: _Tensors) -> _Pairs:
     after, before = (rank + 1) % tensors.world, (rank - 1) % tensors.world
     own, got = tensors.own(), tensors.empty()
     if tensors.asynchronous:
-        _send_at_once(dist, (own, after), (got, before))
+        _send_to_next(tensors.communicator, own, got)()
     elif rank == 0:
         dist.send(own, after)
         dist.recv(got, before)
@@ -298,20 +299,14 @@ def _send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
     dist, group = communicator.dist, communicator.group
     ranks = dist.get_process_group_ranks(group)
     at = ranks.index(communicator.rank)
-    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+    ends = (dist.isend, sent, ranks[(at + 1) % len(ranks)]), (dist.irecv, received, ranks[at - 1])
 
-    return partial(_send_at_once, dist, (sent, after), (received, before), group)
+    def both() -> None:
+        operations = [dist.P2POp(*end, group) for end in ends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
-
-def _send_at_once(
-    dist: Any, sent: tuple[Any, int], received: tuple[Any, int], group: Any = None
-) -> None:
-    both = [
-        dist.P2POp(dist.isend, *sent, group),
-        dist.P2POp(dist.irecv, *received, group),
-    ]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
+    return both
 
 
 def _times(call: Call, count: int) -> Callable[[], None]:

@@ -111,7 +111,7 @@ def run_contests(
         rounds = _Rounds(communicator, slot)
         found = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
         beside: list[list[float]] = [[] for _ in found]
-        if contest.beside and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
+        if contest.choices is None and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
             beside = _beside(communicator, rounds, calls, found)
         yield ContestTimes(
             row=row,

@@ -226,7 +226,6 @@ def tune_sizes(
             row=row.row,
             choices=() if row.choice is None else (row.choice,),
             rounds=_rounds(row.row.bytes)[1],
-            beside=False,
         )
         for row in predicted
     )
@@ -255,7 +254,7 @@ def _rounds(size: int) -> tuple[int, int]:
 def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
     """Return contests of the finalists of small messages."""
     return tuple(
-        Contest(row=times.row, choices=finalists(times), rounds=_AGAIN_ROUNDS, beside=False)
+        Contest(row=times.row, choices=finalists(times), rounds=_AGAIN_ROUNDS)
         for times in sweep
         if times.row.bytes <= _NOISY
     )
@@ -341,8 +340,7 @@ def _checked(
     variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
     arm = replace(plan, variables=variables, graphs={})
     contests = tuple(
-        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], beside=False, table=True)
-        for row in asked
+        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], table=True) for row in asked
     )
     try:
         jobs = _fresh_jobs(launcher, (arm,), contests, log="tuned by")

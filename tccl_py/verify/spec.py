@@ -60,16 +60,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row to time under NCCL's own choice and under `choices`; None are `all_choices`.
+    """A row to time under NCCL's own choice and under `choices`.
 
-    `beside` times sizes of training steps beside matrix multiplications as well. With `table` the
-    plugin's table is what is timed instead of choices.
+    None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
+    then. With `table` the plugin's table is what is timed instead of choices.
     """
 
     row: TimedRow
     choices: tuple[Choice, ...] | None = None
     rounds: int = FINAL_ROUNDS
-    beside: bool = True
     table: bool = False
 
 

@@ -217,10 +217,10 @@ class Sweep:
         first: Verification,
     ) -> None:
         self._target, self._watch = target, launcher.watch
-        self._slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        self._spec = msgspec.structs.replace(
-            budget.spec, sizes=budget.few_sizes, transfer_sizes=budget.transfer_sizes
-        )
+        few = msgspec.structs.replace(budget.spec, sizes=budget.few_sizes)
+        slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
+        self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few.rows}
+        self._spec = msgspec.structs.replace(few, transfer_sizes=budget.transfer_sizes)
         self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
         self._default: dict[TimedRow, float] = {}
         self._default_gbps: list[float] = []
@@ -248,11 +248,28 @@ class Sweep:
             if isinstance(default, MeasurementError):
                 raise default
             self._default = self._seconds(default)
-        self._default_gbps += [self._gbps(self._default)] * len(candidates)
-        return [
-            self._rated(*candidate, outcome)
-            for candidate, outcome in zip(candidates, outcomes, strict=True)
-        ]
+        found = []
+        for (name, settings), outcome in zip(candidates, outcomes, strict=True):
+            self._default_gbps.append(self._gbps(self._default))
+            if isinstance(outcome, MeasurementError):
+                found.append(Tried(arm=name, settings=settings, failed=str(outcome)))
+                continue
+            seconds = self._seconds(outcome)
+            ratios = {
+                row: max(default, self._slowest.get(row, 0.0)) / seconds[row]
+                for row, default in self._default.items()
+            }
+            transfers = [ratio for row, ratio in ratios.items() if row not in self._slowest]
+            found.append(
+                Tried(
+                    arm=name,
+                    settings=settings,
+                    gbps=self._gbps(seconds),
+                    worst_ratio=min(ratios[row] for row in self._slowest),
+                    transfer_ratio=min(transfers, default=1.0),
+                )
+            )
+        return found
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
@@ -260,32 +277,12 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def _rated(
-        self, name: ChoiceName, settings: Settings, outcome: Outcome | MeasurementError
-    ) -> Tried:
-        if isinstance(outcome, MeasurementError):
-            return Tried(arm=name, settings=settings, failed=str(outcome))
-        seconds, transfers = self._seconds(outcome), self._spec.transfers
-        worst = min(
-            max(default, self._slowest.get(row.bytes, 0.0)) / seconds[row]
-            for row, default in self._default.items()
-            if row not in transfers
-        )
-        ratios = (self._default[row] / seconds[row] for row in transfers)
-        return Tried(
-            arm=name,
-            settings=settings,
-            gbps=self._gbps(seconds),
-            worst_ratio=worst,
-            transfer_ratio=min(ratios, default=1.0),
-        )
-
     def _gbps(self, seconds: Mapping[TimedRow, float]) -> float:
         """Return the bus bandwidth at the large sizes."""
         rates = [
             (row.bytes, bus_gbps(row.collective, self._target.world, row.bytes, taken))
             for row, taken in seconds.items()
-            if row not in self._spec.transfers
+            if row in self._slowest
         ]
         return large_gbps(rates) or 0.0
 
