@@ -177,9 +177,9 @@ def member_of(
     # 1. Open the plan.
     try:
         opened = None if named is None else open_plan(named)
-        if opened is not None and settings not in (None, opened.variables):
-            needed, present = map(_listed, (opened.variables, settings))
-            what = f"needs {needed}, and this process has {present}"
+        if opened is not None and settings is not None and settings != opened.variables:
+            needed = _listed(opened.variables)
+            what = f"needs {needed}, and this process has {_listed(settings)}"
             right = "NCCL reads settings once in a process: use plans of the same settings in it"
             raise InputError(str(opened.directory), what, right)
         graph = settings_of_files().get(GRAPH_VARIABLE)
@@ -206,9 +206,8 @@ def member_of(
         return replace(member, wrong=str(error)), opened
 
 
-def _listed(settings: Mapping[str, str] | None) -> str:
-    found = sorted((settings or {}).items())
-    return " ".join(f"{name}={text}" for name, text in found) or "no settings"
+def _listed(settings: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={settings[name]}" for name in sorted(settings)) or "no settings"
 
 
 def _misfit(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
@@ -282,21 +281,14 @@ def exchange(store: Any, rank: int, size: int, own: Member) -> Roster:
 def roster_of(members: Sequence[Member]) -> Roster:
     """Return the conclusion from the ranks' reports."""
     shared = _shared_gpu(members)
+    off = [f"rank {n} on {_host(one)}: {one.off}" for n, one in enumerate(members) if one.off]
+    unlike = [n for n, one in enumerate(members) if one.settings != members[0].settings]
+    off += [f"ranks 0 and {rank} have plans of different settings" for rank in unlike]
     return Roster(
         members=tuple(members),
-        off=_misfit_of_all(members) or shared,
+        off=next(iter((*off, shared))),
         distinct=not shared and all(member.gpu >= 0 for member in members),
     )
-
-
-def _misfit_of_all(members: Sequence[Member]) -> str:
-    for rank, member in enumerate(members):
-        if member.off:
-            return f"rank {rank} on {_host(member)}: {member.off}"
-    for rank, member in enumerate(members):
-        if member.settings != members[0].settings:
-            return f"ranks 0 and {rank} have plans of different settings"
-    return ""
 
 
 def _shared_gpu(members: Sequence[Member]) -> str:

@@ -385,11 +385,11 @@ def _without(
 
 def _tables(found: Sequence[SizeTuning], equal: EqualSets) -> tuple[TunerTable, ...]:
     """Return the tables of all sets: those measured, and those equal to them."""
-    tables: list[TunerTable] = []
-    for measured, images in equal.items():
-        of = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
-        table = TunerTable(
-            gpus=measured, measured_on=measured, entries=tuple(sorted(of, key=table_order))
-        )
-        tables += [replace(table, gpus=gpus) for gpus in sorted(images) if of]
-    return tuple(tables)
+    entries_of: dict[tuple[int, ...], list[TunerEntry]] = {}
+    for tuning in found:
+        entries_of.setdefault(tuning.gpus, []).extend(tuning.entries)
+    return tuple(
+        TunerTable(gpus=gpus, measured_on=measured, entries=tuple(sorted(own, key=table_order)))
+        for measured, own in entries_of.items()
+        for gpus in sorted(equal[measured] if own else ())
+    )
