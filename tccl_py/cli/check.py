@@ -141,7 +141,7 @@ def _print_preflight(found: Preflight) -> None:
     for problem in found.problems:
         console.print(f"{problem.what}: {problem.measured}, expected {problem.expected}")
         console.print(f"  at {problem.where}")
-    if (jobs := found.collectives) is not None and jobs.rates:
+    if (jobs := found.collectives).rates:
         console.print(f"{jobs.checked} results of collectives compared, bit by bit")
         for row in jobs.rates:
             was = f"{row.expected_gbps:.2f}" if row.expected_gbps is not None else "not verified"

@@ -89,7 +89,7 @@ class BusRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the jobs: number of compared results, faults of ranks, and bandwidths."""
+    """Results of the jobs, if any ran: number of compared results, faults of ranks, bandwidths."""
 
     collective: Collective = "all_reduce"
     checked: int = 0
@@ -98,16 +98,16 @@ class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a preflight; `collectives` is None of a simulated plan, which runs no job."""
+    """Results of a preflight."""
 
     drift: Drift
-    collectives: CollectivesChecked | None
+    collectives: CollectivesChecked
     seconds: float
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return all reasons to keep jobs off, faults of collectives first."""
-        jobs = self.collectives or CollectivesChecked()
+        jobs = self.collectives
         lost = [
             Problem(f"transfers {lost}", why, "measurable", "nothing")
             for lost, why in self.drift.lost.items()
@@ -254,15 +254,14 @@ def measure_plan_again(
     *,
     preflight: bool,
     watching: Callable[[], Callable[[int], None]],
-) -> tuple[Drift, CollectivesChecked | None]:
+) -> tuple[Drift, CollectivesChecked]:
     """Return the drift and, of a preflight, what a job of collectives found before.
 
     A measured cluster's plan needs the MPI job of `options`; `watching` begins to show sets
     measured.
     """
     until = time.monotonic() + effort.seconds
-    journal = journal_of(plan, directory)
-    jobs = None
+    journal, jobs = journal_of(plan, directory), CollectivesChecked()
 
     def tell(texts: Iterable[str]) -> None:
         for text in texts:
@@ -335,7 +334,7 @@ def learn_patterns(
 
 def preflight_json(plan: Plan, found: Preflight) -> dict[str, Any]:
     """Return the JSON of `check --preflight --json`."""
-    jobs = found.collectives or CollectivesChecked()
+    jobs = found.collectives
     return {
         "ok": found.ok,
         "findings": found.problems,
@@ -350,7 +349,7 @@ def preflight_json(plan: Plan, found: Preflight) -> dict[str, Any]:
 def preflight_metrics(found: Preflight, *, machine: str, simulated: bool) -> str:
     """Return the metrics that a preflight adds to those of a check."""
     own = {"machine": machine, "simulated": str(simulated).lower()}
-    jobs = found.collectives or CollectivesChecked()
+    jobs = found.collectives
     sizes = [({**own, "bytes": str(row.bytes)}, row) for row in jobs.rates]
     now = [(labels, row.gbps) for labels, row in sizes]
     was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps is not None]
