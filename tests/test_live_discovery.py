@@ -291,6 +291,12 @@ def test_unknown_links_stay_unknown(host, speed, width):
     assert host.discover(FakeNvml(FakeGpu(GPU_A))).gpu(0).link == PciLink()
 
 
+def test_a_width_that_one_end_does_not_know_is_the_width_of_the_end_that_does(host):
+    host.pci(ROOT, GPU_A)
+    (host.device(ROOT) / "max_link_width").write_text("255")
+    assert host.discover(FakeNvml(FakeGpu(GPU_A))).gpu(0).link.width == 16
+
+
 def test_nvlinks_are_counted_by_gpu_and_by_switch_and_inactive_ones_left_out(host):
     nvml = switched(host)
     nvml.gpus[0].links = [(GPU_B, 0), (GPU_B, 0), ("down", 0)]

@@ -178,12 +178,13 @@ class PciTree:
 
     def _link(self, path: Path) -> PciLink:
         """Return the lesser speed and width of a device and the port above; None if unknown."""
-        ends = [self.files.pci_link(end, "max") for end in (path, path.parent)]
-        speeds = [end.speed_gts for end in ends if end.speed_gts is not None]
-        widths = [end.width for end in ends if end.width is not None]
-        # NCCL takes one end's speed if the other is silent, but no width unless both tell it.
-        width = min(widths) if len(widths) == len(ends) else None
-        return PciLink(speed_gts=min(speeds, default=None), width=width)
+        ends = (path, path.parent)
+        speeds = [self.files.pci_link(end, "max").speed_gts for end in ends]
+        told = [speed for speed in speeds if speed is not None]
+        # NCCL takes one end's speed if the other is silent, but no width unless both have one: an
+        # end with the kernel's 255 for an unknown width has the other's.
+        width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
+        return PciLink(speed_gts=min(told, default=None), width=width if 0 < width <= 32 else None)
 
 
 def _bridge_above(path: Path) -> Path | None:
