@@ -111,9 +111,9 @@ def test_the_driver_is_asked_for_conditions(monkeypatch):
     facts = DriverFacts(driver="570.1", gpus=(gpu,), peer_access=())
     monkeypatch.setattr(command, "driver_facts", lambda: facts)
     monkeypatch.setattr("tccl_profiler.watch.Watch", Watch)
-    (state,) = command.this_host().driver.gpus
-    assert (state.bus_id, state.persistence) == ("0000:03:00.0", False)
-    (complaint,) = state.complaints
+    driver = command.this_host().driver
+    ((state, (complaint,)),) = driver.conditions
+    assert (driver.gpus, state.gpu, state.persistence) == ((gpu,), 0, False)
     assert "x16; check its slot" in complaint
 
 
