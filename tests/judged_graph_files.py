@@ -15,7 +15,7 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan
@@ -75,7 +75,7 @@ def planned_cases(seed: int) -> list[Case]:
         sm = min(gpu.sm for gpu in machine.gpus if gpu.index in some)
         orders = per_channel(plan.subset(some).rings, plan.settings.channels)
         rings = [from_zero([some.index(gpu) for gpu in order]) for order in orders]
-        final = final_channels(len(rings), sm=sm)
+        final = final_channels(Settings(), sm=sm, channels=len(rings))
         cases.append(
             Case(
                 f"{seed}:{some}",
@@ -104,7 +104,8 @@ def cluster_case(seed, text, machine, source, *, hosts) -> Case:
         )
     rings = [from_zero([*itertools.chain(*parts)]) for parts in zip(*orders, strict=True)]
     final = final_channels(
-        len(rings),
+        Settings(),
+        channels=len(rings),
         sm=min(gpu.sm for gpu in machine.gpus),
         nodes=hosts,
         speed_intra=plan.rate_gbps / len(rings),

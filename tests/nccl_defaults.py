@@ -9,7 +9,7 @@ import msgspec
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.channel_search import Graph
 from tccl_py.nccl.graph_search import search_ring, search_tree
-from tccl_py.nccl.settings import settings_from_environment
+from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology
@@ -55,7 +55,8 @@ def ours(case: Case) -> dict[str, Any]:
     ring = search_ring(seen, nodes=case.nodes)
     tree = search_tree(seen, nodes=case.nodes, channels=len(ring.orders))
     channels = final_channels(
-        min(len(ring.orders), len(tree.orders)),
+        Settings(),
+        channels=min(len(ring.orders), len(tree.orders)),
         sm=seen.system.sm_min,
         nodes=case.nodes,
         speed_intra=ring.rate_intra,

@@ -567,7 +567,10 @@ def test_the_channels_that_were_measured_are_those_that_nccl_ends_up_with(sm, ch
     # Fewest channels would do; but one of 60 GB/s NCCL doubles twice on several nodes of sm 90.
     assert made.settings.channels == channels
     speed = made.rate_gbps / channels
-    assert final_channels(channels, sm=sm, nodes=2, speed_intra=speed) == 2 * channels
+    assert (
+        final_channels(Settings(channels=channels), sm=sm, nodes=2, speed_intra=speed)
+        == 2 * channels
+    )
     flow = made.paths[0].chains[0].hops[0].flow
     assert flow.blocks == 2 * channels
 

@@ -7,7 +7,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, NvLink
 from tccl_py.nccl.network import entry_flow, exit_flow, net_buffer_numa, relay
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.view import may_change_rails, net_path, usable_nics, view
+from tccl_py.nccl.view import net_path, usable_nics, view
 from tests.nccl_cases import machine
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
@@ -153,9 +153,3 @@ def test_a_ring_ends_at_any_gpu_with_any_nic_that_is_used():
         net_buffer_numa(seen, 0, 0, "send")
     assert error.value.where == "end of a ring at GPU 0 and NIC 0"
     assert error.value.right == "there are G0, G3 and N1"
-
-
-def test_rings_may_change_rails_unless_cross_nic_is_0():
-    assert [may_change_rails(Settings(cross_nic=n)) for n in (None, 0, 1, 2)] == [
-        True, False, True, True,
-    ]  # fmt: skip

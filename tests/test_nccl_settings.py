@@ -161,12 +161,14 @@ def test_any_environment_gives_settings(variables):
         (4, {"sm": 80, "nodes": 2, "speed_intra": 50.0}, 8),
         (8, {"sm": 90, "nodes": 2, "speed_intra": 50.0}, 16),
         (32, {}, 64),
-        (8, {"variables": {"NCCL_MAX_NCHANNELS": "3"}}, 3),
-        (1, {"variables": {"NCCL_MIN_NCHANNELS": "8"}}, 8),
+        (8, {"max_channels": 3}, 3),
+        (1, {"min_channels": 8}, 8),
     ],
 )
 def test_channels_are_doubled_then_clipped_or_filled(channels, options, final):
-    assert final_channels(channels, **{"sm": 70, **options}) == final
+    ends = {name: options.pop(name) for name in options.keys() & {"min_channels", "max_channels"}}
+    settings = Settings(channels=channels, **ends)
+    assert final_channels(settings, **{"sm": 70, **options}) == final
 
 
 def test_candidates_differ_in_the_hops_they_give():

@@ -146,8 +146,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
     gpus, text = question.gpus, "\n".join(rank.log for rank in logs)
     try:
         log = parse_log(text, where="NCCL's log")
-        minor = minor_version(version)
-        dump = parse_graph_file(logs[0].dump, where="NCCL's graph dump", version=minor)
+        dump = parse_graph_file(logs[0].dump, where="NCCL's graph dump", version=version)
     except InputError as error:
         raise MeasurementError(f"NCCL cannot be asked: {error}") from error
     ranks, graph = log.rings_over(len(gpus)), dump.get(RING)
@@ -180,11 +179,6 @@ def _failure(error: RanksError) -> str:
     return f"{named}: {words}" if words else named
 
 
-def minor_version(version: str) -> str:
-    """Return the first two numbers of a version, which decide NCCL's behaviour."""
-    return ".".join(version.split(".")[:2])
-
-
 # Verdicts on graph files.
 def judged(variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str) -> Verdict:
     """Return the installed NCCL's verdict on a graph file; `where` names the file.
@@ -207,30 +201,21 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
         return Verdict(verdict=kind, reason=reason, rings=rings)
 
     try:
-        file = parse_graph_file(text, where=where, version=minor_version(found.version)).get(RING)
+        file = parse_graph_file(text, where=where, version=found.version).get(RING)
     except InputError as error:
         return verdict("rejected", f"{name} starts with it, but not every NCCL does: {error}")
     if file is None or file.nchannels < 1:
         return verdict("ignored", f"the file has no channels of graph {RING}: {name} searches")
-    if not _same_graph(found.graph, file):
+    count, orders, loaded = file.nchannels, file.orders, found.graph
+    same = (loaded.nchannels, loaded.orders, len(orders)) == (count, orders, count)
+    if not same or abs(loaded.speedintra - file.speedintra) > _SPEED * file.speedintra:
         return verdict("ignored", f"{name} took other rings than the file's: it searched")
-    count, orders = file.nchannels, [channel.gpus for channel in file.channels]
     as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(found.rings))
     if not as_written or final < count:
         reason = f"{name} loads the file's {counted(count, 'channel')}, and runs {final} other ones"
         return verdict("clipped", reason)
     channels = f"{counted(count, 'channel')} of the file"
     return verdict("used", f"{channels}, {final} in {name}")
-
-
-def _same_graph(dumped: Graph, file: Graph) -> bool:
-    count = dumped.nchannels
-    return (
-        count == file.nchannels
-        and count == len(file.channels) == len(dumped.channels)
-        and all(a.gpus == b.gpus for a, b in zip(dumped.channels, file.channels, strict=True))
-        and abs(dumped.speedintra - file.speedintra) <= _SPEED * file.speedintra
-    )
 
 
 # Default NCCL's rings, by the installed NCCL or by its rules.
@@ -272,7 +257,8 @@ class InstalledRings:
         except MeasurementError as error:
             self.unable(str(error))
             return None
-        if minor_version(found.version) != minor_version(settings.version):
+        # The first two numbers decide NCCL's behaviour.
+        if found.version.split(".")[:2] != settings.version.split(".")[:2]:
             self.unable(f"it is {found.version}, and the plan is for {settings.version}")
             return None
         return found

@@ -83,6 +83,11 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     channels: tuple[Channel, ...]
     place: str = ""
 
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """The GPUs of each channel, in order."""
+        return tuple(channel.gpus for channel in self.channels)
+
     def fail(self, what: str, right: str, *, crash: bool = False) -> NoReturn:
         """Raise GraphFaultError about this graph."""
         raise GraphFaultError(self.place, f"graph {self.id} {what}", right, crash=crash)

@@ -298,8 +298,8 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Default NCCL's choice on one node, or on each of several equal nodes.
 
     `rings` has one GPU order a searched channel, `chains` those of several nodes that run. The
-    final `channels` are no more than the tree has, then doubled. Rates are GB/s of a channel inside
-    a node and between nodes. `fallback` is true where the search found nothing and NCCL took its
+    final `channels` are no more than the tree has, then doubled. `bw_intra` is GB/s of a channel
+    inside a node. `fallback` is true where the search found nothing and NCCL took its
     simple order, `assumed_sys` where it found nothing without NCCL_P2P_LEVEL=SYS.
     """
 
@@ -351,11 +351,10 @@ def _choice(
         type_inter=ring.type_inter.name,
         cross_nic=ring.cross_nic,
         channels=final_channels(
-            used,
+            Settings(version=settings.version, channels=used),
             sm=seen.system.sm_min,
             nodes=nodes,
             speed_intra=ring.rate_intra,
-            version=settings.version,
         ),
         settings=settings,
         fallback=ring.fallback,

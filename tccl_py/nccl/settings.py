@@ -160,7 +160,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, int], object]]] = {
     "shm_placement": ("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
     "net_disable_intra": ("NCCL_NET_DISABLE_INTRA", _at_one(True)),
     "min_channels": ("NCCL_MIN_NCHANNELS", _number),
-    "max_channels": ("NCCL_MAX_NCHANNELS", _number),
+    "max_channels": ("NCCL_MAX_NCHANNELS", lambda _, n: None if n == UNSET else max(1, n)),
     "buffsize": ("NCCL_BUFFSIZE", _number),
     "algo": ("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
     "net_gdr_level": ("NCCL_NET_GDR_LEVEL", _level),

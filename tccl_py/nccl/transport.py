@@ -5,7 +5,7 @@ Source: p2p.cc and shm.cc of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from typing import Literal
@@ -26,12 +26,10 @@ from tccl_py.model.transfer import (
     direct_write,
 )
 from tccl_py.nccl.settings import (
-    UNSET,
     CopyEngineSide,
     Settings,
     check_settings,
     environment,
-    integer,
 )
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import LATEST, Level, version_facts
@@ -102,7 +100,7 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     settings = check_settings(seen.settings)
     if rings_in_set < 1:
         raise InputError("rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
-    channels = settings_channels(settings, sm=seen.system.sm_min)
+    channels = final_channels(settings, sm=seen.system.sm_min)
     blocks = blocks_of_ring(seen, rings_in_set)
     hops = {}
     for pair in permutations(seen.gpus, 2) if not seen.by_network else ():
@@ -118,42 +116,31 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
 
 def blocks_of_ring(seen: NcclView, rings_in_set: int) -> int:
     """Return the blocks of each hop where the rings of a set share the final channels evenly."""
-    return max(1, settings_channels(seen.settings, sm=seen.system.sm_min) // rings_in_set)
-
-
-def settings_channels(settings: Settings, *, sm: int | None) -> int:
-    """Return the final number of channels on one node under these settings."""
-    limits = {"MIN": settings.min_channels, "MAX": settings.max_channels}
-    variables = {f"NCCL_{end}_NCHANNELS": str(n) for end, n in limits.items() if n is not None}
-    return final_channels(settings.channels, sm=sm, variables=variables, version=settings.version)
+    return max(1, final_channels(seen.settings, sm=seen.system.sm_min) // rings_in_set)
 
 
 def final_channels(
-    channels: int,
+    settings: Settings,
     *,
     sm: int | None,
+    channels: int | None = None,
     nodes: int = 1,
     speed_intra: float = 0.0,
-    variables: Mapping[str, str] | None = None,
-    version: str = LATEST,
 ) -> int:
-    """Return the final number of channels for `channels` of the search or file.
+    """Return the final number of channels for `channels` (None: the settings') of search or file.
 
     Doubled always; once more from sm 90 on several nodes above 45 GB/s a channel while there are
-    fewer than 16 (connect.cc); then limited by NCCL_MAX_NCHANNELS and NCCL_MIN_NCHANNELS.
+    fewer than 16 (connect.cc); then limited by the settings.
 
-    >>> final_channels(8, sm=90)
+    >>> final_channels(Settings(channels=8), sm=90)
     16
     """
-    limit = version_facts(version).max_final_channels
-    count = min(channels * 2, limit)
+    limit = version_facts(settings.version).max_final_channels
+    count = min(2 * (settings.channels if channels is None else channels), limit)
     if (sm or 0) >= 90 and nodes > 1 and speed_intra > 45 and count < 16:
         count *= 2
-    ends = (integer((variables or {}).get(f"NCCL_{end}_NCHANNELS")) for end in ("MIN", "MAX"))
-    low, high = (min(end, limit) for end in ends)
-    low = max(0, low)
-    high = limit if high == UNSET else max(1, high, low)
-    return max(min(count, high), low)
+    low, high = settings.min_channels or 0, settings.max_channels or limit
+    return min(max(min(count, high), low), limit)
 
 
 def _nodes(seen: NcclView, mechanism: Mechanism, source: int) -> tuple[int | None, ...]:

@@ -96,8 +96,7 @@ def validate_cluster(
     Nodes that share their Machine, Knowledge and file are judged once.
     """
     _check_count(len(nodes))
-    variables = dict(environment or {})
-    settings = settings_from_environment(variables, version=version)
+    settings = settings_from_environment(environment or {}, version=version)
     # 1. Load each kind of node, by identity: comparing machines costs more than judging them.
     kinds: dict[tuple[object, ...], list[int]] = {}
     for number, node in enumerate(nodes):
@@ -114,7 +113,7 @@ def validate_cluster(
     if faults:
         return _failed(*max(faults, key=lambda fault: fault[0]))
     # 2. Connect the rings.
-    job = _Job([loaded[number] for number in range(len(nodes))], variables, settings)
+    job = _Job([loaded[number] for number in range(len(nodes))], settings)
     try:
         return job.verdict()
     except GraphFaultError as fault:
@@ -294,8 +293,8 @@ class _Node:
 class _Job:
     """A communicator over loaded nodes."""
 
-    def __init__(self, nodes: list[_Node], variables: dict[str, str], settings: Settings) -> None:
-        self._nodes, self._variables, self._version = nodes, variables, settings.version
+    def __init__(self, nodes: list[_Node], settings: Settings) -> None:
+        self._nodes, self._settings = nodes, settings
         self._kinds = list(dict.fromkeys(nodes))
         self._starts = [0, *accumulate(node.size for node in nodes)]
         self._channels = min(node.channels for node in self._kinds)
@@ -304,12 +303,11 @@ class _Job:
         """Connect the rings and compare them with the files."""
         rings = self._connected()
         final = final_channels(
-            self._channels,
+            self._settings,
+            channels=self._channels,
             sm=min(node.sm for node in self._kinds),
             nodes=len(self._nodes),
             speed_intra=min(node.rate for node in self._kinds),
-            variables=self._variables,
-            version=self._version,
         )
         verdict, reason = self._compared(final)
         if any(node.cut for node in self._kinds):

@@ -143,11 +143,6 @@ def net_ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
     return name, port
 
 
-def may_change_rails(settings: Settings) -> bool:
-    """Return whether a ring may leave a node by another NIC than its entry (NCCL_CROSS_NIC)."""
-    return settings.cross_nic != 0
-
-
 def leaves_as_named(gpus: Sequence[int], entry: int, leave: int) -> bool:
     """Return whether a channel leaves by the NIC that a file names, on a node with these GPUs.
 

@@ -18,7 +18,7 @@ from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_pinned_env, check_settings
-from tccl_py.nccl.view import leaves_as_named, may_change_rails, usable_nics
+from tccl_py.nccl.view import leaves_as_named, usable_nics
 from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Number, Plan, PlanChain, PlanHop
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
@@ -143,7 +143,7 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
         what = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
         right = f"the settings let NCCL use {_few(nics)}"
         require(ends.issubset(nics), place, what, right)
-        fits = len(ends) == 1 or may_change_rails(plan.settings)
+        fits = len(ends) == 1 or plan.settings.cross_nic != 0
         require(fits, place, what, "with NCCL_CROSS_NIC=0 both are the same")
         fits = leaves_as_named(chain.gpus, chain.entry_nic or 0, chain.exit_nic or 0)
         require(fits, place, what, "NCCL leaves one GPU by the NIC that it enters by")

@@ -30,8 +30,9 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
     """
     channels, version = settings.channels, settings.version
     speed = rate_gbps / channels
-    final = final_channels(channels, sm=sm, nodes=hosts, speed_intra=speed, version=version)
-    return final == final_channels(channels, sm=sm, version=version)
+    settings = Settings(version=version, channels=channels)
+    final = final_channels(settings, sm=sm, nodes=hosts, speed_intra=speed)
+    return final == final_channels(settings, sm=sm)
 
 
 def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:

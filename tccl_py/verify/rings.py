@@ -11,6 +11,7 @@ import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_rings, transport_of
+from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
 from tccl_py.nccl.view import NcclView, view
@@ -97,7 +98,8 @@ def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
     sms = [sm for gpu in plan.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
     orders = plan.channel_rings
     sm = min(sms, default=None)
-    count = final_channels(len(orders), sm=sm, variables=variables, version=version)
+    settings = settings_from_environment(variables, version=version)
+    count = final_channels(settings, sm=sm, channels=len(orders))
     return tuple(orders[channel % len(orders)] for channel in range(count))
 
 

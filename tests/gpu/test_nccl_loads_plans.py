@@ -155,7 +155,7 @@ def test_nccl_runs_two_rings_that_are_not_its_own(level, tmp_path):
     )
     assert verdict.verdict == "used"
     assert all(map(same_rings, log.communicators[0], verdict.rings))
-    assert len(log.communicators[0]) == final_channels(8, sm=machine.gpus[0].sm)
+    assert len(log.communicators[0]) == final_channels(Settings(channels=8), sm=machine.gpus[0].sm)
     print(level, "two rings:", answers[0]["busbw_gbps"], "GB/s at 64 MiB")
 
 
