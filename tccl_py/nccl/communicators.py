@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, TcclError
+from tccl_py.errors import TcclError, require
 from tccl_py.files import write_atomically
 from tccl_py.nccl_library import Library, version_text
 from tccl_py.rank_processes.rank import read_spec, write_result
@@ -28,8 +28,8 @@ _CHANNEL = re.compile(
 )
 _LINK = re.compile(
     r"NCCL INFO Channel (?P<number>\d{2,3})(?:/\d+)? : "
-    r"(?P<source>\d{1,7})\[(?P<from>[0-9a-f]+)\] -> (?P<target>\d{1,7})\[(?P<to>[0-9a-f]+)\]"
-    r"(?: \[(?P<way>send|receive)\])? via (?P<via>\S+)",
+    r"(?P<source>\d{1,7})\[[0-9a-f]+\] -> (?P<target>\d{1,7})\[[0-9a-f]+\]"
+    r"(?: \[(?:send|receive)\])? via (?P<via>\S+)",
     re.ASCII,
 )
 _VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
@@ -167,43 +167,39 @@ def parse_log(text: str, *, where: str) -> InitLog:
 
     Only rank 0 prints orders; a communicator begins with its channel 0 and ends with the last.
     """
-    if len(text) > MAX_LOG_CHARACTERS:
-        raise InputError(where, "is too large", f"at most {MAX_LOG_CHARACTERS} characters")
+    right = f"at most {MAX_LOG_CHARACTERS} characters"
+    require(len(text) <= MAX_LOG_CHARACTERS, where, "is too large", right)
     version = _VERSION.search(text)
-    rings: list[list[tuple[int, ...]]] = []
-    expected: list[int] = []
+    begun: list[tuple[int, list[tuple[int, ...]]]] = []
     connections = set()
     for number, line in enumerate(text.splitlines(), start=1):
         channel = _CHANNEL.search(line.rstrip())
         if channel is not None:
-            _add(channel, rings, expected, f"{where}:{number}")
+            _add(channel, begun, f"{where}:{number}")
             continue
         link = _LINK.search(line)
         if link is not None:
             ends = int(link["number"]), int(link["source"]), int(link["target"])
             connections.add(Connection(*ends, link["via"]))
-    for found, count in zip(rings, expected, strict=True):
-        if len(found) != count:
-            raise InputError(where, f"shows {len(found)} of {count} channels", "give the whole log")
+    for count, found in begun:
+        what = f"shows {len(found)} of {count} channels"
+        require(len(found) == count, where, what, "give the whole log")
     return InitLog(
         version=version["version"] if version else None,
-        communicators=tuple(tuple(found) for found in rings),
+        communicators=tuple(tuple(found) for _, found in begun),
         connections=tuple(sorted(connections)),
     )
 
 
-def _add(
-    match: re.Match[str], rings: list[list[tuple[int, ...]]], expected: list[int], where: str
-) -> None:
+def _add(match: re.Match[str], begun: list[tuple[int, list[tuple[int, ...]]]], where: str) -> None:
+    """Add a channel to its communicator, the last that began."""
     number, count = int(match["number"]), int(match["count"])
     if number == 0:
-        rings.append([])
-        expected.append(count)
-    if not rings or len(rings[-1]) != number or expected[-1] != count:
-        raise InputError(
-            where, f"channel {number} of {count} comes out of turn", "give the log of one job"
-        )
-    rings[-1].append(tuple(int(rank) for rank in match["ranks"].split()))
+        begun.append((count, []))
+    in_turn = bool(begun) and (begun[-1][0], len(begun[-1][1])) == (count, number)
+    what = f"channel {number} of {count} comes out of turn"
+    require(in_turn, where, what, "give the log of one job")
+    begun[-1][1].append(tuple(int(rank) for rank in match["ranks"].split()))
 
 
 def same_rings(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
