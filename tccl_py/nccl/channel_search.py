@@ -118,7 +118,6 @@ class ChannelSearch:
         self._ways()
         self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
         self._ends = [["", ""] for _ in range(wanted.max_channels)]
-        self._ports_left = dict(self._nets.gbps)
         self._known: dict[Key, tuple[int, int, int]] = {}
         self._copies, self._peak = 0, _NOTHING
         self._closed = wanted.pattern == "ring" and not self._inter
@@ -134,15 +133,19 @@ class ChannelSearch:
     # Links
 
     def _lay_out_fields(self) -> None:
-        """Give each link a field with its bandwidth, below a guard bit."""
-        links = self._system.links
-        gbps = [round(link.gbps * _SCALE) for link in links]
-        self._bits = max(_MOST_TAKEN, *gbps).bit_length() + 1
+        """Give each link, and each NIC port, a field with its bandwidth, below a guard bit."""
+        nets = self._system.nets
+        gbps = [link.gbps for link in self._system.links] + [self._nets.gbps[net] for net in nets]
+        scaled = [round(each * _SCALE) for each in gbps]
+        self._bits = max(_MOST_TAKEN, *scaled).bit_length() + 1
         guard = 1 << (self._bits - 1)
-        self._guards = sum(guard << self._bits * link.index for link in links)
-        self._whole = self._guards + sum(
-            left << self._bits * link.index for left, link in zip(gbps, links, strict=True)
-        )
+        self._guards = sum(guard << self._bits * index for index in range(len(scaled)))
+        fields = (left << self._bits * index for index, left in enumerate(scaled))
+        self._whole = self._guards + sum(fields)
+        shift = {net: self._bits * index for index, net in enumerate(nets, len(self._system.links))}
+        self._port_units = {
+            net: sum(1 << shift[twin] for twin in self._nets.names[net]) for net in nets
+        }
         self._field = guard - 1
         self._pci = [
             [self._bits * link.index for link in self._pci_links(gpu)] for gpu in self._gpus
@@ -216,8 +219,9 @@ class ChannelSearch:
         if self._inter:
             if free:
                 ends = tuple(self._ends[channel - 1]) if wanted.cross_nic == 2 else ()
-                key = (state, channel, ends, *self._ports_left.values())
-                self._once(key, hops, lambda: self._from_ports(state, channel, hops))
+                self._once(
+                    (state, channel, ends), hops, lambda: self._from_ports(state, channel, hops)
+                )
             else:
                 self._from_ports(state, channel, hops)
             return
@@ -234,46 +238,41 @@ class ChannelSearch:
             self._visit(state, gpu, 1 << gpu, _Course(channel, -1, "free"), hops)
 
     def _from_ports(self, state: int, channel: int, hops: int) -> None:
-        wanted, nets, left = self._wanted, self._nets, self._ports_left
+        wanted, nets = self._wanted, self._nets
         leave = self._count - 1 if wanted.pattern == "ring" else 0
-        whole = int(wanted.rate_inter)
+        taken = int(wanted.rate_inter) * _SCALE
         ports = nets.selected(wanted.type_inter, None)
         crossed = wanted.pattern == "ring" and wanted.cross_nic == 2 and channel % 2 == 1
         for step in range(len(ports)):
             port = ports[(channel + step) % len(ports)]
-            if left[port] < whole or (crossed and port != self._ends[channel - 1][1]):
+            left = state - self._port_units[port] * taken
+            full = left & self._guards != self._guards
+            if full or (crossed and port != self._ends[channel - 1][1]):
                 continue
-            for name in nets.names[port]:
-                left[name] -= whole
             self._ends[channel] = [port, ""]
             again = channel > 0 and wanted.same_channels
             course = _Course(channel, leave, "replay" if again else "free", port)
             if channel == 0:
-                self._first_from_port(state, course, hops)
+                self._first_from_port(left, course, hops)
             elif again:
-                self._enter(state, self._orders[channel - 1][0], course, hops)
+                self._enter(left, self._orders[channel - 1][0], course, hops)
             else:
                 for gpu in nets.local_gpus(port):
-                    self._enter(state, gpu, course, hops)
-            for name in nets.names[port]:
-                left[name] += whole
+                    self._enter(left, gpu, course, hops)
 
     def _first_from_port(self, state: int, course: _Course, hops: int) -> None:
         """Begin the first channel, which tries the PCI order with steps of its own.
 
         NCCL does so from every port, even if no steps are left for anything else.
         """
-        ports_left = dict(self._ports_left)
         if not self._system.nvs:
             left, self._left = self._left, _PCI_ORDER_STEPS
             with suppress(_OutOfStepsError):
                 self._enter(state, 0, _Course(0, course.leave, "pci", course.port), hops)
-            self._ports_left.update(ports_left)
             self._left = -1 if self._left == -1 else left
         with suppress(_OutOfStepsError):
             for gpu in self._nets.local_gpus(course.port):
                 self._enter(state, gpu, course, hops)
-        self._ports_left.update(ports_left)
 
     def _enter(self, state: int, gpu: int, course: _Course, hops: int) -> None:
         way = self._inward[course.port][gpu]
