@@ -50,7 +50,7 @@ def test_pairs_without_p2p_are_cut_apart_where_shared_memory_is_disabled():
     node = read_nccl_topology(FILES / "amd4.xml")
     without = Settings(shm_disable=True, net_disable_intra=True)
     assert environment(without)["NCCL_SHM_DISABLE"] == "1"
-    assert str(pair_mechanism(view(node, Knowledge(), without), 0, 1)) == "NET"
+    assert pair_mechanism(view(node, Knowledge(), without), 0, 1) == "network"
     assert len(view(node, Knowledge(), without).parts) == 4
 
 

@@ -160,7 +160,7 @@ def assert_transports(plan):
         node = hop.flow.through if plan.settings.shm_placement else None
         flow = mechanism_flow(seen, way, hop.source, hop.target, blocks=blocks, node=node)
         assert flow == hop.flow
-        farthest = max(farthest, PathType[way.path])
+        farthest = max(farthest, seen.paths[f"G{hop.source}", f"G{hop.target}"].type)
     assert plan.paths[0].type_intra == farthest.name
 
 

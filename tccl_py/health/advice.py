@@ -14,7 +14,7 @@ from tccl_py.errors import MeasurementError, counted
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import environment_text
-from tccl_py.nccl.transport import pair_mechanism
+from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.versions import LATEST
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
@@ -135,7 +135,7 @@ def _default_words(plan: Plan) -> str:
     seen = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
     rings = list(dict.fromkeys(stock.rings))
     hops = {(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
-    kinds = Counter(str(pair_mechanism(seen, *hop)).partition("/")[0] for hop in sorted(hops))
+    kinds = Counter(TRANSPORTS[pair_mechanism(seen, *hop)] for hop in sorted(hops))
     ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
     rate = "not rated" if stock.rate_gbps is None else f"{stock.rate_gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))

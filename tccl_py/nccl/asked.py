@@ -297,7 +297,7 @@ class InstalledRings:
         different = [
             f"GPU {hop[0]} -> {hop[1]} by {via}, not {expected}"
             for hop, via in found.via.items()
-            if transport_of(via) != (expected := TRANSPORTS[pair_mechanism(seen, *hop).kind])
+            if transport_of(via) != (expected := TRANSPORTS[pair_mechanism(seen, *hop)])
         ]
         if different:
             count = len(different)

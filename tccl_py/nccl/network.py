@@ -24,7 +24,7 @@ from tccl_py.nccl.graph_writer import GraphRings
 from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import blocks_of_ring, hop_space, pair_mechanism
+from tccl_py.nccl.transport import blocks_of_ring, hop_space
 from tccl_py.nccl.versions import TYPES, Level, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, net_ends, net_path, view
 
@@ -265,7 +265,7 @@ def node_rings(
     stays = settings.cross_nic != 0 or all(into == out for into, out in ends)
     what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
     require(stays, "channels over several nodes", what, "choose cross_nic 1, 2 or None")
-    intra = [PathType[pair_mechanism(seen, *p).path] for order in orders for p in pairwise(order)]
+    intra = PathType[seen.farthest(pair for order in orders for pair in pairwise(order))]
     channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
     inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
     first, second = (
@@ -281,7 +281,7 @@ def node_rings(
     return GraphRings(
         orders=tuple(orders),
         speed_gbps=speed_gbps,
-        type_intra=_farthest(intra, settings),
+        type_intra=_farthest([intra], settings),
         nets=tuple((device[into], device[out]) for into, out in ends),
         type_inter=_farthest([inter], settings),
         tree_type_inter=_farthest(first, settings),

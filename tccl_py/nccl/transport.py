@@ -42,45 +42,26 @@ _READS_ON_NVLINK = 80
 """Only between two GPUs of this sm does NCCL read over NVLink unasked."""
 
 
-class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
-    """How NCCL moves bytes from one GPU to the next; `network` is a pair sent over NICs.
-
-    `side` is the end that holds a bounce's buffer; `copy_engines` are the ends that use a copy
-    engine. `path` and `gbps` are NCCL's model of the path.
-    """
-
-    kind: MechanismKind
-    path: str
-    gbps: float
-    side: Side | None = None
-    copy_engines: tuple[Side, ...] = ()
-
-    def __str__(self) -> str:
-        if self.kind == "network":
-            return "NET"
-        return f"SHM/bounce@{self.side}" if self.kind == "bounce" else f"P2P/{self.kind}"
-
-
-def pair_mechanism(seen: NcclView, source: int, target: int) -> Mechanism:
-    """Return how NCCL connects GPU `source` to GPU `target`."""
+def pair_mechanism(seen: NcclView, source: int, target: int) -> MechanismKind:
+    """Return how NCCL moves bytes from GPU `source` to GPU `target`; `network` is over NICs."""
     pair = (f"G{source}", f"G{target}")
-    system, settings = seen.system, seen.settings
-    if source == target or not all(gpu in system.sm for gpu in pair):
-        what, right = "is no pair of the communicator's GPUs", ", ".join(system.gpus)
+    if source == target or not all(gpu in seen.system.sm for gpu in pair):
+        what, right = "is no pair of the communicator's GPUs", ", ".join(seen.system.gpus)
         raise InputError(f"hop from GPU {source} to GPU {target}", what, f"choose two of {right}")
-    path = seen.paths[pair]
-    name, gbps = path.type.name, path.gbps
     if pair in seen.by_network:
-        return Mechanism(kind="network", path=name, gbps=gbps)
-    if pair in seen.direct:
-        if settings.p2p_copy_engine:
-            return Mechanism(kind="write", path=name, gbps=gbps, copy_engines=("sender",))
-        return Mechanism(kind="read" if _reads(seen, pair) else "write", path=name, gbps=gbps)
+        return "network"
+    if pair not in seen.direct:
+        return "bounce"
+    return "read" if not seen.settings.p2p_copy_engine and _reads(seen, pair) else "write"
+
+
+def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
+    """Return the ends of a hop that use a copy engine."""
+    if kind == "write":
+        return ("sender",) if settings.p2p_copy_engine else ()
     sides: tuple[Side, ...] = ("sender", "receiver")
-    engines = tuple(side for side in sides if settings.shm_copy_engine in (side, "both"))
-    return Mechanism(
-        kind="bounce", path=name, gbps=gbps, side=settings.shm_locality, copy_engines=engines
-    )
+    chosen = settings.shm_copy_engine if kind == "bounce" else None
+    return tuple(side for side in sides if chosen in (side, "both"))
 
 
 def _reads(seen: NcclView, pair: tuple[str, str]) -> bool:
@@ -104,10 +85,10 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     blocks = blocks_of_ring(seen, rings_in_set)
     hops = {}
     for pair in permutations(seen.gpus, 2) if not seen.by_network else ():
-        mechanism = pair_mechanism(seen, *pair)
+        kind = pair_mechanism(seen, *pair)
         hops[pair] = tuple(
-            Hop(*pair, mechanism_flow(seen, mechanism, *pair, blocks=blocks, node=node))
-            for node in _nodes(seen, mechanism, pair[0])
+            Hop(*pair, mechanism_flow(seen, kind, *pair, blocks=blocks, node=node))
+            for node in _nodes(seen, kind, pair[0])
         )
     switches = [f"{name}={value}" for name, value in environment(settings).items()]
     name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
@@ -143,9 +124,9 @@ def final_channels(
     return min(max(min(count, high), low), limit)
 
 
-def _nodes(seen: NcclView, mechanism: Mechanism, source: int) -> tuple[int | None, ...]:
+def _nodes(seen: NcclView, kind: MechanismKind, source: int) -> tuple[int | None, ...]:
     """Return the NUMA nodes open to a hop's buffer, NCCL's own choice first (None: only this)."""
-    if mechanism.kind != "bounce" or not seen.settings.shm_placement:
+    if kind != "bounce" or not seen.settings.shm_placement:
         return (None,)
     own = seen.machine.numa_of(f"G{source}")
     nodes = [node.index for node in seen.machine.numa_nodes if node.index != own]
@@ -154,7 +135,7 @@ def _nodes(seen: NcclView, mechanism: Mechanism, source: int) -> tuple[int | Non
 
 def mechanism_flow(
     seen: NcclView,
-    mechanism: Mechanism,
+    kind: MechanismKind,
     source: int,
     target: int,
     *,
@@ -167,17 +148,19 @@ def mechanism_flow(
     NCCL_BUFFSIZE is the size of direct hops' FIFOs too, which lie in GPU memory (p2p.cc).
     """
     start, end = Place("G", source), Place("G", target)
-    sender = Place("D", source) if "sender" in mechanism.copy_engines else start
-    receiver = Place("D", target) if "receiver" in mechanism.copy_engines else end
+    engines = _copy_engines(seen.settings, kind)
+    sender = Place("D", source) if "sender" in engines else start
+    receiver = Place("D", target) if "receiver" in engines else end
     size = seen.settings.buffsize
-    if mechanism.kind in ("read", "write"):
-        if mechanism.copy_engines:
+    if kind in ("read", "write"):
+        if engines:
             return Flow((Transfer(start, sender, end),), blocks)
-        make = direct_read if mechanism.kind == "read" else direct_write
+        make = direct_read if kind == "read" else direct_write
         return make(source, target, blocks=blocks, fifo=Fifo(bytes=size))
-    owner = target if mechanism.side == "receiver" else source
+    side = seen.settings.shm_locality
+    owner = target if side == "receiver" else source
     host = Place("C", seen.machine.numa_of(f"G{owner}") if node is None else node)
-    fifo = Fifo(bytes=size, side=mechanism.side or "receiver")
+    fifo = Fifo(bytes=size, side=side)
     return Flow((Transfer(start, sender, host), Transfer(host, receiver, end)), blocks, fifo)
 
 
@@ -246,7 +229,7 @@ def _different_pairs(seen: NcclView) -> list[tuple[int, int]]:
     pairs: dict[tuple[object, ...], tuple[int, int]] = {}
     for pair in permutations(seen.gpus, 2):
         nodes = (seen.machine.numa_of(f"G{gpu}") for gpu in pair)
-        pairs.setdefault((pair_mechanism(seen, *pair).kind, *nodes), pair)
+        pairs.setdefault((pair_mechanism(seen, *pair), *nodes), pair)
     return list(pairs.values())
 
 
@@ -254,7 +237,7 @@ def _outcome(
     seen: NcclView, pair: tuple[int, int]
 ) -> tuple[MechanismKind, tuple[Side, ...], int | None]:
     """Return what settings change: the mechanism, and the NUMA node of a bounce's buffer."""
-    mechanism = pair_mechanism(seen, *pair)
-    owner = pair[mechanism.side == "receiver"]
-    node = seen.machine.numa_of(f"G{owner}") if mechanism.kind == "bounce" else None
-    return mechanism.kind, mechanism.copy_engines, node
+    kind = pair_mechanism(seen, *pair)
+    owner = pair[seen.settings.shm_locality == "receiver"]
+    node = seen.machine.numa_of(f"G{owner}") if kind == "bounce" else None
+    return kind, _copy_engines(seen.settings, kind), node

@@ -15,7 +15,7 @@ from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE, version_facts
+from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
@@ -146,7 +146,7 @@ class _Node:
         self.size, self.said, self._count = len(self.gpus), said, count
         self._place = {gpu: place for place, gpu in enumerate(self.gpus)}
         self._seen = seen = view(node.machine, node.knowledge, settings, gpus=self.gpus)
-        self._facts, self.sm = version_facts(settings.version), seen.system.sm_min
+        self._facts, self.sm = seen.system.rules, seen.system.sm_min
         devices = net_devices(node.machine, settings)
         self._nics = {device: nic for nic, device in devices.items()}
         self.cut = len(seen.parts) > 1

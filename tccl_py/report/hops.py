@@ -125,7 +125,7 @@ def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
     views = []
     for at, (ring, channels) in enumerate(turned.items()):
         pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True)) if len(ring) > 1 else []
-        kinds = [pair_mechanism(seen, *pair).kind.replace("network", "net") for pair in pairs]
+        kinds = [pair_mechanism(seen, *pair).replace("network", "net") for pair in pairs]
         ends: list[Ends] = [
             (f"G{one}", f"G{other}", kind, None, None)
             for (one, other), kind in zip(pairs, kinds, strict=True)

@@ -183,7 +183,7 @@ def _transports(
         planned = "NET"
         if source.host == target.host:
             seen = views[source.node_class]
-            planned = TRANSPORTS[pair_mechanism(seen, source.gpu, target.gpu).kind]
+            planned = TRANSPORTS[pair_mechanism(seen, source.gpu, target.gpu)]
         if transport_of(link.via) != planned:
             hosts = f" ({source.host}, {target.host})" if plan.is_cluster else ""
             yield (

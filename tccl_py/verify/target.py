@@ -132,7 +132,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
             else:
                 pairs = [pair for ring in plan.choices[name].rings for pair in neighbours(ring)]
-            found |= {pair_mechanism(seen, *pair).kind for pair in pairs}
+            found |= {pair_mechanism(seen, *pair) for pair in pairs}
         return found
 
     def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:

@@ -190,21 +190,11 @@ static void note_first(bool agreed) {
 
 bool some_rank_disagreed(void) { return __atomic_load_n(&first_agreed, __ATOMIC_RELAXED) < 0; }
 
-/* Find this thread's GPU among the plan's. */
 static enum refusal identify(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
-  struct here here;
   const char *other = contradiction(plan);
   if (other) return explain(why, "%s", other), USER_VARIABLE;
-  if (!current_gpu(&here, why)) return OTHER_GPU;
-  for (int i = 0; i < plan->gpu_count; i++) {
-    const struct gpu *gpu = &plan->gpus[i];
-    if (gpu->bus != here.bus) continue;
-    if (strcmp(gpu->uuid, "-") != 0 && strcmp(gpu->uuid, here.uuid) != 0) continue;
-    post->gpu = i;
-    post->nvml = here.nvml;
-    return AGREES;
-  }
-  return explain(why, "%s", refusals[OTHER_GPU]), OTHER_GPU;
+  post->gpu = current_gpu(plan, &post->nvml, why);
+  return post->gpu < 0 ? OTHER_GPU : AGREES;
 }
 
 /* A communicator begins on this thread: post its rank. */

@@ -74,25 +74,32 @@ static int nvml_index(const char *bus) {
   return found ? (int)index : -1;
 }
 
-/* Identify the GPU of this thread's CUDA context, through the libcuda that NCCL has loaded. */
-bool current_gpu(struct here *here, char why[MAX_REASON]) {
+/* Find the GPU of this thread's CUDA context among the plan's, through the libcuda that NCCL has
+ * loaded; return its place and its NVML index of today, or -1 and why. */
+int current_gpu(const struct plan *plan, int *nvml, char why[MAX_REASON]) {
   void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   uint8_t id[16];
+  uint64_t bus;
   int device, (*current)(int *), (*bus_of)(char *, int, int), (*uuid_of)(void *, int);
-  char bus[32] = "";
-  if (!library) return explain(why, "libcuda.so.1 is not loaded");
+  char name[32] = "", uuid[41];
+  if (!library) return explain(why, "libcuda.so.1 is not loaded"), -1;
   *(void **)&current = dlsym(library, "cuCtxGetDevice");
   *(void **)&bus_of = dlsym(library, "cuDeviceGetPCIBusId");
   /* The second version answers with the UUID of a MIG instance, which is no GPU of a plan. */
   *(void **)&uuid_of = symbol(library, "cuDeviceGetUuid_v2", "cuDeviceGetUuid");
   bool found = current && bus_of && uuid_of && current(&device) == 0 &&
-               bus_of(bus, sizeof bus, device) == 0 && parse_bus(bus, &here->bus) &&
+               bus_of(name, sizeof name, device) == 0 && parse_bus(name, &bus) &&
                uuid_of(id, device) == 0;
   dlclose(library);
-  if (!found) return explain(why, "CUDA does not say which GPU this thread uses");
-  char *to = here->uuid + sprintf(here->uuid, "GPU");
+  if (!found) return explain(why, "CUDA does not say which GPU this thread uses"), -1;
+  char *to = uuid + sprintf(uuid, "GPU");
   for (int i = 0; i < 16; i++)
     to += sprintf(to, i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", id[i]);
-  here->nvml = nvml_index(bus);
-  return here->nvml >= 0 || explain(why, "NVML does not know GPU %s", bus);
+  for (int i = 0; i < plan->gpu_count; i++) {
+    const struct gpu *gpu = &plan->gpus[i];
+    if (gpu->bus != bus || (strcmp(gpu->uuid, "-") != 0 && strcmp(gpu->uuid, uuid) != 0)) continue;
+    *nvml = nvml_index(name);
+    return *nvml >= 0 ? i : (explain(why, "NVML does not know GPU %s", name), -1);
+  }
+  return explain(why, "GPU %s is not the plan's", name), -1;
 }

@@ -100,12 +100,7 @@ bool parse_bus(const char *text, uint64_t *bus);
 /* host.c: the host and this thread's GPU. */
 bool host_matches(const struct plan *plan, char why[MAX_REASON]);
 uint64_t host_identity(const char *nccl_hostid);
-struct here {
-  uint64_t bus;
-  int nvml;
-  char uuid[41];
-};
-bool current_gpu(struct here *here, char why[MAX_REASON]);
+int current_gpu(const struct plan *plan, int *nvml, char why[MAX_REASON]);
 
 /* board.c: posts of a communicator's ranks, in a file of /dev/shm. */
 enum refusal { AGREES, USER_VARIABLE, OTHER_GPU, NO_MEMORY_FILE, REFUSALS };
