@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -32,7 +32,7 @@ HOST_VARIABLES = (
     "NCCL_HOSTID",
 )
 """Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
-_SHM_COPY, _SHM_MODE = "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_SHM_MEMCPY_MODE"
+_SHM_MODE = "NCCL_SHM_MEMCPY_MODE"
 _SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}
 _OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
 """Meaning of NCCL_P2P_LEVEL=0, 1, ... before levels had names; larger numbers are SYS."""
@@ -150,29 +150,41 @@ def _exact_names(text: str, _: int) -> object:
     return tuple(filter(None, text[1:].split(","))) if text.startswith("=") else None
 
 
-_VARIABLES: dict[str, tuple[str, Callable[[str, int], object]]] = {
-    "p2p_level": ("NCCL_P2P_LEVEL", _level),
-    "p2p_read": ("NCCL_P2P_READ_ENABLE", lambda _, n: None if n == UNSET else n != 0),
-    "p2p_copy_engine": ("NCCL_P2P_USE_CUDA_MEMCPY", _at_one(True)),
-    "shm_locality": ("NCCL_SHM_LOCALITY", _at_one("sender")),
-    "shm_copy_engine": (_SHM_MODE, lambda _, n: _SHM_MODES.get(n, "sender")),
-    "shm_disable": ("NCCL_SHM_DISABLE", _at_one(True)),
-    "shm_placement": ("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
-    "net_disable_intra": ("NCCL_NET_DISABLE_INTRA", _at_one(True)),
-    "min_channels": ("NCCL_MIN_NCHANNELS", _number),
-    "max_channels": ("NCCL_MAX_NCHANNELS", lambda _, n: None if n == UNSET else max(1, n)),
-    "buffsize": ("NCCL_BUFFSIZE", _number),
-    "algo": ("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
-    "net_gdr_level": ("NCCL_NET_GDR_LEVEL", _level),
-    "net_gdr_read": ("NCCL_NET_GDR_READ", lambda _, n: None if n < 0 else n != 0),
-    "cross_nic": ("NCCL_CROSS_NIC", _number),
-    "ib_hca": ("NCCL_IB_HCA", _exact_names),
-    "ib_gid_index": ("NCCL_IB_GID_INDEX", _number),
-    "socket_ifname": ("NCCL_SOCKET_IFNAME", _exact_names),
-    "socket_threads": ("NCCL_SOCKET_NTHREADS", _number),
-    "sockets_per_thread": ("NCCL_NSOCKS_PERTHREAD", _number),
+class _Variable(NamedTuple):
+    """A variable of NCCL: the value that its text and number have (None: unset).
+
+    `own` is NCCL's own value of a setting that always changes a ring's transfers ("": it depends
+    on the machine). Settings without it count only if a plan chose them.
+    """
+
+    name: str
+    read: Callable[[str, int], object]
+    own: str | None = None
+
+
+_VARIABLES = {
+    "p2p_level": _Variable("NCCL_P2P_LEVEL", _level, ""),
+    "p2p_read": _Variable("NCCL_P2P_READ_ENABLE", lambda _, n: None if n == UNSET else n != 0, ""),
+    "p2p_copy_engine": _Variable("NCCL_P2P_USE_CUDA_MEMCPY", _at_one(True), "0"),
+    "shm_locality": _Variable("NCCL_SHM_LOCALITY", _at_one("sender"), "2"),
+    "shm_copy_engine": _Variable("NCCL_SHM_USE_CUDA_MEMCPY", _at_one("sender"), "0"),
+    "shm_disable": _Variable("NCCL_SHM_DISABLE", _at_one(True), "0"),
+    "shm_placement": _Variable("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
+    "net_disable_intra": _Variable("NCCL_NET_DISABLE_INTRA", _at_one(True), "0"),
+    "min_channels": _Variable("NCCL_MIN_NCHANNELS", _number),
+    "max_channels": _Variable("NCCL_MAX_NCHANNELS", lambda _, n: None if n == UNSET else max(1, n)),
+    "buffsize": _Variable("NCCL_BUFFSIZE", _number, str(_DEFAULTS.buffsize)),
+    "algo": _Variable("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
+    "net_gdr_level": _Variable("NCCL_NET_GDR_LEVEL", _level),
+    "net_gdr_read": _Variable("NCCL_NET_GDR_READ", lambda _, n: None if n < 0 else n != 0),
+    "cross_nic": _Variable("NCCL_CROSS_NIC", _number),
+    "ib_hca": _Variable("NCCL_IB_HCA", _exact_names),
+    "ib_gid_index": _Variable("NCCL_IB_GID_INDEX", _number),
+    "socket_ifname": _Variable("NCCL_SOCKET_IFNAME", _exact_names),
+    "socket_threads": _Variable("NCCL_SOCKET_NTHREADS", _number),
+    "sockets_per_thread": _Variable("NCCL_NSOCKS_PERTHREAD", _number),
 }
-"""Field of Settings -> variable, and the value that its text and number have; None is unset."""
+"""The variable of each setting; a level LOC is written as NCCL_P2P_DISABLE."""
 _SWITCHES = {"shm_locality": "1", "shm_placement": "0"}
 """Texts of switches that do not read as the value."""
 
@@ -187,7 +199,7 @@ def environment(settings: Settings) -> dict[str, str]:
     """
     check_settings(settings)
     found: dict[str, str] = {}
-    for field, (name, _) in _VARIABLES.items():
+    for field, (name, *_) in _VARIABLES.items():
         value = getattr(settings, field)
         if value == getattr(_DEFAULTS, field):
             continue
@@ -197,7 +209,7 @@ def environment(settings: Settings) -> dict[str, str]:
             found[name] = _SWITCHES[field]
         elif field == "shm_copy_engine":
             mode = next(code for code, side in _SHM_MODES.items() if side == value)
-            found |= {_SHM_COPY: "1", _SHM_MODE: str(mode)}
+            found |= {name: "1", _SHM_MODE: str(mode)}
         elif isinstance(value, tuple):
             found[name] = f"={','.join(value)}"
         else:
@@ -220,7 +232,7 @@ def settings_from_environment(
     """
     facts = version_facts(version)
     found: dict[str, Any] = {}
-    for field, (name, read) in _VARIABLES.items():
+    for field, (name, read, _) in _VARIABLES.items():
         text = variables.get(name)
         value = None if text is None else read(text, integer(text))
         with suppress(msgspec.ValidationError):
@@ -228,10 +240,9 @@ def settings_from_environment(
                 found[field] = msgspec.convert(value, _FIELD_TYPES[field])
     if integer(variables.get("NCCL_P2P_DISABLE")) == 1:
         found["p2p_level"] = "LOC"
-    if facts.shm_copy_engine and integer(variables.get(_SHM_COPY)) == 1:
-        found.setdefault("shm_copy_engine", "sender")
-    else:
-        found.pop("shm_copy_engine", None)
+    if "shm_copy_engine" in found:
+        mode = _SHM_MODES.get(integer(variables.get(_SHM_MODE)), "sender")
+        found["shm_copy_engine"] = mode if facts.shm_copy_engine else None
     if "shm_locality" not in found:
         found.pop("shm_placement", None)
     for end in found.keys() & {"min_channels", "max_channels"}:
@@ -357,32 +368,18 @@ def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ..
     return tuple(named) or ("its NCCL variables",)
 
 
-_ALWAYS = {"p2p_level", "p2p_read", "p2p_copy_engine", "shm_locality", "shm_copy_engine",
-           "shm_disable", "net_disable_intra", "buffsize"}  # fmt: skip
-"""Settings that always change a ring's transfers; all others count only if the plan chose them."""
-_NEUTRAL = {
-    "NCCL_P2P_DISABLE": "0",
-    "NCCL_P2P_USE_CUDA_MEMCPY": "0",
-    "NCCL_SHM_LOCALITY": "2",
-    "NCCL_SHM_USE_CUDA_MEMCPY": "0",
-    "NCCL_SHM_DISABLE": "0",
-    "NCCL_NET_DISABLE_INTRA": "0",
-    "NCCL_BUFFSIZE": str(Settings().buffsize),
-}
-"""NCCL's own values of the variables that always change a ring's transfers."""
-_UNTOUCHED = ("NCCL_P2P_LEVEL", "NCCL_P2P_READ_ENABLE")
-"""Such variables whose own value depends on the machine."""
-
-
 def env_rules(settings: Settings) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the rules of `env_conflicts` as a table, a little stricter.
 
     Jobs that set a variable of the first part must give it this value, and must leave those of the
     second part alone.
     """
-    must = _NEUTRAL | environment(settings)
-    known = must if settings.p2p_level != "LOC" else {**must, "NCCL_P2P_LEVEL": ""}
-    return must, tuple(name for name in _UNTOUCHED if name not in known)
+    own = {name: value for name, _, value in _VARIABLES.values() if value is not None}
+    if settings.p2p_level == "LOC":
+        del own["NCCL_P2P_LEVEL"]
+    values = {"NCCL_P2P_DISABLE": "0"} | own | environment(settings)
+    must = {name: value for name, value in values.items() if value}
+    return must, tuple(name for name in values if name not in must)
 
 
 def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
@@ -391,6 +388,6 @@ def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
     )
     return any(
         getattr(read, field) != getattr(settings, field)
-        for field in Settings.__struct_fields__
-        if field in _ALWAYS or getattr(settings, field) != getattr(Settings(), field)
+        for field, variable in _VARIABLES.items()
+        if variable.own is not None or getattr(settings, field) != getattr(_DEFAULTS, field)
     )

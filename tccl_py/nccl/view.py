@@ -19,6 +19,9 @@ from tccl_py.nccl.system import PathType, System, build_system
 from tccl_py.nccl.versions import Level
 
 Pairs = frozenset[tuple[str, str]]
+_SEEN = ("version", "p2p_level", "shm_disable", "net_disable_intra", "net_gdr_level",
+         "net_gdr_read", "ib_hca", "socket_ifname")  # fmt: skip
+"""Settings that change paths, transports or parts of a node; views are kept for each of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +76,8 @@ def view(
     """
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    seen = _seen(machine, order, knowledge, _restricted(settings))
-    return replace(seen, settings=settings)
-
-
-def _restricted(settings: Settings) -> Settings:
-    """Return these settings without those that change no path, transport or part of a node."""
-    return Settings(
-        version=settings.version,
-        p2p_level=settings.p2p_level,
-        shm_disable=settings.shm_disable,
-        net_disable_intra=settings.net_disable_intra,
-        net_gdr_level=settings.net_gdr_level,
-        net_gdr_read=settings.net_gdr_read,
-        ib_hca=settings.ib_hca,
-        socket_ifname=settings.socket_ifname,
-    )
+    restricted = Settings(**{name: getattr(settings, name) for name in _SEEN})
+    return replace(_seen(machine, order, knowledge, restricted), settings=settings)
 
 
 def direct_pairs(
