@@ -87,7 +87,7 @@ static bool parse_variable(struct variables *to, const char *name, const char *v
 }
 
 /* Return the number of the index's GPU with an NVML index, or -1. */
-int gpu_number(const struct plan *plan, int64_t nvml) {
+static int gpu_number(const struct plan *plan, int64_t nvml) {
   for (int i = 0; i < plan->gpu_count; i++)
     if (plan->gpus[i].nvml == nvml) return i;
   return -1;
