@@ -377,9 +377,9 @@ def env_rules(settings: Settings) -> tuple[dict[str, str], tuple[str, ...]]:
     own = {name: value for name, _, value in _VARIABLES.values() if value is not None}
     if settings.p2p_level == "LOC":
         del own["NCCL_P2P_LEVEL"]
-    values = {"NCCL_P2P_DISABLE": "0"} | own | environment(settings)
-    must = {name: value for name, value in values.items() if value}
-    return must, tuple(name for name in values if name not in must)
+    known = {name: value for name, value in own.items() if value}
+    must = {"NCCL_P2P_DISABLE": "0"} | known | environment(settings)
+    return must, tuple(name for name in own if name not in must)
 
 
 def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:
