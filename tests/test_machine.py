@@ -58,7 +58,7 @@ def first(**changes):
         (changed(nvlinks=[{"source": "G0", "target": "G9", "count": 1}]), "joins G0 and G9"),
         ('{"name": NaN}', "m.json: does not fit Machine"),
         ('{"x": ' + "[" * 100_000, "m.json: "),
-        ("", "m.json: does not fit Machine"),
+        ("", "m.json: is empty"),
     ],
 )
 def test_json_that_is_no_machine_is_refused_with_place_and_reason(text, sentence):

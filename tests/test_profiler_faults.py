@@ -439,8 +439,8 @@ def test_nothing_outlives_the_controller(how):
 
 
 def shared_files():
-    """Files in shared memory, but for those of Open MPI, NCCL, other tests and multiprocessing."""
-    foreign = ("sm_segment.", "nccl-", "tccl-test-", "sem.mp-")
+    """Files in shared memory, but for those of Open MPI, NCCL and its plugin, and other tests."""
+    foreign = ("sm_segment.", "nccl-", f"tccl-{os.getuid()}", "tccl-test-", "sem.mp-")
     return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith(foreign)}
 
 

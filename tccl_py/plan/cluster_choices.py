@@ -94,11 +94,14 @@ def _candidates(nodes: Sequence[HostTable]) -> Iterator[tuple[Settings, int, flo
         for settings, found in node.choices:
             key = (settings, len(found.pairs))
             promises[key] = min(promises.get(key, float("inf")), found.rate_gbps)
-    for node in nodes:
-        best = node.choices[0][1].rate_gbps
-        promises = {key: min(hope, best) for key, hope in promises.items()}
-    ranked = sorted(promises.items(), key=lambda one: (-one[1], one[0][1]))
-    known = [one for one in ranked if all(node.may_answer(*one[0]) for node in nodes)]
+    least = min(node.choices[0][1].rate_gbps for node in nodes)
+    # Of equal promises the rates that are known decide, so that the order of classes does not.
+    ranked = sorted(promises.items(), key=lambda one: (-min(one[1], least), one[0][1], -one[1]))
+    known = [
+        (key, min(hope, least))
+        for key, hope in ranked
+        if all(node.may_answer(*key) for node in nodes)
+    ]
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}
     chosen = known[:CANDIDATES] + [one for one in known[CANDIDATES:] if one[0] in own]

@@ -135,7 +135,7 @@ def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(
 
 # A plan of two hosts grows by two more, one of them slowed; a host of the plan does not run.
 
-SLOW_GBPS = 0.15
+SLOW_GBPS = 0.1
 
 
 @pytest.fixture(scope="module")
