@@ -19,6 +19,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import AS_GOOD, CHOICES
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
+from tccl_py.plan.words import summary
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
@@ -64,6 +65,8 @@ def test_no_choice_is_recommended_where_a_smaller_one_is_as_good(one, two, three
     assert rates[place] * (1 + max(AS_GOOD, chosen.error)) >= max(rates)
     assert all(rate * (1 + AS_GOOD) < max(rates) for rate in rates[:place])
     assert (plan.gain("variables") is None) == (not rated)
+    why = [text for _, text in summary(plan) if "<- recommended" in text]
+    assert ["95 % interval" in text for text in why] == [rates[place] * (1 + AS_GOOD) < max(rates)]
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)

@@ -378,6 +378,7 @@ def test_the_page_recommends_the_plans_choice_first_and_shows_how_to_set_it(tmp_
     words = page_of(plan_directory(tmp_path / "plan", "amd-v100")).words
     verdict = words.partition("Choices")[0]
     assert "Set NCCL_P2P_LEVEL=SYS: 3.17x default NCCL" in verdict
+    assert "variables only, NCCL_P2P_LEVEL=SYS" in verdict and "channel" not in verdict
     assert "Not verified yet" in verdict
     assert "tccl env" in verdict
     assert "recommended; 3.17x default NCCL" in words

@@ -243,7 +243,8 @@ def test_the_files_of_a_job_with_unlike_gpus_close_into_its_rings(four, tmp_path
     [
         (("--hosts", "node1"), "names 1 host"),
         (("--hosts", "node[1-5]"), "node5"),
-        (("--hosts", "node[1-2]", "--gpus", "0-7"), "has 4 GPUs"),
+        (("--hosts", "0-1"), "'node[1-4]'"),
+        (("--hosts", "node[1-2]", "--gpus", "0-7"), "has no GPU 4"),
         (("--hosts", "node[1-2]:3", "--gpus", "0-1"), "3 ranks"),
         (("--hosts", "node[1-2]", "--gpus", "node3:0-1"), "names 'node3'"),
         (("--hosts", "node[1-2]", "--gpus", "node1:0;node1:1"), "twice"),
@@ -274,6 +275,23 @@ def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_r
     # Nothing takes it for a plan with rates.
     refused = tccl("env", place)
     assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"`. {place}/nccl/env.sh`" in refused.stderr.replace("\n", " ")
+
+
+def test_a_job_can_be_shown_and_evaluated_but_makes_no_further_jobs(four, tmp_path):
+    job, hosts = tmp_path / "job", ("--hosts", "node[1,3]")
+    assert f". {job}/nccl/env.sh" in done("export", four, *hosts, "-o", job).stderr
+    assert "tccl env JOB --plugin" in " ".join(done("show", job).stdout.split())
+    done("evaluate", job)
+    cells = json.loads((job / "evaluate.json").read_text())["cells"]
+    plan = load_plan(job)
+    rates = {cell["arm"]: cell["gbps"] for cell in cells if cell["collective"] == "all_reduce"}
+    assert rates == {name: choice.rate_gbps for name, choice in plan.choices.items()}
+    assert {tuple(cell["hosts"]) for cell in cells} == {("node1", "node3")}
+    refused = tccl("export", job, *hosts, "-o", tmp_path / "other")
+    assert refused.exit_code == 2
+    assert "name the cluster's plan" in refused.stderr
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("name, gpus", [("amd-v100", "0-2"), ("nvswitch-8gpu-8nic", "0+2+5")])

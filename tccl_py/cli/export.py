@@ -49,7 +49,8 @@ def export(
     as if the job's hosts were planned alone, but by the tables in DIR, so nothing is measured, and
     no GPU is needed. LIST has the form of any hostfile, or of $SLURM_JOB_NODELIST; slots are the
     number of GPUs, lowest indices first. Hosts may use different GPUs. GPUs that no table is for,
-    nor for GPUs equal to them, get default NCCL, with an upper bound in place of a rate.
+    nor for GPUs equal to them, get default NCCL, with an upper bound in place of a rate, and no
+    plan.json: only env.sh, nccl.conf and the files for launchers.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
     moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
@@ -195,3 +196,4 @@ def _export_job(
     )
     notice(made.advice)
     notice_each(made.notices)
+    notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {output}/nccl/env.sh`")

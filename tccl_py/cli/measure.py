@@ -266,7 +266,7 @@ def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurem
     simulated = rows[0][1].simulated
     more = () if simulated else ("interval", "repeats")
     title = f"Transfer sets on {title}"
-    table = Table("Flow", "GB/s", *more, "Figures", title=title, caption=conditions or None)
+    table = Table("Flow", "GB/s", *more, "Source", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
     for text, measurement in rows:
         mark = provenance(simulated=simulated, assumed=measurement.assumed)

@@ -61,7 +61,7 @@ def plan(
     nccl: Annotated[str | None, opt("VERSION", f"{', '.join(known_versions())} checked.")] = None,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
-    hosts: Annotated[Path | None, opt("FILE", "The hosts expected: a hostfile, or a list.")] = None,
+    hosts: Annotated[Path | None, opt("FILE", "A file of the hosts expected.")] = None,
     tune: Annotated[
         bool | None,
         flag("--tune/--no-tune", "Verify and tune by jobs; over sockets by default."),

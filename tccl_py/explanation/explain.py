@@ -43,7 +43,7 @@ Sources = Sequence[BandwidthSource]
 DEFAULT_BUDGET = Budget(sets=200)
 MOST_FINDINGS = 4
 _NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
-_NO_DEFAULT = "default NCCL's chains on each host are no part of a cluster's plan"
+_NO_DEFAULT = "default NCCL is not explained: a cluster's plan keeps its rate, not its chains"
 _MUCH = 1.1
 """Transfers that lose less than a tenth slow each other only a little."""
 

@@ -226,8 +226,8 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     if (of_hosts := sorted((folder / HOSTS_FOLDER).glob("*.index"))) and not index.is_file():
         index, named = of_hosts[0], {JOB_VARIABLE: folder.parent}
     if not index.is_file():
-        what = f"has no {INDEX_FILE}: the plan is of a cluster, or of an earlier program"
-        right = "make a job's files by `tccl export --hosts`, plan again, or leave out the plugin"
+        what = f"has no {INDEX_FILE}: the plan is of a cluster, or its job needs no graph file"
+        right = "make a job's files by `tccl export --hosts`, or leave out the plugin"
         raise InputError(str(folder), what, right)
     if alike and (folder / ALIKE_INDEX_FILE).is_file():
         index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE

@@ -63,7 +63,11 @@ def plan_file(path: Path) -> Path:
         return path
     settle(path)
     if not (path / PLAN_FILE).exists():
-        raise InputError(str(path), f"holds no {PLAN_FILE}", "name a directory of `tccl plan`")
+        what, right = f"holds no {PLAN_FILE}", "name a directory of `tccl plan`"
+        if (env_file := path / "nccl" / "env.sh").is_file():
+            what += ", but files of `tccl export`"
+            right = f"use them by `. {env_file}`, or {right}"
+        raise InputError(str(path), what, right)
     check_if_listed(path, PLAN_FILE)
     return path / PLAN_FILE
 

@@ -33,7 +33,7 @@ from tccl_py.plan.tables import (
 )
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import order_files
-from tccl_py.readers.hosts import HostSlots
+from tccl_py.readers.hosts import HostSlots, compress
 
 _Key = tuple[int, tuple[int, ...]]
 """The number of a class, and the GPUs of a job on its hosts."""
@@ -170,9 +170,6 @@ def _used(
     plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
 ) -> dict[str, _Key]:
     """Return the class and the GPUs of each host of a job."""
-    if len(hosts) < 2:
-        what = f"names {len(hosts)} host"
-        raise InputError("--hosts", what, "a job of one host is planned on it: `tccl plan -o DIR`")
     names = {host.name for host in hosts}
     odd = next((name for name in gpus if name not in names), None)
     if odd is not None:
@@ -181,9 +178,13 @@ def _used(
     for host in hosts:
         number = plan.cluster.host_classes.get(host.name)
         if number is None:
-            right = "name hosts of the plan, or plan again with this host"
+            there = shown(compress(plan.cluster.names))
+            right = f"name hosts of the plan, {there}, or plan again with this host"
             raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
         found[host.name] = number, _gpus(plan, number, host, gpus.get(host.name))
+    if len(hosts) < 2:
+        what = f"names {len(hosts)} host"
+        raise InputError("--hosts", what, "a job of one host is planned on it: `tccl plan -o DIR`")
     return found
 
 
@@ -194,7 +195,10 @@ def _gpus(
     some = given
     if some is None:
         some = plan.class_gpus[number] if host.slots is None else known[: host.slots]
-    if not some or not set(some) <= set(known) or host.slots not in (None, len(some)):
+    if missing := sorted(set(some) - set(known)):
+        right = f"it has {', '.join(map(str, known))}"
+        raise InputError(f"host {host.name}", f"has no GPU {missing[0]}", right)
+    if not some or host.slots not in (None, len(some)):
         what = f"has {len(known)} GPUs, and {host.slots or len(some)} ranks for {len(some)} of them"
         raise InputError(f"host {host.name}", what, "name GPUs that it has, one for each rank")
     return tuple(sorted(some))
@@ -209,7 +213,10 @@ def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...])
         images = (image_of(table, one, gpus) for table in alike)
         found = next((image for image in images if image is not None), None)
     if found is None:
-        there = ", ".join(gpus_text(table.gpus) for table in of_class) or "none"
+        if not of_class:
+            right = "name the cluster's plan: a job's files have no tables"
+            raise NoTableError(f"class {one.name}", "has no table", right)
+        there = ", ".join(gpus_text(table.gpus) for table in of_class)
         what = f"has no table for GPUs {gpus_text(gpus)}, but for {there}"
         # A number alone would be a count.
         some = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"

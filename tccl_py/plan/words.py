@@ -13,7 +13,7 @@ from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
 from tccl_py.plan.directory import graph_files
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice, SubsetRings
+from tccl_py.plan.plan import AS_GOOD, ChoiceName, Plan, PlanChoice, SubsetRings
 from tccl_py.readers.hosts import compress
 
 _MOST_RANKS = 32
@@ -147,8 +147,13 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _plugin_text(plan: Plan) -> str:
     """Return what communicators get by the plugin."""
+    if plan.is_cluster and plan.recommended != "graph":
+        return "none: no graph file is needed over these hosts"
     if plan.is_cluster:
-        return "none for several hosts; launch with the files of nccl/order"
+        return (
+            "in a job's files: `tccl export DIR --hosts LIST -o JOB`, then "
+            "`tccl env JOB --plugin`; without it, launch with the files of nccl/order"
+        )
     variables = environment_text(plan.job_settings)
     rest = f"default NCCL with {variables}" if variables else "default NCCL"
     rates = [found.rate_gbps for _, _, found in subset_files(plan)]
@@ -178,7 +183,18 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
         + (" with placed bounce buffers" if choice.settings.shm_placement else ""),
     }[name]
     note = f"; {choice.note}" if choice.note else ""
-    return f"{rate}{times}: {how}{note}{' <- recommended' * (name == plan.recommended)}"
+    chosen = f" <- {recommended_words(plan)}" if name == plan.recommended else ""
+    return f"{rate}{times}: {how}{note}{chosen}"
+
+
+def recommended_words(plan: Plan) -> str:
+    """Return the mark of the recommended choice, and why it is not the fastest if so."""
+    choice = plan.choices[plan.recommended]
+    best = max(one.rate_gbps or 0.0 for one in plan.choices.values())
+    by_jobs = plan.winner is not None or plan.tuned
+    if by_jobs or (choice.rate_gbps or 0.0) * (1 + AS_GOOD) >= best:
+        return "recommended"
+    return f"recommended: as good as the best within its 95 % interval, ±{choice.error:.0%}"
 
 
 def _channels(settings: Settings) -> str:

@@ -29,10 +29,12 @@ from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.plan import ChoiceName, Plan, PlanChain
 from tccl_py.plan.words import (
     CHOICE_WORDS,
+    choice_words,
     gpu_list,
     mark,
     order_words,
     plan_name,
+    recommended_words,
     settings_words,
     summary,
 )
@@ -123,7 +125,7 @@ def report_html(contents: Contents) -> str:
             name=plan_name(plan),
             contents=contents,
             # Facts
-            facts=(plan_name(plan), settings_words(plan.settings)),
+            facts=(plan_name(plan), choice_words(plan.recommended, plan.job_settings)),
             about=_about(contents, nodes),
             verified=headline(contents.verification) if contents.verification else (),
             gpus="" if plan.is_cluster else gpu_list(plan.gpus),
@@ -241,7 +243,7 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     for name, choice in plan.choices.items():
         recommended, gain = name == plan.recommended, plan.gain(name)
         notes = [
-            "recommended" * recommended,
+            recommended_words(plan) if recommended else "",
             f"{gain:.2f}x default NCCL" if gain is not None and name != "default" else "",
             "" if choice.rate_gbps is not None else "not rated",
             choice.note,

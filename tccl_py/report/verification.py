@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.plan.plan import ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS, choice_words, mark
@@ -218,7 +219,9 @@ def _kind(found: Evaluation) -> str:
 
 
 def _words(one: Summary) -> str:
-    return f"{one.mean:.3f} ({one.least:.3f} to {one.most:.3f}) in {one.cells} comparisons"
+    return (
+        f"{one.mean:.3f} ({one.least:.3f} to {one.most:.3f}) in {counted(one.cells, 'comparison')}"
+    )
 
 
 def ratio_maps(found: Evaluation) -> list[RatioMap]:

@@ -303,7 +303,8 @@ def _gbps(
 def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[tuple[Plan, Order]]:
     """Yield plans of jobs over all hosts of a cluster, halves and so on to two, with their GPUs.
 
-    `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables.
+    `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables. A plan
+    over all its hosts and GPUs needs none.
     """
     names, classes = plan.host_order, plan.cluster.host_classes
     counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
@@ -315,7 +316,10 @@ def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[tu
             try:
                 yield plan_of_job(plan, directory, hosts, gpus)[0], sets[classes[names[0]]]
             except InputError:
-                if text is not None:
+                # A job's files have no tables: they are evaluated as a whole.
+                if count == len(names) and sets == plan.class_gpus:
+                    yield plan, sets[classes[names[0]]]
+                elif text is not None:
                     raise
 
 
