@@ -486,6 +486,16 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     )
 
 
+def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, capsys):
+    clock = iter([0.0, 11.0, 11.0, 25.0, 25.0])
+    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
+    with ProgressLine(1000, 15.0) as line:
+        line.measured(5)
+        line.measured(6)
+    said = capsys.readouterr().err.splitlines()
+    assert [text.rpartition(", ")[2] for text in said] == ["at most 4 s left", "at most 0 s left"]
+
+
 def test_columns_of_numbers_are_aligned_to_the_right_and_piped_lines_end_in_no_space(capsys):
     mixed, widths = ("1", "2 (slowest)"), ("\u00b1 0.5%", "?")
     rows = [("a", "1.5", "0 1", mixed[0], widths[0]), ("b", "10.5", "2", mixed[1], widths[1])]

@@ -244,7 +244,7 @@ def test_the_files_of_a_job_with_unlike_gpus_close_into_its_rings(four, tmp_path
         (("--hosts", "node1"), "names 1 host"),
         (("--hosts", "node[1-5]"), "node5"),
         (("--hosts", "0-1"), "'node[1-4]'"),
-        (("--hosts", "node[1-2]", "--gpus", "0-7"), "has no GPU 4"),
+        (("--hosts", "node[1-2]", "--gpus", "0-7"), "GPU 4: is not in machine"),
         (("--hosts", "node[1-2]:3", "--gpus", "0-1"), "3 ranks"),
         (("--hosts", "node[1-2]", "--gpus", "node3:0-1"), "names 'node3'"),
         (("--hosts", "node[1-2]", "--gpus", "node1:0;node1:1"), "twice"),

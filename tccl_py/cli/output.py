@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -124,12 +125,12 @@ def heat(value: float | None, largest: float) -> Text:
 class ProgressLine:
     """The state of a command that takes long: a line on a terminal, elsewhere one every 10 s.
 
-    `most` is the number of sets that a search may measure.
+    `most` is the number of sets that a search may measure, `seconds` the time it may take.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, seconds: float | None = None) -> None:
         console = results(stderr=True)
-        self._most = most
+        self._most, self._seconds = most, math.inf if seconds is None else seconds
         self._lines = not console.is_terminal or Said.verbosity is Verbosity.VERBOSE
         self._bar = RichProgress(
             SpinnerColumn(),
@@ -161,7 +162,8 @@ class ProgressLine:
         most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{counted(count, 'set')} measured"
         if most is not None and 0 < count <= most:
-            left = (time.monotonic() - self._begun) / count * (most - count)
+            spent = time.monotonic() - self._begun
+            left = max(0.0, min(spent / count * (most - count), self._seconds - spent))
             self._measured = (
                 f"{count} of {words}{counted(most, 'set')}, {words}{_time_text(left)} left"
             )

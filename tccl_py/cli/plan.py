@@ -83,13 +83,13 @@ def plan(
     seed: options.Seed = None,
     switches: Annotated[Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")] = None,
     extend: Annotated[
-        bool, flag("--extend", "Add hosts to the plan in DIR (see below).", ADVANCED)
+        bool, flag("--extend", "Add hosts to the plan in DIR (see above).", ADVANCED)
     ] = False,
     keep_order: Annotated[
         bool, flag("--keep-order", "Keep the order of the hosts.", ADVANCED)
     ] = False,
     gpus_per_job: Annotated[
-        str | None, advanced("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see below).")
+        str | None, advanced("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see above).")
     ] = None,
     gid_index: Annotated[int | None, advanced("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
     interfaces: options.Interfaces = None,
@@ -166,9 +166,10 @@ def plan(
         subject = subject_of(asked, task, job, stack, notice)
         if job is not None and tune:
             check_tuning(job)
-        most = None if asked.in_job or asked.several else asked.budget.sets
+        whole = not (asked.in_job or asked.several)
+        limits = (asked.budget.sets, asked.budget.seconds) if whole else ()
         with output_directory(output, force=force or extend) as journal:
-            with _planning(journal, output), ProgressLine(most) as line:
+            with _planning(journal, output), ProgressLine(*limits) as line:
                 if subject.source is not None:
                     subject.source.watch(line.measured)
                 notice_each(subject.keep_in(journal, replace=force))

@@ -178,26 +178,23 @@ def _used(
     for host in hosts:
         number = plan.cluster.host_classes.get(host.name)
         if number is None:
-            there = shown(compress(plan.cluster.names))
-            right = f"name hosts of the plan, {there}, or plan again with this host"
+            right = f"name hosts of the plan, {shown(compress(plan.cluster.names))}, or plan again"
             raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
         found[host.name] = number, _gpus(plan, number, host, gpus.get(host.name))
     if len(hosts) < 2:
-        what = f"names {len(hosts)} host"
-        raise InputError("--hosts", what, "a job of one host is planned on it: `tccl plan -o DIR`")
+        raise InputError("--hosts", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
     return found
 
 
 def _gpus(
     plan: Plan, number: int, host: HostSlots, given: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    known = plan.cluster.classes[number].machine.gpu_indices
-    some = given
+    machine = plan.cluster.classes[number].machine
+    known, some = machine.gpu_indices, given
     if some is None:
         some = plan.class_gpus[number] if host.slots is None else known[: host.slots]
-    if missing := sorted(set(some) - set(known)):
-        right = f"it has {', '.join(map(str, known))}"
-        raise InputError(f"host {host.name}", f"has no GPU {missing[0]}", right)
+    for gpu in some:
+        machine.gpu(gpu)
     if not some or host.slots not in (None, len(some)):
         what = f"has {len(known)} GPUs, and {host.slots or len(some)} ranks for {len(some)} of them"
         raise InputError(f"host {host.name}", what, "name GPUs that it has, one for each rank")
@@ -208,19 +205,17 @@ def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...])
     """Return the table of a class for some GPUs, or that of GPUs which equal them."""
     of_class = [table.kept for table in tables if table.node_class.name == one.name]
     alike = [table for table in of_class if len(table.gpus) == len(gpus)]
-    found = next((table for table in alike if table.gpus == gpus), None)
-    if found is None and alike:
-        images = (image_of(table, one, gpus) for table in alike)
-        found = next((image for image in images if image is not None), None)
+    same = (table for table in alike if table.gpus == gpus)
+    images = (image_of(table, one, gpus) for table in alike)
+    found = next(same, None) or next(filter(None, images), None)
     if found is None:
-        if not of_class:
-            right = "name the cluster's plan: a job's files have no tables"
-            raise NoTableError(f"class {one.name}", "has no table", right)
         there = ", ".join(gpus_text(table.gpus) for table in of_class)
         what = f"has no table for GPUs {gpus_text(gpus)}, but for {there}"
         # A number alone would be a count.
         some = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
         right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {some}"
+        if not there:
+            what, right = "has no table", "name the cluster's plan: a job's files have no tables"
         raise NoTableError(f"class {one.name}", what, right)
     return found
 
