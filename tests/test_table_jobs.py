@@ -281,7 +281,8 @@ def test_a_job_over_gpus_without_a_table_gets_default_nccl_and_a_bound_for_its_r
 def test_a_job_can_be_shown_and_evaluated_but_makes_no_further_jobs(four, tmp_path):
     job, hosts = tmp_path / "job", ("--hosts", "node[1,3]")
     assert f". {job}/nccl/env.sh" in done("export", four, *hosts, "-o", job).stderr
-    assert "tccl env JOB --plugin" in " ".join(done("show", job).stdout.split())
+    shown = " ".join(done("show", job).stdout.split())
+    assert "tccl env JOB --plugin" in shown and "cost none: " in shown
     done("evaluate", job)
     cells = json.loads((job / "evaluate.json").read_text())["cells"]
     plan = load_plan(job)

@@ -233,7 +233,7 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
         index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
     if not library.is_file():
         what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
-        raise InputError(str(folder), what, f"{_BUILD} {folder}")
+        raise InputError(str(folder), what, f"run `{_BUILD} {folder}`")
     if "," in str(library) or len(str(library)) > _MAX_PATH:
         right = f"at most {_MAX_PATH} characters without a comma"
         raise InputError(str(library), "is a path that NCCL cannot open", right)

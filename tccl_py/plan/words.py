@@ -142,7 +142,9 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
     rest = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    yield "cost", f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
+    asked = plan.sets_measured or plan.sets_remembered
+    cost = f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
+    yield "cost", cost if asked else "none: a job by the tables of a cluster's plan"
 
 
 def _plugin_text(plan: Plan) -> str:
