@@ -144,7 +144,7 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     rest = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
     asked = plan.sets_measured or plan.sets_remembered
     cost = f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
-    yield "cost", cost if asked else "none: a job by the tables of a cluster's plan"
+    yield "cost", cost if asked else "none: by the tables of a cluster's plan"
 
 
 def _plugin_text(plan: Plan) -> str:
