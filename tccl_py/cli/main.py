@@ -30,24 +30,24 @@ from tccl_py.cli.process import (
 from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
 
 COMMANDS = {
-    "advise": ("doctor:advise", "Say in ten lines what to try first on a machine."),
+    "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
     "discover": ("machines:discover", "Describe a machine's GPUs, NUMA nodes, links and NICs."),
     "machines": ("machines:machines", "List the bundled machine models, or show one machine."),
     "measure": ("measure:measure", "Measure how fast transfers are that run at the same time."),
     "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
-    "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
+    "explain": ("show:explain", "Explain a plan: which transfers slow each other down."),
     "report": ("show:report", "Write a plan as one HTML page."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
     "install": ("install:install", "Put a verified plan's settings where jobs find them."),
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
-    "doctor": ("doctor:doctor", "Look for what hangs or slows NCCL on this host."),
+    "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
     "evaluate": ("verify:evaluate", "Time all collectives over sets of GPUs, in every choice."),
-    "check": ("check:check", "Compare a machine with its plan's measurements."),
+    "check": ("health:check", "Compare a machine with its plan's measurements."),
     "validate": ("machines:validate", "Say what NCCL will do with a graph file."),
 }
 """Each command's module and function, and its line in `tccl --help`, in the order listed there."""
