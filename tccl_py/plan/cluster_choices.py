@@ -97,16 +97,12 @@ def _candidates(nodes: Sequence[HostTable]) -> Iterator[tuple[Settings, int, flo
     least = min(node.choices[0][1].rate_gbps for node in nodes)
     # Of equal promises the rates that are known decide, so that the order of classes does not.
     ranked = sorted(promises.items(), key=lambda one: (-min(one[1], least), one[0][1], -one[1]))
-    known = [
-        (key, min(hope, least))
-        for key, hope in ranked
-        if all(node.may_answer(*key) for node in nodes)
-    ]
+    known = [one for one in ranked if all(node.may_answer(*one[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}
     chosen = known[:CANDIDATES] + [one for one in known[CANDIDATES:] if one[0] in own]
     for (settings, count), promise in chosen:
-        yield settings, count, promise
+        yield settings, count, min(promise, least)
 
 
 def _realisable(

@@ -90,13 +90,17 @@ class HostFiles:
         place = device if isinstance(device, Path) else self.real(f"{DEVICES}/{device}")
         if place is None:
             return PciLink()
-        told = _SPEED.match(self.text(place / f"{which}_link_speed"))
         width = self.number(place / f"{which}_link_width") or 0
         return PciLink(
-            speed_gts=float(told[1]) or None if told else None,
+            speed_gts=self.link_speed(place, which),
             # The kernel writes 255 for an unknown width.
             width=width if 0 < width <= 32 else None,
         )
+
+    def link_speed(self, place: Path, which: Literal["max", "current"]) -> float | None:
+        """Return a link's speed in GT/s as the device at a path tells it, or None."""
+        told = _SPEED.match(self.text(place / f"{which}_link_speed"))
+        return float(told[1]) or None if told else None
 
     def numa_nodes(self) -> tuple[int, ...]:
         """Return the NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
@@ -179,7 +183,7 @@ class PciTree:
     def _link(self, path: Path) -> PciLink:
         """Return the lesser speed and width of a device and the port above; None if unknown."""
         ends = (path, path.parent)
-        speeds = [self.files.pci_link(end, "max").speed_gts for end in ends]
+        speeds = [self.files.link_speed(end, "max") for end in ends]
         told = [speed for speed in speeds if speed is not None]
         # NCCL takes one end's speed if the other is silent, but no width unless both have one: an
         # end with the kernel's 255 for an unknown width has the other's.
