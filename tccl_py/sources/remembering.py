@@ -117,12 +117,12 @@ class RememberingSource:
             wanted.append((key, counts[key]))
             counts[key] += 1
         # What a journal answers counts as well: a resumed run goes the same way.
-        asked = self._asked.union(wanted)
-        spent = len(asked) > self._most_sets or time.monotonic() > self._ends
-        if self._asked and len(asked) > len(self._asked) and spent:
+        new = {one for one in wanted if one not in self._asked}
+        spent = len(self._asked) + len(new) > self._most_sets or time.monotonic() > self._ends
+        if self._asked and new and spent:
             self.cut_short = True
             raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
-        self._asked = asked
+        self._asked |= new
         missing = [key for key, number in wanted if number >= self.times_of(key)]
         self.sets_remembered += len(sets) - len(missing)
         if not self.simulated:
