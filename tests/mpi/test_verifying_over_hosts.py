@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,6 +117,53 @@ def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):
         ran = ended(process, 120)
         assert ran.code != 0
         assert ran.stdout == ""
+
+
+def test_a_killed_launcher_leaves_no_process(directory, tmp_path):
+    # Without a second machine's daemon, nobody but the controller can notice.
+    wrapper = tmp_path / "rank.sh"
+    wrapper.write_text(
+        """#!/bin/sh
+exec unshare --uts sh -c 'hostname h'$OMPI_COMM_WORLD_RANK'; exec "$@"' rank "$@"
+"""
+    )
+    wrapper.chmod(0o755)
+    launcher = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", str(wrapper))
+    words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
+    process = subprocess.Popen(
+        [*launcher, sys.executable, "-m", "tccl_py", *words],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    ranks = []
+    until = time.monotonic() + 60
+    # Each rank has started something: MPI has ended, and hosts work.
+    while (len(ranks) < 2 or not all(map(children_of, ranks))) and time.monotonic() < until:
+        time.sleep(0.1)
+        ranks = children_of(process.pid)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 30
+    while any(map(alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    left = [rank for rank in ranks if alive(rank)]
+    for rank in left:
+        os.kill(int(rank), signal.SIGKILL)
+    assert (len(ranks), left) == (2, [])
+
+
+def children_of(pid):
+    """Processes that this one has started."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [child for thread in threads for child in thread.read_text().split()]
+
+
+def alive(pid):
+    """Whether a process runs still."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):

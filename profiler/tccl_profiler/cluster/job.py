@@ -216,6 +216,7 @@ class Job:
         self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
         self._heart = say.HeartbeatThread(self._beat)
         self._usual: Any = signal.SIG_DFL
+        self._launcher = os.getppid()
         self.broken = False
 
     def __enter__(self) -> Job:
@@ -260,6 +261,9 @@ class Job:
         return [*self._ranks.values(), *([self._local[1]] if self._local else [])]
 
     def _beat(self) -> None:
+        if os.getppid() != self._launcher:
+            # A killed launcher tells nobody, and MPI has ended here.
+            os.kill(os.getpid(), signal.SIGTERM)
         for messenger in self._messengers():
             with contextlib.suppress(ConnectionClosed):
                 messenger.send(0, say.Heartbeat())
