@@ -32,8 +32,8 @@ def host_pool(gpus, addresses, **more):
 
 def step(pool, name, ends=()):
     """A step for links, or for links with their endpoints; the links and endpoints after it."""
-    links, endpoints = tuple(ends), tuple(ends.values()) if isinstance(ends, dict) else ()
-    return take_step(pool, LinkStep(step=name, links=links, endpoints=endpoints, limit_s=LINK_S))
+    ends = ends if isinstance(ends, dict) else dict.fromkeys(ends)
+    return take_step(pool, LinkStep(step=name, ends=ends, limit_s=LINK_S)).ends
 
 
 class Hosts:
@@ -79,7 +79,7 @@ class Hosts:
         return program_for(transfers, lanes=self.lanes, network="tcp", **more)
 
     def missing(self, program):
-        have = {host: set(step(pool, "usable").links) for host, pool in self.pools.items()}
+        have = {host: set(step(pool, "usable")) for host, pool in self.pools.items()}
         return [
             link
             for link in program.links
@@ -92,7 +92,7 @@ class Hosts:
         ends = {}
         for host, pool in self.pools.items():
             here = [one for one in missing if host_of(one.receiver) == host]
-            ends |= dict(zip(here, step(pool, "listen", here).endpoints, strict=True))
+            ends |= step(pool, "listen", here)
         ends = {link: self.relay(link, end) for link, end in ends.items()}
         for host, pool in self.pools.items():
             there = {one: end for one, end in ends.items() if host_of(one.sender) == host}

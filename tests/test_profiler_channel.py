@@ -128,11 +128,13 @@ def test_descriptors_arrive_in_order_and_closed_on_exec(pair, files, count):
 
 def test_a_message_that_comes_byte_by_byte_is_put_together(raw, files):
     sock, channel = raw
-    for byte in frame(PeerInfo(rank=9), fds=1):
-        sock.send(bytes([byte]))
+    first, *most, last = (bytes([byte]) for byte in frame(PeerInfo(rank=9), fds=1))
+    socket.send_fds(sock, [first], files[:1])
+    for byte in most:
+        sock.send(byte)
         with pytest.raises(ConnectionTimeout):
             channel.receive(0)
-    socket.send_fds(sock, [b"\0"], files[:1])
+    sock.send(last)
     message, fds = channel.receive(0)
     assert message == PeerInfo(rank=9)
     assert os.pread(fds[0], 9, 0) == b"0"
@@ -213,8 +215,7 @@ def test_a_peer_that_goes_in_the_middle_of_a_message_is_told_apart(raw, part):
 
 def test_a_message_that_does_not_fit_is_dropped_and_the_next_one_received(raw, files):
     sock, channel = raw
-    sock.sendall(frame(Stranger(rank=1), fds=2))
-    socket.send_fds(sock, [b"\0"], files[:2])
+    socket.send_fds(sock, [frame(Stranger(rank=1), fds=2)], files[:2])
     sock.sendall(struct.pack("!IH", 3, 0) + b"\xc1\xc1\xc1" + frame(PeerInfo(rank=2)))
     before = open_fds()
     with pytest.raises(MeasurementError, match=r"message of worker of"):

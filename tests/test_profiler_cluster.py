@@ -421,7 +421,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     ours, theirs = pair()
     agents, _ = _agents(ours)
     number = agents.number()
-    theirs.send(number, LinkEnds(links=()))
+    theirs.send(number, LinkEnds())
 
     def answer():
         while (envelope := theirs.poll()) is None:

@@ -12,7 +12,7 @@ from tccl_profiler import host_device
 from tccl_profiler.compiler import checkable, program_for
 from tccl_profiler.host_device import HostDevice, host_fingerprint, host_machine
 from tccl_profiler.linux import cpus_of_devices
-from tccl_profiler.messages import Pace, Peer, Run, Start
+from tccl_profiler.messages import Pace, Run, Share, Start
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
@@ -49,16 +49,10 @@ class Controller:
             self.started.append(started)
             fds.append(fd)
         for name, device in self.devices.items():
-            device.meet(
-                {
-                    other: (
-                        Peer(space=other, handle=b"", size=arena_bytes),
-                        os.dup(fds[slot]),
-                    )
-                    for other, slot in self.slots.items()
-                    if other != name
-                }
-            )
+            for other, slot in self.slots.items():
+                if other != name:
+                    share = Share(space=other, size=arena_bytes)
+                    device.share(share, Segment.attach(os.dup(fds[slot]), arena_bytes, other))
         self.arenas = [
             Segment.attach(os.dup(fd), arena_bytes, f"arena {i}") for i, fd in enumerate(fds)
         ]
@@ -73,7 +67,8 @@ class Controller:
         elif size is not None:
             self.host = create_segment(size, numa_id=None, label="C0")
             for device in self.devices.values():
-                device.share("C0", Segment.attach(os.dup(self.host.fd), size, "C0"))
+                segment = Segment.attach(os.dup(self.host.fd), size, "C0")
+                device.share(Share(space="C0", size=size), segment)
 
     def queue(self, name, share, *, warm_ms=2, window_ms=60, patience_s=LONG_S, **more):
         run = Run(
@@ -409,7 +404,7 @@ def test_what_cannot_be_reached_is_refused_when_it_is_queued(controller):
     with pytest.raises(MeasurementError, match=r"^G0 cannot reach C0:"):
         made.queue("G0", share)
     small = create_segment(COUNTER_AREA_BYTES, numa_id=None, label="C0")
-    made.devices["G0"].share("C0", small)
+    made.devices["G0"].share(Share(space="C0", size=small.size), small)
     with pytest.raises(MeasurementError, match=r"bytes from byte \d+"):
         made.queue("G0", share)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
-from tccl_profiler.messages import Endpoint, LinkLost, Peer, Run, Start, WorkerLost
+from tccl_profiler.messages import Endpoint, LinkLost, Run, Share, Start, WorkerLost
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.program import Link
 from tccl_profiler.rates import sample_of
@@ -232,7 +232,7 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
 
 def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     missing, pool = Link("h9.N0", "h1.N0", 0), hosts.pools["h1"]
-    (end,) = step(pool, "listen", [missing]).endpoints
+    end = step(pool, "listen", [missing])[missing]
     begun = time.monotonic()
     with pytest.raises(LinkLost) as caught:
         step(pool, "accept", [missing])
@@ -245,7 +245,7 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
 
 def test_a_stranger_is_not_taken_for_a_link(hosts):
     link = Link("h0.N1", "h1.N1", 40)
-    (end,) = step(hosts.pools["h1"], "listen", [link]).endpoints
+    end = step(hosts.pools["h1"], "listen", [link])[link]
     with socket.create_connection((end.address, end.port), timeout=50) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         step(hosts.pools["h0"], "connect", {link: end})
@@ -253,7 +253,7 @@ def test_a_stranger_is_not_taken_for_a_link(hosts):
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert all(link in step(pool, "usable").links for pool in hosts.pools.values())
+    assert all(link in step(pool, "usable") for pool in hosts.pools.values())
 
 
 class Relay:
@@ -408,8 +408,7 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
         address="127.0.0.1",
     )
     device.open(start, control)
-    arena = Peer(space="G0", handle=b"", size=1 << 20)
-    device.meet({"G0": (arena, None)})
+    device.share(Share(space="G0", size=1 << 20, handle=b"cuda"))
     share = program.on("h0").devices["N0"]
     order = Run(program=share, epoch=1, repeats=1, warm_ns=0, window_ns=10**6, patience_ns=10**9)
     with pytest.raises(MeasurementError, match=r"^N0 cannot reach G0's"):

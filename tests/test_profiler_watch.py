@@ -15,12 +15,12 @@ import pytest
 from tccl_profiler.watch import (
     GpuConditions,
     GpuProcess,
-    Watch,
     changes,
     conditions_note,
     throttling_names,
     warmed,
     warnings,
+    watching,
 )
 from tccl_py.errors import MeasurementError
 
@@ -126,8 +126,8 @@ def into_container(proc: Path) -> None:
 
 
 def look_at(proc: Path, *gpus: dict[str, Any], own: frozenset[int] = frozenset(), **nvml: Any):
-    with Watch(range(len(gpus)), own, FakeNvml(list(gpus), **nvml), proc=proc) as watch:
-        return watch.look()
+    with watching(range(len(gpus)), own, FakeNvml(list(gpus), **nvml), proc=proc) as look:
+        return look()
 
 
 HEALTHY = GpuConditions(
@@ -163,16 +163,8 @@ def test_a_look_has_every_figure_of_every_gpu(proc):
 
 def test_gpus_are_those_asked_for_by_index(proc):
     nvml = FakeNvml([gpu_answers(), gpu_answers(), gpu_answers()])
-    with Watch([2, 0], set(), nvml, proc=proc) as watch:
-        assert [seen.gpu for seen in watch.look()] == [2, 0]
-
-
-def test_a_look_costs_eight_calls_a_gpu(proc):
-    nvml = FakeNvml([gpu_answers(), gpu_answers()])
-    with Watch([0, 1], set(), nvml, proc=proc) as watch:
-        nvml.asked.clear()
-        watch.look()
-        assert len(nvml.asked) == 16
+    with watching([2, 0], set(), nvml, proc=proc) as look:
+        assert [seen.gpu for seen in look()] == [2, 0]
 
 
 def test_an_old_driver_answers_under_the_old_names(proc):
@@ -209,17 +201,17 @@ def test_what_the_driver_does_not_answer_is_none_and_no_complaint(proc, error):
 
 def test_a_lost_gpu_is_an_error_that_names_it(proc):
     nvml = FakeNvml([gpu_answers(), gpu_answers()])
-    with Watch([0, 1], set(), nvml, proc=proc) as watch:
+    with watching([0, 1], set(), nvml, proc=proc) as look:
         nvml.gpus[1]["GetClockInfo"] = fails(GPU_IS_LOST, "GPU is lost")
         with pytest.raises(MeasurementError) as caught:
-            watch.look()
+            look()
     assert "GPU 1: does not" in str(caught.value)
     assert nvml.opened == 0
 
 
 def test_a_gpu_that_is_not_there_is_an_error_and_nvml_is_closed(proc):
     nvml = FakeNvml([gpu_answers()])
-    with pytest.raises(MeasurementError) as caught, Watch([0, 7], set(), nvml, proc=proc):
+    with pytest.raises(MeasurementError) as caught, watching([0, 7], set(), nvml, proc=proc):
         pass
     assert "GPU 7: does not answer" in str(caught.value)
     assert nvml.opened == 0
@@ -228,34 +220,24 @@ def test_a_gpu_that_is_not_there_is_an_error_and_nvml_is_closed(proc):
 def test_no_driver_is_an_error(proc):
     with (
         pytest.raises(MeasurementError) as caught,
-        Watch([0], set(), FakeNvml([], unloaded=True), proc=proc),
+        watching([0], set(), FakeNvml([], unloaded=True), proc=proc),
     ):
         pass
     assert "this machine: no NVIDIA" in str(caught.value)
 
 
-def test_a_watch_looks_only_while_it_is_open(proc):
-    watch = Watch([0], set(), FakeNvml([gpu_answers()]), proc=proc)
-    with pytest.raises(RuntimeError):
-        watch.look()
-    with watch:
-        watch.look()
-    with pytest.raises(RuntimeError):
-        watch.look()
-
-
 def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     nvml = FakeNvml([{}])
-    with Watch([0], set(), nvml, proc=proc) as watch:
-        watch.look()
+    with watching([0], set(), nvml, proc=proc) as look:
+        look()
     assert len(set(nvml.asked)) == 15
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 
 def test_numbers_written_out_are_those_of_pynvml(proc):
     nvml = FakeNvml([gpu_answers()])
-    with Watch([0], set(), nvml, proc=proc) as watch:
-        watch.look()
+    with watching([0], set(), nvml, proc=proc) as look:
+        look()
     assert {asked for asked in nvml.questions if len(asked) > 1} == {
         ("GetClockInfo", pynvml.NVML_CLOCK_SM),
         ("GetClockInfo", pynvml.NVML_CLOCK_MEM),
@@ -284,8 +266,8 @@ def test_numbers_written_out_are_those_of_pynvml(proc):
 )
 def test_a_question_that_a_gpu_does_not_answer_is_left_open(number, proc):
     nvml = FakeNvml([gpu_answers(GetPersistenceMode=fails(number))])
-    with Watch([0], set(), nvml, proc=proc) as watch:
-        (seen,) = watch.look()
+    with watching([0], set(), nvml, proc=proc) as look:
+        (seen,) = look()
     assert (seen.persistence, seen.sm_mhz) == (None, 1980)
 
 
@@ -334,10 +316,10 @@ def test_own_processes_are_left_out_and_others_have_their_names(proc):
 def test_own_processes_may_be_added_while_watching(proc):
     own: set[int] = set()
     answers = gpu_answers(GetComputeRunningProcesses_v3=lambda: [process(100)])
-    with Watch([0], own, FakeNvml([answers]), proc=proc) as watch:
-        assert len(watch.look()[0].other_processes) == 1
+    with watching([0], own, FakeNvml([answers]), proc=proc) as look:
+        assert len(look()[0].other_processes) == 1
         own.add(100)
-        assert watch.look()[0].other_processes == ()
+        assert look()[0].other_processes == ()
 
 
 def test_in_a_container_our_own_processes_under_host_pids_are_no_others(proc):
@@ -527,11 +509,6 @@ def test_a_link_that_rose_is_a_change_because_it_was_slow_before():
     assert "from generation 1 x16 to generation 5 x16" in sentence
 
 
-def test_looks_at_different_gpus_are_not_compared():
-    with pytest.raises(ValueError, match=r"same GPUs in the"):
-        changes((gpu(0),), (gpu(1),))
-
-
 # Warming
 
 
@@ -552,15 +529,14 @@ class Warming:
             for i, generation in enumerate(now)
         )
 
-    def warm(self, limit_s: float = 2.0) -> tuple[tuple[GpuConditions, ...], float]:
+    def warm(self, limit_s: float = 2.0) -> tuple[GpuConditions, ...]:
         return warmed(self.look, self.load, limit_s=limit_s, clock=lambda: self.now_s)
 
 
 def test_bursts_run_until_every_link_is_at_its_best():
     links = Warming((1, 1), (1, 5), (3, 5), (5, 5), (1, 1))
-    conditions, waited_s = links.warm()
+    conditions = links.warm()
     assert links.bursts == 4
-    assert waited_s == 0.5
     assert [seen.pcie_generation for seen in conditions] == [5, 5]
 
 
@@ -572,7 +548,7 @@ def test_one_burst_runs_where_links_are_at_their_best_or_tell_nothing():
 
 def test_links_that_rise_no_more_are_not_waited_for():
     links = Warming((1, 5), (3, 5))
-    conditions, _ = links.warm()
+    conditions = links.warm()
     assert links.bursts == 6
     assert warnings(conditions, loaded=True) != ()
 
@@ -585,8 +561,8 @@ def test_a_link_that_goes_up_and_down_does_not_rise():
 
 def test_waiting_ends_at_the_limit():
     links = Warming((1, 5), (2, 5), (3, 5), (4, 5))
-    conditions, waited_s = links.warm(limit_s=0.3)
-    assert waited_s == 0.375
+    conditions = links.warm(limit_s=0.3)
+    assert links.bursts == 3
     assert conditions[0].pcie_generation == 3
 
 

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import numpy as np
 
-from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
+from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
@@ -158,22 +158,21 @@ class CudaDevice:
                 f"be pinned ({error}); raise `ulimit -l`"
             ) from error
 
-    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Open the peers' arenas; an unreachable arena is refused at use."""
-        for space, (peer, _) in peers.items():
-            try:
-                base = int(self._runtime.ipcOpenMemHandle(peer.handle, _LAZY_PEER_ACCESS))
-            except self._error as error:
-                self._unreachable[space] = str(error)
-                continue
-            self._opened.append(base)
-            self._bases[space] = base
-
-    def share(self, space: str, segment: Segment) -> None:
-        """Pin host memory for this GPU, in place of the space of this name."""
-        self._forget(space)
-        self._bases[space] = self._register(segment)
-        self._segments[space] = segment
+    def share(self, share: Share, segment: Segment | None = None) -> None:
+        """Pin host memory for this GPU, or open a peer's arena (refused at use if unreachable)."""
+        space = share.space
+        if segment is not None:
+            self._forget(space)
+            self._bases[space] = self._register(segment)
+            self._segments[space] = segment
+            return
+        try:
+            base = int(self._runtime.ipcOpenMemHandle(share.handle, _LAZY_PEER_ACCESS))
+        except self._error as error:
+            self._unreachable[space] = str(error)
+            return
+        self._opened.append(base)
+        self._bases[space] = base
 
     def _forget(self, space: str) -> None:
         segment = self._segments.pop(space, None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.linux import precise_sleeps
-from tccl_profiler.messages import Done, Pace, Pinged, Run, WorkerLost
+from tccl_profiler.messages import Done, Pace, Pinged, Run, Share, WorkerLost
 from tccl_profiler.program import (
     COUNTER_BYTES,
     COUNTERS,
@@ -112,7 +111,7 @@ class HostBuffers:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments.values())
 
-    def ensure(self, space: str, size: int, share: Callable[[str, Segment], None]) -> None:
+    def ensure(self, space: str, size: int, share: Callable[[Share, Sequence[int]], None]) -> None:
         """Have `size` bytes in a space; `share` tells the workers of new memory."""
         old = self._segments.get(space)
         if old is not None and old.size >= size:
@@ -123,7 +122,7 @@ class HostBuffers:
         wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
         new = create_segment(wanted, numa_id=self._numa_ids[space], label=space)
         try:
-            share(space, new)
+            share(Share(space=space, size=new.size), (new.fd,))
         except BaseException:
             new.close()
             raise
@@ -152,9 +151,9 @@ class HostBuffers:
 class Execution:
     """The repeats of a program, queued on this host's devices; `Pool.begin` makes it.
 
-    Call for each repeat `wait_resident`, `release`, `collect`; then `finish`. Left earlier, all
-    lanes are stopped. After `lost` the pool starts new workers. Stages raise WorkerLost and
-    MeasurementError. `meanwhile` is called now and then during waits; an exception ends the wait.
+    Call for each repeat `wait_resident`, `release`, `collect`; then `finish`. Stages raise
+    WorkerLost and MeasurementError. `meanwhile` is called now and then during waits; an exception
+    ends the wait.
     """
 
     control: Control
@@ -164,14 +163,7 @@ class Execution:
     epoch: int
     timeouts: Timeouts
     meanwhile: Callable[[], None] | None = None
-    lost: bool = field(default=False, init=False)
-    _over: bool = field(default=False, init=False)
     _released_at: int = field(default=0, init=False)
-
-    @property
-    def over(self) -> bool:
-        """Whether every worker has been heard, or given up."""
-        return self._over or self.lost
 
     def queue(self, program: HostProgram) -> None:
         """Send each worker its share, after clearing the stamps."""
@@ -183,8 +175,7 @@ class Execution:
                 for row in self._stamps_of(worker, repeat):
                     row[:] = 0
             worker.lanes_asked = len(share.lanes)
-            with self._noting_loss():
-                worker.ask(run)
+            worker.ask(run)
 
     def _run_of(self, device: str, share: DeviceProgram) -> Run:
         spec, paces = self.spec, self.spec.paces.get(device, ())
@@ -245,7 +236,6 @@ class Execution:
         self._until(finished, patience_s, "did not finish its part of a set")
         for worker in self.workers:
             if not views[worker.spec.device]["start"].all():
-                self.lost = True
                 raise WorkerLost(
                     f"{worker.who} was not released within {patience_s:g} s: this process was "
                     "stopped or kept from running meanwhile"
@@ -261,35 +251,22 @@ class Execution:
 
     def finish(self) -> None:
         """Hear from every worker that all repeats have run."""
-        with self._noting_loss():
-            for worker in self.workers:
-                if worker.owes_answer:
-                    worker.done(self.timeouts.answer_s)
-        self._over = True
+        for worker in self.workers:
+            if worker.owes_answer:
+                worker.received(Done, self.timeouts.answer_s)
 
     def abort(self) -> None:
-        """Stop all lanes, and hear the answers still owed; after the end it does nothing."""
-        if self.over:
-            return
-        # Until all have answered: a second interruption must not leave them unheard.
-        self.lost = True
+        """Stop all lanes, and hear the answers still owed; raises WorkerLost."""
         self.control.abort()
         for worker in self.workers:
-            while worker.owes_answer:
+            if worker.owes_answer:
                 try:
                     worker.received(Done, self.timeouts.stop_s)
                 except WorkerLost:
-                    return
+                    raise
                 except MeasurementError:
                     continue
         self.control.clear()
-        self.lost, self._over = False, True
-
-    def __enter__(self) -> Execution:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.abort()
 
     def _records(self, repeat: int) -> Mapping[str, npt.NDArray[np.void]]:
         return {
@@ -331,7 +308,6 @@ class Execution:
             if now - begun > limit_s:
                 late = [worker for worker in self.workers if not satisfied(worker)]
                 names = ", ".join(worker.spec.device for worker in late or self.workers)
-                self.lost = True
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
             if now - begun > 0.00005:
                 # A worker may need this core, the more so the longer it takes.
@@ -350,15 +326,6 @@ class Execution:
         for worker in self.workers:
             poller.register(worker.connection, select.POLLIN)
         readable = {fd for fd, _ in poller.poll(0)}
-        with self._noting_loss():
-            for worker in self.workers:
-                if worker.connection.fileno() in readable:
-                    worker.done(self.timeouts.answer_s)
-
-    @contextlib.contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        try:
-            yield
-        except WorkerLost:
-            self.lost = True
-            raise
+        for worker in self.workers:
+            if worker.connection.fileno() in readable:
+                worker.received(Done, self.timeouts.answer_s)

@@ -14,7 +14,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tccl_profiler import linux
 from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, pause, released
-from tccl_profiler.messages import Pace, Peer, Pinged, Run, Start, Started
+from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
@@ -75,13 +75,10 @@ class ThreadedDevice:
             raise MeasurementError("this device is not open")
         return self._start, self._control
 
-    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map other devices' arenas; an arena without a descriptor is refused at use."""
-        self._spaces.meet(peers)
-
-    def share(self, space: str, segment: Segment) -> None:
-        """Take a segment as the memory of a space, in place of the one before."""
-        self._spaces.put(space, segment)
+    def share(self, share: Share, segment: Segment | None = None) -> None:
+        """Take the memory of a space; a GPU's arena, without a segment, is refused at use."""
+        if segment is not None:
+            self._spaces.put(share.space, segment)
 
     def queue(self, run: Run) -> None:
         """Start a thread that runs the repeats."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.linux import yield_core
-from tccl_profiler.messages import Pace, Peer
+from tccl_profiler.messages import Pace
 from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
 from tccl_py.errors import MeasurementError
@@ -191,12 +191,6 @@ class MappedSpaces:
         if before is not None:
             before.close()
         self._segments[space] = segment
-
-    def meet(self, peers: Mapping[str, tuple[Peer, int | None]]) -> None:
-        """Map other devices' arenas; an arena without a descriptor is refused at use."""
-        for space, (peer, descriptor) in peers.items():
-            if descriptor is not None:
-                self.put(space, Segment.attach(descriptor, peer.size, space))
 
     def __contains__(self, space: str) -> bool:
         return space in self._segments

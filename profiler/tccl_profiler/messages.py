@@ -1,8 +1,8 @@
 """The control protocol: messages between controller, host agents and workers, and their framing.
 
 A worker serves one device, an agent one host, both with the same messages. The bytes of transfers
-travel elsewhere. On the wire a message is a header (bytes of body, number of descriptors), the body
-as msgpack, and one byte that carries the descriptors.
+travel elsewhere. On the wire a message is a header (bytes of body, number of descriptors), which
+carries the descriptors, and the body as msgpack.
 
 Links are made in three steps, each at all hosts before the next: receivers listen and return an
 endpoint, senders connect, receivers accept.
@@ -17,8 +17,8 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ from tccl_profiler.program import DeviceProgram, Link
 from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
 
 LINK_S = 10.0  # seconds for a link to be made
+Making = Literal["listen", "connect", "accept"]
+MAKING: tuple[Making, ...] = get_args(Making)
 TOKEN_BYTES = 16
 _HELLO_S = 1.0  # time for a caller to send its token
 
@@ -76,26 +78,12 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     memory_bytes: int
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Another device's arena; `descriptor` counts the message's descriptors, -1 is none."""
-
-    space: str
-    handle: bytes
-    size: int
-    descriptor: int = -1
-
-
-class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The other devices' arenas."""
-
-    peers: tuple[Peer, ...]
-
-
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Host memory and its descriptor, to replace the space of this name."""
+    """The memory of a space, in place of earlier memory: a descriptor, or a GPU arena's handle."""
 
     space: str
     size: int
+    handle: bytes = b""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,36 +132,20 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Take one step for these links, within `limit_s`; answered by LinkEnds.
 
     `usable` takes no links and answers the existing, clean links. `listen` and `connect` replace
-    namesakes.
+    namesakes; `connect` needs the endpoints that `listen` answered.
     """
 
-    step: Literal["usable", "listen", "connect", "accept"]
-    links: tuple[Link, ...] = ()
-    endpoints: tuple[Endpoint, ...] = ()
+    step: Making | Literal["usable"]
+    ends: Mapping[Link, Endpoint | None] = {}
     limit_s: float = LINK_S
 
     def shares(self, part_of: Callable[[str], str]) -> dict[str, LinkStep]:
         """Split the step; `part_of` names the worker or host of a device, which is a link's end."""
-        numbers: dict[str, list[int]] = {}
-        for number, link in enumerate(self.links):
-            end = link.sender if self.step == "connect" else link.receiver
-            numbers.setdefault(part_of(end), []).append(number)
-        return {
-            part: msgspec.structs.replace(
-                self,
-                links=tuple(self.links[number] for number in own),
-                endpoints=tuple(self.endpoints[number] for number in own if self.endpoints),
-            )
-            for part, own in numbers.items()
-        }
-
-    def joined(self, answers: Iterable[LinkEnds]) -> LinkEnds:
-        """Return the answer to the step from the answers to its shares."""
-        where: dict[Link, Endpoint] = {}
-        for answer in answers:
-            where |= zip(answer.links, answer.endpoints, strict=False)
-        endpoints = tuple(where[link] for link in self.links if link in where)
-        return LinkEnds(links=self.links, endpoints=endpoints)
+        parts: dict[str, dict[Link, Endpoint | None]] = {}
+        for link, end in self.ends.items():
+            device = link.sender if self.step == "connect" else link.receiver
+            parts.setdefault(part_of(device), {})[link] = end
+        return {part: msgspec.structs.replace(self, ends=own) for part, own in parts.items()}
 
 
 Caller = TypeVar("Caller")
@@ -194,10 +166,14 @@ def caller_of(sock: socket.socket, tokens: dict[bytes, Caller]) -> Caller | None
 
 
 class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The links of a step; after `listen`, where each is awaited."""
+    """The usable links, or the links of a step; after `listen`, where each is awaited."""
 
-    links: tuple[Link, ...]
-    endpoints: tuple[Endpoint, ...] = ()
+    ends: Mapping[Link, Endpoint | None] = {}
+
+    @classmethod
+    def joined(cls, answers: Iterable[LinkEnds]) -> LinkEnds:
+        """Return the answer to a step from the answers to its shares."""
+        return cls(ends=dict(item for answer in answers for item in answer.ends.items()))
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -242,7 +218,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: int = 0
 
 
-ToWorker = Start | Meet | Share | Run | Ping | LinkStep | Stop
+ToWorker = Start | Share | Run | Ping | LinkStep | Stop
 FromWorker = Started | Done | Pinged | LinkEnds | Failed
 
 
@@ -262,6 +238,7 @@ LARGEST_BODY = 64 << 20  # bytes
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 20
 _FD_BYTES = array("i").itemsize
+_FDS_SPACE = socket.CMSG_SPACE(253 * _FD_BYTES)  # SCM_MAX_FD of Linux
 
 Received = TypeVar("Received")
 
@@ -319,15 +296,24 @@ class Connection(Generic[Received]):
         if len(body) > LARGEST_BODY:
             what = f"{len(body)} message bytes to {self.peer}"
             raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")
-        try:
-            data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
-            while data:
-                data = data[self._send_some(data, (), deadline) :]
-            if fds:
-                self._send_some(b"\0", fds, deadline)
-        except ConnectionTimeout:
-            self.close()
-            raise
+        data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
+        while data:
+            try:
+                if fds:
+                    data = data[socket.send_fds(self._socket, [data], list(fds)) :]
+                    fds = ()
+                else:
+                    data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                try:
+                    self._wait(select.POLLOUT, deadline)
+                except ConnectionTimeout:
+                    self.close()
+                    raise
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ConnectionClosed(f"{self.peer} has gone") from error
+            except OSError as error:
+                raise self._broken("send to", error) from error
 
     def receive(self, timeout_s: float | None) -> tuple[Received, tuple[int, ...]]:
         """Wait for the next message (None: for ever); the caller owns its descriptors.
@@ -345,15 +331,13 @@ class Connection(Generic[Received]):
                 f"at most {LARGEST_BODY} are right"
             )
         self._fill(_HEADER.size + length, deadline)
-        if len(self._fds) < count:
-            self._fds += self._read(1, count, deadline)[1]
-            if len(self._fds) != count:
-                arrived = len(self._fds)
-                self.close()
-                raise MeasurementError(
-                    f"{self.peer} sent {count} file descriptors, {arrived} came; a higher limit of "
-                    "open files (ulimit -n) is right"
-                )
+        arrived = len(self._fds)
+        if arrived != count:
+            self.close()
+            raise MeasurementError(
+                f"{self.peer} sent {count} file descriptors, {arrived} came; a higher limit of "
+                "open files (ulimit -n) is right"
+            )
         try:
             message = self._decoder.decode(memoryview(self._bytes)[_HEADER.size :])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -369,50 +353,32 @@ class Connection(Generic[Received]):
         self._socket.close()
         self._drop()
 
-    def _send_some(
-        self, data: bytes | memoryview, fds: Sequence[int], deadline: float | None
-    ) -> int:
-        while True:
-            try:
-                if fds:
-                    return socket.send_fds(self._socket, [data], list(fds))
-                return self._socket.send(data)
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise ConnectionClosed(f"{self.peer} has gone") from error
-            except OSError as error:
-                raise self._broken("send to", error) from error
-
     def _fill(self, size: int, deadline: float | None) -> None:
-        while len(self._bytes) < size:
-            wanted = min(size - len(self._bytes), _READ_BYTES)
-            self._bytes += self._read(wanted, 0, deadline)[0]
-
-    def _read(self, size: int, fds: int, deadline: float | None) -> tuple[bytes, array[int]]:
-        """Read at most `size` bytes, and the descriptors with them."""
-        space = socket.CMSG_LEN(fds * _FD_BYTES) if fds else 0
-        data, found = b"", array("i")
-        while True:
+        """Read until `size` bytes of the message have come, with its descriptors."""
+        while (missing := size - len(self._bytes)) > 0:
+            data, ancillary = b"", list[tuple[int, int, bytes]]()
             try:
                 # Close-on-exec from the start: another thread may be starting a process.
                 # (socket.recv_fds has a parameter for flags, and ignores it.)
-                data, ancillary, _, _ = self._socket.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
-                break
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    min(missing, _READ_BYTES), _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
+                continue
             except ConnectionResetError:  # the peer left without reading all: gone as well
-                break
+                pass
             except OSError as error:
                 raise self._broken("receive from", error) from error
-        if not data:
-            where = " in the middle of a message" if self._bytes else ""
-            self._drop()
-            raise ConnectionClosed(f"{self.peer} has gone{where}")
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
-        return data, found
+            if not data:
+                where = " in the middle of a message" if self._bytes else ""
+                self._drop()
+                raise ConnectionClosed(f"{self.peer} has gone{where}")
+            self._bytes += data
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = len(payload) - len(payload) % _FD_BYTES
+                    self._fds += array("i", payload[:whole])
 
     def _wait(self, event: int, deadline: float | None) -> None:
         """Wait until the socket can go on; poll, because select ends at descriptor 1023."""

@@ -17,7 +17,7 @@ from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, is_nic
-from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, Segment, control_bytes
+from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, control_bytes
 from tccl_profiler.workers import Answer, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
@@ -63,7 +63,6 @@ class Pool:
         self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
         self._broken = False
-        self._execution: Execution | None = None
         # Process ids of all workers so far.
         self.pids: set[int] = set()
         self._variables = variables or {}
@@ -90,12 +89,19 @@ class Pool:
             for slot, spec in enumerate(self._specs):
                 self._spawn(slot, spec)
             deadline = time.monotonic() + self._timeouts.start_s
-            for worker in self.workers:
-                started, fds = worker.received(messages.Started, deadline - time.monotonic())
-                worker.arena_fd = fds[0] if fds else -1
-                self.started[worker.spec.device] = started
-            self._introduce()
-            self._broken = False
+            with contextlib.ExitStack() as opened:
+                arenas: dict[str, tuple[int, ...]] = {}
+                for worker in self.workers:
+                    device, left_s = worker.spec.device, deadline - time.monotonic()
+                    self.started[device], fds = worker.received(messages.Started, left_s)
+                    arenas[device] = fds
+                    for fd in fds:
+                        opened.callback(os.close, fd)
+                self._broken = False
+                for device, fds in arenas.items():
+                    if size := self.started[device].arena_bytes:
+                        handle = self.started[device].handle
+                        self._share(messages.Share(space=device, size=size, handle=handle), fds)
         except BaseException:
             self._broken = True
             self._end()
@@ -117,24 +123,6 @@ class Pool:
         )
         worker.ask(start, (self.control.segment.fd, self._lifeline[0]))
 
-    def _introduce(self) -> None:
-        gpus = [worker for worker in self.workers if not is_nic(worker.spec.device)]
-        for worker in self.workers:
-            others = [gpu for gpu in gpus if gpu is not worker]
-            fds = [gpu.arena_fd for gpu in others if gpu.arena_fd >= 0]
-            peers = tuple(
-                messages.Peer(
-                    space=gpu.spec.device,
-                    handle=self.started[gpu.spec.device].handle,
-                    size=self.started[gpu.spec.device].arena_bytes,
-                    descriptor=fds.index(gpu.arena_fd) if gpu.arena_fd >= 0 else -1,
-                )
-                for gpu in others
-            )
-            worker.ask(messages.Meet(peers=peers), fds)
-        for worker in self.workers:
-            worker.done(self._timeouts.start_s)
-
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; `hurry` kills what does not end at once."""
         try:
@@ -145,9 +133,6 @@ class Pool:
 
     def _end(self) -> None:
         """End the workers, politely unless they are given up, and free shared memory."""
-        execution, self._execution = self._execution, None
-        if execution is not None and (execution.lost or not execution.over):
-            self._broken = True
         if self._broken and self.control is not None:
             self.control.abort()
         for worker in self.workers:
@@ -187,10 +172,6 @@ class Pool:
         self.start()
 
     def _ready(self) -> Control:
-        if self._execution is not None:
-            self._execution.abort()
-            self._broken = self._broken or self._execution.lost
-            self._execution = None
         if self._broken:
             self.restart()
         if self.control is None:
@@ -208,10 +189,14 @@ class Pool:
             execution.finish()
         return results
 
+    @contextlib.contextmanager
     def begin(
         self, program: HostProgram, spec: RunSpec, *, meanwhile: Callable[[], None] | None = None
-    ) -> Execution:
-        """Queue all repeats; `meanwhile` is called in waits, and an exception ends them."""
+    ) -> Iterator[Execution]:
+        """Queue all repeats; at the end of the context, lanes that still run are stopped.
+
+        `meanwhile` is called in waits, and an exception ends them.
+        """
         control = self._ready()
         self._prepare(control, program, spec.repeats)
         execution = Execution(
@@ -223,13 +208,20 @@ class Pool:
             timeouts=self._timeouts,
             meanwhile=meanwhile,
         )
-        self._execution, self._epoch = execution, self._epoch + spec.repeats
+        self._epoch += spec.repeats
         try:
             execution.queue(program)
-        except BaseException:
-            execution.abort()
+            yield execution
+        except messages.WorkerLost:
+            self._broken = True
             raise
-        return execution
+        finally:
+            if not self._broken and any(worker.owes_answer for worker in execution.workers):
+                # Until all have answered: a second interruption must not leave them unheard.
+                self._broken = True
+                with contextlib.suppress(messages.WorkerLost):
+                    execution.abort()
+                    self._broken = False
 
     def _prepare(self, control: Control, program: HostProgram, repeats: int) -> None:
         for device, share in program.devices.items():
@@ -248,11 +240,11 @@ class Pool:
                 self.host.clear(space, repeats)
         control.clear()
 
-    def _share(self, space: str, segment: Segment) -> None:
-        share = messages.Share(space=space, size=segment.size)
+    def _share(self, share: messages.Share, fds: Sequence[int]) -> None:
+        others = [device for device in self.started if device != share.space]
         # After a refusal only some workers have the memory.
         with self._breaking():
-            self.ask(dict.fromkeys(self.started, share), messages.Done, fds=(segment.fd,))
+            self.ask(dict.fromkeys(others, share), messages.Done, fds=fds)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

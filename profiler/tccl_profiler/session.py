@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tccl_profiler import linux
@@ -11,7 +11,7 @@ from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.watch import Conditions, Watch, changes, conditions_note, warmed, warnings
+from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.remembering import JournalHeader
@@ -45,7 +45,7 @@ class Session:
         chosen = machine.gpu_indices if gpus is None else tuple(gpus)
         self._gpus = tuple(sorted({machine.gpu(index).index for index in chosen}))
         self.pool = pool_of(machine, backend, [f"G{index}" for index in self._gpus], memory=memory)
-        self._watch: Watch | None = None
+        self._look: Callable[[], Conditions] | None = None
         self._before: Conditions = ()
         self.notices: list[str] = []
 
@@ -58,8 +58,8 @@ class Session:
             # The profiler's notices and the session's are one list.
             self.profiler.notices = self.notices
             if self._backend == "cuda":
-                self._watch = stack.enter_context(Watch(self._gpus, self.pool.pids))
-                self._warm(self._watch)
+                self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
+                self._warm(self._look)
             self._open = stack.pop_all()
         return self
 
@@ -68,23 +68,23 @@ class Session:
             if exception[1] is None:
                 self.look()
         finally:
-            self._watch = None
+            self._look = None
             self._open.__exit__(*exception)
 
     def _close_pool(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.pool.close(hurry=error is not None and not isinstance(error, Exception))
 
-    def _warm(self, watch: Watch) -> None:
+    def _warm(self, look: Callable[[], Conditions]) -> None:
         """Wake the GPUs up, and warn of what would disturb measurements."""
-        at_rest = watch.look()
+        at_rest = look()
         busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
-        self._before, _ = warmed(watch.look, lambda: self.profiler.exercise(busy))
+        self._before = warmed(look, lambda: self.profiler.exercise(busy))
         self._note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
 
     def look(self) -> None:
         """Note changes of the GPUs since the session began."""
-        if self._watch is not None:
-            self._note(*changes(self._before, self._watch.look()))
+        if self._look is not None:
+            self._note(*changes(self._before, self._look()))
 
     def _note(self, *texts: str) -> None:
         self.notices.extend(text for text in dict.fromkeys(texts) if text not in self.notices)

@@ -20,14 +20,12 @@ _GPU_SENSOR = 0
 _UNCORRECTED, _VOLATILE = 1, 0
 """NVML_CLOCK_GRAPHICS, _SM and _MEM, NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
 NVML_VOLATILE_ECC."""
-_CONSTANTS = {
+_QUESTIONS: dict[str, tuple[Any, ...]] = {
     "sm_max_mhz": ("GetMaxClockInfo", _SM_CLOCK),
     "sm_set_mhz": ("GetApplicationsClock", _GRAPHICS_CLOCK),
     "pcie_generation_max": ("GetMaxPcieLinkGeneration",),
     "pcie_width_max": ("GetMaxPcieLinkWidth",),
     "persistence": ("GetPersistenceMode",),
-}
-_STATE = {
     "sm_mhz": ("GetClockInfo", _SM_CLOCK),
     "memory_mhz": ("GetClockInfo", _MEMORY_CLOCK),
     # Drivers before 535 know the second name only, CUDA 14 will know the second of temperature.
@@ -85,72 +83,52 @@ class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
 Conditions = tuple[GpuConditions, ...]
 
 
-class Watch:
-    """Asks NVML about GPUs, by its indices (the order of bus ids); `own_pids` may grow."""
+@contextlib.contextmanager
+def watching(
+    gpus: Sequence[int],
+    own_pids: AbstractSet[int],
+    nvml: Any = None,
+    *,
+    proc: Path = Path("/proc"),
+) -> Iterator[Callable[[], Conditions]]:
+    """Ask NVML about GPUs, by its indices (the order of bus ids); `own_pids` may grow.
 
-    def __init__(
-        self,
-        gpus: Sequence[int],
-        own_pids: AbstractSet[int],
-        nvml: Any = None,
-        *,
-        proc: Path = Path("/proc"),
-    ) -> None:
-        self._gpus = tuple(gpus)
-        self._own_pids = own_pids
-        self._nvml = nvml
-        self._proc = proc
-        self._constants: list[tuple[Any, GpuConditions]] = []
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> Watch:
-        with contextlib.ExitStack() as opened, _measuring():
-            self._nvml = opened.enter_context(opened_nvml(self._nvml))
-            self._constants = [self._constant(gpu) for gpu in self._gpus]
-            self._open = opened.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._constants = []
-        self._open.close()
-
-    def look(self) -> Conditions:
-        """Return the conditions of all GPUs; look between timed transfers and never during them."""
-        if len(self._constants) < len(self._gpus):
-            raise RuntimeError("a Watch looks only inside its `with` block")
+    Yields a function that returns the conditions of all GPUs: to be called between timed transfers
+    and never during them.
+    """
+    with contextlib.ExitStack() as opened:
         with _measuring():
-            return tuple(self._conditions(*found) for found in self._constants)
+            nvml = opened.enter_context(opened_nvml(nvml))
+            handle_of = nvml.nvmlDeviceGetHandleByIndex
+            handles = {gpu: ask_nvml(nvml, f"GPU {gpu}", handle_of, gpu) for gpu in gpus}
 
-    def _constant(self, gpu: int) -> tuple[Any, GpuConditions]:
-        handle = ask_nvml(self._nvml, f"GPU {gpu}", self._nvml.nvmlDeviceGetHandleByIndex, gpu)
-        known = self._answers(gpu, handle, _CONSTANTS)
-        if known["persistence"] is not None:
-            known["persistence"] = bool(known["persistence"])
-        return handle, GpuConditions(gpu=gpu, **known)
+        def conditions(gpu: int) -> GpuConditions:
+            found = {
+                field: _answer(nvml, gpu, names.split("|"), handles[gpu], *arguments)
+                for field, (names, *arguments) in _QUESTIONS.items()
+            }
+            if found["persistence"] is not None:
+                found["persistence"] = bool(found["persistence"])
+            if found["throttling"] is not None:
+                found["throttling"] = throttling_names(found["throttling"])
+            found["other_processes"] = _others(found["other_processes"], own_pids, proc)
+            return GpuConditions(gpu=gpu, **found)
 
-    def _conditions(self, handle: Any, constant: GpuConditions) -> GpuConditions:
-        state = self._answers(constant.gpu, handle, _STATE)
-        if state["throttling"] is not None:
-            state["throttling"] = throttling_names(state["throttling"])
-        state["other_processes"] = _others(state["other_processes"], self._own_pids, self._proc)
-        return msgspec.structs.replace(constant, **state)
+        @_measuring()
+        def look() -> Conditions:
+            return tuple(map(conditions, handles))
 
-    def _answers(
-        self, gpu: int, handle: Any, questions: Mapping[str, tuple[Any, ...]]
-    ) -> dict[str, Any]:
-        return {
-            field: self._answer(gpu, names.split("|"), handle, *arguments)
-            for field, (names, *arguments) in questions.items()
-        }
+        yield look
 
-    def _answer(self, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
-        for name in names:
-            question = getattr(self._nvml, f"nvmlDevice{name}", None)
-            if question is not None:
-                answer = ask_nvml(self._nvml, f"GPU {gpu}", question, *arguments, optional=True)
-                if answer is not None:
-                    return answer
-        return None
+
+def _answer(nvml: Any, gpu: int, names: Iterable[str], *arguments: Any) -> Any:
+    for name in names:
+        question = getattr(nvml, f"nvmlDevice{name}", None)
+        if question is not None:
+            answer = ask_nvml(nvml, f"GPU {gpu}", question, *arguments, optional=True)
+            if answer is not None:
+                return answer
+    return None
 
 
 @contextlib.contextmanager
@@ -168,11 +146,11 @@ def warmed(
     *,
     limit_s: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Conditions, float]:
+) -> Conditions:
     """Run `load`, some 10 ms over all links, until every PCIe link runs at the best generation.
 
     The loop also ends when no link has risen for half a second, or at the limit. Returns the last
-    look, for `warnings(..., loaded=True)`, and the seconds taken.
+    look, for `warnings(..., loaded=True)`.
     """
     begun = risen = clock()
     best: dict[int, int] = {}
@@ -191,7 +169,7 @@ def warmed(
             for seen in conditions
         )
         if at_best or now - risen >= _SETTLED_S or now - begun >= limit_s:
-            return conditions, now - begun
+            return conditions
 
 
 def _others(
@@ -305,8 +283,6 @@ def _faults(seen: GpuConditions, *, loaded: bool) -> dict[str, str]:
 
 def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> tuple[str, ...]:
     """Return sentences on what makes rates incomparable between two looks, both under load."""
-    if [seen.gpu for seen in before] != [seen.gpu for seen in after]:
-        raise ValueError("only looks at the same GPUs in the same order can be compared")
     return tuple(
         f"GPU {old.gpu}: {sentence}; measure again what was measured before"
         for old, new in zip(before, after, strict=True)

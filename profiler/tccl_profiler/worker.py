@@ -100,11 +100,9 @@ def _answer(connection: messages.Connection[messages.ToWorker], device: Device) 
         elif isinstance(message, messages.Ping):
             connection.send(device.ping(message.count))
         elif isinstance(message, messages.Share):
-            device.share(message.space, Segment.attach(descriptors[0], message.size, message.space))
-            connection.send(messages.Done())
-        elif isinstance(message, messages.Meet):
-            fds = {-1: None, **dict(enumerate(descriptors))}
-            device.meet({peer.space: (peer, fds[peer.descriptor]) for peer in message.peers})
+            # A GPU's arena has no descriptor.
+            mapped = [Segment.attach(fd, message.size, message.space) for fd in descriptors]
+            device.share(message, *mapped)
             connection.send(messages.Done())
         elif isinstance(message, messages.LinkStep):
             connection.send(_take_step(device.links, message))
@@ -115,17 +113,16 @@ def _answer(connection: messages.Connection[messages.ToWorker], device: Device) 
 
 
 def _take_step(links: NicLinks | Communicators, message: messages.LinkStep) -> messages.LinkEnds:
-    endpoints: tuple[messages.Endpoint, ...] = ()
+    ends = message.ends
     if message.step == "usable":
-        return messages.LinkEnds(links=links.usable())
+        return messages.LinkEnds(ends=dict.fromkeys(links.usable()))
     if message.step == "listen":
-        endpoints = links.listen(message.links)
-    elif message.step == "connect":
-        ends = dict(zip(message.links, message.endpoints, strict=True))
-        links.connect(ends, message.limit_s)
+        return messages.LinkEnds(ends=dict(zip(ends, links.listen(list(ends)), strict=True)))
+    if message.step == "connect":
+        links.connect({link: end for link, end in ends.items() if end}, message.limit_s)
     else:
-        links.accept(message.links, message.limit_s)
-    return messages.LinkEnds(links=message.links, endpoints=endpoints)
+        links.accept(list(ends), message.limit_s)
+    return messages.LinkEnds(ends=ends)
 
 
 if __name__ == "__main__":

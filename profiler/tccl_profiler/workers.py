@@ -36,7 +36,6 @@ class WorkerProcess:
     connection: messages.Connection[messages.FromWorker]
     stderr_fd: int
     answer_s: float
-    arena_fd: int = -1
     owes_answer: bool = False
     lanes_asked: int = 0
 
@@ -75,17 +74,11 @@ class WorkerProcess:
             raise messages.WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
         return message, fds
 
-    def done(self, limit_s: float) -> None:
-        """Wait until a request has been carried out; raises as `received`."""
-        self.received(messages.Done, limit_s)
-
     def free(self, limit_s: float) -> None:
-        """Wait for the end of the process, and close its descriptors."""
+        """Wait for the end of the process, and close its descriptor."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
         os.close(self.stderr_fd)
-        if self.arena_fd >= 0:
-            os.close(self.arena_fd)
 
     def _death(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

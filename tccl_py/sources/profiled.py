@@ -223,10 +223,10 @@ def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
 
 def conditions_of(gpus: Sequence[int]) -> list[GpuState]:
     """Return the state of each GPU now."""
-    from tccl_profiler.watch import Watch, warnings  # noqa: PLC0415
+    from tccl_profiler.watch import warnings, watching  # noqa: PLC0415
 
-    with Watch(gpus, frozenset()) as watch:
-        seen = watch.look()
+    with watching(gpus, frozenset()) as look:
+        seen = look()
     return [(state, warnings([state], loaded=False)) for state in seen]
 
 

@@ -11,7 +11,7 @@ import time
 import pynvml
 import pytest
 
-from tccl_profiler.watch import Watch, conditions_note, warnings
+from tccl_profiler.watch import conditions_note, warnings, watching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -26,8 +26,8 @@ def gpus():
 
 
 def look(gpus):
-    with Watch(gpus, {os.getpid()}) as watch:
-        return watch.look()
+    with watching(gpus, {os.getpid()}) as seen:
+        return seen()
 
 
 def use_each(gpus):
@@ -78,11 +78,11 @@ def test_our_own_process_is_not_complained_about(gpus):
 
 
 def test_a_look_takes_a_fraction_of_a_second(gpus):
-    with Watch(gpus, {os.getpid()}) as watch:
-        watch.look()
+    with watching(gpus, {os.getpid()}) as seen:
+        seen()
         begun = time.monotonic()
         for _ in range(10):
-            watch.look()
+            seen()
         took_ms = (time.monotonic() - begun) / 10 / len(gpus) * 1e3
     print(f"a look takes {took_ms:.2f} ms a GPU")
     assert took_ms < 100

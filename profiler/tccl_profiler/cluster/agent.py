@@ -6,6 +6,7 @@ On the controller's host it is the process `tccl_profiler.cluster.agent DESCRIPT
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -34,7 +35,7 @@ from tccl_profiler.messages import (
 from tccl_profiler.pool import Pool
 from tccl_profiler.program import is_nic, local
 from tccl_profiler.session import pool_of
-from tccl_profiler.watch import Watch, warnings
+from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -235,8 +236,8 @@ class Agent:
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
         if self._backend != "cuda" or not gpus:
             return ()
-        with Watch(gpus, self._opened().pids) as watch:
-            found = warnings(watch.look(), loaded=False)
+        with watching(gpus, self._opened().pids) as look:
+            found = warnings(look(), loaded=False)
         before, now = self._bound
         return (*found, _BOUND.format(before=before, now=now)) if before < now else found
 
@@ -246,9 +247,8 @@ class Agent:
         results: list[RunResult] = []
         early: list[int] = []
         pool = self._opened()
-        with pool.begin(
-            begin.program, begin.spec, meanwhile=lambda: self._look(number)
-        ) as execution:
+        look = functools.partial(self._look, number)
+        with pool.begin(begin.program, begin.spec, meanwhile=look) as execution:
             for repeat in range(begin.spec.repeats):
                 execution.wait_resident(repeat)
                 lanes = linux.threads_of(pool.pids)
@@ -291,10 +291,9 @@ class Agent:
 
 def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
     """Take one step for links with ends at devices of this host."""
-    if step.step == "usable":
-        answers = pool.ask(dict.fromkeys(pool.lanes, step), LinkEnds)
-        return LinkEnds(links=tuple({link for ends in answers.values() for link in ends.links}))
-    return step.joined(pool.ask(step.shares(local), LinkEnds, step.limit_s).values())
+    all_workers = step.step == "usable"
+    shares = dict.fromkeys(pool.lanes, step) if all_workers else step.shares(local)
+    return LinkEnds.joined(pool.ask(shares, LinkEnds, step.limit_s).values())
 
 
 class RankTasks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from tccl_profiler.cluster.messages import Backoff, Message
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
 from tccl_profiler.messages import (
+    MAKING,
     ConnectionClosed,
     Failed,
     LinkEnds,
@@ -298,16 +299,14 @@ class ClusterPool:
 
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
         answers = self._agents.ask(dict.fromkeys(hosts, LinkStep(step="usable")), LinkEnds)
-        return {host: set(answer.links) for host, answer in answers.items()}
+        return {host: set(answer.ends) for host, answer in answers.items()}
 
     def _make(self, links: list[Link]) -> None:
         """Open links in three phases: receivers listen, senders connect, receivers accept."""
-        endpoints: tuple[messages.Endpoint, ...] = ()
-        steps: tuple[Literal["listen", "connect", "accept"], ...] = ("listen", "connect", "accept")
-        for name in steps:
-            step = LinkStep(step=name, links=tuple(links), endpoints=endpoints)
-            shares = step.shares(host_of)
-            endpoints = step.joined(self._agents.ask(shares, LinkEnds).values()).endpoints
+        made = LinkEnds(ends=dict.fromkeys(links))
+        for step in MAKING:
+            shares = LinkStep(step=step, ends=made.ends).shares(host_of)
+            made = LinkEnds.joined(self._agents.ask(shares, LinkEnds).values())
 
     # One run
 
