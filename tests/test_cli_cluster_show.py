@@ -245,7 +245,7 @@ def test_env_is_for_the_host_that_it_runs_on(name, full, chosen, tmp_path, monke
     found = evaluated(result.stdout).get("NCCL_GRAPH_FILE")
     if chosen is None:
         assert (result.exit_code, found) == (1, None)
-        assert "graph file for host 'gpu3'" in result.stderr
+        assert "host 'gpu3' is not in the plan: no graph file" in result.stderr
     else:
         assert (result.exit_code, found) == (0, f"{place}/nccl/hosts/{chosen}.xml")
 
@@ -276,8 +276,8 @@ def test_env_of_a_host_without_a_graph_file_says_so(host, directory):
     assert evaluated(result.stdout) == environment(mixed().settings)
     assert shlex.split(result.stdout.splitlines()[-1]) == ["unset", "NCCL_GRAPH_FILE"]
     assert result.stderr.count("\n") == 1
-    assert "chooses its own rings" in result.stderr
-    assert len(result.stderr) < 150
+    assert "no graph file" in result.stderr
+    assert len(result.stderr) < 180
 
 
 def test_env_as_json_names_the_host(directory):

@@ -12,7 +12,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.health.fitness import why_not_here, why_not_with
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, environment, export_lines
 from tccl_py.plan.beside import planned_fingerprint
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.writing import write_plan
@@ -176,7 +176,9 @@ def test_env_takes_the_plan_of_an_equal_host(measured, monkeypatch, way):
     assert "export NCCL_GRAPH_FILE=" in result.stdout
 
 
-def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch):
+def test_a_host_of_a_cluster_with_other_gpus_gets_the_variables_of_all_ranks_and_no_graph_file(
+    tmp_path, monkeypatch
+):
     plan = mixed(simulated=False, assumed=False)
     write_plan(plan, tmp_path)
     gpus = plan.cluster.classes[plan.cluster.host_classes["gpu2"]].machine.gpus
@@ -186,8 +188,9 @@ def test_env_is_off_on_a_host_of_a_cluster_with_other_gpus(tmp_path, monkeypatch
         monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda facts=facts: facts)
         result = CliRunner().invoke(app, ["env", str(tmp_path)])
         assert result.exit_code == code, result.stderr
-    assert result.stdout == "unset NCCL_GRAPH_FILE\n"
-    assert result.stderr.endswith("own rings: GPU 1 was unnamed and is gone\n")
+    exports = export_lines(environment(plan.job_settings))
+    assert result.stdout.endswith(f"{exports}unset NCCL_GRAPH_FILE\n")
+    assert result.stderr.startswith("tccl: GPU 1 was unnamed and is gone: no graph file")
     # Whoever asks for another host is told what that one gets.
     assert CliRunner().invoke(app, ["env", str(tmp_path), "--host", "gpu1"]).exit_code == 0
 

@@ -16,6 +16,7 @@ from tccl_py.readers.hosts import (
     HostSlots,
     compress,
     expand,
+    listed_hosts,
     parse_host_list,
     read_host_list,
 )
@@ -271,6 +272,10 @@ def test_a_list_of_ten_thousand_hosts_is_read_soon(tmp_path: Path):
     path.write_text("".join(f"gpu{n:05d} slots=8\n" for n in range(10_000)))
     with soon(5):
         assert len(read_host_list(path)) == 10_000
+
+
+def test_a_list_may_be_longer_than_the_name_of_a_file():
+    assert len(listed_hosts(",".join(f"gpu{n}" for n in range(2_000)), where="hosts")) == 2_000
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):

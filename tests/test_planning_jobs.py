@@ -136,12 +136,12 @@ def test_rings_that_cannot_be_measured_at_once_leave_a_notice():
 
 
 def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("gpu1\ngpu2\ngpu3\n")
+    (tmp_path / "hosts").write_text("gpu1\ngpu2\ngpu3\n")
     model = load_bundled("nvswitch-8gpu-8nic")
     assert simulated_cluster(model, 2, None, None).names == ("node1", "node2")
-    assert simulated_cluster(model, 3, hosts, None).names == ("gpu1", "gpu2", "gpu3")
-    for nodes, path in ((2, hosts), (1, None), (None, None)):
+    for hosts in (str(tmp_path / "hosts"), "gpu[1-3]", "gpu1,gpu2,gpu3"):
+        assert simulated_cluster(model, 3, hosts, None).names == ("gpu1", "gpu2", "gpu3")
+    for nodes, hosts in ((2, "gpu[1-3]"), (1, None), (None, None)):
         with pytest.raises(InputError) as caught:
-            simulated_cluster(model, nodes, path, None)
+            simulated_cluster(model, nodes, hosts, None)
         assert caught.value.where == "--nodes"

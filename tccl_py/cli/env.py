@@ -68,8 +68,9 @@ def env(
     will do.
 
     The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
-    of the plan with ranks in its order (DIR/nccl/order). The exit code is 1 for a host outside of
-    the plan, and for this host after a change of GPUs.
+    of the plan with ranks in its order (DIR/nccl/order). For a host outside of the plan, and for
+    this host after a change of GPUs, the exit code is 1, and the variables are printed alone: ranks
+    of a job with unlike variables may fail or hang.
 
     Examples:
 

@@ -61,10 +61,14 @@ def plan(
     nccl: Annotated[str | None, opt("VERSION", f"{', '.join(known_versions())} checked.")] = None,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
     nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
-    hosts: Annotated[Path | None, opt("FILE", "A file of the hosts expected.")] = None,
+    hosts: Annotated[str | None, opt("LIST", "Hosts expected: a list, or a file of one.")] = None,
     tune: Annotated[
         bool | None,
-        flag("--tune/--no-tune", "Verify and tune by jobs; over sockets by default."),
+        flag(
+            "--tune/--no-tune",
+            "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
+            "more. The default only of hosts that talk over sockets.",
+        ),
     ] = None,
     force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
     json: options.Json = False,
@@ -121,7 +125,8 @@ def plan(
     --hosts names hosts that equal those of the plan, and nothing is measured.
 
     With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
-    NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes hostfiles of Open MPI, MPICH and SLURM.
+    NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes node[1-8], or the name of a hostfile of Open
+    MPI, MPICH or SLURM.
 
     --max-sets and --max-seconds limit the whole run on a machine; fewer sets may give slower rings,
     and rings for fewer sets of GPUs. Of a cluster --max-sets holds for each class of hosts, half of

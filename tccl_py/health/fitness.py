@@ -226,7 +226,7 @@ def job_environment_of(
     `is_rank` this process may be one of the job's ranks. `say` is told why there are no variables,
     or others than were asked for.
     """
-    listed, numa_id = check_files(directory).files, None
+    listed, numa_id, lacking = check_files(directory).files, None, ""
     taken = choice or _offered(plan, gpus)
     placed = taken == "graph" and plan.settings.shm_placement
     loading = plugin_variables(directory, alike=alike) if plugin else {}
@@ -235,10 +235,11 @@ def job_environment_of(
         names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
         name = plan.host_named(names)
         subject: dict[str, Any] = {"host": name}
-        disabled = ""
-        if name is not None and host is None:
-            disabled = why_elsewhere(plan, directory, name=name, alike=alike, say=say)
-        file = "" if name is None else host_graph_file(name)
+        disabled, file = "", host_graph_file(name or "")
+        lacking = "" if plugin else _not_planned(host)
+        if name is not None:
+            where: dict[str, Any] = {"name": name, "alike": alike, "say": say}
+            lacking = "" if host else why_elsewhere(plan, directory, **where)
     else:
         chosen = tuple(sorted(gpus or plan.gpus))
         subject = {"gpus": chosen}
@@ -260,21 +261,23 @@ def job_environment_of(
         say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
         off = {**subject, "off": disabled}
         return JobEnvironment(plan=plan, subject=off, variables={}, refused=True)
-    missing = f"nccl/{file}" not in listed and (taken == "graph" or not file) and not plugin
-    if missing:
-        say(_lacking(host, subject))
-    if missing and not plan.is_cluster:
-        taken = "variables"
     graph = None
-    if taken == "graph" and not missing and placed:
+    if lacking:
+        # A job whose ranks have unlike NCCL_BUFFSIZE or numbers of channels fails or hangs.
+        say(f"{lacking}: no graph file, only the variables, which all ranks need alike")
+    elif taken == "graph" and not plugin and f"nccl/{file}" not in listed:
+        lacking = _lacking(subject["gpus"])
+        say(lacking)
+        taken = "variables"
+    elif taken == "graph" and placed:
         loading = loading or plugin_variables(directory, alike=alike)
-    elif taken == "graph" and not missing:
+    elif taken == "graph":
         graph = PurePosixPath(directory.resolve() / "nccl" / file)
     return JobEnvironment(
         plan=plan,
         subject={**subject, "choice": taken},
         variables=loading or job_environment(plan.choices[taken].settings, graph=graph),
-        refused=missing and (plan.is_cluster or choice is not None),
+        refused=bool(lacking) and (plan.is_cluster or choice is not None),
         numa_id=numa_id if graph is not None else None,
     )
 
@@ -323,14 +326,16 @@ def prefer_numa_node(node: int) -> str:
     return os.strerror(ctypes.get_errno()) if done else ""
 
 
-def _lacking(host: str | None, subject: Mapping[str, Any]) -> str:
-    """Return a notice on GPUs or a host without a graph file in the plan."""
-    if "gpus" in subject:
-        gpus = ",".join(map(str, subject["gpus"]))
-        again = f"; to plan rings for them: `tccl plan -o DIR --gpus {gpus}`"
-        more = again if len(subject["gpus"]) > 1 else ""
-        return f"no graph file for GPUs {gpus}: variables alone{more}"
+def _lacking(gpus: Sequence[int]) -> str:
+    """Return a notice on GPUs without a graph file in the plan."""
+    text = ",".join(map(str, gpus))
+    again = f"; to plan rings for them: `tccl plan -o DIR --gpus {text}`"
+    return f"no graph file for GPUs {text}: variables alone{again if len(gpus) > 1 else ''}"
+
+
+def _not_planned(host: str | None) -> str:
+    """Return the sentence that a host, this one if not given, is not in the plan."""
     asked = host if host is not None else socket.gethostname()
     node = os.environ.get(NODE_NAME, "") if host is None else ""
     also = f" (SLURM's {shown(node)})" if node not in ("", asked) else ""
-    return f"no graph file for host {shown(asked)}{also}: NCCL chooses its own rings"
+    return f"host {shown(asked)}{also} is not in the plan"

@@ -29,7 +29,7 @@ from tccl_py.plan.probe_hosts import (
 )
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.variants import TUNED_NOTE
-from tccl_py.readers.hosts import HostSlots, read_host_list
+from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.opening import HostsSource
@@ -97,11 +97,11 @@ def read_known_plan(directory: Path) -> KnownPlan:
 def simulated_cluster(
     model: MachineModel,
     nodes: int | None,
-    hosts: Path | None,
+    hosts: str | None,
     switches: Path | None,
     known: KnownPlan | None = None,
 ) -> Cluster:
-    """Return a cluster of equal nodes: the hosts of a file, or as many as `nodes` says.
+    """Return a cluster of equal nodes: those of a list, or as many as `nodes` says.
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
@@ -111,8 +111,7 @@ def simulated_cluster(
         HostReport(host=host.name, machine=machine, knowledge=knowledge, slots=host.slots)
         for host in listed
     ]
-    where = str(hosts) if hosts is not None else "cluster"
-    return _cluster(reports, switches, known, where=where)
+    return _cluster(reports, switches, known, where=hosts or "cluster")
 
 
 def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
@@ -167,11 +166,11 @@ def _cluster(
     return cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
 
 
-def _listed(nodes: int | None, path: Path | None) -> tuple[HostSlots, ...]:
-    if path is not None:
-        hosts = read_host_list(path)
+def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
+    if text is not None:
+        hosts = listed_hosts(text, where="--hosts")
         if nodes not in (None, len(hosts)):
-            what = f"is {nodes}, but {path} has {len(hosts)} hosts"
+            what = f"is {nodes}, but --hosts has {len(hosts)} hosts"
             raise InputError("--nodes", what, "give one of the two, or equal numbers")
         return hosts
     if nodes is None or not 2 <= nodes <= MANY_NODES:

@@ -34,7 +34,7 @@ from tccl_py.plan.nccl_here import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import chosen_gpus, make_plan
-from tccl_py.readers.hosts import read_host_list
+from tccl_py.readers.hosts import listed_hosts
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
@@ -107,7 +107,8 @@ def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan)
     if asked.hosts is None:
         right = f"{UNDER_MPI}, or name them by --hosts"
         raise InputError("--extend", "has no hosts to add", right)
-    cluster = named_cluster(known, read_host_list(asked.hosts), asked.switches)
+    hosts = listed_hosts(asked.hosts, where="--hosts")
+    cluster = named_cluster(known, hosts, asked.switches)
     return Subject(search=partial(extended_by_names, known, cluster, **task), known=known)
 
 
@@ -171,7 +172,7 @@ def _of_job(
     say: Say,
 ) -> Subject:
     """Find out what the hosts of an MPI job are."""
-    listed = read_host_list(asked.hosts) if asked.hosts is not None else ()
+    listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="--hosts")
     named = ("backend", "devices", "interfaces", "network", "gid_index", "options")
     given = {name: getattr(asked, name) for name in named}
     opened = open_hosts(job, expected=[host.name for host in listed], **given)

@@ -27,7 +27,6 @@ MAX_PARTS = 64  # Parts of one name: brackets, and texts between them
 MAX_SLOTS = 4_096
 MAX_RANKS = 1_048_576
 MAX_BYTES = 16 * 1024 * 1024  # More than a line for each of MAX_HOSTS x 8 ranks
-MAX_PATH = 4_096
 MAX_LINE = 2 * 1024 * 1024  # Room for MAX_HOSTS names with their domains, apart by commas
 NODE_NAME = "SLURMD_NODENAME"  # SLURM's name of a task's node; can differ from the host's
 _MAX_WORDS = 64
@@ -149,9 +148,9 @@ def read_host_list(path: Path) -> tuple[HostSlots, ...]:
 
 def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     """Return the hosts of a list's file, or of a list as its text, as SLURM_JOB_NODELIST has it."""
-    path = Path(text)
-    is_path = "\n" not in text and len(text) < MAX_PATH and path.exists()
-    return read_host_list(path) if is_path else parse_host_list(text, where=where)
+    # Path.exists raises for lists that are longer than a file's name may be.
+    is_path = os.path.exists(text)  # noqa: PTH110
+    return read_host_list(Path(text)) if is_path else parse_host_list(text, where=where)
 
 
 def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
