@@ -22,7 +22,6 @@ from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
 from tccl_py.sources.remembering import JournalHeader
-from tccl_py.verify.record import keep_verification
 from tests.drifting import with_slower_link
 from tests.planned import plan_of, rebind, with_parts
 from tests.test_preflight import Host, jobs
@@ -313,7 +312,7 @@ def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_tol
 def verified(measured, monkeypatch):
     """A measured plan that was verified, with jobs by formula; returns how long they take."""
     host, factor = Host(plan_of(NAME), measured), [1.0]
-    keep_verification(host.verified, measured)
+    host.verified.keep(measured)
 
     @contextmanager
     def launcher_of(made, directory, options):

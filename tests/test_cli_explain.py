@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import load_explanation
+from tccl_py.explanation.findings import Explanation
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
@@ -83,7 +83,7 @@ def test_the_json_is_what_is_kept(directory):
     assert printed == json.loads((directory / "explanation.json").read_text())
     assert printed["simulated"] is True
     assert [ring["name"] for ring in printed["rings"]] == ["plan", "stock"]
-    assert load_explanation(directory).sets_measured == printed["sets_measured"] > 0
+    assert Explanation.load(directory).sets_measured == printed["sets_measured"] > 0
 
 
 def test_nothing_is_measured_twice(directory):

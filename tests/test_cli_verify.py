@@ -15,7 +15,7 @@ from tccl_py.plan.staging import locked
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify import plans as module
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import as_only
 from tests.verified import FakeJobs, by_plan, without_gpus
@@ -81,7 +81,7 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     assert "variables: 240 results of collectives" in words
     assert "communicators over GPUs 0,1 and 2,3: 16" in words
     assert "rates say nothing about" in found.stderr
-    kept = load_verification(place)
+    kept = Verification.load(place)
     assert (kept.accepted, kept.winner, kept.backend) == (True, "variables", "host")
 
 
@@ -104,7 +104,7 @@ def test_one_choice_is_compared_alone(place, jobs):
     jobs(lambda _: 1.3)
     found = tccl("verify", place, "--backend", "host", "--sizes", "4K", "--choice", "graph")
     assert found.exit_code == 0
-    kept = load_verification(place)
+    kept = Verification.load(place)
     assert [one.name for one in kept.arms] == ["default", "graph"]
     assert (kept.winner, kept.chosen, kept.recommended) == ("graph", "graph", "variables")
     assert "file, the chosen choice" in " ".join(found.stdout.split())
@@ -184,7 +184,7 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
     assert "graph file, achieved when tuned" in page
     assert "graph file, predicted" not in page
     assert "NCCL_BUFFSIZE=524288" in (place / "nccl" / "env.sh").read_text()
-    kept = load_verification(place)
+    kept = Verification.load(place)
     assert (kept.winner, kept.judged.settings) == ("graph", after.settings)
     # All rates are from jobs of the same rounds.
     rates = {name: one.achieved_gbps for name, one in after.choices.items()}
@@ -232,7 +232,7 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert found.exit_code == 143
     assert "interrupted: the plan is" in found.stderr
     assert (place / "plan.json").read_bytes() == before
-    assert load_verification(place).winner == "graph"
+    assert Verification.load(place).winner == "graph"
     assert not list(place.glob(".*"))
 
 
@@ -289,7 +289,7 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
     assert (settings.min_channels, settings.buffsize) == (16, 512 << 10)
     assert "NCCL_MIN_NCHANNELS=16" in found.stderr
     assert after.gain("variables") == pytest.approx(1.4, rel=0.02)
-    kept = load_verification(place)
+    kept = Verification.load(place)
     assert (kept.winner, kept.accepted) == ("variables", True)
     assert "export NCCL_BUFFSIZE=524288" in tccl("env", place).stdout
     levels = {one.settings.p2p_level for one in kept.tried if one.arm == "variables"}
@@ -310,7 +310,7 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
     fake = jobs(lambda _: 1.0, noise=0.001)
     fake.seconds = seconds
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M")
-    kept = load_verification(place)
+    kept = Verification.load(place)
     engines = [one for one in kept.tried if one.settings.shm_copy_engine]
     assert max(one.gbps for one in engines) > 1.5 * kept.tried[0].gbps
     after = load_plan(place)
@@ -421,7 +421,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     made = tccl("plan", "-o", tmp_path / "plan", *options)
     assert made.exit_code == 0, made.stderr
     assert json.loads(made.stdout)["settings"]["buffsize"] == 262144
-    assert load_verification(tmp_path / "plan").accepted
+    assert Verification.load(tmp_path / "plan").accepted
     assert "the graph file wins: 1." in made.stderr
 
 

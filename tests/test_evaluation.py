@@ -21,7 +21,7 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify import plans as module
-from tccl_py.verify.evaluation import load_evaluation
+from tccl_py.verify.evaluation import Evaluation
 from tccl_py.verify.spec import COLLECTIVES, WrongValue
 from tests.planned import FOUR_GPUS, as_only
 from tests.verified import FakeJobs, by_plan
@@ -151,7 +151,7 @@ def test_jobs_have_a_cell_for_every_set_collective_size_and_arm(place, jobs, tmp
     files = {ranks: set(file.values()) for ranks, file in fake.graphs}
     assert all(len(texts) == 1 for texts in files.values()) and set(files) == {2, 3, 4}
     plan = load_plan(place)
-    assert msgspec.json.encode(load_evaluation(place).cells) == msgspec.json.encode(found["cells"])
+    assert msgspec.json.encode(Evaluation.load(place).cells) == msgspec.json.encode(found["cells"])
     assert (place / "nccl" / "subsets" / "graph-1-2-3.xml").read_text() in files[3]
     assert (place / "nccl" / "graph.xml").read_text() in files[4] and plan.subset((0, 1))
 

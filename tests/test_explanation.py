@@ -13,7 +13,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explanation.causes import NEAR, Prober, SymmetryKeys, find_causes, is_hurt
 from tccl_py.explanation.explain import explain
-from tccl_py.explanation.findings import kind_of, load_explanation, save_explanation, short
+from tccl_py.explanation.findings import Explanation, kind_of, short
 from tccl_py.explanation.paths import Paths
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.symmetry import automorphisms
@@ -279,20 +279,20 @@ def words(paths, text):
 def test_an_explanation_comes_back_as_it_was_and_goes_with_its_plan(tmp_path):
     plan = plan_of("amd-v100")
     plan.save(tmp_path / "plan.json")
-    assert load_explanation(tmp_path) is None
-    saved = save_explanation(explained("amd-v100"), tmp_path)
-    assert load_explanation(tmp_path) == saved
+    assert Explanation.load(tmp_path) is None
+    saved = explained("amd-v100").keep(tmp_path)
+    assert Explanation.load(tmp_path) == saved
     plan_of("intel-v100").save(tmp_path / "plan.json")
-    assert load_explanation(tmp_path) is None
+    assert Explanation.load(tmp_path) is None
 
 
 def test_an_explanation_of_another_version_is_refused(tmp_path):
     plan_of("amd-v100").save(tmp_path / "plan.json")
-    save_explanation(explained("amd-v100"), tmp_path)
+    explained("amd-v100").keep(tmp_path)
     path = tmp_path / "explanation.json"
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(InputError, match=r"format version 2"):
-        load_explanation(tmp_path)
+        Explanation.load(tmp_path)
 
 
 def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path):
@@ -302,7 +302,7 @@ def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path)
     assert made.exit_code == 0, made.output
     result = CliRunner().invoke(app, ["explain", str(directory), "--json"])
     assert result.exit_code == 0, result.output
-    found = load_explanation(directory)
+    found = Explanation.load(directory)
     (ring,) = found.rings
     plan = load_plan(directory)
     assert ring.node_class == plan.cluster.classes[0].name
@@ -312,7 +312,7 @@ def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path)
     assert ring.slowest.flows[0] in {hop.flow for chain in chains for hop in chain.hops}
     alone = CliRunner().invoke(app, ["explain", str(directory), "--json", "--no-measure"])
     assert alone.exit_code == 0, alone.output
-    assert load_explanation(directory).rings == found.rings
+    assert Explanation.load(directory).rings == found.rings
 
 
 def test_a_network_flow_that_crowds_a_memory_is_named():

@@ -32,7 +32,7 @@ from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environmen
 from tccl_py.nccl_library import conf_lines, settings_of_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
-from tccl_py.verify.record import ArmResult, Compared, Row, Verification, keep_verification
+from tccl_py.verify.record import ArmResult, Compared, Row, Verification
 from tccl_py.verify.spec import WrongValue
 from tests.planned import SMALL, needing_a_graph, plan_of
 
@@ -539,7 +539,7 @@ def verified(directory, digest=None, **changes):
         "raw": (),
         "seconds": 1.0,
     }
-    found = keep_verification(Verification(**{**good, **changes}), directory)
+    found = Verification(**{**good, **changes}).keep(directory)
     if digest is not None:
         text = (directory / "verify.json").read_text()
         (directory / "verify.json").write_text(text.replace(found.plan_digest, digest))

@@ -14,7 +14,7 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.nccl_tests import PROGRAMS, find_program, read_table, size_options
 from tccl_py.verify.preflight import check_collectives
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.target import read_target
 from tests.planned import as_only, plan_of
 from tests.verified import without_gpus
@@ -116,7 +116,7 @@ def test_a_host_without_torch_is_verified_by_the_program(place):
     assert (default["checked"], found["versions"]["nccl"]) == (5, "2.28.9")
     assert found["devices"][0] == "Tesla V100"
     assert variables["groups"] == []
-    assert load_verification(place).at_once == 1
+    assert Verification.load(place).at_once == 1
 
 
 def test_wrong_values_of_the_program_refuse_the_choice(place):
@@ -156,7 +156,7 @@ def test_wrong_use_is_a_sentence(place, case):
 def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
     path = program(place)
     assert tccl("verify", place, "--with", path, "--rounds", "6").exit_code == 0
-    plan, verified = load_plan(place), load_verification(place)
+    plan, verified = load_plan(place), Verification.load(place)
     with module.launcher_of(plan, place, module.JobOptions(program=path)) as launcher:
         target = read_target(plan, place)
         healthy = check_collectives(target, launcher, verified)

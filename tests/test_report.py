@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import Explanation, Finding, RingExplanation, save_explanation
+from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
@@ -28,7 +28,6 @@ from tccl_py.report.page import report_html
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.pairs import pair_flow
-from tccl_py.verify.record import keep_verification
 from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed
 from tests.effort import soon
@@ -283,7 +282,7 @@ def test_nvlinks_between_gpus_and_to_cpus_are_drawn():
 
 def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
-    save_explanation(explanation("Two <i>writes</i> share a link."), place)
+    explanation("Two <i>writes</i> share a link.").keep(place)
     words = page_of(place).words
     assert "Two <i>writes</i> share a link." in words
     assert "There is no explanation" not in words
@@ -337,14 +336,14 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     jobs = FakeJobs(by_plan(lambda _: 1.1))
     plan = load_plan(place)
     found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)))
-    keep_verification(found, place)
+    found.keep(place)
     assert "verify.json is left out" in page_of(place).words
     default, graph = (
         msgspec.structs.replace(arm, gbps=gbps)
         for arm, gbps in zip(found.arms, (222.25, 301.5), strict=True)
     )
     on_gpus = msgspec.structs.replace(found, backend="cuda", arms=(default, graph))
-    keep_verification(on_gpus, place)
+    on_gpus.keep(place)
     words = page_of(place).words
     assert "Verified:" in words.partition("Choices")[0]
     assert 'class="verdict good"' in report_html(read_contents(place))
@@ -353,7 +352,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert words.count(", achieved") >= 2
     failed = msgspec.structs.replace(graph, gbps=None, failure="rank 1 ended with code 1")
     asked = msgspec.structs.replace(on_gpus, arms=(default, failed), chosen="graph")
-    keep_verification(asked, place)
+    asked.keep(place)
     assert "rank 1 ended" in page_of(place).words
     assert 'class="verdict bad"' in report_html(read_contents(place))
     (place / "verify.json").write_text('{"something": "else"}')

@@ -10,7 +10,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
-from tccl_py.plan.beside import TUNING_FILE, Tuning, keep_tuning, load_tuning
+from tccl_py.plan.beside import Tuning, keep_tuning, load_tuning
 from tccl_py.plan.staging import check_files, read_manifest
 from tccl_py.plan.writing import write_plan
 from tests.planned import SMALL, plan_of
@@ -69,8 +69,8 @@ def test_tuning_is_read_back_and_belongs_to_its_plan_alone(tmp_path):
     kept = keep_tuning(tuning, plan, place)
     assert kept.plan_digest
     assert load_tuning(plan, place) == kept
-    text = (place / TUNING_FILE).read_text()
-    (place / TUNING_FILE).write_text(text.replace(kept.plan_digest, "0" * 64))
+    text = (place / Tuning.FILE).read_text()
+    (place / Tuning.FILE).write_text(text.replace(kept.plan_digest, "0" * 64))
     assert load_tuning(plan, place) is None
 
 
@@ -88,9 +88,9 @@ def test_damaged_tuning_is_refused(tmp_path, old, new):
     plan, place = plan_of(SMALL), tmp_path
     write_plan(plan, place)
     keep_tuning(tuning_of(plan, table(entry())), plan, place)
-    text = (place / TUNING_FILE).read_text()
+    text = (place / Tuning.FILE).read_text()
     assert old in text
-    (place / TUNING_FILE).write_text(text.replace(old, new, 1))
+    (place / Tuning.FILE).write_text(text.replace(old, new, 1))
     with pytest.raises(InputError):
         load_tuning(plan, place)
 
@@ -112,7 +112,7 @@ def test_tables_reach_the_index_and_other_findings_stay(tmp_path):
     keep_tuning(tuning_of(plan), plan, tmp_path)
     assert index.read_bytes() == plain
     write_plan(plan, tmp_path)
-    assert not (tmp_path / TUNING_FILE).exists()
+    assert not (tmp_path / Tuning.FILE).exists()
 
 
 def test_a_library_built_beside_a_plan_stays_whatever_is_written(tmp_path, monkeypatch):

@@ -15,13 +15,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.jobs import Arm, HostRanks, Launcher, rank_environment
-from tccl_py.verify.record import (
-    FALSE_RATE,
-    Compared,
-    compare,
-    keep_verification,
-    load_verification,
-)
+from tccl_py.verify.record import FALSE_RATE, Compared, Verification, compare
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import WrongValue, bus_gbps
 from tccl_py.verify.target import read_target
@@ -459,15 +453,15 @@ def test_the_file_is_read_again_and_an_earlier_plans_is_left_out(plan, place):
     found = run_verification(
         plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
-    kept = keep_verification(found, place)
-    assert load_verification(place) == kept
+    kept = found.keep(place)
+    assert Verification.load(place) == kept
     changed(plan, strategy="other").save(place / "plan.json")
     rebind(place)
-    assert load_verification(place) is None
+    assert Verification.load(place) is None
     text = json.loads((place / "verify.json").read_text())
     (place / "verify.json").write_text(json.dumps({**text, "format_version": 9}))
     with pytest.raises(InputError, match="format version 9"):
-        load_verification(place)
+        Verification.load(place)
 
 
 def test_what_the_caller_set_for_nccl_is_not_used_but_for_what_is_kept():

@@ -17,7 +17,7 @@ from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.record import keep_verification, load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import JobSpec
 from tccl_py.verify.target import Target
@@ -277,8 +277,8 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     assert found.judged.predicted_gbps == plan.rate_gbps
     path = f"{tmp_path}/nccl/hosts/HOST.xml"
     assert found.judged.environment["NCCL_GRAPH_FILE"] == path
-    kept = keep_verification(found, tmp_path)
-    assert load_verification(tmp_path) == kept
+    kept = found.keep(tmp_path)
+    assert Verification.load(tmp_path) == kept
 
 
 def test_a_job_that_fails_under_the_plan_alone_is_a_no_with_its_host(tmp_path):

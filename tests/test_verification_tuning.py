@@ -24,7 +24,7 @@ from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tccl_py.verify import plans
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import read_target
 from tccl_py.verify.tuning import run_tuning
@@ -241,7 +241,7 @@ def test_the_directory_is_written_whole_for_the_tuned_settings(tmp_path):
         assert (
             read_description(tmp_path / "machines" / f"{one.name}.json").model == models[one.name]
         )
-    kept = load_verification(tmp_path)
+    kept = Verification.load(tmp_path)
     assert kept == found
     assert (kept.judged.settings, len(kept.tried) > 10) == (after.settings, True)
     assert kept.judged.environment["NCCL_GRAPH_FILE"] == f"{tmp_path}/nccl/hosts/HOST.xml"
@@ -299,7 +299,7 @@ def test_whatever_ends_tuning_leaves_the_plan_and_what_was_verified_of_it(
     with pytest.raises(raised):
         plans.run(target, place_of(plan, hosts), EFFORT, tune=True)
     after = texts_below(tmp_path)
-    assert load_verification(tmp_path).judged.settings == plan.settings
+    assert Verification.load(tmp_path).judged.settings == plan.settings
     assert {name: text for name, text in after.items() if name != "verify.json"} == before
     assert load_plan(tmp_path) == plan
 
@@ -441,7 +441,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     assert made == load_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s only the largest size takes long.
-    assert [one.bytes for one in load_verification(tmp_path).judged.sizes] == list(SIZES[:-1])
+    assert [one.bytes for one in Verification.load(tmp_path).judged.sizes] == list(SIZES[:-1])
     told = capsys.readouterr()
     assert told.out == ""
     assert "as a dry run over gloo" in told.err
@@ -454,7 +454,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     verify.tuned_plan(tmp_path, None, "host")
-    assert max(one.bytes for one in load_verification(tmp_path).judged.sizes) == 4 << 20
+    assert max(one.bytes for one in Verification.load(tmp_path).judged.sizes) == 4 << 20
 
 
 def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stays(
@@ -470,7 +470,7 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
     assert kept.startswith("tccl: not tuned: ")
     assert cause.startswith("tccl: host gpu1: ")
     assert (tmp_path / "plan.json").read_bytes() == before
-    assert load_verification(tmp_path).accepted
+    assert Verification.load(tmp_path).accepted
 
 
 def planned(source, cluster, **task):

@@ -163,7 +163,7 @@ def _export_job(
         plan_of_job,
         write_bounded_job,
     )
-    from tccl_py.verify.record import load_verification  # noqa: PLC0415 (slow)
+    from tccl_py.verify.record import Verification  # noqa: PLC0415 (slow)
 
     if output is None:
         right = "name a new directory that all hosts of the job can read"
@@ -183,7 +183,7 @@ def _export_job(
         notice("Leave NCCL as it is: no rings over these GPUs were measured.")
         notice(str(missing))
         return
-    seen = load_verification(directory)
+    seen = Verification.load(directory)
     if seen is not None and seen.backend == "cuda" and not seen.simulated:
         achieved = {arm.name: arm.gbps for arm in seen.arms if arm.gbps is not None}
         made = as_achieved(made, plan, achieved, seen.winner)

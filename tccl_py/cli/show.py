@@ -17,7 +17,7 @@ from tccl_py.cli.process import notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
 from tccl_py.explanation.explain import explain as explanation_of
-from tccl_py.explanation.findings import Explanation, save_explanation
+from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import class_sources, hosts_again, source_again
 from tccl_py.plan.beside import plan_in
@@ -38,7 +38,7 @@ from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.sizes import load_sizes
 
 
@@ -67,7 +67,7 @@ def show(
     console = results()
     print_plan(plan, console)
     with suppress(InputError):
-        verified = load_verification(directory)
+        verified = Verification.load(directory)
         for text in verified.transfer_notices if verified is not None else ():
             console.print(f"note: {text}")
     entries = [cells for tuning in load_sizes(directory) for cells in entry_cells(tuning)]
@@ -186,7 +186,7 @@ def explain(
             sources = [source] * len(plan.cluster.classes)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
     notice_each(source.notices if source is not None else ())
-    found = save_explanation(found, directory, notice)
+    found = found.keep(directory, notice)
     if json:
         print_json(found)
     else:

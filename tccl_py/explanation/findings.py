@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
-from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import Kept
 from tccl_py.plan.words import mark
 
-FORMAT_VERSION = 1
-EXPLANATION_FILE = "explanation.json"
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 COLLAPSE = 0.75
 """Flows with less bandwidth together than this share of one alone do more than share."""
@@ -88,13 +85,14 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sentence: str
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Explanation(Kept, frozen=True, kw_only=True):
     """The slowdowns of a plan's rings, of default NCCL's, and of rings that the plan avoids.
 
     `pitfalls` are slow sets of other rings in the plan's journal. `plan_digest` is the digest of
     plan.json.
     """
 
+    FILE = "explanation.json"
     machine: str
     simulated: bool
     assumed: bool
@@ -103,7 +101,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sets_measured: int
     notices: tuple[str, ...] = ()
     plan_digest: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
 
     @property
     def provenance(self) -> str:
@@ -134,18 +132,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             else:
                 lines += [f"  {finding.sentence}" for finding in part]
         return "\n".join(lines)
-
-
-def save_explanation(
-    explanation: Explanation, directory: Path, say: Callable[[str], None] | None = None
-) -> Explanation:
-    """Write `explanation.json` beside its plan, as `keep_beside_plan`; return what is written."""
-    return keep_beside_plan(explanation, directory / EXPLANATION_FILE, say)
-
-
-def load_explanation(directory: Path) -> Explanation | None:
-    """Return the explanation of the plan in `directory`; None if there is none of this plan."""
-    return read_beside_plan(directory / EXPLANATION_FILE, Explanation, version=FORMAT_VERSION)
 
 
 def kind_of(flow: Flow) -> str:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -85,10 +85,6 @@ def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
     return found
 
 
-S = TypeVar("S", bound=msgspec.Struct)
-"""With the fields `plan_digest` and `format_version`."""
-
-
 class _Head(msgspec.Struct):
     """The fields that findings of all versions have."""
 
@@ -106,55 +102,66 @@ def plan_digest(directory: Path) -> str:
     return hashlib.blake2b(read_bytes(directory / PLAN_FILE), digest_size=8).hexdigest()
 
 
-def keep_beside_plan(found: S, path: Path, say: Callable[[str], None] | None = None) -> S:
-    """Write a file into a plan's directory, whole or not at all; return the written value.
+K = TypeVar("K", bound="Kept")
 
-    `say` is told whether it was written. Raises InputError: it cannot be written, and without `say`
-    nobody would know.
+
+class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A finding about a plan, in a file beside plan.json that holds for this plan alone.
+
+    Findings have the fields `plan_digest` and `format_version`, by default this program's version.
     """
-    whole = msgspec.structs.replace(found, plan_digest=plan_digest(path.parent))
-    said = f"wrote {path}"
-    try:
-        write_atomically(path, encode_json(whole))
-    except InputError as error:
-        if say is None:
-            raise
-        said = f"nothing was kept: {error}"
-    if say is not None:
-        say(said)
-    return whole
+
+    FILE: ClassVar[str]
+
+    def keep(self: K, directory: Path, say: Callable[[str], None] | None = None) -> K:
+        """Write the file into a plan's directory, whole or not at all; return the written value.
+
+        `say` is told whether it was written. Raises InputError: it cannot be written, and without
+        `say` nobody would know.
+        """
+        path = directory / self.FILE
+        whole = msgspec.structs.replace(self, plan_digest=plan_digest(directory))
+        said = f"wrote {path}"
+        try:
+            write_atomically(path, encode_json(whole))
+        except InputError as error:
+            if say is None:
+                raise
+            said = f"nothing was kept: {error}"
+        if say is not None:
+            say(said)
+        return whole
+
+    @classmethod
+    def load(cls: type[K], directory: Path) -> K | None:
+        """Return the finding of the plan that is now in a directory; None if none, or of another.
+
+        Raises InputError: the file is unreadable, of another version, or damaged.
+        """
+        path = directory / cls.FILE
+        if not path.exists():
+            return None
+        text = read_text(path)
+        head = decode_json(text, _Head, where=str(path), name=cls.__name__)
+        defaults = {field.name: field.default for field in msgspec.structs.fields(cls)}
+        check_version(head.format_version, defaults["format_version"], path)
+        found = decode_json(text, cls, where=str(path))
+        return found if head.plan_digest == plan_digest(directory) else None
 
 
-def read_beside_plan(path: Path, kind: type[S], *, version: int) -> S | None:
-    """Read a finding of the plan that is now in the directory; None if none, or of another plan.
-
-    Raises InputError: it is unreadable, of another version, or damaged.
-    """
-    if not path.exists():
-        return None
-    text = read_text(path)
-    head = decode_json(text, _Head, where=str(path), name=kind.__name__)
-    check_version(head.format_version, version, path)
-    found = decode_json(text, kind, where=str(path))
-    return found if head.plan_digest == plan_digest(path.parent) else None
-
-
-TUNING_FILE = "tuning.json"
-TUNING_VERSION = 1
-
-
-class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Tuning(Kept, frozen=True, kw_only=True):
     """Tables measured with a choice of the plan and a version of NCCL.
 
     `plan_digest` is the digest of the plan's files.
     """
 
+    FILE = "tuning.json"
     choice: Literal["default", "variables", "graph"]
     nccl: str
     tables: tuple[TunerTable, ...] = ()
     simulated: bool = False
     plan_digest: str = ""
-    format_version: int = TUNING_VERSION
+    format_version: int = 1
 
 
 def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
@@ -162,10 +169,9 @@ def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
 
     Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
     """
-    path = directory / TUNING_FILE
-    found = read_beside_plan(path, Tuning, version=TUNING_VERSION)
+    found = Tuning.load(directory)
     if found is not None:
-        check_tables(found.tables, plan.gpus, where=str(path))
+        check_tables(found.tables, plan.gpus, where=str(directory / Tuning.FILE))
     return found
 
 
@@ -178,7 +184,7 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
     Raises InputError: a table does not fit the plan, or a file of the plan was changed or cannot be
     written.
     """
-    path = directory / TUNING_FILE
+    path = directory / Tuning.FILE
     check_tables(tuning.tables, plan.gpus, where=str(path))
     made_for = plan.recommended, "" if plan.simulated else _series(plan.settings.version)
     if (tuning.choice, "" if plan.simulated else _series(tuning.nccl)) != made_for:
@@ -186,7 +192,7 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
         right = f"the plan recommends {plan.recommended} with NCCL {plan.settings.version}"
         raise InputError(str(path), what, right)
     held = {name: read_bytes(directory / name) for name in check_files(directory).files}
-    kept = keep_beside_plan(tuning, path)
+    kept = tuning.keep(directory)
     texts = {
         name.removeprefix("nccl/"): content.decode()
         for name, content in held.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -13,23 +13,23 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
-from tccl_py.explanation.findings import EXPLANATION_FILE, Explanation, load_explanation
+from tccl_py.explanation.findings import Explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import plan_in, planned_fingerprint
+from tccl_py.plan.beside import Kept, plan_in, planned_fingerprint
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
-from tccl_py.verify.evaluation import EVALUATION_FILE, Evaluation, load_evaluation
-from tccl_py.verify.record import VERIFICATION_FILE, Verification, load_verification
+from tccl_py.verify.evaluation import Evaluation
+from tccl_py.verify.record import Verification
 from tccl_py.verify.size_table import SizeTuning
-from tccl_py.verify.sizes import SIZES_FILE, load_sizes
+from tccl_py.verify.sizes import SizeTunings, load_sizes
 
 _DRY_RUN = "is a dry run without GPUs"
 _MOST_BESIDE = 16
@@ -40,7 +40,7 @@ _VIRIDIS = (
 )
 """matplotlib's viridis at eleven places: even in lightness, and distinct for everybody."""
 
-T = TypeVar("T")
+K = TypeVar("K", bound=Kept)
 Journal = Mapping[TransferSet, Sequence[Measurement]]
 Hosts = Collection[str]
 """Hosts whose sets count, by the names in flows; the single host's name there is ""."""
@@ -82,31 +82,31 @@ def read_contents(directory: Path) -> Contents:
     known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
 
-    def beside(load: Callable[[Path], T | None], name: str) -> T | None:
+    def beside(kind: type[K]) -> K | None:
         try:
-            found = load(directory)
+            found = kind.load(directory)
         except InputError as error:
             why = error.what
         else:
             if isinstance(found, Verification) and found.backend != "cuda":
                 why = _DRY_RUN
-            elif found is not None or not (directory / name).exists():
+            elif found is not None or not (directory / kind.FILE).exists():
                 return found
             else:
                 why = "is of an earlier plan"
-        notices.append(f"{name} is left out: it {why}")
+        notices.append(f"{kind.FILE} is left out: it {why}")
         return None
 
-    explanation = beside(load_explanation, EXPLANATION_FILE)
-    evaluation = beside(load_evaluation, EVALUATION_FILE)
-    verification = beside(load_verification, VERIFICATION_FILE)
+    explanation = beside(Explanation)
+    evaluation = beside(Evaluation)
+    verification = beside(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
     notices += verification.transfer_notices if verification is not None else ()
     sizes = load_sizes(directory)
     if any(tuning.backend != "cuda" for tuning in sizes):
         sizes = ()
-        notices.append(f"{SIZES_FILE} is left out: it {_DRY_RUN}")
+        notices.append(f"{SizeTunings.FILE} is left out: it {_DRY_RUN}")
     return Contents(
         directory=directory,
         plan=plan,

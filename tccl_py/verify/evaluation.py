@@ -17,7 +17,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
-from tccl_py.plan.beside import read_beside_plan
+from tccl_py.plan.beside import Kept
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.plan import ChoiceName, Plan
 from tccl_py.plan.table_jobs import plan_of_job
@@ -40,8 +40,6 @@ from tccl_py.verify.spec import (
 )
 from tccl_py.verify.verify import Rounds, RunBudget, row_seconds, run_rounds
 
-FORMAT_VERSION = 1
-EVALUATION_FILE = "evaluate.json"
 _BY_RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
@@ -89,25 +87,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     most: float
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Evaluation(Kept, frozen=True, kw_only=True):
     """All cells of a plan's evaluation.
 
     `wrong` are wrong values by arm, `failures` why sets of GPUs, or arms over them, have no cells.
     `left_out` are sets that the time did not suffice for.
     """
 
+    FILE = "evaluate.json"
     machine: str
     backend: Backend
     simulated: bool
     assumed: bool = False
     recommended: ChoiceName
     cells: tuple[Cell, ...]
-    wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
+    wrong: dict[ChoiceName, tuple[WrongValue, ...]] = msgspec.field(default_factory=dict)
     failures: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
     plan_digest: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
 
     def summary(self, arm: ChoiceName, collective: str | None = None) -> Summary | None:
         """Return the ratios of an arm, of one collective or of all; None without any."""
@@ -348,8 +347,3 @@ def csv_text(found: Evaluation) -> str:
         texts = [" ".join(map(str, one)) if isinstance(one, tuple) else one for one in values]
         writer.writerow([*texts, found.simulated])
     return text.getvalue()
-
-
-def load_evaluation(directory: Path) -> Evaluation | None:
-    """Return the evaluation of the plan in a directory; None if none, or of an earlier plan."""
-    return read_beside_plan(directory / EVALUATION_FILE, Evaluation, version=FORMAT_VERSION)

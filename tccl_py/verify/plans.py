@@ -22,7 +22,6 @@ from tccl_py.errors import (
 )
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
-from tccl_py.plan.beside import keep_beside_plan
 from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import ChoiceName, Plan
@@ -37,7 +36,6 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.opening import rank_jobs
 from tccl_py.sources.profiled import Backend, measured_machine
 from tccl_py.verify.evaluation import (
-    EVALUATION_FILE,
     Cell,
     Evaluation,
     Part,
@@ -48,7 +46,7 @@ from tccl_py.verify.evaluation import (
     simulated_cells,
 )
 from tccl_py.verify.jobs import THIS_HOST, HostRanks, Launcher, LocalRunner, Say
-from tccl_py.verify.record import Verification, keep_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
 from tccl_py.verify.target import Target, read_target
@@ -210,7 +208,7 @@ def evaluate_plan(
     `gpus` lists numbers and sets of GPUs, None the usual ones. Raises InputError: as `verify_plan`;
     there is no set of GPUs, or no model of a simulated plan.
     """
-    plan, kept = load_plan(directory), directory / EVALUATION_FILE
+    plan = load_plan(directory)
     check_files(directory)
     simulated = plan.simulated and options.backend is None
     base = Evaluation(
@@ -226,7 +224,7 @@ def evaluate_plan(
         if not cells:
             right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
             raise InputError(str(directory), "has nothing of it that can be simulated", right)
-        return keep_beside_plan(replace(base, cells=cells), kept, options.say)
+        return replace(base, cells=cells).keep(directory, options.say)
     with ExitStack() as stack:
         if plan.is_cluster:
             parts: list[Part] = [
@@ -247,7 +245,7 @@ def evaluate_plan(
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, budget, replace(base, recommended=recommended))
-    return keep_beside_plan(found, kept, options.say)
+    return found.keep(directory, options.say)
 
 
 def _simulated(
@@ -307,7 +305,7 @@ def _kept(found: Verification, plan: Target, say: Say, *, tuned: bool = False) -
         if tuned:
             plan.write()
             say(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
-        return keep_verification(found, plan.directory, say)
+        return found.keep(plan.directory, say)
 
 
 def machine_launcher(plan: Plan, directory: Path, options: JobOptions) -> Launcher:

@@ -45,7 +45,7 @@ from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, Launcher, Outcome
 from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
 from tccl_py.verify.plans import JobOptions, launcher_of
-from tccl_py.verify.record import Row, Verification, load_verification
+from tccl_py.verify.record import Row, Verification
 from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
@@ -275,7 +275,7 @@ def measure_plan_again(
             if is_dry_run(journal.header):
                 options = msgspec.structs.replace(options, backend="host")
             with launcher_of(plan, directory, options) as launcher:
-                verified, target = load_verification(directory), read_target(plan, directory)
+                verified, target = Verification.load(directory), read_target(plan, directory)
                 jobs = check_collectives(target, launcher, verified, until=until)
         watch = watching()
         known: Sequence[Journal] = [journal.measurements]

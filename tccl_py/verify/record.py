@@ -8,7 +8,7 @@ ratios, one per round, are symmetric about 0 whatever the noise: the signed-rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.beside import keep_beside_plan, read_beside_plan
+from tccl_py.plan.beside import Kept
 from tccl_py.plan.plan import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.statistics import holm, ratio_interval, signed_rank_p
@@ -25,8 +25,6 @@ from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large, size_text
 
 Verdict = Literal["better", "same", "worse"]
 
-FORMAT_VERSION = 3
-VERIFICATION_FILE = "verify.json"
 SMALLEST_EFFECT = 0.01
 """Ratios closer to 1 count as the same."""
 FALSE_RATE = 0.05
@@ -218,7 +216,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     failed: str = ""
 
 
-class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Verification(Kept, frozen=True, kw_only=True):
     """Results of every arm of a plan, the baseline (default NCCL) first.
 
     `recommended` is the plan's choice, `chosen` the one in question, and `winner` the best by jobs.
@@ -228,6 +226,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     plan are earlier jobs' bandwidths.
     """
 
+    FILE = "verify.json"
     machine: str
     gpus: tuple[int, ...]
     hosts: tuple[str, ...] = ()
@@ -250,7 +249,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()
     plan_digest: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = 3
 
     def arm(self, name: ChoiceName) -> ArmResult | None:
         """Return the result of a choice; None if it was not compared."""
@@ -317,23 +316,11 @@ def groups_text(groups: Groups) -> str:
     return "GPUs " + " and ".join(",".join(map(str, members)) for members in groups)
 
 
-def keep_verification(
-    found: Verification, directory: Path, say: Callable[[str], None] | None = None
-) -> Verification:
-    """Write verify.json beside a plan, as `keep_beside_plan`, and return its content."""
-    return keep_beside_plan(found, directory / VERIFICATION_FILE, say)
-
-
-def load_verification(directory: Path) -> Verification | None:
-    """Return the verification of the plan in a directory; None if none, or of an earlier plan."""
-    return read_beside_plan(directory / VERIFICATION_FILE, Verification, version=FORMAT_VERSION)
-
-
 def why_not_verified(directory: Path) -> str:
     """Return why a plan does not count as verified, as a predicate; "" if it does."""
-    if not (directory / VERIFICATION_FILE).exists():
+    if not (directory / Verification.FILE).exists():
         return "was not verified"
-    found = load_verification(directory)
+    found = Verification.load(directory)
     if found is None:
         return "was planned again after it was verified"
     if found.backend != "cuda":

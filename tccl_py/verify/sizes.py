@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, undisturbed
@@ -24,10 +23,9 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.beside import (
     PLUGIN_VARIABLE,
+    Kept,
     Tuning,
-    keep_beside_plan,
     keep_tuning,
-    read_beside_plan,
 )
 from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.plan import ChoiceName, Plan
@@ -65,8 +63,6 @@ from tccl_py.verify.spec import (
 )
 from tccl_py.verify.target import Target
 
-SIZES_FILE = "sizes.json"
-FORMAT_VERSION = 1
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
 OTHERS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "broadcast", "reduce")
 _MOST_SUBSETS = 3
@@ -92,17 +88,18 @@ EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
 """The sets of GPUs that equal each measured set, itself included."""
 
 
-class SizeTunings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SizeTunings(Kept, frozen=True, kw_only=True):
     """The tunings of a plan: of all GPUs, the first of all-reduce, then of smaller sets."""
 
+    FILE = "sizes.json"
     tunings: tuple[SizeTuning, ...]
     plan_digest: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
 
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
-    found = read_beside_plan(directory / SIZES_FILE, SizeTunings, version=FORMAT_VERSION)
+    found = SizeTunings.load(directory)
     return () if found is None else found.tunings
 
 
@@ -308,7 +305,7 @@ def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets, *, tabl
     """Write the rows, and the plugin's tables if asked to."""
     plan = target.plan
     with undisturbed():
-        keep_beside_plan(SizeTunings(tunings=tuple(found)), target.directory / SIZES_FILE)
+        SizeTunings(tunings=tuple(found)).keep(target.directory)
         if tables and found:
             tuning = Tuning(
                 choice=plan.recommended,

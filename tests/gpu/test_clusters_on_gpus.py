@@ -18,7 +18,7 @@ import pytest
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tests.gpu.ranks import REPOSITORY, run_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -178,7 +178,7 @@ def test_verify_answers_for_the_nodes_and_finds_the_plans_rings(planned):
     graph = next(arm for arm in found["arms"] if arm["name"] == "graph")
     assert (graph["wrong"], graph["failure"]) == ([], "")
     assert graph["rings"] == {"same": True, "differences": []}
-    kept = load_verification(directory)
+    kept = Verification.load(directory)
     assert set(kept.hosts) == {f"node{number}" for number in range(len(nodes))}
     for one in kept.judged.sizes:
         c = one.compared

@@ -13,7 +13,7 @@ import pytest
 
 from tccl_py.plan.beside import load_tuning
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.sizes import SIZES_FILE, load_sizes
+from tccl_py.verify.sizes import SizeTunings, load_sizes
 from tests.gpu.ranks import REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
@@ -38,7 +38,9 @@ def tuned(request, tmp_path_factory):
         )
         assert done.returncode in (0, 1), done.stderr
     if keep := os.environ.get("TCCL_KEEP"):
-        shutil.copy(place / SIZES_FILE, Path(keep) / f"{request.node.name}.json".replace(" ", "-"))
+        shutil.copy(
+            place / SizeTunings.FILE, Path(keep) / f"{request.node.name}.json".replace(" ", "-")
+        )
     return place, load_sizes(place)
 
 

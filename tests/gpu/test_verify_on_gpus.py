@@ -14,7 +14,7 @@ import pytest
 
 from tccl_py.plan.load import load_plan
 from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import JobSpec, groups_of
 from tccl_py.verify.target import read_target
@@ -74,7 +74,7 @@ def verified(planned, *words):
     for arm in found["arms"]:
         assert (arm["wrong"], arm["failure"]) == ([], "")
         assert (arm["rings"] or {"same": True})["same"], arm["rings"]
-    kept = load_verification(planned)
+    kept = Verification.load(planned)
     assert kept.versions["nccl"]
     assert kept.accepted == (done.returncode == 0)
     for arm in kept.arms:

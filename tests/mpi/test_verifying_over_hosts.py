@@ -14,7 +14,7 @@ import pytest
 
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
-from tccl_py.verify.record import load_verification
+from tccl_py.verify.record import Verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces_in
 
@@ -97,7 +97,7 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):
     assert default["checked"] == graph["checked"] > 500
     assert [one["bytes"] for one in graph["sizes"]] == [4096]
     assert "a dry run over gloo" in ran.stderr
-    kept = load_verification(directory)
+    kept = Verification.load(directory)
     # Three ranks, in each of whose batches something was timed, in every job.
     assert {len(sizes[0]) for sizes in kept.raw} == {3}
     assert kept.judged.environment["NCCL_GRAPH_FILE"].endswith("/nccl/hosts/HOST.xml")
