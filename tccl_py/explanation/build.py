@@ -77,6 +77,8 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
     flows: tuple[Flow, ...]
     rate: Measurement
     share: float
+    kinds: Kinds
+    shares: frozenset[str]
 
 
 class Builder:
@@ -87,6 +89,7 @@ class Builder:
         self._plan, self._number = plan, number
         part = plan.cluster.classes[number]
         self.machine, self.paths = part.machine, Paths(part.machine, part.knowledge)
+        self._known: tuple[object, list[_Known]] = (None, [])
 
     @property
     def mark(self) -> str:
@@ -168,23 +171,32 @@ class Builder:
 
     def _innocent(self, kinds: Kinds, above: float) -> set[str]:
         """Return the kinds of places of known sets with these mechanisms and so high a share."""
-        return {
-            place.kind
-            for known in self.known_sets()
-            if known.share >= above and _kinds(known.flows) == kinds
-            for place in (*self.paths.shared(known.flows), *self.paths.busy(known.flows))
-        }
+        sets = (known for known in self.known_sets() if known.share >= above)
+        return set(chain.from_iterable(known.shares for known in sets if known.kinds == kinds))
 
-    def known_sets(self) -> Iterator[_Known]:
-        """Yield known sets of a few flows whose rates alone are known too."""
-        for known in self.prober.known:
-            if not 1 < len(known) <= _MOST_FLOWS:
+    def known_sets(self) -> Sequence[_Known]:
+        """Return known sets of a few flows whose rates alone are known too."""
+        state = self.prober.state
+        if self._known[0] != state:
+            self._known = (state, [*self._known_sets()])
+        return self._known[1]
+
+    def _known_sets(self) -> Iterator[_Known]:
+        for flows in (known.flows for known in self.prober.known):
+            if not 1 < len(flows) <= _MOST_FLOWS:
                 continue
-            alone = [self.prober.if_known([flow]) for flow in known.flows]
+            alone = [self.prober.if_known([flow]) for flow in flows]
             rates = [rate.rate_gbps for rate in alone if rate is not None]
-            if len(rates) == len(known):
-                rate = self.prober.exact(known.flows)
-                yield _Known(flows=known.flows, rate=rate, share=rate.rate_gbps / min(rates))
+            if len(rates) == len(flows):
+                rate = self.prober.exact(flows)
+                places = (*self.paths.shared(flows), *self.paths.busy(flows))
+                yield _Known(
+                    flows=flows,
+                    rate=rate,
+                    share=rate.rate_gbps / min(rates),
+                    kinds=_kinds(flows),
+                    shares=frozenset(place.kind for place in places),
+                )
 
     def pitfalls(self, told: Sequence[Finding], *, most: int) -> tuple[Finding, ...]:
         """Return the worst sets of the journal, each for another reason than `told` findings.

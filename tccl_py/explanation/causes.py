@@ -58,10 +58,12 @@ class SymmetryKeys:
 
     def __init__(self, symmetry: Symmetry) -> None:
         self._codes, self._elements = FlowCodes(symmetry), symmetry.elements[:_ROWS]
+        self.trusted = True
 
     def trust_nothing(self) -> None:
         """From here on let each set be the image of itself alone."""
         self._elements = self._elements[:1]
+        self.trusted = False
 
     def key(self, flows: Flows) -> Key:
         """Return the key of a set; the order of its flows has no meaning."""
@@ -116,6 +118,11 @@ class Prober:
     def sets_measured(self) -> int:
         """The number of sets measured, beyond the known ones."""
         return self.source.sets_measured - self._before
+
+    @property
+    def state(self) -> tuple[int, bool]:
+        """A value that changes when a rate is new, or images are no longer trusted."""
+        return self.sets_measured, self.symmetry.trusted
 
     def share_out(self, parts: int) -> None:
         """From here on allow one of `parts` equal parts of the rest of the budget."""
