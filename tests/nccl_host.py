@@ -1,11 +1,16 @@
 """NCCL's own host code on a machine without GPUs: ../shared/nccl-host, where it is."""
 
+import functools
+import os
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "nccl-host"
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parents[1] / "shared" / "nccl-host"
 TOPOLOGIES = FOLDER.parent / "data" / "topologies"
 
 SMALL_BUFFERS = {
@@ -14,6 +19,18 @@ SMALL_BUFFERS = {
     "NCCL_LL128_BUFFSIZE": "61440",
 }
 """No byte is moved, and to clear the pages of NCCL's usual buffers takes most of a start's time."""
+
+
+@functools.cache
+def patience():
+    """Return the library to preload that makes waiting ranks leave others the cores."""
+    folder = HERE.parent / "build" / "plugin"
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"patience.{os.getpid()}"
+    source = str(HERE / "plugin" / "patience.c")
+    command = ["cc", "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", str(fresh), source, "-ldl"]
+    subprocess.run(command, check=True)
+    return fresh.rename(folder / "patience.so")
 
 
 def nccl_host(monkeypatch, version, topology):
@@ -28,6 +45,8 @@ def nccl_host(monkeypatch, version, topology):
     }
     monkeypatch.setenv("FAKE_GPUS", str(len(buses)))
     monkeypatch.setenv("FAKE_BUSES", ",".join(buses[gpu] for gpu in sorted(buses)))
+    if shutil.which("cc"):
+        monkeypatch.setenv("LD_PRELOAD", str(patience()))
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{FOLDER / version}:{FOLDER / 'cuda'}")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")

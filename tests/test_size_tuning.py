@@ -21,7 +21,6 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
-from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
 from tccl_py.plan.beside import load_tuning
 from tccl_py.plan.load import load_plan
@@ -45,9 +44,16 @@ from tccl_py.verify.spec import (
 )
 from tccl_py.verify.target import read_target
 from tests.planned import SMALL, plan_of
+from tests.plugin.runs import plugin_library
 from tests.report_pages import Page
 
 SIZES = tuple(KIB << shift for shift in range(4, 10))
+
+
+@pytest.fixture(autouse=True)
+def _plugin_built_once(monkeypatch):
+    """Each tuning would compile it anew for itself."""
+    monkeypatch.setattr("tccl_py.verify.sizes.plugin_library", lambda _: plugin_library())
 
 
 def row(size, dtype="bfloat16", collective="all_reduce"):
@@ -272,23 +278,15 @@ def test_too_few_fresh_jobs_confirm_nothing():
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    try:
-        return str(build_plugin(tmp_path_factory.mktemp("plugin")))
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def library(built):
-    return ctypes.CDLL(built)
+def library():
+    return ctypes.CDLL(str(plugin_library()))
 
 
 def test_a_rank_tells_the_tuner_for_its_calls_alone_and_asks_whether_nccl_follows(
-    built, library, monkeypatch
+    library, monkeypatch
 ):
     told = (ctypes.c_int * 4).in_dll(library, "tccl_told")
-    monkeypatch.setenv("NCCL_TUNER_PLUGIN", built)
+    monkeypatch.setenv("NCCL_TUNER_PLUGIN", library._name)
     tuner, seen = Tuner(), []
     assert list(told[:1]) == [-1]
     with tuner.told(wanted("tree", "simple", 4)):

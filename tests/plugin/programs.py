@@ -4,6 +4,7 @@ Both are compiled with and without sanitizers. What NCCL asks was recorded from 
 (tests/plugin/recorder.c) into tests/cases/plugin.
 """
 
+import functools
 import itertools
 import os
 import random
@@ -27,6 +28,7 @@ SANITIZERS = {
 }
 
 
+@functools.cache
 def compile_program(folder, name, *arguments, sanitizer="", target=None):
     """Return a program or library of a C file beside this module; skip without a compiler."""
     path = folder / (target or f"{name}{sanitizer}")

@@ -1,6 +1,5 @@
 """Runs of ranks with the plugin: a made-up plan, the run, and what each communicator must get."""
 
-import functools
 import itertools
 import os
 import random
@@ -17,7 +16,7 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, Plugin
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import tune_lines
 from tccl_py.plan.directory import graph_text
-from tests.nccl_host import FOLDER, TOPOLOGIES
+from tests.nccl_host import FOLDER, TOPOLOGIES, patience
 from tests.plugin.ranks import Made, Record, Spec
 
 TOPOLOGY = "asus-esc8000a-e13p.xml"
@@ -99,18 +98,6 @@ def plugin_library():
         return build_plugin(ROOT / "build" / "plugin")
     except RuntimeError as error:
         pytest.skip(str(error))
-
-
-@functools.cache
-def patience():
-    """Return a library for ranks that are more than the cores."""
-    folder = ROOT / "build" / "plugin"
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f"patience.{os.getpid()}"
-    source = str(Path(__file__).with_name("patience.c"))
-    command = ["cc", "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", str(fresh), source, "-ldl"]
-    subprocess.run(command, check=True)
-    return fresh.rename(folder / "patience.so")
 
 
 def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLOGY, **options):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nccl_host import FOLDER
+from tests.nccl_host import FOLDER, patience
 from tests.plugin.guest import run_in_guest
-from tests.plugin.runs import VERSIONS, make_plan, needs_host, patience, plugin_library
+from tests.plugin.runs import VERSIONS, make_plan, needs_host, plugin_library
 
 HERE = Path(__file__).resolve().parent
 BUSES = {gpu: f"0000:{bus}:00.0" for gpu, bus in enumerate(("01", "41", "02", "42"))}
