@@ -4,10 +4,10 @@ import contextlib
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tccl_profiler.cluster.agent import Agent, ControllerLost
-from tccl_profiler.cluster.job import HostRanks, agent_process
+from tccl_profiler.cluster.job import agent_process
 from tccl_profiler.cluster.messages import Heartbeat, HeartbeatThread, Messenger
 from tccl_profiler.messages import ConnectionClosed, Stop
 
@@ -18,13 +18,11 @@ class FakeJob:
 
     messengers: dict
     broken: bool = False
-    seats: tuple = field(init=False)
 
-    def __post_init__(self):
+    @property
+    def hosts(self):
         # No host has rank 0: all clocks are compared.
-        self.seats = tuple(
-            HostRanks(host=host, ranks=(number + 1,)) for number, host in enumerate(self.messengers)
-        )
+        return {host: [number + 1] for number, host in enumerate(self.messengers)}
 
     def messenger(self, host):
         return self.messengers[host]

@@ -22,7 +22,7 @@ from tccl_profiler.cluster.facts import (
     interface,
     with_interfaces,
 )
-from tccl_profiler.cluster.job import Job, ListenAddress, PeerInfo, Rendezvous, own_info, rendezvous
+from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
 from tccl_profiler.cluster.messages import Envelope, Messenger
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.session import ClusterSession, HostClock
@@ -30,6 +30,7 @@ from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
     ConnectionClosed,
     Done,
+    Endpoint,
     Failed,
     LinkEnds,
     LinkLost,
@@ -161,7 +162,7 @@ def test_a_caller_without_the_word_is_not_let_in(monkeypatch):
     thread.start()
     while (data := posts[1].poll(0)) is None:
         time.sleep(0.01)
-    invitation = msgspec.msgpack.decode(data, type=ListenAddress)
+    invitation = msgspec.msgpack.decode(data, type=Endpoint)
     with (
         socket.create_connection(("127.0.0.1", invitation.port)) as stranger,
         socket.create_connection(("127.0.0.1", invitation.port)) as friend,
@@ -189,12 +190,12 @@ def test_a_rank_that_cannot_connect_is_named_by_host(monkeypatch):
 
 def _seats(*hellos):
     found = dict(enumerate(PeerInfo(host=host, machine=machine) for host, machine in hellos))
-    return Job(Rendezvous(rank=0, peers=found, connections={})).seats
+    return Job(0, found, {}).hosts
 
 
 def test_the_lowest_rank_of_each_host_is_its_first():
     seats = _seats(("a", "1"), ("b", "2"), ("a", "1"), ("b", "2"))
-    assert [(seat.host, seat.ranks) for seat in seats] == [("a", (0, 2)), ("b", (1, 3))]
+    assert list(seats.items()) == [("a", [0, 2]), ("b", [1, 3])]
 
 
 def test_two_machines_of_one_name_are_refused():

@@ -223,7 +223,7 @@ def test_a_link_to_where_nobody_listens_is_named_with_both_ends(hosts):
     with socket.socket() as idle:
         idle.bind(("127.0.0.13", 0))
         port = idle.getsockname()[1]
-        end = Endpoint(address="127.0.0.13", port=port, token=b"x" * 16)
+        end = Endpoint(addresses=("127.0.0.13",), port=port, token=b"x" * 16)
         with pytest.raises(LinkLost) as caught:
             step(hosts.pools["h0"], "connect", {Link("h0.N0", "h7.N3", 2): end})
     assert "cannot be reached from" in str(caught.value)
@@ -239,14 +239,14 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     assert "link 0 from h9.N0" in str(caught.value)
     assert 1.5 < time.monotonic() - begun < 50
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((end.address, end.port), timeout=50)
+        socket.create_connection((end.addresses[0], end.port), timeout=50)
     assert readings(hosts, HOST_TO_HOST)
 
 
 def test_a_stranger_is_not_taken_for_a_link(hosts):
     link = Link("h0.N1", "h1.N1", 40)
     end = step(hosts.pools["h1"], "listen", [link])[link]
-    with socket.create_connection((end.address, end.port), timeout=50) as stranger:
+    with socket.create_connection((end.addresses[0], end.port), timeout=50) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         step(hosts.pools["h0"], "connect", {link: end})
         step(hosts.pools["h1"], "accept", [link])
@@ -261,9 +261,9 @@ class Relay:
 
     def __init__(self, end):
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.there = socket.create_connection((end.address, end.port))
+        self.there = socket.create_connection((end.addresses[0], end.port))
         self.end = Endpoint(
-            address="127.0.0.1", port=self.listener.getsockname()[1], token=end.token
+            addresses=("127.0.0.1",), port=self.listener.getsockname()[1], token=end.token
         )
         self.stalled, self.carried = False, 0
         self.thread = threading.Thread(target=self._carry)
@@ -395,7 +395,7 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
         parse_set(DIRECT),
         lanes=dict.fromkeys(("h0.G0", "h0.N0", "h1.N0", "h1.G0"), 64),
     )
-    control, device = Control.create(1), NicDevice()
+    control = Control.create(1)
     start = Start(
         backend="network",
         slot=0,
@@ -407,7 +407,8 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
         user_bytes=0,
         address="127.0.0.1",
     )
-    device.open(start, control)
+    device = NicDevice(start, control)
+    device.open()
     device.share(Share(space="G0", size=1 << 20, handle=b"cuda"))
     share = program.on("h0").devices["N0"]
     order = Run(program=share, epoch=1, repeats=1, warm_ns=0, window_ns=10**6, patience_ns=10**9)

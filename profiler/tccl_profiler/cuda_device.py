@@ -69,9 +69,11 @@ def load_kernels(cupy: Any) -> dict[str, Any]:
 class CudaDevice:
     """One GPU as a `Device`; CUDA takes 0.5 GiB beside what is allocated."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Start, control: Control) -> None:
         import cupy  # noqa: PLC0415 (only where there are GPUs)
 
+        self._start, self._control = start, control
+        self._who = f"GPU {start.device[1:]}"
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._error = self._runtime.CUDARuntimeError
@@ -82,10 +84,9 @@ class CudaDevice:
         self._unreachable: dict[str, str] = {}
         self._closing = contextlib.ExitStack()
 
-    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
+    def open(self) -> tuple[Started, tuple[int, ...]]:
         """Take the GPU by its bus id, allocate, compile, and launch every kernel once."""
-        self._start, self._control = start, control
-        self._who = f"GPU {start.device[1:]}"
+        start = self._start
         try:
             number = self._runtime.deviceGetByPCIBusId(start.bus_id)
             self._runtime.setDevice(number)
@@ -103,7 +104,7 @@ class CudaDevice:
         self.links = Communicators(start.device, int(start.device[1:]), memory)
         self._closing.callback(self.links.close)
         self._bases[start.device] = self._arena
-        self._flag = self._register(control.segment) + FLAG_AT
+        self._flag = self._register(self._control.segment) + FLAG_AT
         self._control_base = self._flag - FLAG_AT
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         # All at once, because making one waits for the others, which may wait for the flag.

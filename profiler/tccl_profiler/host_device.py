@@ -55,25 +55,16 @@ class ThreadedDevice:
 
     spins = SPINS
 
-    def __init__(self) -> None:
-        self._start: Start | None = None
-        self._control: Control | None = None
-        self._spaces = MappedSpaces("a device that is not open")
-        self._thread: threading.Thread | None = None
-        self._failures: list[BaseException] = []
-        self._stopping = False
-        self._links_open = contextlib.ExitStack()
-
-    def _open(self, start: Start, control: Control) -> None:
+    def __init__(self, start: Start, control: Control) -> None:
+        """Pin the calling thread and its children."""
         if start.cpus:
             linux.pin_to_cpus(start.cpus)
         self._start, self._control = start, control
         self._spaces = MappedSpaces(start.device)
-
-    def _opened(self) -> tuple[Start, Control]:
-        if self._start is None or self._control is None:
-            raise MeasurementError("this device is not open")
-        return self._start, self._control
+        self._thread: threading.Thread | None = None
+        self._failures: list[BaseException] = []
+        self._stopping = False
+        self._links_open = contextlib.ExitStack()
 
     def share(self, share: Share, segment: Segment | None = None) -> None:
         """Take the memory of a space; a GPU's arena, without a segment, is refused at use."""
@@ -82,9 +73,8 @@ class ThreadedDevice:
 
     def queue(self, run: Run) -> None:
         """Start a thread that runs the repeats."""
-        start, _ = self._opened()
         if self._thread is not None:
-            raise MeasurementError(f"{start.device} still runs a program: finish it first")
+            raise MeasurementError(f"{self._start.device} still runs a program: finish it first")
         repeats = [self._lanes(run, repeat) for repeat in range(run.repeats)]
         self._failures, self._stopping = [], False
         self._begin(run)
@@ -126,11 +116,9 @@ class ThreadedDevice:
         with contextlib.suppress(MeasurementError):
             self.finish()
         self._spaces.close()
-        self._start = None
 
     def _stamps(self, paces: Sequence[Pace], repeat: int) -> tuple[Stamps, ...]:
-        start, control = self._opened()
-        return control.stamps(start.slot, repeat, paces)
+        return self._control.stamps(self._start.slot, repeat, paces)
 
     def _run_all(self, run: Run, repeats: Sequence[Sequence[RunningLane]]) -> None:
         well = False
@@ -148,9 +136,8 @@ class ThreadedDevice:
         """Report that all lanes are resident, wait for the flag, run, report each lane's end."""
         if not lanes:
             return True
-        start, control = self._opened()
-        epoch, flag = run.epoch + repeat, control.flag
-        records = control.records(start.slot, repeat, len(lanes))
+        epoch, flag = run.epoch + repeat, self._control.flag
+        records = self._control.records(self._start.slot, repeat, len(lanes))
         for lane in lanes:
             lane.stamp(0)
         records["resident"] = epoch
@@ -186,13 +173,13 @@ class ThreadedDevice:
 class HostDevice(ThreadedDevice):
     """Host memory and a core as a `Device`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, start: Start, control: Control) -> None:
+        super().__init__(start, control)
         self._carriers: list[threading.Thread] = []
 
-    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
-        """Pin the calling thread and its children, and take memory nearby."""
-        self._open(start, control)
+    def open(self) -> tuple[Started, tuple[int, ...]]:
+        """Take memory near this thread's core."""
+        start = self._start
         arena = create_segment(start.arena_bytes, numa_id=None, label=start.device)
         self._spaces.put(start.device, arena)
         # Written, so that every page is there and on this core's node before anything is timed.
@@ -211,12 +198,11 @@ class HostDevice(ThreadedDevice):
 
     def _begin(self, run: Run) -> None:
         """Clear the arena's counters, and start a thread for each copy that NCCL carries."""
-        start, control = self._opened()
-        arena = self._spaces.segment(start.device)
+        arena, flag = self._spaces.segment(self._start.device), self._control.flag
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
         # Daemons: the peer they wait for may never come.
         self._carriers = [
-            threading.Thread(target=self._carry, args=(run, number, control.flag), daemon=True)
+            threading.Thread(target=self._carry, args=(run, number, flag), daemon=True)
             for number, copy in enumerate(run.program.copies)
             if copy.link is not None
         ]
@@ -282,7 +268,7 @@ class HostDevice(ThreadedDevice):
 
         Where there are fewer slices than lanes, lanes share them.
         """
-        start, _ = self._opened()
+        start = self._start
         total = start.user_bytes // slice_bytes
         if total < 1:
             raise MeasurementError(

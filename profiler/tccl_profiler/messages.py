@@ -121,9 +121,9 @@ class Pinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The address where a link is awaited, and the token that identifies the link."""
+    """Addresses of the host that awaits a connection, and the token that identifies the caller."""
 
-    address: str
+    addresses: tuple[str, ...]
     port: int
     token: bytes
 

@@ -24,13 +24,12 @@ from tccl_profiler.messages import (
     Endpoint,
     LinkLost,
     Run,
-    Start,
     Started,
     caller_of,
     link_names,
 )
 from tccl_profiler.program import Lane, Link
-from tccl_profiler.shared_memory import Control, differing, write_pattern
+from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
 
 _HEADER = struct.Struct("!IIQ")  # repeat, bytes of the slice (0: the end), number of the slice
@@ -45,9 +44,9 @@ class NicDevice(ThreadedDevice):
     spins = 10
     """Few: a slow link would keep a core from other workers, and sockets hold bytes meanwhile."""
 
-    def open(self, start: Start, control: Control) -> tuple[Started, tuple[int, ...]]:
-        """Pin the calling thread and its children; find the NIC."""
-        self._open(start, control)
+    def open(self) -> tuple[Started, tuple[int, ...]]:
+        """Find the NIC."""
+        start = self._start
         self.links = NicLinks(start.device, start.address, start.interface)
         self._links_open.callback(self.links.close)
         started = Started(
@@ -61,12 +60,12 @@ class NicDevice(ThreadedDevice):
     def _lane(self, run: Run, repeat: int, lane: Lane) -> TcpLane:
         end = lane.incoming or lane.outgoing
         assert end is not None and lane.link is not None
-        space, sends, (start, _) = end.data.space, lane.incoming is not None, self._opened()
+        space, sends = end.data.space, lane.incoming is not None
         if space.startswith("G") and space not in self._spaces:
             raise MeasurementError(
-                f"{start.device} cannot reach {space}'s memory: TCP sends from host memory and "
-                f"receives into it; name that between the two, as {space}->{space}->C0->"
-                f"{start.device}"
+                f"{self._start.device} cannot reach {space}'s memory: TCP sends from host memory "
+                f"and receives into it; name that between the two, as {space}->{space}->C0->"
+                f"{self._start.device}"
             )
         return TcpLane(
             lane.link,
@@ -272,7 +271,8 @@ class NicLinks:
         port = self._listener.getsockname()[1]
         tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in links]
         self._expected.update(zip(tokens, links, strict=True))
-        return tuple(Endpoint(address=self._address, port=port, token=token) for token in tokens)
+        here = (self._address,)
+        return tuple(Endpoint(addresses=here, port=port, token=token) for token in tokens)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
         """Wait until all these links have come."""
@@ -321,14 +321,14 @@ class NicLinks:
             sock = self._bound()
             try:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(_resolved(end.address, end.port)[1])
+                sock.connect(_resolved(end.addresses[0], end.port)[1])
                 sock.sendall(end.token)
             except OSError as error:
                 sock.close()
                 why = error.strerror or "no answer in time"
                 raise LinkLost(
-                    f"{link}: {end.address} port {end.port} cannot be reached from {self.name}: "
-                    f"{why}"
+                    f"{link}: {end.addresses[0]} port {end.port} cannot be reached from "
+                    f"{self.name}: {why}"
                 ) from error
             self._keep(link, sock)
 

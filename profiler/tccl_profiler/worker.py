@@ -50,8 +50,8 @@ def _serve(connection: messages.Connection[messages.ToWorker]) -> None:
     device: Device | None = None
     try:
         control = Control(Segment.attach(control_fd, start.control_bytes, "control"))
-        device = _device(start.backend)
-        started, fds = device.open(start, control)
+        device = _device(start, control)
+        started, fds = device.open()
         connection.send(started, fds)
         while _answer(connection, device):
             pass
@@ -76,18 +76,18 @@ def _die_with(lifeline: int) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def _device(backend: str) -> Device:
-    if backend == "cuda":
+def _device(start: messages.Start, control: Control) -> Device:
+    if start.backend == "cuda":
         from tccl_profiler.cuda_device import CudaDevice  # noqa: PLC0415 (one backend is loaded)
 
-        return CudaDevice()
-    if backend == "network":
+        return CudaDevice(start, control)
+    if start.backend == "network":
         from tccl_profiler.tcp import NicDevice  # noqa: PLC0415
 
-        return NicDevice()
+        return NicDevice(start, control)
     from tccl_profiler.host_device import HostDevice  # noqa: PLC0415
 
-    return HostDevice()
+    return HostDevice(start, control)
 
 
 def _answer(connection: messages.Connection[messages.ToWorker], device: Device) -> bool:

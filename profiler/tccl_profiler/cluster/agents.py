@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.2
 _PING_LIMIT_S = 0.1
 _SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
-_GRACE_S = 2.0
-"""When one host's ranks have failed, those of others may have as well, and know the cause."""
 
 
 FIRST_PINGS, PINGS = 40, 12
@@ -72,9 +70,12 @@ class HostLost(SourceLostError):  # noqa: N818 - says what happened
 class Agents:
     """All agents of a job. Methods raise HostLost, and break the job, if a host is gone."""
 
+    grace_s = 0.0
+    """Seconds between a host's failure and the end of what the rest do."""
+
     def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
         self._job = job
-        self._messengers = {seat.host: job.messenger(seat.host) for seat in job.seats}
+        self._messengers = {host: job.messenger(host) for host in job.hosts}
         self.hosts = tuple(self._messengers)
         self.timeouts = timeouts or HostTimeouts()
         self._number = 0
@@ -92,8 +93,11 @@ class Agents:
         except ConnectionClosed as error:
             raise self._died(host) from error
 
-    def heard(self, number: int, hosts: Iterable[str], limit_s: float) -> dict[str, Message]:
+    def heard(
+        self, number: int, hosts: Iterable[str], limit_s: float | None = None
+    ) -> dict[str, Message]:
         """Return one message with this number of each host, fewer after a failure of a host."""
+        limit_s = self.timeouts.answer_s if limit_s is None else limit_s
         waiting, found = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
         self._backoff.reset()
@@ -143,16 +147,44 @@ class Agents:
     def ask(
         self, questions: Mapping[str, Message], kind: type[Answer], limit_s: float | None = None
     ) -> dict[str, Answer]:
-        """Ask hosts, all at the same time, and return all answers, of this type."""
+        """Ask hosts, all at the same time, and return all answers; raises as `answers`."""
         number = self.number()
         for host, message in questions.items():
             self.tell(host, number, message)
-        limit_s = self.timeouts.answer_s if limit_s is None else limit_s
-        answers: dict[str, Message] = {}
-        while len(answers) < len(questions):
-            # All are heard, those that fail as well: no answer may come after the next question.
-            answers |= self.heard(number, set(questions) - set(answers), limit_s)
-        return checked({host: answers[host] for host in questions}, kind)
+        return self.answers(number, questions, kind, limit_s)
+
+    def answers(
+        self,
+        number: int,
+        hosts: Collection[str],
+        kind: type[Answer],
+        limit_s: float | None = None,
+    ) -> dict[str, Answer]:
+        """Return an answer of this type of each host.
+
+        After a host's failure the rest are to give up, and the failure that says most is raised.
+        """
+        found = self.heard(number, hosts, limit_s)
+        ended = {host: found[host] for host in found if not isinstance(found[host], kind)}
+        if ended:
+            time.sleep(self.grace_s)
+            rest = [host for host in hosts if host not in ended]
+            found = ended | self.give_up(number, rest, limit_s)
+        return checked({host: found[host] for host in hosts}, kind)
+
+    def give_up(
+        self, number: int, hosts: Collection[str], limit_s: float | None = None
+    ) -> dict[str, Message]:
+        """Have hosts give up what they were asked by this number; return how it ended."""
+        for host in hosts:
+            self.tell(host, number, say.Abort())
+        ended: dict[str, Message] = {}
+        while len(ended) < len(hosts):
+            # All are heard: no answer may come after the next question.
+            answers = self.heard(number, [host for host in hosts if host not in ended], limit_s)
+            # A Resident, or the end of a repeat, may have been under way.
+            ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
+        return ended
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
@@ -173,7 +205,7 @@ class Agents:
             message = self._polled(host, number)
             if isinstance(message, say.HostTime):
                 return message.at_ns, time.monotonic_ns()
-        answers = self.heard(number, (host,), self.timeouts.answer_s)
+        answers = self.heard(number, (host,))
         return checked(answers, say.HostTime)[host].at_ns, time.monotonic_ns()
 
 
@@ -312,46 +344,26 @@ class ClusterPool:
 
     def _attempt(self, program: Program, spec: RunSpec) -> tuple[list[RunResult], bool]:
         number, hosts = self._agents.number(), program.hosts
+        limit_s = self._agents.timeouts.answer_s + spec.lasting_s
         try:
             for host in hosts:
                 begin = say.Begin(program=program.on(host), spec=spec.on(host))
                 self._agents.tell(host, number, begin)
             for repeat in range(spec.repeats):
-                self._answers(number, hosts, say.Resident, spec)
+                self._agents.answers(number, hosts, say.Resident, limit_s)
                 # Agree on a time, and tell each host what that is by its clock.
                 at_ns = time.monotonic_ns() + self.ahead_ns
                 for host in hosts:
                     there_ns = self._clocks[host].there_ns(at_ns)
                     self._agents.tell(host, number, say.Release(repeat=repeat, at_ns=there_ns))
-            ran = self._answers(number, hosts, say.Ran, spec)
+            ran = self._agents.answers(number, hosts, say.Ran, limit_s)
         except SourceLostError:
             # The job ends here, and with it what the other hosts do.
             raise
         except BaseException:
-            self._give_up(number, hosts)
+            self._agents.give_up(number, hosts)
             raise
         return self.judged(ran, spec)
-
-    def _answers(
-        self, number: int, hosts: Collection[str], kind: type[Answer], spec: RunSpec
-    ) -> dict[str, Answer]:
-        limit_s = self._agents.timeouts.answer_s + spec.lasting_s
-        answers = self._agents.heard(number, hosts, limit_s)
-        ended = {host: a for host, a in answers.items() if not isinstance(a, kind)}
-        if ended or len(answers) < len(hosts):
-            answers = ended | self._give_up(number, [host for host in hosts if host not in ended])
-        return checked(answers, kind)
-
-    def _give_up(self, number: int, hosts: Collection[str]) -> dict[str, say.Message]:
-        for host in hosts:
-            self._agents.tell(host, number, say.Abort())
-        ended: dict[str, say.Message] = {}
-        while len(ended) < len(hosts):
-            waiting = [host for host in hosts if host not in ended]
-            answers = self._agents.heard(number, waiting, self._agents.timeouts.answer_s)
-            # A Resident, or the end of a repeat, may have been under way.
-            ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
-        return ended
 
     def judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
         """Return the results of all hosts and whether a release was late; adapt `ahead_ns`."""
@@ -381,6 +393,8 @@ def joined(results: Mapping[str, RunResult]) -> RunResult:
 class RankJobs(Agents):
     """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own."""
 
+    grace_s = 2.0  # when one host's ranks have failed, others may have as well, and know the cause
+
     def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
         question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
@@ -402,18 +416,7 @@ class RankJobs(Agents):
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""
-        number = self.number()
-        for host, own in tasks.items():
-            self.tell(host, number, say.RunRanks(tasks=tuple(own)))
+        questions = {host: say.RunRanks(tasks=tuple(own)) for host, own in tasks.items()}
         limit_s = max(task.timeout for own in tasks.values() for task in own) + _SPARE_S
-        answers = self.heard(number, tasks, limit_s)
-        late = [host for host in tasks if host not in answers]
-        if late:
-            time.sleep(_GRACE_S)
-            for host in late:
-                self.tell(host, number, say.Abort())
-        while len(answers) < len(tasks):
-            left = [host for host in tasks if host not in answers]
-            answers |= self.heard(number, left, self.timeouts.answer_s)
-        found = checked({host: answers[host] for host in tasks}, say.RanksLeft)
+        found = self.ask(questions, say.RanksLeft, limit_s)
         return {host: ranks.left for host, ranks in found.items()}

@@ -26,7 +26,7 @@ import msgspec
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
-from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Stop, caller_of
+from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Endpoint, Stop, caller_of
 from tccl_py.children import child_command, child_environment, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
@@ -50,14 +50,6 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
 
 
-class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the controller awaits a rank, and the token by which it knows the rank."""
-
-    addresses: tuple[str, ...]
-    port: int
-    token: bytes
-
-
 class Bootstrap(Protocol):
     """Carries bytes between ranks during the rendezvous: MPI, or a stand-in."""
 
@@ -74,14 +66,6 @@ class Bootstrap(Protocol):
         """End it; all ranks do."""
 
 
-class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks, and the connections to them; on other ranks, the connection to the controller."""
-
-    rank: int
-    peers: Mapping[int, PeerInfo]
-    connections: Mapping[int, say.Messenger]
-
-
 def own_info() -> PeerInfo:
     """Return this rank's info: gethostname(2) is per UTS namespace, machines per network one."""
     machine = ""
@@ -91,23 +75,22 @@ def own_info() -> PeerInfo:
     return PeerInfo(host=socket.gethostname(), machine=machine)
 
 
-def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Rendezvous:
-    """Connect all ranks to the controller, and end the bootstrap.
+def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
+    """Connect all ranks to the controller, end the bootstrap, and return this rank's part.
 
     Raises InputError for a rank that is missing or cannot connect.
     """
     if bootstrap.rank == CONTROLLER:
-        found = _gathered(bootstrap, join_s)
+        job = _gathered(bootstrap, join_s)
     else:
         bootstrap.send(CONTROLLER, msgspec.msgpack.encode(own_info()))
         data = _waited(bootstrap, CONTROLLER, time.monotonic() + 2 * join_s)
         if data is None:
             raise MeasurementError(f"the controller has said nothing for {2 * join_s:g} s")
-        sock = _connected(msgspec.msgpack.decode(data, type=ListenAddress))
-        connections = {CONTROLLER: _connection(sock, "the controller")}
-        found = Rendezvous(rank=bootstrap.rank, peers={}, connections=connections)
+        sock = _connected(msgspec.msgpack.decode(data, type=Endpoint))
+        job = Job(bootstrap.rank, {}, {CONTROLLER: _connection(sock, "the controller")})
     bootstrap.finish()
-    return found
+    return job
 
 
 def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
@@ -119,7 +102,7 @@ def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     return None
 
 
-def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
+def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):
@@ -137,10 +120,10 @@ def _gathered(bootstrap: Bootstrap, join_s: float) -> Rendezvous:
             for rank in range(1, bootstrap.size):
                 token = secrets.token_bytes(TOKEN_BYTES)
                 tokens[token] = rank
-                address = ListenAddress(addresses=here, port=port, token=token)
+                address = Endpoint(addresses=here, port=port, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
             connections = _accepted(listener, bootstrap, tokens, peers, at=here)
-    return Rendezvous(rank=CONTROLLER, peers=peers, connections=connections)
+    return Job(CONTROLLER, peers, connections)
 
 
 def _allow_descriptors(ranks: int) -> None:
@@ -183,7 +166,7 @@ def _accepted(
     return found
 
 
-def _connected(address: ListenAddress) -> socket.socket:
+def _connected(address: Endpoint) -> socket.socket:
     for host in address.addresses:
         with contextlib.suppress(OSError):
             sock = socket.create_connection((host, address.port), _TRY_S)
@@ -199,20 +182,18 @@ def _connection(sock: socket.socket, peer: str) -> say.Messenger:
     return say.Messenger(sock, peer=peer)
 
 
-class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """A host of the job: its name and its ranks, the lowest first."""
-
-    host: str
-    ranks: tuple[int, ...]
-
-
 class Job:
-    """This rank's part in a job; ends the job where the controller leaves."""
+    """This rank's part in a job; ends the job where the controller leaves.
 
-    def __init__(self, ranks: Rendezvous) -> None:
-        self.is_controller = ranks.rank == CONTROLLER
-        self._peers = ranks.peers
-        self._ranks = ranks.connections
+    The controller has all `peers` and connections to them, other ranks one to the controller.
+    """
+
+    def __init__(
+        self, rank: int, peers: Mapping[int, PeerInfo], connections: Mapping[int, say.Messenger]
+    ) -> None:
+        self.is_controller = rank == CONTROLLER
+        self.peers = peers
+        self.connections = connections
         self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
         self._heart = say.HeartbeatThread(self._beat)
         self._usual: Any = signal.SIG_DFL
@@ -238,27 +219,36 @@ class Job:
             # Other ranks end when their connection does, with a code that has the launcher end the
             # rest. If something is to be said first, connections end with this process.
             if code == 0 or not self.is_controller:
-                for messenger in self._ranks.values():
+                for messenger in self.connections.values():
                     messenger.close()
 
     # The controller's side
 
     @functools.cached_property
-    def seats(self) -> tuple[HostRanks, ...]:
-        """The hosts, in the order of their lowest ranks; on the controller."""
-        return _seats(self._peers)
+    def hosts(self) -> dict[str, list[int]]:
+        """Each host's ranks, hosts and ranks in the order of ranks; on the controller."""
+        ranks: dict[str, list[int]] = {}
+        machines: dict[str, str] = {}
+        for rank, peer in sorted(self.peers.items()):
+            check_host_name(peer.host, where=f"host {peer.host[:40]!r}, rank {rank}")
+            if machines.setdefault(peer.host, peer.machine) != peer.machine:
+                what = f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}"
+                right = "give each a name of its own (hostnamectl)"
+                raise InputError(f"host {peer.host}", what, right)
+            ranks.setdefault(peer.host, []).append(rank)
+        return ranks
 
     def messenger(self, host: str) -> say.Messenger:
         """Return the connection to a host's agent, which is started on this host."""
-        (rank,) = (seat.ranks[0] for seat in self.seats if seat.host == host)
+        rank = self.hosts[host][0]
         if rank != CONTROLLER:
-            return self._ranks[rank]
+            return self.connections[rank]
         if self._local is None:
             self._local = agent_process()
         return self._local[1]
 
     def _messengers(self) -> list[say.Messenger]:
-        return [*self._ranks.values(), *([self._local[1]] if self._local else [])]
+        return [*self.connections.values(), *([self._local[1]] if self._local else [])]
 
     def _beat(self) -> None:
         if os.getppid() != self._launcher:
@@ -298,10 +288,10 @@ class Job:
         self.broken = True
         # A connection ends with its rank, before the launcher hears of it.
         time.sleep(_LAST_WORDS_S)
-        dead = [rank for rank, messenger in self._ranks.items() if messenger.has_died()]
+        dead = [rank for rank, messenger in self.connections.items() if messenger.has_died()]
         if not dead:
             raise KeyboardInterrupt
-        died = [f"host {self._peers[rank].host}: its rank {rank} has died" for rank in dead]
+        died = [f"host {self.peers[rank].host}: its rank {rank} has died" for rank in dead]
         raise SourceLostError("; ".join(f"{text}, and the launcher ends the job" for text in died))
 
     # The other ranks' side
@@ -310,7 +300,7 @@ class Job:
         """Serve the controller until it ends; return its exit code. Nothing is printed."""
         set_agent_signals()
         try:
-            return Agent(self._ranks[CONTROLLER]).serve()
+            return Agent(self.connections[CONTROLLER]).serve()
         except ControllerLost:
             return NOT_USABLE
         except Terminated:
@@ -331,19 +321,6 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say
         )
     who = "this host's agent" if name is None else f"the agent of host {name}"
     return process, say.Messenger(ours, peer=who)
-
-
-def _seats(peers: Mapping[int, PeerInfo]) -> tuple[HostRanks, ...]:
-    ranks: dict[str, list[int]] = {}
-    machines: dict[str, str] = {}
-    for rank, peer in sorted(peers.items()):
-        check_host_name(peer.host, where=f"host {peer.host[:40]!r}, rank {rank}")
-        if machines.setdefault(peer.host, peer.machine) != peer.machine:
-            what = f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}"
-            right = "give each a name of its own (hostnamectl)"
-            raise InputError(f"host {peer.host}", what, right)
-        ranks.setdefault(peer.host, []).append(rank)
-    return tuple(HostRanks(host=host, ranks=tuple(found)) for host, found in ranks.items())
 
 
 def _has_ended(messenger: say.Messenger) -> bool:

@@ -1,6 +1,6 @@
 """MPI: detection of a job, and its rendezvous. Only here mpi4py is imported.
 
-Messages go by Isend and matched probes, never by a collective: a missing rank hangs no rank.
+Messages go by isend and matched probes, never by a collective: a missing rank hangs no rank.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _rank(environment: Mapping[str, str]) -> str:
 def mpi_job() -> Iterator[Job]:
     """Join an MPI job; all ranks end when the controller leaves."""
     # Most processes that ask whether they are in a job are not.
-    from tccl_profiler.cluster.job import Job, rendezvous  # noqa: PLC0415
+    from tccl_profiler.cluster.job import rendezvous  # noqa: PLC0415
 
     bootstrap = _started()
     wanted = _wanted_size(os.environ)
@@ -103,7 +103,7 @@ def mpi_job() -> Iterator[Job]:
         what = f"has {wanted} tasks that know nothing of each other"
         right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
         raise InputError("this MPI job", what, f"start them by the {right}")
-    with Job(rendezvous(bootstrap)) as job:
+    with rendezvous(bootstrap) as job:
         yield job
 
 
@@ -112,29 +112,24 @@ class _MpiBootstrap:
 
     def __init__(self, library: Any) -> None:
         self._mpi, self._world = library, library.COMM_WORLD
-        self._leaving: list[tuple[Any, bytes]] = []
+        self._leaving: list[Any] = []
         self.rank: int = self._world.Get_rank()
         self.size: int = self._world.Get_size()
 
     def send(self, rank: int, data: bytes) -> None:
-        """Begin to send; the bytes are kept until MPI ends."""
-        self._leaving.append((self._world.Isend([data, self._mpi.BYTE], rank, _TAG), data))
+        """Begin to send."""
+        self._leaving.append(self._world.isend(data, rank, _TAG))
 
     def poll(self, rank: int) -> bytes | None:
         """Return the next message from a rank, if there is one."""
-        status = self._mpi.Status()
-        message = self._world.Improbe(rank, _TAG, status)
-        if message is None:
-            return None
-        buffer = bytearray(status.Get_count(self._mpi.BYTE))
+        message = self._world.improbe(rank, _TAG)
         # A message this small arrives as a whole.
-        message.Recv([buffer, self._mpi.BYTE])
-        return bytes(buffer)
+        return None if message is None else bytes(message.recv())
 
     def finish(self) -> None:
         """End MPI."""
         with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
-            self._mpi.Request.Waitall([request for request, _ in self._leaving])
+            self._mpi.Request.waitall(self._leaving)
             self._mpi.Finalize()
 
 

@@ -83,7 +83,8 @@ class ClusterSession:
         questions = dict.fromkeys(self._agents.hosts, self._describe)
         found = self._agents.ask(questions, HostFacts)
         self.hosts = tuple(
-            msgspec.structs.replace(found[seat.host], ranks=seat.ranks) for seat in job.seats
+            msgspec.structs.replace(found[host], ranks=tuple(ranks))
+            for host, ranks in job.hosts.items()
         )
         check_hosts(
             self.hosts,
@@ -92,13 +93,14 @@ class ClusterSession:
             addressed=self.network == "tcp",
         )
         if self._backend == "host":
-            for host in self.hosts:
-                self.notices += [f"host {host.name}: {text}" for text in shared_cores(host.machine)]
-        for seat in job.seats:
-            own = CONTROLLER in seat.ranks
-            clock = self.clocks[seat.host] = HostClock(seat.host, own=own)
+            for facts in self.hosts:
+                shared = shared_cores(facts.machine)
+                self.notices += [f"host {facts.name}: {text}" for text in shared]
+        for host, ranks in job.hosts.items():
+            own = CONTROLLER in ranks
+            clock = self.clocks[host] = HostClock(host, own=own)
             if not own:
-                clock.add(self._agents.reading(seat.host, FIRST_PINGS))
+                clock.add(self._agents.reading(host, FIRST_PINGS))
         return self
 
     def __exit__(self, *exception: object) -> None:
