@@ -1,5 +1,6 @@
 """`tccl doctor`: what it prints, exits with, and asks the driver."""
 
+import contextlib
 import json
 
 import pytest
@@ -83,25 +84,12 @@ def test_this_host_is_looked_at_without_a_driver(monkeypatch):
     assert "NVIDIA driver answers (why" in command.this_host().driver.unseen
 
 
-class Watch:
-    """Stands for the profiler's watch: one GPU without persistence mode, narrow."""
+def watching(gpus, own_pids):
+    """Stands for the profiler's watch: GPUs without persistence mode, narrow."""
+    from tccl_profiler.watch import GpuConditions  # noqa: PLC0415
 
-    def __init__(self, gpus, own_pids):
-        self.gpus = gpus
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def look(self):
-        from tccl_profiler.watch import GpuConditions  # noqa: PLC0415
-
-        return tuple(
-            GpuConditions(gpu=gpu, persistence=False, pcie_width=8, pcie_width_max=16)
-            for gpu in self.gpus
-        )
+    narrow = {"persistence": False, "pcie_width": 8, "pcie_width_max": 16}
+    return contextlib.nullcontext(lambda: tuple(GpuConditions(gpu=gpu, **narrow) for gpu in gpus))
 
 
 def test_the_driver_is_asked_for_conditions(monkeypatch):
@@ -110,7 +98,7 @@ def test_the_driver_is_asked_for_conditions(monkeypatch):
     )
     facts = DriverFacts(driver="570.1", gpus=(gpu,), peer_access=())
     monkeypatch.setattr(command, "driver_facts", lambda: facts)
-    monkeypatch.setattr("tccl_profiler.watch.Watch", Watch)
+    monkeypatch.setattr("tccl_profiler.watch.watching", watching)
     driver = command.this_host().driver
     ((state, (complaint,)),) = driver.conditions
     assert (driver.gpus, state.gpu, state.persistence) == ((gpu,), 0, False)

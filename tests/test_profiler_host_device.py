@@ -41,7 +41,6 @@ class Controller:
                 device=name,
                 bus_id="",
                 cpus=(),
-                control_bytes=self.control.segment.size,
                 arena_bytes=arena_bytes,
                 user_bytes=user_bytes,
             )
@@ -52,11 +51,9 @@ class Controller:
         for name, device in self.devices.items():
             for other, slot in self.slots.items():
                 if other != name:
-                    share = Share(space=other, size=arena_bytes)
-                    device.share(share, Segment.attach(os.dup(fds[slot]), arena_bytes, other))
-        self.arenas = [
-            Segment.attach(os.dup(fd), arena_bytes, f"arena {i}") for i, fd in enumerate(fds)
-        ]
+                    share = Share(space=other)
+                    device.share(share, Segment.attach(os.dup(fds[slot]), other))
+        self.arenas = [Segment.attach(os.dup(fd), f"arena {i}") for i, fd in enumerate(fds)]
         self.host = None
         self.epoch = 1
 
@@ -68,8 +65,8 @@ class Controller:
         elif size is not None:
             self.host = create_segment(size, numa_id=None, label="C0")
             for device in self.devices.values():
-                segment = Segment.attach(os.dup(self.host.fd), size, "C0")
-                device.share(Share(space="C0", size=size), segment)
+                segment = Segment.attach(os.dup(self.host.fd), "C0")
+                device.share(Share(space="C0"), segment)
 
     def queue(self, name, share, *, warm_ms=2, window_ms=60, patience_s=LONG_S, **more):
         run = Run(
@@ -403,7 +400,7 @@ def test_what_cannot_be_reached_is_refused_when_it_is_queued(controller):
     with pytest.raises(MeasurementError, match=r"^G0 cannot reach C0:"):
         made.queue("G0", share)
     small = create_segment(COUNTER_AREA_BYTES, numa_id=None, label="C0")
-    made.devices["G0"].share(Share(space="C0", size=small.size), small)
+    made.devices["G0"].share(Share(space="C0"), small)
     with pytest.raises(MeasurementError, match=r"bytes from byte \d+"):
         made.queue("G0", share)
 
@@ -479,7 +476,6 @@ def test_a_device_pins_the_process_to_its_cores(monkeypatch):
         device="G0",
         bus_id="",
         cpus=(1,),
-        control_bytes=control.segment.size,
         arena_bytes=COUNTER_AREA_BYTES,
         user_bytes=4096,
     )

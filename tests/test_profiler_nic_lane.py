@@ -12,7 +12,7 @@ import pytest
 
 from tccl_profiler.host_lane import HostEnd
 from tccl_profiler.messages import LinkLost
-from tccl_profiler.program import Link
+from tccl_profiler.program import Address, End, Lane, Link
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_profiler.tcp import TcpLane
 from tests.profiler_pools import until
@@ -41,14 +41,15 @@ class Wire:
             wait=self.wait if fifo else None,
             post=self.post if fifo else None,
         )
+        side, other = ("incoming", "outgoing") if sends else ("outgoing", "incoming")
+        place = End(data=Address("C0", 0), slices=SLICES, seed=7)
         self.lane = TcpLane(
-            LINK,
-            self.ours,
-            end=self.end,
-            slice_bytes=SIZE,
-            sends=sends,
+            share=Lane(slice_bytes=SIZE, link=LINK, **{side: place}),
+            link=LINK,
+            sock=self.ours,
             repeat=repeat,
             check=check,
+            **{side: self.end, other: HostEnd()},
         )
 
     def run(self, *, lasting_ms=30, patience_ms=200, warm_ms=0):

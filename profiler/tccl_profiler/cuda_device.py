@@ -111,7 +111,6 @@ class CudaDevice:
         self._copy_streams = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(MAX_COPIES)]
         self._load()
         started = Started(
-            name=properties["name"].decode(errors="replace"),
             lanes=min(MAX_LANES, int(properties["multiProcessorCount"])),
             arena_bytes=start.arena_bytes,
             handle=bytes(self._runtime.ipcGetMemHandle(self._arena)),

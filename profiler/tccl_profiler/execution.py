@@ -122,7 +122,7 @@ class HostBuffers:
         wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
         new = create_segment(wanted, numa_id=self._numa_ids[space], label=space)
         try:
-            share(Share(space=space, size=new.size), (new.fd,))
+            share(Share(space=space), (new.fd,))
         except BaseException:
             new.close()
             raise

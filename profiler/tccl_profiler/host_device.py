@@ -17,13 +17,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import linux
-from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, pause, released
+from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, RunningLane, pause, released
 from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
@@ -35,19 +34,6 @@ from tccl_py.readers.sysfs import HostFiles
 LANES = 64  # NCCL has no more channels than this; a thread runs any number in turn
 
 Stamps = npt.NDArray[np.uint64]
-
-
-class RunningLane(Protocol):
-    """A lane of one repeat, as the thread of a device runs it."""
-
-    def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
-        """Yield at each turn whether there was progress; end with the lane."""
-
-    def stamp(self, number: int) -> None:
-        """Write the time into a copy's stamp."""
-
-    def report(self, epoch: int, start: int) -> tuple[int, ...]:
-        """Return the lane's record."""
 
 
 class ThreadedDevice:
@@ -188,7 +174,6 @@ class HostDevice(ThreadedDevice):
         self.links = Communicators(start.device, int(start.device[1:]), memory)
         self._links_open.callback(self.links.close)
         started = Started(
-            name=cpu_model(),
             lanes=LANES,
             arena_bytes=start.arena_bytes,
             handle=b"",
@@ -251,7 +236,7 @@ class HostDevice(ThreadedDevice):
             size = share.slice_bytes
             user, user_slices = self._memory(size, number, len(shares))
             lane = HostLane(
-                share,
+                share=share,
                 incoming=self._spaces.end(share.incoming, size, repeat=repeat, fills=False),
                 outgoing=self._spaces.end(share.outgoing, size, repeat=repeat, fills=True),
                 user=user,

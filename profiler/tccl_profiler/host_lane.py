@@ -76,23 +76,53 @@ class HostEnd:
         self.last = at
 
 
-@dataclass(eq=False)
-class HostLane:
-    """A lane of one repeat; or a copy, with one end here and perhaps a pace.
+@dataclass(eq=False, kw_only=True)
+class RunningLane:
+    """A lane of one repeat, or a copy, as the thread of a device runs it.
 
-    `user` are addresses of the bytes sent and kept, `user_slices` each. A pace is a number of
-    slices (None: the clock stops the lane), with stamps: queued, released, and one per group.
+    `check` writes the pattern, or compares with it. A copy has stamps: queued, released, and one
+    per group.
     """
 
     share: Lane
     incoming: HostEnd
     outgoing: HostEnd
+    check: bool = False
+    stamps: npt.NDArray[np.uint64] | None = None
+    errors: int = field(default=0, init=False)
+    moved: int = field(default=0, init=False)
+
+    def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
+        """Yield at each turn whether there was progress; end with the lane."""
+        raise NotImplementedError
+
+    def stamp(self, number: int) -> None:
+        """Write the time into a copy's stamp."""
+        if self.stamps is not None:
+            self.stamps[number] = time.monotonic_ns()
+
+    def report(self, epoch: int, start: int) -> tuple[int, ...]:
+        """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
+        incoming, outgoing = self.incoming, self.outgoing
+        return (
+            *(epoch, start, max(incoming.last, outgoing.last)),
+            *(incoming.first, incoming.last, incoming.count),
+            *(outgoing.first, outgoing.last, outgoing.count),
+            *(self.errors, self.moved * self.share.slice_bytes, 0),
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class HostLane(RunningLane):
+    """A lane between FIFOs of memory; or a copy, with one end here and perhaps a pace.
+
+    `user` are addresses of the bytes sent and kept, `user_slices` each. A pace is a number of
+    slices (None: the clock stops the lane).
+    """
+
     user: tuple[int, int]
     user_slices: int
-    check: bool = False
     pace: Pace | None = None
-    stamps: npt.NDArray[np.uint64] | None = None
-    _errors: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._coupled = self.share.coupled and self.incoming.data != 0 and self.outgoing.data != 0
@@ -106,7 +136,7 @@ class HostLane:
         now, incoming, outgoing, pace = time.monotonic_ns, self.incoming, self.outgoing, self.pace
         until = _NEVER if pace else stop_at
         most = pace.groups * pace.slices if pace else _NEVER
-        while now() < until and incoming.done + outgoing.done < most:
+        while now() < until and self.moved < most:
             # 1. The ends that the next pass should serve, and those that it can.
             in_wanted, out_wanted = self._wanted()
             takes, puts = in_wanted and incoming.ready(), out_wanted and outgoing.ready()
@@ -123,24 +153,10 @@ class HostLane:
                 incoming.served(warm_at)
             if puts:
                 outgoing.served(warm_at)
-            if pace and (incoming.done + outgoing.done) % pace.slices == 0:
-                self.stamp(1 + (incoming.done + outgoing.done) // pace.slices)
+            self.moved = incoming.done + outgoing.done
+            if pace and self.moved % pace.slices == 0:
+                self.stamp(1 + self.moved // pace.slices)
             yield True
-
-    def stamp(self, number: int) -> None:
-        """Write the time into a copy's stamp."""
-        if self.stamps is not None:
-            self.stamps[number] = time.monotonic_ns()
-
-    def report(self, epoch: int, start: int) -> tuple[int, ...]:
-        """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
-        incoming, outgoing = self.incoming, self.outgoing
-        return (
-            *(epoch, start, max(incoming.last, outgoing.last)),
-            *(incoming.first, incoming.last, incoming.count),
-            *(outgoing.first, outgoing.last, outgoing.count),
-            *(self._errors, (incoming.done + outgoing.done) * self.share.slice_bytes, 0),
-        )
 
     def _wanted(self) -> tuple[bool, bool]:
         """Return the ends of the next pass, as in pump.cu.
@@ -161,7 +177,7 @@ class HostLane:
         user = (outgoing.done if puts else incoming.done) % self.user_slices * size
         # Plain memory that no lane fills has no pattern.
         if takes and self.check and incoming.waits:
-            self._errors += differing(source, size, incoming.seed, incoming.done)
+            self.errors += differing(source, size, incoming.seed, incoming.done)
         if takes and (not puts or self._keeps()):
             ctypes.memmove(self.user[1] + user, source, size)
         if puts and self.check:

@@ -55,15 +55,13 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(DeviceSpec, frozen=True, kw_only=True, tag=True):
-    """The first message to a worker, with two descriptors: control segment and lifeline.
+    """The first message to a worker, with the descriptor of the control segment.
 
-    `slot` is the device's place in the control segment. The lifeline is a pipe that closes when the
-    controller ends, however it ends; the worker exits then.
+    `slot` is the device's place in the control segment.
     """
 
     backend: str
     slot: int
-    control_bytes: int
     arena_bytes: int
     user_bytes: int
 
@@ -71,7 +69,6 @@ class Start(DeviceSpec, frozen=True, kw_only=True, tag=True):
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A device is ready, runs so many lanes at once, and shares its arena by `handle`."""
 
-    name: str
     lanes: int
     arena_bytes: int
     handle: bytes
@@ -82,7 +79,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The memory of a space, in place of earlier memory: a descriptor, or a GPU arena's handle."""
 
     space: str
-    size: int
     handle: bytes = b""
 
 

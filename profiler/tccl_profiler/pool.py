@@ -17,7 +17,7 @@ from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, is_nic
-from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control, control_bytes
+from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control
 from tccl_profiler.workers import Answer, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
 
@@ -60,7 +60,6 @@ class Pool:
         self.workers: list[WorkerProcess] = []
         self.started: dict[str, messages.Started] = {}
         self.control: Control | None = None
-        self._lifeline: tuple[int, int] | None = None
         self._epoch = 0
         self._broken = False
         # Process ids of all workers so far.
@@ -85,7 +84,6 @@ class Pool:
             raise MeasurementError("the pool has been started already")
         try:
             self.control = Control.create(len(self._specs))
-            self._lifeline = os.pipe()
             for slot, spec in enumerate(self._specs):
                 self._spawn(slot, spec)
             deadline = time.monotonic() + self._timeouts.start_s
@@ -99,9 +97,9 @@ class Pool:
                         opened.callback(os.close, fd)
                 self._broken = False
                 for device, fds in arenas.items():
-                    if size := self.started[device].arena_bytes:
-                        handle = self.started[device].handle
-                        self._share(messages.Share(space=device, size=size, handle=handle), fds)
+                    started = self.started[device]
+                    if started.arena_bytes:
+                        self._share(messages.Share(space=device, handle=started.handle), fds)
         except BaseException:
             self._broken = True
             self._end()
@@ -109,19 +107,18 @@ class Pool:
 
     def _spawn(self, slot: int, spec: DeviceSpec) -> None:
         """Start a worker and send Start; `_end` ends the worker from then on."""
-        assert self._lifeline is not None and self.control is not None
+        assert self.control is not None
         worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
         self.workers.append(worker)
         self.pids.add(worker.process.pid)
         start = messages.Start(
             backend="network" if is_nic(spec.device) else self._backend,
             slot=slot,
-            control_bytes=control_bytes(len(self._specs)),
             arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
             user_bytes=self._memory.user_bytes,
             **msgspec.structs.asdict(spec),
         )
-        worker.ask(start, (self.control.segment.fd, self._lifeline[0]))
+        worker.ask(start, (self.control.segment.fd,))
 
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; `hurry` kills what does not end at once."""
@@ -136,11 +133,12 @@ class Pool:
         if self._broken and self.control is not None:
             self.control.abort()
         for worker in self.workers:
-            if not self._broken:
+            if self._broken:
+                # A worker ends when its connection does, whatever it does.
+                worker.connection.close()
+            else:
                 with contextlib.suppress(MeasurementError):
                     worker.connection.send(messages.Stop(), (), 1.0)
-            # A worker ends when its connection does, after its current request.
-            worker.connection.close()
         deadline = time.monotonic() + (_BROKEN_STOP_S if self._broken else self._timeouts.stop_s)
         try:
             for worker in self.workers:
@@ -160,10 +158,6 @@ class Pool:
         if self.control is not None:
             self.control.close()
             self.control = None
-        if self._lifeline is not None:
-            for fd in self._lifeline:
-                os.close(fd)
-            self._lifeline = None
 
     def restart(self) -> None:
         """Give up all workers and start new ones."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
@@ -61,7 +60,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     check: Literal["once", "every"] = "once"
     seconds_per_set: float = 5.0
     sentinel_every: int = 100
-    seed: int = 0
     network: Network = "tcp"
 
     @property
@@ -88,6 +86,7 @@ class Profiler:
         *,
         options: Options | None = None,
         source: str = "",
+        notices: list[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -99,23 +98,20 @@ class Profiler:
         self._windows: dict[TransferSet, tuple[Window, tuple[ChannelRate, ...]]] = {}
         self._checked: set[str] = set()
         self._uncontended: dict[TransferSet, Mapping[Flow, float]] = {}
-        self._random = random.Random(self.options.seed)
         self._sentinel: Measurement | None = None
         self._sentinel_times = 1
         self._since_sentinel = 0
         self._drifted: str | None = None
-        self.notices: list[str] = []
+        self.notices = [] if notices is None else notices
         self.sets_run = 0
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set, in random order; results are in the order given."""
-        order = list(range(len(sets)))
-        self._random.shuffle(order)
-        results: dict[int, Measurement] = {}
-        for number in order:
-            results[number] = self._retried(sets[number], self._measured)
-            self._watch_drift(results[number])
-        return [results[number] for number in range(len(sets))]
+        """Measure each set."""
+        results = []
+        for transfers in sets:
+            results.append(self._retried(transfers, self._measured))
+            self._watch_drift(results[-1])
+        return results
 
     def exercise(self, transfers: TransferSet) -> None:
         """Run a set for a moment without measuring it, so that links wake up."""

@@ -54,9 +54,9 @@ class Session:
             stack.push(self._close_pool)
             self.pool.start()
             source = f"{self._backend} backend"
-            self.profiler = Profiler(self.pool, options=self.options, source=source)
-            # The profiler's notices and the session's are one list.
-            self.profiler.notices = self.notices
+            self.profiler = Profiler(
+                self.pool, options=self.options, source=source, notices=self.notices
+            )
             if self._backend == "cuda":
                 self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
                 self._warm(self._look)

@@ -45,16 +45,14 @@ class Segment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @classmethod
-    def attach(cls, fd: int, size: int, label: str) -> Segment:
+    def attach(cls, fd: int, label: str) -> Segment:
         """Map another process's segment; the descriptor belongs to the result, or is closed."""
         try:
-            segment = cls(fd, size, label)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MeasurementError(
-                f"shared memory {label}: cannot map {size} bytes: {error}"
-            ) from error
+            segment = cls(fd, os.fstat(fd).st_size, label)
+        except (OSError, ValueError) as error:
+            raise MeasurementError(f"shared memory {label}: cannot be mapped: {error}") from error
         # Reads map the pages now, not in the first timed transfer; contents stay.
-        segment.array(np.uint8, 0, size)[:: mmap.PAGESIZE].max()
+        segment.array(np.uint8, 0, segment.size)[:: mmap.PAGESIZE].max()
         return segment
 
     @property
@@ -232,11 +230,6 @@ _RECORD_AREA = MAX_REPEATS * MAX_LANES * RECORD.itemsize
 _DEVICE_AREA = _RECORD_AREA + MAX_REPEATS * MAX_STAMPS * 8
 
 
-def control_bytes(devices: int) -> int:
-    """Return the size of the segment for so many devices."""
-    return _RECORDS_AT + devices * _DEVICE_AREA
-
-
 def question_at(slot: int) -> int:
     """Return the offset of the word by which device `slot` is asked for its time."""
     return _WORDS_AT + slot * _WORD_BYTES
@@ -267,7 +260,8 @@ class Control:
     @classmethod
     def create(cls, devices: int) -> Control:
         """Make the segment for so many devices."""
-        return cls(create_segment(control_bytes(devices), numa_id=None, label="control"))
+        size = _RECORDS_AT + devices * _DEVICE_AREA
+        return cls(create_segment(size, numa_id=None, label="control"))
 
     def release(self, epoch: int) -> None:
         """Start every lane of this epoch and earlier ones by one store."""

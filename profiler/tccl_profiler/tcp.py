@@ -17,8 +17,8 @@ import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tccl_profiler.host_device import LANES, RunningLane, ThreadedDevice
-from tccl_profiler.host_lane import HostEnd
+from tccl_profiler.host_device import LANES, ThreadedDevice
+from tccl_profiler.host_lane import RunningLane
 from tccl_profiler.messages import (
     TOKEN_BYTES,
     Endpoint,
@@ -49,9 +49,7 @@ class NicDevice(ThreadedDevice):
         start = self._start
         self.links = NicLinks(start.device, start.address, start.interface)
         self._links_open.callback(self.links.close)
-        started = Started(
-            name=self.links.name, lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0
-        )
+        started = Started(lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0)
         return started, ()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
@@ -60,7 +58,7 @@ class NicDevice(ThreadedDevice):
     def _lane(self, run: Run, repeat: int, lane: Lane) -> TcpLane:
         end = lane.incoming or lane.outgoing
         assert end is not None and lane.link is not None
-        space, sends = end.data.space, lane.incoming is not None
+        space, size = end.data.space, lane.slice_bytes
         if space.startswith("G") and space not in self._spaces:
             raise MeasurementError(
                 f"{self._start.device} cannot reach {space}'s memory: TCP sends from host memory "
@@ -68,13 +66,13 @@ class NicDevice(ThreadedDevice):
                 f"{self._start.device}"
             )
         return TcpLane(
-            lane.link,
-            self.links.socket_of(lane.link),
-            end=self._spaces.end(end, lane.slice_bytes, repeat=repeat, fills=not sends),
-            slice_bytes=lane.slice_bytes,
-            sends=sends,
-            repeat=repeat,
+            share=lane,
+            incoming=self._spaces.end(lane.incoming, size, repeat=repeat, fills=False),
+            outgoing=self._spaces.end(lane.outgoing, size, repeat=repeat, fills=True),
             check=run.check,
+            link=lane.link,
+            sock=self.links.socket_of(lane.link),
+            repeat=repeat,
         )
 
     def _spoiled(self, run: Run) -> None:
@@ -84,43 +82,27 @@ class NicDevice(ThreadedDevice):
                 self.links.drop(lane.link)
 
 
-@dataclass(eq=False)
-class TcpLane:
-    """A lane of one repeat over one link.
+@dataclass(eq=False, kw_only=True)
+class TcpLane(RunningLane):
+    """A lane over one link: what comes in is sent, or what is received goes out.
 
-    `repeat` is equal at both ends; `check` writes the pattern into plain memory, or compares.
+    `repeat` is equal at both ends; plain memory alone is checked.
     """
 
     link: Link
     sock: socket.socket
-    end: HostEnd
-    slice_bytes: int
-    sends: bool
     repeat: int
-    check: bool
 
     def __post_init__(self) -> None:
         self._given_up_at = 0
+        self._sends = self.share.incoming is not None
+        self._end = end = self.incoming if self._sends else self.outgoing
+        self._size = size = self.share.slice_bytes
         self._slots = [
-            memoryview(
-                (ctypes.c_ubyte * self.slice_bytes).from_address(
-                    self.end.data + i * self.slice_bytes
-                )
-            )
-            for i in range(self.end.slices)
+            memoryview((ctypes.c_ubyte * size).from_address(end.data + i * size))
+            for i in range(end.slices)
         ]
-        self._checks = self.check and not self.end.waits
-        self._errors = self._moved = 0
-
-    def stamp(self, number: int) -> None:
-        """Do nothing: only copies have stamps."""
-
-    def report(self, epoch: int, start: int) -> tuple[int, ...]:
-        """Return the lane's record (`shared_memory.RECORD`), not finished yet."""
-        end = self.end
-        counted, nothing = (end.first, end.last, end.count), (0, 0, 0)
-        sides = (*counted, *nothing) if self.sends else (*nothing, *counted)
-        return (epoch, start, end.last, *sides, self._errors, self._moved, 0)
+        self._checks = self.check and not end.waits
 
     def turns(self, warm_at: int, stop_at: int, given_up_at: int) -> Iterator[bool]:
         """Move bytes without blocking, and yield whether any moved; leave the link clean.
@@ -128,17 +110,17 @@ class TcpLane:
         The peer is taken for lost halfway to `given_up_at`: the controller could not name it.
         """
         self._given_up_at = (stop_at + given_up_at) // 2
-        return self._send(warm_at, stop_at) if self.sends else self._receive(warm_at, stop_at)
+        return self._send(warm_at, stop_at) if self._sends else self._receive(warm_at, stop_at)
 
     def _send(self, warm_at: int, stop_at: int) -> Iterator[bool]:
-        end, size, number = self.end, self.slice_bytes, 0
+        end, size, number = self._end, self._size, 0
         while (yield from self._ready(stop_at)):
             if self._checks:
                 write_pattern(end.data + number % end.slices * size, size, end.seed, number)
             header = _HEADER.pack(self.repeat, size, number)
             yield from self._push(memoryview(header), self._slots[number % end.slices])
-            self._moved += size
             number += 1
+            self.moved = number
             # Later bytes went out beside lanes that had stopped.
             if time.monotonic_ns() >= stop_at:
                 break
@@ -146,18 +128,18 @@ class TcpLane:
         yield from self._push(memoryview(_HEADER.pack(self.repeat, 0, number)))
 
     def _receive(self, warm_at: int, stop_at: int) -> Iterator[bool]:
-        end, size, number = self.end, self.slice_bytes, 0
+        end, size, number = self._end, self._size, 0
         while (yield from self._ready(stop_at)):
             if not (yield from self._announced(number)):
                 return
             yield from self._pull(self._slots[number % end.slices])
-            self._moved += size
             number += 1
+            self.moved = number
             if time.monotonic_ns() >= stop_at:
                 break
             if self._checks:
                 address = end.data + end.done % end.slices * size
-                self._errors += differing(address, size, end.seed, end.done)
+                self.errors += differing(address, size, end.seed, end.done)
             end.served(warm_at)
         spare = memoryview(bytearray(size))
         while (yield from self._announced(number)):
@@ -166,7 +148,7 @@ class TcpLane:
 
     def _ready(self, stop_at: int) -> Generator[bool, None, bool]:
         while time.monotonic_ns() < stop_at:
-            if self.end.ready():
+            if self._end.ready():
                 return True
             yield False
         return False
@@ -175,10 +157,10 @@ class TcpLane:
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
         repeat, size, said = _HEADER.unpack(header)
-        if repeat != self.repeat or size not in (0, self.slice_bytes) or said != number:
+        if repeat != self.repeat or size not in (0, self._size) or said != number:
             raise LinkLost(
                 f"{self.link}: out of step: slice {said} of {size} bytes of repeat {repeat} came "
-                f"for slice {number} of {self.slice_bytes} bytes of repeat {self.repeat}"
+                f"for slice {number} of {self._size} bytes of repeat {self.repeat}"
             )
         return bool(size)
 

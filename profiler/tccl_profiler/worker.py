@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -45,11 +46,10 @@ def _serve(connection: messages.Connection[messages.ToWorker]) -> None:
     start, descriptors = connection.receive(None)
     if not isinstance(start, messages.Start):
         raise MeasurementError("the first message is not Start")
-    control_fd, lifeline = descriptors
-    _die_with(lifeline)
+    _die_with(connection)
     device: Device | None = None
     try:
-        control = Control(Segment.attach(control_fd, start.control_bytes, "control"))
+        control = Control(Segment.attach(descriptors[0], "control"))
         device = _device(start, control)
         started, fds = device.open()
         connection.send(started, fds)
@@ -66,11 +66,13 @@ def _serve(connection: messages.Connection[messages.ToWorker]) -> None:
                 device.close()
 
 
-def _die_with(lifeline: int) -> None:
-    """End this process when the controller ends, even within a driver's call."""
+def _die_with(connection: messages.Connection[messages.ToWorker]) -> None:
+    """End this process when the controller's end closes, even within a driver's call."""
+    poller = select.poll()
+    poller.register(connection, 0)  # POLLHUP is reported whatever is asked for
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        poller.poll()
         os._exit(_ORPHANED)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
@@ -101,7 +103,7 @@ def _answer(connection: messages.Connection[messages.ToWorker], device: Device) 
             connection.send(device.ping(message.count))
         elif isinstance(message, messages.Share):
             # A GPU's arena has no descriptor.
-            mapped = [Segment.attach(fd, message.size, message.space) for fd in descriptors]
+            mapped = [Segment.attach(fd, message.space) for fd in descriptors]
             device.share(message, *mapped)
             connection.send(messages.Done())
         elif isinstance(message, messages.LinkStep):

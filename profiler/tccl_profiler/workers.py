@@ -75,9 +75,10 @@ class WorkerProcess:
         return message, fds
 
     def free(self, limit_s: float) -> None:
-        """Wait for the end of the process, and close its descriptor."""
+        """Wait for the end of the process, and close the connection and its stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
+        self.connection.close()
         os.close(self.stderr_fd)
 
     def _death(self) -> str:

@@ -19,7 +19,7 @@ from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Options
 from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.session import Session
-from tccl_profiler.watch import Watch
+from tccl_profiler.watch import watching
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.load import load_plan
@@ -198,8 +198,8 @@ def test_nothing_is_left_when_the_parent_is_killed(here, how):
 
 
 def test_the_watch_finds_nothing_wrong_with_our_own_workers(session):
-    with Watch(session.machine.gpu_indices, session.pool.pids) as watch:
-        for one in watch.look():
+    with watching(session.machine.gpu_indices, session.pool.pids) as look:
+        for one in look():
             assert not one.other_processes
 
 

@@ -120,9 +120,9 @@ class ClusterSession:
             self.pool.start()
             self.notices += self.pool.warnings
             source = f"{self._backend} backend"
-            self._profiler = Profiler(self.pool, options=self.options, source=source)
-            # The profiler's notices and the session's are one list.
-            self._profiler.notices = self.notices
+            self._profiler = Profiler(
+                self.pool, options=self.options, source=source, notices=self.notices
+            )
         return self._profiler
 
     def end_workers(self) -> None:
