@@ -13,15 +13,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tccl_py.children import child_command, child_environment
 from tccl_py.errors import InputError, MeasurementError, limit_reached
 from tccl_py.files import read_bytes
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 NAME = "libnccl.so.2"
 ID_BYTES = 128
@@ -246,6 +248,8 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
 
 
 def _distribution(name: str) -> metadata.Distribution | None:
+    from importlib import metadata  # noqa: PLC0415 (slow to import: workers need none)
+
     try:
         return metadata.distribution(name)
     except metadata.PackageNotFoundError:

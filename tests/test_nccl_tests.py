@@ -58,6 +58,11 @@ while size <= last:
 """
 
 
+FEW = ("--rounds", "6", "--sizes", "64M")
+"""Of one row the fewest rounds decide."""
+ONE = ("--choice", "variables")
+
+
 def tccl(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
@@ -108,7 +113,7 @@ def test_programs_are_known_by_their_names(tmp_path):
 
 
 def test_a_host_without_torch_is_verified_by_the_program(place):
-    result = tccl("verify", place, "--with", program(place), "--json", "--rounds", "6")
+    result = tccl("verify", place, "--with", program(place), "--json", *FEW)
     found = json.loads(result.stdout)
     assert (result.exit_code, found["winner"]) == (0, "variables")
     default, variables = found["arms"][:2]
@@ -120,7 +125,7 @@ def test_a_host_without_torch_is_verified_by_the_program(place):
 
 
 def test_wrong_values_of_the_program_refuse_the_choice(place):
-    result = tccl("verify", place, "--with", program(place, wrong="7"), "--json", "--rounds", "6")
+    result = tccl("verify", place, "--with", program(place, wrong="7"), "--json", *FEW, *ONE)
     assert result.exit_code == 1
     wrong = json.loads(result.stdout)["arms"][1]["wrong"]
     assert len(wrong) == 5
@@ -155,7 +160,7 @@ def test_wrong_use_is_a_sentence(place, case):
 
 def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
     path = program(place)
-    assert tccl("verify", place, "--with", path, "--rounds", "6").exit_code == 0
+    assert tccl("verify", place, "--with", path, *FEW, *ONE).exit_code == 0
     plan, verified = load_plan(place), Verification.load(place)
     with module.launcher_of(plan, place, module.JobOptions(program=path)) as launcher:
         target = read_target(plan, place)

@@ -117,7 +117,7 @@ def test_a_host_without_what_ranks_import_is_named():
 
 def test_ranks_that_are_late_are_named_with_their_host(jobs, tmp_path):
     with pytest.raises(MeasurementError, match=r"host (north|south): rank .*:"):
-        jobs("hang hang hang hang", timeout=4.0)
+        jobs("hang hang hang hang", timeout=2.0)
     assert gone(tmp_path)
 
 

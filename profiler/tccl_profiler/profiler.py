@@ -33,8 +33,8 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, TransferSet
 
-_TRIALS_MS = (1.0, 8.0, 40.0)
-"""Windows of trials and checks, until bytes have moved in every channel."""
+_TRIALS = (0.5, 4.0, 20.0)
+"""Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""
 _PACINGS = 3  # how often repeats may be discarded because a copy ended before their window did
 _MORE = 4  # repeats that are added where the first were not enough
 _UNCOUNTED = 6  # invalid repeats of the longest window that, being the majority, fail the set
@@ -119,6 +119,10 @@ class Profiler:
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
 
+    @property
+    def _trials_us(self) -> list[float]:
+        return [trial * self.options.limits.minimum_ms * 1e3 for trial in _TRIALS]
+
     def _compiled(self, transfers: TransferSet, coupling: FlowCoupling | None = None) -> Program:
         return program_for(
             transfers,
@@ -176,13 +180,13 @@ class Profiler:
             return
         transfers = checkable(program.transfers)
         proof = program if transfers == program.transfers else self._compiled(transfers)
-        for window_ms in _TRIALS_MS:
+        for window_us in self._trials_us:
             spec = RunSpec(
                 repeats=1,
                 warm_us=0.0,
-                window_us=window_ms * 1e3,
+                window_us=window_us,
                 check=True,
-                paces=paces_for(proof, None, window_ms * 1e3),
+                paces=paces_for(proof, None, window_us),
             )
             (result,) = self._pool.run(proof, spec)
             sample = rates.sample_of(proof, result, spec, self._to_host())
@@ -277,8 +281,8 @@ class Profiler:
     def _trial(self, program: Program) -> tuple[Window, tuple[ChannelRate, ...]]:
         # The few slices that a copy moves in a trial may all end within a warm-up.
         copies = any(share.copies for share in program.devices.values())
-        for trial_ms in _TRIALS_MS:
-            trial = Window(warm_us=0.0 if copies else trial_ms * 250, window_us=trial_ms * 1e3)
+        for trial_us in self._trials_us:
+            trial = Window(warm_us=0.0 if copies else trial_us / 4, window_us=trial_us)
             samples = self._run(program, trial, None, repeats=1)
             channels = rates.median_channels(samples)
             if all(channel.gbps for channel in channels):

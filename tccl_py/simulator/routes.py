@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
-import networkx as nx
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Machine
@@ -90,6 +89,7 @@ class Network:
 
     def _paths_from(self, source: str) -> dict[str, list[str]]:
         """Return the shortest path to each device; GPUs and NICs end paths and forward nothing."""
+        import networkx as nx  # noqa: PLC0415 (slow to import: commands that measure need none)
 
         def cost(device: str, further: str, _: object) -> float | None:
             ends = device in self._ends and device != source

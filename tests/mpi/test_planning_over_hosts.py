@@ -11,7 +11,6 @@ import pytest
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.probe_hosts import whole_ring
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import kept_files
@@ -22,7 +21,7 @@ from tests.test_cli_plan import done
 
 pytestmark = pytest.mark.mpi
 
-LINK_GBPS, UPLINK_GBPS = 0.25, 0.15
+LINK_GBPS, UPLINK_GBPS = 0.5, 0.3
 """Quicker than elsewhere: a set takes windows of many slices, whose time is that of the links."""
 FEW = ("--backend", "host", "--devices", "1", "--interfaces", "eth0", "--target", "0.3")
 GIVEN = ("h0", "h2", "h1", "h3")
@@ -107,7 +106,7 @@ def test_the_plan_is_explained_and_checked_on_its_hosts(planned, namespaces):
     assert not found["simulated"]
     assert {ring["node_class"] for ring in found["rings"]} == {plan.cluster.classes[0].name}
     assert all(ring["slowest"] for ring in found["rings"])
-    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "20", hosts=GIVEN)
+    ran = namespaces.run("check", str(directory), "--json", "--max-seconds", "10", hosts=GIVEN)
     assert ran.code in (0, 1), ran.stderr
     assert json.loads(ran.stdout)["sets_compared"] > 0
     ran = ended(refused)
@@ -135,12 +134,12 @@ def test_every_pair_gets_what_the_shaped_network_leaves_and_nothing_is_measured(
 
 # A plan of two hosts grows by two more, one of them slowed; a host of the plan does not run.
 
-SLOW_GBPS = 0.1
+SLOW_GBPS = 0.25
 
 
 @pytest.fixture(scope="module")
 def grown(planned, namespaces, tmp_path_factory):
-    """The directory before and after, and the rates of rings over some pairs of hosts."""
+    """The directory before and after."""
     folder = tmp_path_factory.mktemp("growing")
     before, after = folder / "before", folder / "after"
     shutil.copytree(planned[1], before)
@@ -155,25 +154,11 @@ def grown(planned, namespaces, tmp_path_factory):
         command = ["plan", str(after), "--extend", *FEW, "--rings", "1", "--max-sets", "1"]
         ran = namespaces.run(*command, hosts=("h1", "h2", "h3"), timeout_s=240)
         assert ran.code == 0, ran.stderr
-        alone = measured_alone(namespaces, after, [("h1", "h2"), ("h2", "h3")], folder)
-    return before, after, alone
-
-
-def measured_alone(namespaces, directory, pairs, folder):
-    """Return the rate of each job over two hosts, whose rings are measured at the same time."""
-    sets = []
-    for pair in pairs:
-        done("export", directory, "--hosts", ",".join(pair), "-o", folder / "-".join(pair))
-        sets.append(str(whole_ring(load_plan(folder / "-".join(pair)))))
-    hosts = sorted({host for pair in pairs for host in pair})
-    ran = namespaces.run("measure", *sets, *FEW, "--json", hosts=hosts, timeout_s=240)
-    assert ran.code == 0, ran.stderr
-    rates = [min(found["gbps"]) for found in json.loads(ran.stdout)]
-    return dict(zip(pairs, rates, strict=True))
+    return before, after
 
 
 def test_an_equal_host_is_sampled_and_a_slow_one_gets_a_class_of_its_own(grown):
-    before, after, _ = grown
+    before, after = grown
     plan = load_plan(after)
     assert plan.cluster.names == ("h0", "h1", "h2", "h3")
     classes = plan.cluster.host_classes
@@ -187,29 +172,27 @@ def test_an_equal_host_is_sampled_and_a_slow_one_gets_a_class_of_its_own(grown):
     assert 0 < len([text for text in sets if "h2." in text and "h3." not in text]) <= 6
 
 
-def test_every_pair_of_the_grown_plan_gets_what_its_links_have_and_its_ring_alone(grown, tmp_path):
-    _, after, alone = grown
+def test_every_pair_of_the_grown_plan_gets_what_its_links_have(grown, tmp_path):
+    _, after = grown
     for pair in itertools.combinations(load_plan(after).cluster.names, 2):
         place = tmp_path / "-".join(pair)
         done("export", after, "--hosts", ",".join(pair), "-o", place)
         slowest = SLOW_GBPS if "h3" in pair else LINK_GBPS
-        found = load_plan(place).rate_gbps
-        assert found == pytest.approx(slowest * PAYLOAD, rel=0.2)
-        assert found == pytest.approx(alone.get(pair, found), rel=0.2)
+        assert load_plan(place).rate_gbps == pytest.approx(slowest * PAYLOAD, rel=0.2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_jobs_of_all_hosts_and_of_half_are_evaluated(planned, namespaces):
     _, directory = planned
     ran = namespaces.run(
-        "evaluate", str(directory), "--backend", "host", "--sizes", "4K", "--collectives",
-        "all_reduce,send_recv", "--seconds", "250", "--no-checks", "--json", hosts=GIVEN,
+        "evaluate", str(directory), "--backend", "host", "--sizes", "4K",
+        "--collectives", "all_reduce", "--seconds", "250", "--no-checks", "--json", hosts=GIVEN,
         timeout_s=300,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     found = json.loads(ran.stdout)
     order = load_plan(directory).host_order
     assert {tuple(cell["hosts"]) for cell in found["cells"]} == {order, order[:2]}
-    assert {cell["collective"] for cell in found["cells"]} == {"all_reduce", "send_recv"}
+    assert {cell["collective"] for cell in found["cells"]} == {"all_reduce"}
     assert len({cell["arm"] for cell in found["cells"]}) >= 2
-    assert len(found["cells"]) % 4 == 0 and found["left_out"] == []
+    assert len(found["cells"]) % 2 == 0 and found["left_out"] == []

@@ -165,9 +165,13 @@ class Agents:
         After a host's failure the rest are to give up, and the failure that says most is raised.
         """
         found = self.heard(number, hosts, limit_s)
-        ended = {host: found[host] for host in found if not isinstance(found[host], kind)}
-        if ended:
-            time.sleep(self.grace_s)
+        if any(not isinstance(answer, kind) for answer in found.values()):
+            until = time.monotonic() + self.grace_s
+            while len(found) < len(hosts) and time.monotonic() < until:
+                self._backoff.nap(1e-3)
+                polled = {host: self._polled(host, number) for host in hosts if host not in found}
+                found |= {host: answer for host, answer in polled.items() if answer}
+            ended = {host: found[host] for host in found if not isinstance(found[host], kind)}
             rest = [host for host in hosts if host not in ended]
             found = ended | self.give_up(number, rest, limit_s)
         return checked({host: found[host] for host in hosts}, kind)
