@@ -23,24 +23,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tccl_py.errors import InputError, TcclError
-    from tccl_py.explanation.explain import explain
-    from tccl_py.model.cluster import Cluster
-    from tccl_py.model.reports import HostReport, cluster_of
-    from tccl_py.model.transfer import parse_flow, parse_set
-    from tccl_py.plan.cluster_planner import make_cluster_plan
-    from tccl_py.plan.load import load_plan
-    from tccl_py.plan.plan import Plan
-    from tccl_py.plan.planner import make_plan
-    from tccl_py.plan.study import diff
-    from tccl_py.plan.writing import write_plan
-    from tccl_py.readers.live import discover_machine
-    from tccl_py.readers.switches import read_switches
-    from tccl_py.report.page import drawing
-    from tccl_py.search.strategies import find_rings
-    from tccl_py.simulator.descriptions import bundled_names, load_machine
-    from tccl_py.simulator.source import Simulator
-    from tccl_py.sources.opening import open_source
+    from tccl_py.errors import InputError as InputError
+    from tccl_py.errors import TcclError as TcclError
+    from tccl_py.explanation.explain import explain as explain
+    from tccl_py.model.cluster import Cluster as Cluster
+    from tccl_py.model.reports import HostReport as HostReport
+    from tccl_py.model.reports import cluster_of as cluster_of
+    from tccl_py.model.transfer import parse_flow as parse_flow
+    from tccl_py.model.transfer import parse_set as parse_set
+    from tccl_py.plan.cluster_planner import make_cluster_plan as make_cluster_plan
+    from tccl_py.plan.load import load_plan as load_plan
+    from tccl_py.plan.plan import Plan as Plan
+    from tccl_py.plan.planner import make_plan as make_plan
+    from tccl_py.plan.study import diff as diff
+    from tccl_py.plan.writing import write_plan as write_plan
+    from tccl_py.readers.live import discover_machine as discover_machine
+    from tccl_py.readers.switches import read_switches as read_switches
+    from tccl_py.report.page import drawing as drawing
+    from tccl_py.search.strategies import find_rings as find_rings
+    from tccl_py.simulator.descriptions import bundled_names as bundled_names
+    from tccl_py.simulator.descriptions import load_machine as load_machine
+    from tccl_py.simulator.source import Simulator as Simulator
+    from tccl_py.sources.opening import open_source as open_source
 
 _NAMES = {
     "plan.cluster_planner": "make_cluster_plan",
@@ -64,30 +68,7 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "Cluster",
-    "HostReport",
-    "InputError",
-    "Plan",
-    "Simulator",
-    "TcclError",
-    "bundled_names",
-    "cluster_of",
-    "diff",
-    "discover_machine",
-    "drawing",
-    "explain",
-    "find_rings",
-    "load_machine",
-    "load_plan",
-    "make_cluster_plan",
-    "make_plan",
-    "open_source",
-    "parse_flow",
-    "parse_set",
-    "read_switches",
-    "write_plan",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605 (`_HOMES` names them)
 
 
 def __getattr__(name: str) -> Any:
@@ -103,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names."""
-    return sorted(__all__)
+    return __all__

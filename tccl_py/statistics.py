@@ -36,7 +36,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in adjusted]
 
 
-def hodges_lehmann(values: Sequence[float], *, level: float = 0.95) -> Interval:
+def hodges_lehmann(values: Sequence[float], *, level: float) -> Interval:
     """Return the median of all pairwise averages with its exact interval.
 
     The ends follow from the null distribution of the signed-rank sum (Hodges & Lehmann 1963).
@@ -87,8 +87,8 @@ def signed_rank_p(values: Sequence[float]) -> float:
     return float(min(1.0, 2 * tails[min(math.ceil(smaller + zeros), len(tails) - 1)]))
 
 
-def median_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Return the median with its distribution-free interval between two order statistics.
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the median with its distribution-free 95 % interval between two order statistics.
 
     Fewer than 6 values have no 95 % interval: the ends are the smallest and the largest then.
 
@@ -97,7 +97,7 @@ def median_interval(values: Sequence[float], *, level: float = 0.95) -> Interval
     """
     ordered = sorted(values)
     # The number of values below the median is binomial.
-    outside = max(0, int(scipy.stats.binom.ppf((1 - level) / 2, len(ordered), 0.5)) - 1)
+    outside = max(0, int(scipy.stats.binom.ppf(0.025, len(ordered), 0.5)) - 1)
     return Interval(
         middle=float(np.median(ordered)), low=ordered[outside], high=ordered[-1 - outside]
     )

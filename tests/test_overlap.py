@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,11 +22,9 @@ from tccl_py.overlap.job import (
     default_sets,
     parse_sets,
     rows_of,
-    run_job,
     span,
 )
 from tccl_py.overlap.rank import ThreadStopwatch
-from tccl_py.rank_processes.forkserver import ForkServer
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -127,45 +124,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-WARNED = "RuntimeError: no room\\n[rank1]:[W1122 20:17:16 x.cpp:1575] Warning: WARNING: a group"
-STAND_INS = {
-    "failing": f"import sys, time\ntime.sleep(0.2)\nif sys.argv[2] == '1': sys.exit('{WARNED}')",
-    "sleeping": "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)",
-    "silent": "pass",
-}
-"""Programs in place of the ranks', by name."""
-
-
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
-    """Runs a job of one of the stand-ins; all have one environment, and so one fork server."""
-    folder = tmp_path_factory.mktemp("programs")
-    for name, text in STAND_INS.items():
-        (folder / f"{name}.py").write_text(text)
-    variables = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
-    with ForkServer() as server:
-        yield lambda name, timeout: run_job(
-            order_of(), variables, timeout=timeout, program=name, server=server
-        )
-
-
-def test_a_rank_that_fails_is_named_with_what_it_said(stand_in):
-    with pytest.raises(MeasurementError, match=r"rank 1: .*no room"):
-        stand_in("failing", LONG_S)
-
-
-def test_a_rank_that_is_too_slow_is_named_and_ended(stand_in):
-    with pytest.raises(MeasurementError, match=r"rank 0, 1: .* 0.5 s"):
-        stand_in("sleeping", 0.5)
-    ranks = [rank for server in children(os.getpid()) for rank in children(server)]
-    assert not any(map(alive, ranks))
-
-
-def test_a_rank_without_an_answer_is_named(stand_in):
-    with pytest.raises(MeasurementError, match="rank 0: ended without a result"):
-        stand_in("silent", LONG_S)
 
 
 def test_pieces_of_work_run_at_the_same_time():

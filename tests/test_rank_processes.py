@@ -92,7 +92,8 @@ def test_what_is_raised_meanwhile_ends_the_ranks(run, tmp_path):
 
 def test_the_rank_whose_last_words_name_a_cause_is_told(run, tmp_path):
     text = (
-        "import sys\nsaid = {'2': 'goodbye', '3': 'ValueError: no   room\\nbye'}[sys.argv[2]]\n"
+        "import sys\nlast = '[rank3]:[W1122 20:17:16 x.cpp:1575] Warning: WARNING: a group'\n"
+        "said = {'2': 'goodbye', '3': f'ValueError: no   room\\nbye\\n{last}'}[sys.argv[2]]\n"
         "print(said)\nsys.exit(7)"
     )
     with pytest.raises(RanksError) as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -34,7 +34,6 @@ pairs, or a GEMM and the transfer beside it."""
 Timings = dict[Mode, Works]
 _TOTAL: dict[Mode, Callable[[tuple[float, ...]], float]] = {"sequential": sum, "concurrent": max}
 ALL_REDUCE = "all-reduce"
-RANK_PROGRAM = "tccl_py.overlap.rank"
 _PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
 
@@ -142,42 +141,12 @@ def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
     return Pair(*map(gpus.index, ends))
 
 
-def run_job(
-    spec: OverlapSpec,
-    environment: Mapping[str, str],
-    *,
-    timeout: float,
-    program: str = RANK_PROGRAM,
-    server: ForkServer | None = None,
-) -> tuple[OverlapResult, ...]:
-    """Run a job for at most `timeout` seconds; return its ranks' results, in order.
-
-    `environment` is the whole environment of each rank; MeasurementError if a rank fails.
-    """
-    ranks = tuple(range(spec.world))
-    task = Task(
-        program=program,
-        spec=encode_json(spec),
-        ranks=ranks,
-        environment=dict(environment),
-        timeout=timeout,
-        imports=TORCH,
-    )
-    try:
-        (output,) = run_tasks([task], server=server)
-    except RanksError as error:
-        if error.late:
-            raise MeasurementError(f"{error}; raise --timeout") from error
-        raise
-    return decoded(output, ranks, OverlapResult)
-
-
 def time_overlap(
     backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
 ) -> tuple[list[Row], list[Row], OverlapResult]:
     """Run a job of messages and one of copies here; return their rows, and a rank's result.
 
-    `counts` are as in OverlapSpec; raises MeasurementError as `run_job` and `rows_of`.
+    `counts` are as in OverlapSpec. Raises MeasurementError: a rank fails, or as `rows_of`.
     """
     environment = torch_environment(os.environ, gpus if backend == "nccl" else None)
     pairs: list[Row] = []
@@ -186,7 +155,21 @@ def time_overlap(
     with ForkServer() as server:
         for by, kind in kinds:
             spec = OverlapSpec(backend=backend, kind=kind, places=len(gpus), sets=sets, **counts)
-            results = run_job(spec, environment, timeout=timeout, server=server)
+            task = Task(
+                program="tccl_py.overlap.rank",
+                spec=encode_json(spec),
+                ranks=tuple(range(spec.world)),
+                environment=environment,
+                timeout=timeout,
+                imports=TORCH,
+            )
+            try:
+                (output,) = run_tasks([task], server=server)
+            except RanksError as error:
+                if error.late:
+                    raise MeasurementError(f"{error}; raise --timeout") from error
+                raise
+            results = decoded(output, task.ranks, OverlapResult)
             found = rows_of(by, spec, results, gpus)
             pairs += found[0]
             products += found[1]

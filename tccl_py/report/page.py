@@ -70,7 +70,7 @@ from tccl_py.report.machine import (
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_maps
-from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.model import MachineModel, gpu_names
 
 _MOST_HOSTS = 64
 """More hosts are not all listed; `nccl/order/hosts.txt` has them."""
@@ -92,11 +92,6 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     loads: dict[str, Load] = {}
     maps: list[HeatMap] = []
-
-    @property
-    def gpu_names(self) -> list[str]:
-        """The names of the GPUs."""
-        return sorted({gpu.name for gpu in self.machine.gpus if gpu.name})
 
 
 def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
@@ -158,9 +153,8 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     yield "host", listed([host.name for host in plan.hosts])
     for node in nodes:
         machine, of = node.machine, f" of {node.name}" if node.name else ""
-        names = ", ".join(node.gpu_names) or "of unknown name"
         some = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"
-        yield f"GPUs{of}", f"{some}, {names}"
+        yield f"GPUs{of}", f"{some}, {gpu_names(machine)}"
         cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
         yield f"NUMA nodes{of}", _counted(cpus)
         speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
@@ -294,7 +288,7 @@ def templates() -> jinja2.Environment:
         "link_words": link_words,
         "cause_words": cause_words,
     }
-    templates.globals["cause_view"] = cause_view
+    templates.globals |= {"cause_view": cause_view, "gpu_names": gpu_names}
     return templates
 
 
@@ -328,19 +322,6 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
 
 # Drawings in notebooks
 
-_DRAWING = """{% from "macros.html" import svg, machine, nvlink_parts, hops %}
-<!DOCTYPE html><meta charset="utf-8"><style>{% include "report.css" %}</style>
-<p>{% for line in lines %}{{ line }}<br>{% endfor %}</p>
-{% for node in nodes %}
-<div{% if node.rings %} hidden{% endif %}>
-{% call svg(node.layout.id, "The machine " ~ node.machine.name, node.sentence, node.layout.width,
-  node.nvlinks.bottom + 4) %}
-<g id="{{ node.layout.id }}-parts">{{ machine(node.layout) }}</g>{{
-  nvlink_parts(node.nvlinks, node.layout) }}{% endcall %}</div>
-{% for ring in node.rings %}{{ hops(ring) }}{% endfor %}
-{% endfor %}
-{% if ring %}<svg hidden><g id="row-parts">{{ machine(ring.layout) }}</g></svg>{{ hops(ring) }}
-{% endif %}"""
 _HEIGHT = 640.0
 """The height of a plan's drawing, in which rings beyond the first are reached by scrolling."""
 
@@ -365,7 +346,7 @@ def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
     else:
         nodes, lines = [node_view(subject)], [subject.name]
         height = nodes[0].nvlinks.bottom + 90
-    page = templates().from_string(_DRAWING).render(nodes=nodes, ring=ring, lines=lines)
+    page = templates().get_template("drawing.html").render(nodes=nodes, ring=ring, lines=lines)
     style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
     return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
 
