@@ -14,9 +14,11 @@ import pytest
 
 import tccl_py
 from tccl_py.model.symmetry import automorphisms
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
 from tccl_py.search.problem import SearchProblem
 from tccl_py.search.strategies import find_rings
-from tccl_py.tccl_fork.search import free_hop_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
@@ -95,7 +97,7 @@ def test_a_plan_from_text_keeps_its_assumptions(run, tmp_path):
 def test_a_strategy_of_ones_own_is_named_after_itself_and_proves_nothing():
     model = tccl_py.load_machine("amd-v100")
     problem = SearchProblem(
-        spaces={1: free_hop_space(model.machine, model.knowledge)},
+        spaces={1: hop_space(view(model.machine, model.knowledge, Settings()), rings_in_set=1)},
         source=tccl_py.Simulator(model),
         symmetry=automorphisms(model.machine, model.knowledge),
     )

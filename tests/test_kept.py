@@ -40,7 +40,7 @@ from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import make_database
-from tccl_py.tccl_fork.search import free_hop_space
+from tccl_py.tccl_fork.search import task_of
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, BUDGETS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, through
 from tests.tccl_runtime import parse_tccl_xml
@@ -300,7 +300,8 @@ def test_a_free_choice_goes_no_farther_than_the_level():
     model = load_bundled(ASUS)
     direct = direct_pairs(model.machine, model.knowledge, "PIX", gpus=model.machine.gpu_indices)
     assert 0 < len(direct) < 8 * 7
-    space = free_hop_space(model.machine, model.knowledge, direct=direct)
+    plan = msgspec.structs.replace(plan_of(ASUS), pinned_env={"NCCL_P2P_LEVEL": "PIX"})
+    space = task_of(plan, Simulator(model), None, 1, None).hop_space(plan.gpus)
     for pair in itertools.permutations(model.machine.gpu_indices, 2):
         kinds = {hop.flow.is_bounce for hop in space.between(*pair)}
         assert kinds == ({True, False} if pair in direct else {True})

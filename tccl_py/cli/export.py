@@ -185,8 +185,7 @@ def _export_job(
         return
     seen = Verification.load(directory)
     if seen is not None and seen.backend == "cuda" and not seen.simulated:
-        achieved = {arm.name: arm.gbps for arm in seen.arms if arm.gbps is not None}
-        made = as_achieved(made, plan, achieved, seen.winner)
+        made = as_achieved(made, plan, seen.achieved, seen.winner)
     names = [one.name for one in plan.cluster.classes]
     files = {one: machine_file(plan, directory, names.index(of)) for one, of in classes.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])

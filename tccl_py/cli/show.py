@@ -15,11 +15,11 @@ from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
-from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS, sources_of_journal
+from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import class_sources, hosts_again, source_again
+from tccl_py.plan.again import class_sources, hosts_again, source_again, sources_of_journal
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan

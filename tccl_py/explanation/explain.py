@@ -33,7 +33,7 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.again import journal_of, journal_source, journal_sources
+from tccl_py.plan.again import sources_of_journal
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.search.problem import Budget
@@ -140,14 +140,6 @@ def explain(
         sets_measured=sum(builder.prober.sets_measured for builder in builders),
         notices=told,
     )
-
-
-def sources_of_journal(plan: Plan, directory: Path) -> tuple[Sources, tuple[str, ...]]:
-    """Return a source for each class of hosts by the journal of a plan alone, and its notices."""
-    contents = journal_of(plan, directory)
-    if plan.is_cluster and not plan.simulated:
-        return [*journal_sources(plan, contents)], contents.notices
-    return [journal_source(contents)] * len(plan.cluster.classes), contents.notices
 
 
 def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:

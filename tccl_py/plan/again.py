@@ -262,7 +262,13 @@ def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measureme
     return found
 
 
-def journal_sources(plan: Plan, journal: JournalContents) -> list[RememberingSource]:
-    """Return a source for each class of hosts over `journal_by_class` alone."""
+def sources_of_journal(
+    plan: Plan, directory: Path
+) -> tuple[list[RememberingSource], tuple[str, ...]]:
+    """Return a source for each class of hosts by the journal of a plan alone, and its notices."""
+    journal = journal_of(plan, directory)
+    base = journal_source(journal)
+    if plan.simulated or not plan.is_cluster:
+        return [base] * len(plan.cluster.classes), journal.notices
     known = journal_by_class(plan, journal)
-    return [RememberingSource(journal_source(journal), found) for found in known]
+    return [RememberingSource(base, found) for found in known], journal.notices

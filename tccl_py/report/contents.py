@@ -21,7 +21,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import Kept, plan_in, planned_fingerprint
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
@@ -67,12 +67,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     now: dict[str, PciLink]
     sizes: tuple[SizeTuning, ...]
     notices: tuple[str, ...]
-
-    @property
-    def achieved(self) -> dict[ChoiceName, float]:
-        """The bus bandwidth of each choice's jobs, GB/s."""
-        arms = self.verification.arms if self.verification is not None else ()
-        return {arm.name: arm.gbps for arm in arms if arm.gbps is not None}
 
 
 def read_contents(directory: Path) -> Contents:

@@ -69,7 +69,7 @@ from tccl_py.report.machine import (
     row_of,
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
-from tccl_py.report.verification import headline, ratio_maps
+from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import MachineModel, gpu_names
 
 _MOST_HOSTS = 64
@@ -109,7 +109,7 @@ def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> No
 
 def report_html(contents: Contents) -> str:
     """Return the report on a plan's directory, as one HTML document."""
-    plan = contents.plan
+    plan, seen, verified = contents.plan, contents.evaluation, contents.verification
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
         templates()
@@ -122,7 +122,7 @@ def report_html(contents: Contents) -> str:
             # Facts
             facts=(plan_name(plan), choice_words(plan.recommended, plan.job_settings)),
             about=_about(contents, nodes),
-            verified=headline(contents.verification) if contents.verification else (),
+            verified=headline(verified) if verified else (),
             gpus="" if plan.is_cluster else gpu_list(plan.gpus),
             mark=plan.provenance,
             notices=_notices(contents),
@@ -132,9 +132,9 @@ def report_html(contents: Contents) -> str:
             # Drawings
             nodes=nodes,
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
-            rates=rate_bars(plan, contents.achieved),
+            rates=rate_bars(plan, verified.achieved if verified else {}),
             searched=settings_bars(plan),
-            ratios=ratio_maps(contents.evaluation) if contents.evaluation else [],
+            ratios=[ratio_map(seen, arm) for arm in seen.summaries] if seen else [],
             charts=size_charts(contents.sizes),
             entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
             entry_columns=ENTRY_COLUMNS,
@@ -208,7 +208,7 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
     stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
     yield f"Default NCCL: {stock}. {plan.stock.note}"
-    if contents.achieved:
+    if contents.verification is not None and contents.verification.achieved:
         yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:
         header = contents.journal.header

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted
+from tccl_py.files import picked
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
 from tccl_py.verify.size_table import SizeRow, SizeTuning, covers
@@ -88,8 +89,7 @@ def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
     """Return the part of `--json` on message sizes."""
     right, asked = tuning.predictions
     return {
-        "gpus": tuning.gpus,
-        "arm": tuning.arm,
+        **picked(tuning, "gpus", "arm"),
         "rows": [_row_json(row) for row in tuning.rows],
         "entries": tuning.entries,
         "predictions": {"right": right, "asked": asked},
@@ -101,13 +101,9 @@ def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
 def _row_json(row: SizeRow) -> dict[str, Any]:
     us = {name: median(values) * 1e6 for name, values in row.seconds.items() if values}
     return {
-        "collective": row.row.collective,
-        "dtype": row.row.dtype,
-        "bytes": row.row.bytes,
+        **picked(row.row, "collective", "dtype", "bytes"),
         "us": us,
-        "choice": row.choice,
-        "swept": row.swept,
-        "fresh": row.fresh,
+        **picked(row, "choice", "swept", "fresh"),
         "over_default": row.over("default"),
         "predicted_gain": row.gains,
         "kept": row.kept,

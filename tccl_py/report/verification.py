@@ -224,15 +224,8 @@ def _words(one: Summary) -> str:
     )
 
 
-def ratio_maps(found: Evaluation) -> list[RatioMap]:
-    """Return the map of each arm but default NCCL: means over sets of GPUs, by size.
-
-    Without sizes the columns are numbers of GPUs.
-    """
-    return [_ratio_map(found, arm) for arm in found.summaries]
-
-
-def _ratio_map(found: Evaluation, arm: Summary) -> RatioMap:
+def ratio_map(found: Evaluation, arm: Summary) -> RatioMap:
+    """Return the map of an arm: means over sets of GPUs, by size or, without, number of GPUs."""
     cells = [cell for cell in found.cells if cell.arm == arm.arm and cell.ratio]
     places = sorted({_place(cell) for cell in cells})
     means: dict[tuple[str, tuple[int, int]], list[float]] = {}

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tccl_py.errors import InputError, require
+from tccl_py.files import check_version
 from tccl_py.model.machine import (
     Knowledge,
     Machine,
@@ -29,8 +30,6 @@ from tccl_py.model.machine import (
 )
 
 MODEL_VERSION = 1
-PARAMETERS_VERSION = 1
-PARAMETERS_FILE = "parameters.json"
 MAX_FIGURE = 1e6  # A petabyte a second; more is a malformed file
 MIN_FIGURE = 1e-6
 MAX_ENTRIES = 10_000
@@ -215,13 +214,13 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """All shared parameters: the content of `parameters.json`."""
 
     parameters: tuple[Parameter, ...]
-    format_version: int = PARAMETERS_VERSION
+    format_version: int = 1
 
 
 @cache
 def bundled_parameters() -> Parameters:
     """Return the parameters that come with the package."""
-    text = resources.files("tccl_py.simulator").joinpath(PARAMETERS_FILE).read_bytes()
+    text = resources.files("tccl_py.simulator").joinpath("parameters.json").read_bytes()
     return msgspec.json.decode(text, type=Parameters)
 
 
@@ -264,9 +263,7 @@ def figures_in(part: _Data) -> dict[str, Figure]:
 
 def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
     """Return `model` if its parts fit together (InputError)."""
-    known = model.format_version == MODEL_VERSION
-    what = f"has format version {model.format_version}"
-    require(known, where, what, f"this program reads version {MODEL_VERSION}")
+    check_version(model.format_version, MODEL_VERSION, where)
     check(model.machine, where=where)
     check_knowledge(model.knowledge, model.machine, where=where)
     for capacity in model.capacities:

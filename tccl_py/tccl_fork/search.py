@@ -90,15 +90,25 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     p2p_level: Level | None = None
 
     def hop_space(self, gpus: Sequence[int]) -> HopSpace:
-        """Return the hops between some of the GPUs."""
-        return free_hop_space(
-            self.machine,
-            self.knowledge,
-            gpus=gpus,
-            blocks=self.blocks,
-            fifo_bytes=self.fifo_bytes,
-            direct=direct_pairs(self.machine, self.knowledge, self.p2p_level, gpus=self.gpus),
-        )
+        """Return direct writes and reads of the pairs that may, and all bounces, between GPUs."""
+        machine, knowledge, order = self.machine, self.knowledge, tuple(sorted(gpus))
+        direct = direct_pairs(machine, knowledge, self.p2p_level, gpus=self.gpus)
+        blocks, fifo = self.blocks, Fifo(bytes=self.fifo_bytes)
+
+        def flows(source: int, target: int) -> Iterator[Flow]:
+            if direct is None or (source, target) in direct:
+                if knowledge.can_access(machine, source, target):
+                    yield direct_write(source, target, blocks=blocks, fifo=fifo)
+                if knowledge.can_access(machine, target, source):
+                    yield direct_read(source, target, blocks=blocks, fifo=fifo)
+            for node in machine.numa_nodes:
+                yield bounce(source, target, node.index, blocks=blocks, fifo=fifo)
+
+        hops = {
+            pair: tuple(Hop(*pair, flow) for flow in flows(*pair))
+            for pair in itertools.permutations(order, 2)
+        }
+        return HopSpace(name="tccl", gpus=order, hops=hops)
 
     def sets_of_gpus(self, *, least: int) -> tuple[Order, ...]:
         """Return the sets of `least` GPUs or more to search, largest first."""
@@ -108,35 +118,6 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
         named = {tuple(sorted(subset)) for subset in (self.gpus, *(self.subsets or ()))}
         wanted = [gpus for gpus in named if len(gpus) >= least]
         return tuple(sorted(wanted, key=lambda gpus: (-len(gpus), gpus)))
-
-
-def free_hop_space(
-    machine: Machine,
-    knowledge: Knowledge,
-    *,
-    gpus: Sequence[int] | None = None,
-    blocks: int | None = None,
-    fifo_bytes: int | None = None,
-    direct: frozenset[tuple[int, int]] | None = None,
-) -> HopSpace:
-    """Return direct writes and reads of `direct` pairs (None: all possible), and all bounces."""
-    order = tuple(sorted(machine.gpu(gpu).index for gpu in gpus or machine.gpu_indices))
-    fifo = Fifo() if fifo_bytes is None else Fifo(bytes=fifo_bytes)
-
-    def flows(source: int, target: int) -> Iterator[Flow]:
-        if direct is None or (source, target) in direct:
-            if knowledge.can_access(machine, source, target):
-                yield direct_write(source, target, blocks=blocks, fifo=fifo)
-            if knowledge.can_access(machine, target, source):
-                yield direct_read(source, target, blocks=blocks, fifo=fifo)
-        for node in machine.numa_nodes:
-            yield bounce(source, target, node.index, blocks=blocks, fifo=fifo)
-
-    hops = {
-        pair: tuple(Hop(*pair, flow) for flow in flows(*pair))
-        for pair in itertools.permutations(order, 2)
-    }
-    return HopSpace(name="tccl", gpus=order, hops=hops)
 
 
 def throughs(task: DatabaseTask, nic: Nic, gpu: int) -> list[int | None]:

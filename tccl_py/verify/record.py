@@ -256,6 +256,11 @@ class Verification(Kept, frozen=True, kw_only=True):
         return next((arm for arm in self.arms if arm.name == name), None)
 
     @property
+    def achieved(self) -> dict[ChoiceName, float]:
+        """Return the bus bandwidth of each choice's jobs, GB/s."""
+        return {arm.name: arm.gbps for arm in self.arms if arm.gbps is not None}
+
+    @property
     def best(self) -> ArmResult:
         """Return the winner's arm."""
         return next(arm for arm in self.arms if arm.name == self.winner)
