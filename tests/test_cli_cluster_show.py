@@ -216,6 +216,11 @@ def evaluated(text):
     return dict(line.split("=", 1) for line in result.stdout.splitlines())
 
 
+def test_sets_of_a_plan_without_any_are_a_sentence(directory):
+    said = tccl("show", directory, "--sets").stdout.splitlines()[-1]
+    assert said.startswith("sets: none")
+
+
 @pytest.mark.parametrize("host", ["gpu2", "gpu2.site.example"])
 def test_env_prints_the_settings_of_a_host(host, directory):
     result = tccl("env", directory, "--host", host)

@@ -22,7 +22,7 @@ from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening, profiled
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.profiled import MeasurementOptions, measured_machine
+from tccl_py.sources.profiled import MeasurementOptions, measured_machine, search_options
 from tests.planned import SMALL, WRX
 from tests.sessions import PRINT, Fake, measures_by
 
@@ -123,6 +123,14 @@ def test_measurement_options_become_the_options_of_a_session():
     assert session.options.stopping.target == 0.2
     assert (session.options.check, session.options.meeting) == ("every", "pass-on")
     assert "core" in session.header.identity
+
+
+def test_a_dry_run_is_repeated_less_unless_a_target_is_given():
+    dry, gpus = search_options("host"), search_options("cuda")
+    assert (dry.target > gpus.target, dry.repeats < gpus.repeats) == (True, True)
+    assert search_options("host", 0.02).target == 0.02
+    with pytest.raises(InputError):
+        search_options("host", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def check(
     Measures some sets of the plan's journal again, three times each: the plan's rings, the slowest
     hop, a set of each class of links, some for every GPU, and a random sample. The GPUs should be
     idle. Names rates that changed by more than 3 % and by more than noise explains, worst first,
-    and the suspected part. At most 1 of 100 checks of an unchanged machine reports a change.
+    and the suspected part. At most 1 of 100 checks of an unchanged machine reports a change. Of a
+    dry run's plan four sets are measured.
 
     With --preflight, as before each job of a scheduler: first a job of real collectives by the
     recommended choice compares every value, and the bandwidth with `tccl verify`'s of this plan (no

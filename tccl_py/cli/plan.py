@@ -12,7 +12,7 @@ import typer
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import controlled_job, measurement_options
+from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import ADVANCED, advanced, flag, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each
@@ -36,15 +36,14 @@ from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.opening import HostsSource, in_job
-from tccl_py.sources.profiled import SEARCH_REPEATS
+from tccl_py.sources.profiled import search_options
 from tccl_py.verify.plans import check_tuning
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
 _SETS = DEFAULT_BUDGET.sets or 1
-_DRY_SETS, _DRY_TARGET, _DRY_REPEATS = 40, 0.1, 6
-"""A dry run is to end within minutes; its rates say nothing about GPUs."""
+_DRY_SETS = 40
 _IN_JOB = ("under mpirun or srun", "needs no ranks", "start the command by itself")
 _FOR_ONE = ("", "is about several nodes", f"add --simulate MACHINE --nodes N, or {UNDER_MPI}")
 _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a new directory")
@@ -131,7 +130,8 @@ def plan(
     --max-sets and --max-seconds limit the whole run on a machine; fewer sets may give slower rings,
     and rings for fewer sets of GPUs. Of a cluster --max-sets holds for each class of hosts, half of
     it for chains over fewer GPUs, and --max-seconds for each search: settings, chains that classes
-    share and the network take some more. A dry run (--backend host) has a --target of 0.1.
+    share and the network take some more. A dry run (--backend host) has a --target of 0.1, and
+    fewer sets are measured when it is explained or checked.
 
     Examples:
 
@@ -206,12 +206,9 @@ def plan(
 def _check(asked: SimpleNamespace) -> None:
     """Refuse options that contradict each other."""
     options.check_source(vars(asked), in_job=asked.in_job)
-    target, repeats, most = asked.target, SEARCH_REPEATS, _SETS
-    if asked.backend == "host":
-        repeats, most = _DRY_REPEATS, _DRY_SETS
-        target = _DRY_TARGET if target is None else target
-    asked.options = measurement_options(target=target, repeats=repeats)
-    most = most if asked.max_sets is None else asked.max_sets
+    asked.options = search_options(asked.backend, asked.target)
+    usual = _DRY_SETS if asked.backend == "host" else _SETS
+    most = usual if asked.max_sets is None else asked.max_sets
     in_range("--max-sets", most, 1_000_000_000)
     if asked.max_seconds is not None:
         in_range("--max-seconds", asked.max_seconds, 1_000_000_000, least=0)

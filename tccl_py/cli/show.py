@@ -38,8 +38,11 @@ from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
 from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource
+from tccl_py.sources.profiled import is_dry_run
 from tccl_py.verify.record import Verification
 from tccl_py.verify.sizes import load_sizes
+
+_DRY_SETS = 20
 
 
 def show(
@@ -76,7 +79,10 @@ def show(
     if hops:
         print_table(console, hop_table(plan))
     if sets:
-        print_table(console, set_table(plan))
+        rows = list(set_table(plan))
+        print_table(console, rows)
+        if len(rows) == 1:
+            console.print("sets: none has a graph file of its own; see the line plugin above")
 
 
 def print_plan_json(plan: Plan, directory: Path) -> None:
@@ -139,8 +145,13 @@ def explain(
     directory: options.Directory,
     *,
     max_sets: Annotated[
-        int, opt("N", "Sets to measure at most that the journal does not hold.")
-    ] = DEFAULT_BUDGET.sets or 200,
+        int | None,
+        opt(
+            "N",
+            "Sets to measure at most that the journal does not hold; "
+            f"{DEFAULT_BUDGET.sets} if not given, {_DRY_SETS} in a dry run.",
+        ),
+    ] = None,
     max_causes: Annotated[int, opt("N", "Different slow sets to find at most.")] = MOST_FINDINGS,
     no_measure: Annotated[bool, flag("--no-measure", "Use the plan's journal alone.")] = False,
     json: options.Json = False,
@@ -158,10 +169,10 @@ def explain(
         tccl explain my-plan
         tccl explain my-plan --no-measure
     """
-    in_range("--max-sets", max_sets, 1_000_000)
+    if max_sets is not None:
+        in_range("--max-sets", max_sets, 1_000_000)
     in_range("--max-causes", max_causes, 100)
     plan = plan_in(directory)
-    budget = Budget(sets=0 if no_measure else max_sets)
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
@@ -184,6 +195,9 @@ def explain(
             notice_each(notices)
             source = stack.enter_context(again)
             sources = [source] * len(plan.cluster.classes)
+        dry_run = source is not None and is_dry_run(source.header)
+        usual = _DRY_SETS if dry_run else DEFAULT_BUDGET.sets
+        budget = Budget(sets=0 if no_measure else max_sets or usual)
         found = explanation_of(plan, sources, budget=budget, most=max_causes)
     notice_each(source.notices if source is not None else ())
     found = found.keep(directory, notice)

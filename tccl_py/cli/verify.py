@@ -69,7 +69,7 @@ def verify(
     seconds: Annotated[float, opt("S", "After this no round begins.")] = RunBudget().seconds,
     collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
     training: Annotated[bool, flag("--training", "Also time steps of a small GPT.")] = False,
-    tune: Annotated[bool, flag("--tune", "Try other settings, 10 minutes or more.")] = False,
+    tune: Annotated[bool, flag("--tune", "Keep better settings: 10 minutes or more.")] = False,
     no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
     pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
     with_: Annotated[

@@ -32,7 +32,7 @@ from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
-from tccl_py.sources.profiled import SEARCH_REPEATS, MeasurementOptions
+from tccl_py.sources.profiled import search_options
 from tccl_py.sources.remembering import JournalHeader
 
 ROUNDS = 3
@@ -109,8 +109,7 @@ def measuring_again(
         raise InputError(error.where, error.what, right) from error
     right = f"plan again here, or {right}"
     notes = check_same_machine(plan, directory, place.fingerprint, right=right)
-    options = MeasurementOptions(repeats=SEARCH_REPEATS)
-    source = open_source(place, gpus=plan.gpus, options=options)
+    source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
     return source, tuple(f"{text}: that may explain what changed" for text in notes)
 
 

@@ -29,11 +29,10 @@ from tccl_py.sources.opening import (
     simulation_noise,
 )
 from tccl_py.sources.profiled import (
-    SEARCH_REPEATS,
     MeasuredMachine,
-    MeasurementOptions,
     is_dry_run,
     measured_machine,
+    search_options,
 )
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
@@ -118,8 +117,7 @@ def measured_again(
     except InputError as error:
         here = f"{error.where} {error.what}"
     else:
-        options = MeasurementOptions(repeats=SEARCH_REPEATS)
-        source = open_source(place, gpus=plan.gpus, options=options)
+        source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
         if source.header == header:
             return source, source.keep_in(directory / JOURNAL_FILE, optional=True)
         here = f"this is {place.machine.name} ({source.header.identity})"
@@ -196,7 +194,7 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
     if is_dry_run(journal):
         nics = ",".join(nic.name for nic in machine.nics)
         dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
-    options = MeasurementOptions(repeats=SEARCH_REPEATS)
+    options = search_options(dry_run.get("backend"))
     with open_hosts(job, options=options, **dry_run) as source:
         missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
         if missing or not covers(journal, source.header):

@@ -29,8 +29,10 @@ Backend = Literal["cuda", "host"]
 Meeting = Literal["pass-on", "independent"]
 DEFAULT_TARGET = 0.01
 REPEATS = 30
-SEARCH_REPEATS = 10
+_SEARCH_REPEATS = 10
 """A search measures hundreds of sets, and measures its results several times more."""
+_DRY_TARGET, _DRY_REPEATS = 0.1, 6
+"""A dry run is to end within minutes; its rates say nothing about GPUs."""
 
 _INSTEAD = (
     "give --simulate MACHINE to ask a model, or --backend host to measure this host's memory "
@@ -94,6 +96,14 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
             meeting=msgspec.convert(self.meeting, Meeting),
             check="every" if self.check else "once",
         )
+
+
+def search_options(backend: str | None, target: float | None = None) -> MeasurementOptions:
+    """Return the options of a search's measurements, and of further ones for its plan."""
+    dry_run = backend == "host"
+    usual = _DRY_TARGET if dry_run else DEFAULT_TARGET
+    repeats = _DRY_REPEATS if dry_run else _SEARCH_REPEATS
+    return MeasurementOptions(target=usual if target is None else target, repeats=repeats)
 
 
 def measured_machine(backend: str | None = None, devices: int | None = None) -> MeasuredMachine:

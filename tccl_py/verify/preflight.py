@@ -58,6 +58,8 @@ _LONGEST_S = 0.1
 """The longest call that is timed: a job makes a dozen of each size."""
 _CLOSING_S, _LEAST_S = 5.0, 5.0
 """Seconds to close the profiler and to learn patterns, and for the least check of transfers."""
+_DRY_SETS = 4
+"""Sets of a dry run's check: its rates say nothing about GPUs, and two minutes are long for it."""
 _UNEXPLAINED = "no transfer is slower than planned: NCCL, its settings, or the host's CPUs"
 
 
@@ -268,12 +270,13 @@ def measure_plan_again(
             options.say(text)
 
     tell(journal.notices)
+    if is_dry_run(journal.header):
+        options = msgspec.structs.replace(options, backend="host")
+        effort = msgspec.structs.replace(effort, sets=_DRY_SETS)
     with ExitStack() as stack:
         if preflight and plan.simulated:
             options.say("no collectives are run: the plan is simulated")
         elif preflight:
-            if is_dry_run(journal.header):
-                options = msgspec.structs.replace(options, backend="host")
             with launcher_of(plan, directory, options) as launcher:
                 verified, target = Verification.load(directory), read_target(plan, directory)
                 jobs = check_collectives(target, launcher, verified, until=until)
