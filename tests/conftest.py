@@ -13,6 +13,9 @@ import pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Open MPI asks libfabric for networks, which takes a second of every job; none of it is used here.
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+
 # How long an example takes is the machine's affair, and machines are busy.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
-from networkx.algorithms.isomorphism import GraphMatcher
 
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop
 from tccl_py.model.transfer import Flow, Place, elsewhere
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 T = TypeVar("T", int, str)
 Permutation = dict[str, str]
@@ -130,6 +131,8 @@ def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] 
 
 def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
     """Return colours after refinement, every `fixed` device in a colour of its own."""
+    import networkx as nx  # noqa: PLC0415 (slow to import, and few commands look for symmetries)
+
     for node, data in graph.nodes(data=True):
         data["start"] = (data["colour"], fixed.index(node) if node in fixed else -1)
     rounds = nx.weisfeiler_lehman_subgraph_hashes(
@@ -140,6 +143,8 @@ def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
 
 def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
     """Return an automorphism with these fixed devices that maps `one` to `other`, or None."""
+    import networkx as nx  # noqa: PLC0415
+
     before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
     if sorted(before.values()) != sorted(after.values()):
         return None
@@ -150,7 +155,7 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Per
     left, right = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
     for graph_there, colours in ((left, before), (right, after)):
         nx.set_node_attributes(graph_there, {numbers[n]: c for n, c in colours.items()}, "refined")
-    matcher = GraphMatcher(
+    matcher = nx.isomorphism.GraphMatcher(
         left,
         right,
         node_match=lambda a, b: a["refined"] == b["refined"],
@@ -280,6 +285,8 @@ def natural_cuts(
 
 def joined_groups(pairs: Iterable[tuple[T, T]], nodes: Iterable[T] = ()) -> list[list[T]]:
     """Return the connected components of a graph, each sorted; `nodes` are in even without pair."""
+    import networkx as nx  # noqa: PLC0415
+
     graph = nx.Graph()
     graph.add_nodes_from(nodes)
     graph.add_edges_from(pairs)
