@@ -18,7 +18,7 @@ import msgspec
 
 from tccl_py.errors import InputError, visible
 from tccl_py.files import decode_json, encode_json, read_text
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.report.verification import verification_json
 from tccl_py.verify.record import Verification
 

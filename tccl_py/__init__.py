@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.load import load_plan as load_plan
     from tccl_py.plan.plan import Plan as Plan
     from tccl_py.plan.planner import make_plan as make_plan
-    from tccl_py.plan.study import diff as diff
+    from tccl_py.plan.words import diff as diff
     from tccl_py.plan.writing import write_plan as write_plan
     from tccl_py.readers.live import discover_machine as discover_machine
     from tccl_py.readers.switches import read_switches as read_switches
@@ -56,7 +56,7 @@ _NAMES = {
     "plan.load": "load_plan",
     "plan.plan": "Plan",
     "plan.planner": "make_plan",
-    "plan.study": "diff",
+    "plan.words": "diff",
     "plan.writing": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",

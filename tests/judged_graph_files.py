@@ -19,7 +19,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.plan import per_channel
+from tccl_py.plan.parts import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.nccl_topology import parse_nccl_topology

@@ -16,7 +16,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import AS_GOOD, CHOICES
+from tccl_py.plan.parts import AS_GOOD, CHOICES
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.plan.words import summary

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.plan import PlannedHost
+from tccl_py.plan.parts import PlannedHost
 from tccl_py.plan.variants import for_version
 from tccl_py.plan.words import choice_json
 from tccl_py.plan.writing import nccl_files, write_plan

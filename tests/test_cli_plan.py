@@ -17,7 +17,7 @@ from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import per_channel
+from tccl_py.plan.parts import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget

@@ -19,7 +19,7 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import direct_write, parse_set, transfer_set
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import PlanChain, PlanHop
+from tccl_py.plan.parts import PlanChain, PlanHop
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator

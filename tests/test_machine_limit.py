@@ -16,7 +16,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import Hop, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, bounce, parse_set
 from tccl_py.plan.planner import bare_copies, limit_gbps, make_plan
-from tccl_py.plan.words import plan_json
+from tccl_py.plan.words import limit_text, plan_json
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.verify.target import Target
@@ -145,7 +145,7 @@ def test_a_plan_with_tuned_settings_has_no_limit(tmp_path):
     settings = msgspec.structs.replace(plan.settings, channels=4)
     rates = {"default": 290.0, "graph": 300.0}
     tuned = tunable.retuned({"graph": settings}, rates).plan
-    assert (tuned.limit_gbps, tuned.limit_text) == (None, "")
+    assert (tuned.limit_gbps, limit_text(tuned)) == (None, "")
 
 
 def test_the_json_has_the_limit():

@@ -22,7 +22,7 @@ from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import sender_nodes
+from tccl_py.plan.parts import sender_nodes
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import OneNode
 from tccl_py.plan.writing import write_plan

@@ -23,7 +23,8 @@ from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import LATEST, known_versions
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import Plan, per_channel
+from tccl_py.plan.parts import per_channel
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import make_plan, subsets
 from tccl_py.plan.writing import nccl_files
 from tccl_py.search.problem import SearchProblem

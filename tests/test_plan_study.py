@@ -11,9 +11,8 @@ import tccl_py
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
-from tccl_py.plan.plan import WORLD, PlanChain, PlanHop
+from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
 from tccl_py.plan.staging import JOURNAL_FILE
-from tccl_py.plan.study import way
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import ASUS, SMALL, as_only, plan_of

@@ -16,6 +16,7 @@ from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import bounce, parse_set
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.words import limit_text
 from tccl_py.plan.writing import write_plan
 from tccl_py.report.contents import (
     heat_maps,
@@ -182,7 +183,7 @@ def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(n
     assert f"{plan.rate_gbps:.2f} GB/s" in words
     assert f"{plan.stock.rate_gbps:.2f} GB/s" in words
     assert f"{plan.limit_gbps:.2f}" in words
-    assert plan.limit_text in words
+    assert limit_text(plan) in words
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         assert str(hop.flow) in words
     assert "fails at its creation with" in words

@@ -24,7 +24,7 @@ from tccl_py.health.fitness import (
 )
 from tccl_py.nccl.settings import env_conflicts, export_lines
 from tccl_py.plan.beside import plan_in
-from tccl_py.plan.plan import CHOICES
+from tccl_py.plan.parts import CHOICES
 
 Gpus = Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")]
 HostName = Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")]

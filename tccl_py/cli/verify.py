@@ -20,7 +20,8 @@ from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, w
 from tccl_py.errors import InputError
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import locked
 from tccl_py.report.sizes import (
     COLUMNS,

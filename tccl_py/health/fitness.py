@@ -19,7 +19,8 @@ from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_variables
 from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, machine_file, subset_file
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
 from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of

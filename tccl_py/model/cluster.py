@@ -193,3 +193,11 @@ def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
         if name not in there:
             right = "every host is at one of the switches"
             raise InputError(where, f"host {name} is at no switch", right)
+
+
+def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:
+    """Return a machine as a cluster of one host, named after it, with a rank for each GPU."""
+    name = class_name(machine.name)
+    host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
+    known = NodeClass(name=name, machine=machine, knowledge=knowledge)
+    return check_cluster(Cluster(hosts=(host,), classes=(known,)), where="cluster")

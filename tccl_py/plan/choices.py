@@ -16,7 +16,8 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.plan import AS_GOOD, Plan, PlanChoice, preferred
+from tccl_py.plan.parts import AS_GOOD, PlanChoice, preferred
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import (
     Choice,
     Rings,

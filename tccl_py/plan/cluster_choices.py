@@ -18,16 +18,16 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING, version_facts
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
-from tccl_py.plan.plan import AS_GOOD as WORTH
-from tccl_py.plan.plan import (
+from tccl_py.plan.parts import AS_GOOD as WORTH
+from tccl_py.plan.parts import (
     HostPath,
-    Plan,
     PlanChoice,
     PlannedHost,
     is_proven,
     preferred,
     version_notices,
 )
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostChains, HostTable, OwnChains
 from tccl_py.plan.variants import ends_as_measured, path_types
 

@@ -18,7 +18,7 @@ from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, pas
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.plan import AS_GOOD as WORTH
+from tccl_py.plan.parts import AS_GOOD as WORTH
 from tccl_py.plan.tables import ChainSet, HostChains, HostTable
 
 Nics = tuple[int, ...]

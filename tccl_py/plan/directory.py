@@ -22,7 +22,8 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.plan import Plan, SubsetRings, per_channel
+from tccl_py.plan.parts import SubsetRings, per_channel
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, Files, with_manifest, write_new_directory
 
 GRAPH_FILE = "graph.xml"

@@ -17,7 +17,8 @@ from tccl_py.nccl.network import Pairing
 from tccl_py.plan.again import class_sources, measurable
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import Plan, PlanChain
+from tccl_py.plan.parts import PlanChain
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.probe_hosts import (
     MOST_ODD,
     MOST_SAMPLED,

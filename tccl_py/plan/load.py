@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,8 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
-from tccl_py.plan.plan import FORMAT_VERSION, WORLD, HostPath, Number, Plan, PlanChain, PlanHop
+from tccl_py.plan.parts import WORLD, HostPath, Number, PlanChain, PlanHop
+from tccl_py.plan.plan import FORMAT_VERSION, Plan
 from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
 
 _AGAIN = "plan it again"
@@ -98,13 +100,23 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     _check_count(plan.ring_count, plan.settings.channels, where)
     _check_hosts(plan, where)
     right = "on this network a NIC reaches only the same NIC of other hosts"
-    on_rails = plan.cluster.rails != "only" or not plan.off_rails
+    on_rails = plan.cluster.rails != "only" or not off_rails(plan)
     require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
     what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
     require(fits, where, what, "a bound is never below what was found")
     return plan
+
+
+def off_rails(plan: Plan) -> bool:
+    """Return whether a ring crosses from a NIC to another NIC of the next host."""
+    around = [plan.paths[host.path].chains for host in (*plan.hosts, plan.hosts[0])]
+    return any(
+        out.exit_nic != into.entry_nic
+        for chains, following in pairwise(around)
+        for out, into in zip(chains, following, strict=True)
+    )
 
 
 def _check_some(gpus: Sequence[int], known: Iterable[int], where: str) -> None:

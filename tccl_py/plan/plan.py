@@ -8,21 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json, write_atomically
-from tccl_py.model.cluster import Cluster, Host, NodeClass, check_cluster, class_name
+from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.rings import Hop, Ring
-from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
 from tccl_py.nccl.settings import Settings, environment_text
-from tccl_py.nccl.system import PathType
-from tccl_py.nccl.versions import version_facts, why_no_plugin
+from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.plan.parts import (
+    AS_GOOD,
+    Alternative,
+    ChoiceName,
+    Gpu,
+    HostPath,
+    Number,
+    PlanChain,
+    PlanChoice,
+    PlanHop,
+    PlannedHost,
+    Rate,
+    SubsetRings,
+    as_good,
+    per_channel,
+    sender_nodes,
+    way,
+)
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,139 +45,6 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 _SHOWN_GPUS = 16
-AS_GOOD = 0.01
-"""A choice this much slower than the best (relative) is as good."""
-PROOF = 0.0101
-"""A plan counts as proven best if its bound is no farther above it (relative).
-
-It is what a search calls proven, and a little for rounding.
-"""
-WORLD = -1
-"""The source of the hop by which a chain enters a host, and the target of the one that leaves."""
-Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
-"""A bandwidth, GB/s."""
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Gpu = Annotated[int, msgspec.Meta(ge=WORLD, lt=1 << 24)]
-"""An index, a rank, or WORLD."""
-PathName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(PathType.__members__)})?$")]
-
-
-class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A hop of a ring: its flow, and the bandwidth with all other flows running, GB/s."""
-
-    source: Gpu
-    target: Gpu
-    flow: Flow
-    gbps: Rate
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The GPU before the hop and the GPU after it, or WORLD."""
-        return self.source, self.target
-
-
-class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
-
-    NICs are indices, None in a closed ring. The first hop of an open chain enters the host, from
-    WORLD; the last hop leaves it, to WORLD.
-    """
-
-    hops: tuple[PlanHop, ...]
-    entry_nic: Number | None = None
-    exit_nic: Number | None = None
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """GPU indices in ring order."""
-        return tuple(hop.source for hop in self.hops if hop.source != WORLD)
-
-    @property
-    def bottleneck(self) -> PlanHop:
-        """The class with the slowest hop of all, and the hop."""
-        return min(self.hops, key=lambda hop: hop.gbps)
-
-    @property
-    def rate(self) -> float:
-        """The bandwidth of this ring beside the others, GB/s: that of its slowest hop."""
-        return self.bottleneck.gbps
-
-
-class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All rings on a host of one class, a chain for each; equal hosts share paths.
-
-    Types are the farthest NCCL paths inside the host and to its NICs, as NCCL's tuner reads them;
-    `type_inter` is "" on a single host.
-    """
-
-    node_class: Number
-    chains: tuple[PlanChain, ...]
-    type_intra: PathName
-    type_inter: PathName = ""
-
-    @property
-    def rate_gbps(self) -> float:
-        """The bandwidth of all rings together on this host, GB/s."""
-        return len(self.chains) * min(chain.rate for chain in self.chains)
-
-
-class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host in ring order: the number of its path, and the first of its ranks."""
-
-    name: str
-    path: Number
-    first_rank: Number
-
-
-ChoiceName = Literal["default", "variables", "graph"]
-CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
-"""Ways to run NCCL, the smallest intervention first."""
-
-
-class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to run NCCL over the plan's GPUs.
-
-    `rings` has an order for each channel: GPU indices of a single host; over several hosts ranks,
-    in the order of hosts given for default NCCL and variables, in the planned one for graph files.
-    `rate_gbps` is the predicted bus bandwidth in GB/s, None where no source can rate it, and
-    `error` half its 95 % interval, relative. `achieved_gbps` is the bus bandwidth of real
-    collectives, None until jobs ran. `note` says what is special.
-    """
-
-    settings: Settings
-    rings: tuple[tuple[Gpu, ...], ...]
-    rate_gbps: Rate | None
-    error: float = 0.0
-    achieved_gbps: Rate | None = None
-    assumed: bool = False
-    note: str = ""
-
-    @property
-    def best_known_gbps(self) -> float | None:
-        """The achieved bandwidth, or the predicted one where none is known."""
-        return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
-
-
-class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other settings that were searched, and the best bandwidth found under them, GB/s."""
-
-    settings: Settings
-    rings_in_set: int
-    rate_gbps: Rate
-
-
-class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
-
-    `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
-    Without `gains` NCCL's own rings are as fast, and no communicator gets the rings unasked.
-    """
-
-    gpus: tuple[Gpu, ...]
-    rings: tuple[tuple[Gpu, ...], ...]
-    rate_gbps: Rate
-    nodes: tuple[Number, ...] = ()
-    gains: bool = True
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -237,22 +118,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         write_new_plan(self, Path(directory))
 
     def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
-        """Return the bandwidth of another ring order; see `tccl_py.plan.study.what_if`."""
-        from tccl_py.plan.study import what_if  # noqa: PLC0415
+        """Return the bandwidth of another ring order; see `tccl_py.plan.tasks.what_if`."""
+        from tccl_py.plan.tasks import what_if  # noqa: PLC0415
 
         return what_if(self, order, source)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return a row for each hop; see `tccl_py.plan.study.rows`."""
-        from tccl_py.plan.study import rows  # noqa: PLC0415
+        """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them.
 
-        return rows(self)
+        `links` are the devices along the way, and `numa` the NUMA nodes among them.
+        """
+        found = []
+        for number, ring in enumerate(self.rings):
+            for hop in ring.hops:
+                links = way(self.machine, hop.flow)
+                numa = [device for device in links if device.startswith("C")]
+                kind = "bounce" if hop.flow.is_bounce else hop.flow.transfers[0].operation
+                row = {"ring": number, "from": hop.source, "to": hop.target, "gbps": hop.gbps}
+                more = {"slowest": hop == ring.bottleneck, "how": kind, "flow": str(hop.flow)}
+                found.append({**row, **more, "links": links, "numa": numa})
+        return found
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """Return the rings as a graph; see `tccl_py.plan.study.graph`."""
-        from tccl_py.plan.study import graph  # noqa: PLC0415
+        """Return the rings as a networkx graph over GPUs: an edge for each hop, with its row."""
+        import networkx as nx  # noqa: PLC0415 (slow)
 
-        return graph(self)
+        found = nx.MultiDiGraph(machine=self.machine.name)
+        found.add_nodes_from(self.gpus)
+        for row in self.to_dict():
+            found.add_edge(row["from"], row["to"], **row)
+        return found
 
     @property
     def is_cluster(self) -> bool:
@@ -343,16 +238,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return per_channel(self.orders, self.settings.channels)
 
     @property
-    def off_rails(self) -> bool:
-        """Return whether a ring crosses from a NIC to another NIC of the next host."""
-        around = [self.paths[host.path].chains for host in (*self.hosts, self.hosts[0])]
-        return any(
-            out.exit_nic != into.entry_nic
-            for chains, following in pairwise(around)
-            for out, into in zip(chains, following, strict=True)
-        )
-
-    @property
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
         slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
@@ -394,10 +279,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def recommended(self) -> ChoiceName:
         """The winner of jobs, or the smallest choice as good as the best; see `as_good`."""
-        return self.winner or as_good(self._rates)
+        return self.winner or as_good(self.rates)
 
     @property
-    def _rates(self) -> dict[ChoiceName, tuple[float, float]]:
+    def rates(self) -> dict[ChoiceName, tuple[float, float]]:
         """The bandwidth of each choice and its relative error: all achieved, or all predicted."""
         return {
             name: (choice.achieved_gbps or 0.0, 0.0)
@@ -465,27 +350,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         None where one of the two is not known.
         """
-        rate, default = self._rates[name][0], self._rates["default"][0]
+        rate, default = self.rates[name][0], self.rates["default"][0]
         return None if not rate or not default else rate / default
-
-    @property
-    def limit_text(self) -> str:
-        """The meaning of the limit, and the recommended choice's share of it; "" if not known."""
-        rate = self._rates[self.recommended][0]
-        if not rate or not self.limit_gbps:
-            return ""
-        if rate > self.limit_gbps * (1 + AS_GOOD):
-            return "bare copies over the same hops, no faster than the plan"
-        share = min(1.0, rate / self.limit_gbps)
-        return f"bare copies over the same hops; the plan gets {share:.0%} of it"
-
-    @property
-    def proof(self) -> str:
-        """Whether the plan is proven best, and among which rings."""
-        if not self.proven:
-            return "not proven best"
-        among = "single rings" if self.ring_count == 1 else f"sets of {self.ring_count} rings"
-        return f"proven best within 1 % among {among} under these settings"
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs of a single host, or None."""
@@ -503,79 +369,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
-
-
-def plan_chain(hops: Sequence[Hop], rates: Sequence[float]) -> PlanChain:
-    """Return a ring, or a chain between NICs, of hops with these rates."""
-    planned = tuple(
-        PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
-        for hop, rate in zip(hops, rates, strict=True)
-    )
-    into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
-    return PlanChain(hops=planned, entry_nic=into, exit_nic=out)
-
-
-def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
-    """Return the first choice within AS_GOOD of the best, or within its error if that is wider.
-
-    >>> as_good({"default": (99.5, 0.0), "variables": (100.0, 0.0), "graph": (100.0, 0.0)})
-    'default'
-    """
-    best = max(rate for rate, _ in rates.values())
-    return next(
-        name for name, (rate, error) in rates.items() if rate * (1 + max(AS_GOOD, error)) >= best
-    )
-
-
-def preferred(rate: float, than: float, *, less: bool) -> bool:
-    """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
-    return rate > than * (1 + AS_GOOD) or (less and rate >= than * (1 - AS_GOOD / 2))
-
-
-def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
-    """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
-    return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
-
-
-def version_notices(version: str) -> tuple[str, ...]:
-    """Return a notice where the rules of another version of NCCL stand for this version's."""
-    facts = version_facts(version)
-    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
-    return () if facts.verified else (known,)
-
-
-def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[int, ...]:
-    """Return the NUMA node through which each GPU's bounces go, by GPU; its own without a bounce.
-
-    >>> from tccl_py.model.rings import Hop, Ring
-    >>> from tccl_py.model.transfer import bounce
-    >>> from tccl_py.simulator.descriptions import load_bundled
-    >>> ring = Ring((Hop(0, 1, bounce(0, 1, 2)), Hop(1, 0, bounce(1, 0, 0))))
-    >>> sender_nodes(load_bundled("amd-3090").machine, [ring])
-    (2, 0)
-    """
-    nodes: dict[int, int] = {}
-    for hop in (hop for ring in rings for hop in ring.hops):
-        through = hop.flow.through
-        if through is not None or hop.source not in nodes:
-            own = machine.numa_of(f"G{hop.source}")
-            nodes[hop.source] = own if through is None else through
-    return tuple(node for _, node in sorted(nodes.items()))
-
-
-def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:
-    """Return a machine as a cluster of one host, named after it, with a rank for each GPU."""
-    name = class_name(machine.name)
-    host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
-    known = NodeClass(name=name, machine=machine, knowledge=knowledge)
-    return check_cluster(Cluster(hosts=(host,), classes=(known,)), where="cluster")
-
-
-def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:
-    """Deal rings out to channels in turn.
-
-    >>> per_channel([(0, 1), (1, 0)], 4)
-    ((0, 1), (1, 0), (0, 1), (1, 0))
-    """
-    orders = list(rings)
-    return tuple(orders[channel % len(orders)] for channel in range(channels))

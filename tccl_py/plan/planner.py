@@ -9,6 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
+from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import Ring, RingSet
@@ -32,20 +33,19 @@ from tccl_py.plan.choices import (
     own_choices,
     own_gbps,
 )
-from tccl_py.plan.plan import (
+from tccl_py.plan.parts import (
     AS_GOOD,
     Alternative,
     HostPath,
-    Plan,
     PlanChain,
     PlannedHost,
     SubsetRings,
     is_proven,
     plan_chain,
     sender_nodes,
-    single_host,
     version_notices,
 )
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES

@@ -20,7 +20,8 @@ from tccl_py.nccl.network import NicPair, chain_hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.directory import conf_text, env_text
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChoice
+from tccl_py.plan.parts import ChoiceName, PlanChoice
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import (
     ChainSet,

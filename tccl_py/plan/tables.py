@@ -21,7 +21,7 @@ from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, Pairing
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.plan import PlanChain, Rate, plan_chain
+from tccl_py.plan.parts import PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 1

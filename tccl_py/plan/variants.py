@@ -18,7 +18,8 @@ from tccl_py.nccl.transport import final_channels, hop_space
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import class_view
-from tccl_py.plan.plan import WORLD, HostPath, Plan, PlanChain
+from tccl_py.plan.parts import WORLD, HostPath, PlanChain
+from tccl_py.plan.plan import Plan
 
 TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
 

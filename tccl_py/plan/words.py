@@ -1,4 +1,4 @@
-"""Plans in words: GPU lists, ring orders, settings, lines and tables of a plan; a plan as JSON."""
+"""Plans in words: GPU lists, orders, settings, lines and tables, JSON; what differs between two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
 from tccl_py.plan.directory import graph_files
-from tccl_py.plan.plan import AS_GOOD, ChoiceName, Plan, PlanChoice, SubsetRings
+from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import compress
 
 _MOST_RANKS = 32
@@ -130,9 +131,9 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     for choice in plan.choices:
         yield CHOICE_WORDS[choice], _choice_text(plan, choice)
     known = plan.bound_gbps is not None
-    yield "bound", f"{plan.bound_gbps:.2f} GB/s, {plan.proof}" if known else "not known"
-    if plan.limit_text:
-        yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {plan.limit_text}"
+    yield "bound", f"{plan.bound_gbps:.2f} GB/s, {proof(plan)}" if known else "not known"
+    if limit := limit_text(plan):
+        yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {limit}"
     yield "plugin", _plugin_text(plan)
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
     variables = environment_text(plan.settings) or "defaults"
@@ -145,6 +146,25 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     asked = plan.sets_measured or plan.sets_remembered
     cost = f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
     yield "cost", cost if asked else "none: by the tables of a cluster's plan"
+
+
+def limit_text(plan: Plan) -> str:
+    """Return the meaning of the limit, and the recommended choice's share; "" if not known."""
+    rate = plan.rates[plan.recommended][0]
+    if not rate or not plan.limit_gbps:
+        return ""
+    if rate > plan.limit_gbps * (1 + AS_GOOD):
+        return "bare copies over the same hops, no faster than the plan"
+    share = min(1.0, rate / plan.limit_gbps)
+    return f"bare copies over the same hops; the plan gets {share:.0%} of it"
+
+
+def proof(plan: Plan) -> str:
+    """Return whether the plan is proven best, and among which rings."""
+    if not plan.proven:
+        return "not proven best"
+    among = "single rings" if plan.ring_count == 1 else f"sets of {plan.ring_count} rings"
+    return f"proven best within 1 % among {among} under these settings"
 
 
 def _plugin_text(plan: Plan) -> str:
@@ -299,3 +319,19 @@ def choice_json(choice: PlanChoice) -> dict[str, Any]:
 
 def _settings_json(settings: Settings) -> dict[str, Any]:
     return {"settings": msgspec.to_builtins(settings), "environment": environment(settings)}
+
+
+def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two plans, by name: the first plan's value and the second's."""
+    one, two = (_facts(each) for each in (plan, other))
+    return {name: (one[name], two[name]) for name in one if one[name] != two[name]}
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    names = ("rate_gbps", "bound_gbps", "recommended", "orders", "provenance", "pinned_env")
+    facts = {name: getattr(plan, name) for name in names}
+    stock, variables = plan.stock.rate_gbps, plan.variables.rate_gbps
+    rates = {"default_gbps": stock, "variables_gbps": variables}
+    hosts = {"machines": tuple(one.machine.name for one in plan.cluster.classes)}
+    gpus = {"hosts": plan.host_order, "gpus": plan.class_gpus}
+    return {**hosts, **gpus, **facts, **rates, "environment": environment(plan.settings)}

@@ -35,7 +35,8 @@ from tccl_py.plan.directory import (
     settings_files,
 )
 from tccl_py.plan.load import check_plan, load_plan
-from tccl_py.plan.plan import HostPath, Plan
+from tccl_py.plan.parts import HostPath
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import with_manifest, write_new_directory, write_with_plan
 
 ORDER_FOLDER = "order"

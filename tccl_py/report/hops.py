@@ -16,7 +16,8 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
-from tccl_py.plan.plan import WORLD, Plan, PlanChain
+from tccl_py.plan.parts import WORLD, PlanChain
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import order_words
 from tccl_py.report.machine import Layout, Wire, depth, wires
 

@@ -26,14 +26,17 @@ from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
-from tccl_py.plan.plan import ChoiceName, Plan, PlanChain
+from tccl_py.plan.parts import ChoiceName, PlanChain
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import (
     CHOICE_WORDS,
     choice_words,
     gpu_list,
+    limit_text,
     mark,
     order_words,
     plan_name,
+    proof,
     recommended_words,
     settings_words,
     summary,
@@ -248,8 +251,8 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
         if name in achieved:
             found.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
     limits = {
-        plan.limit_text or "bare copies": plan.limit_gbps,
-        f"upper bound: the plan is {plan.proof}": plan.bound_gbps,
+        limit_text(plan) or "bare copies": plan.limit_gbps,
+        f"upper bound: the plan is {proof(plan)}": plan.bound_gbps,
     }
     bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
     return found + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]

@@ -10,7 +10,7 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.files import picked
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS, choice_words, mark
 from tccl_py.verify.evaluation import Cell, Evaluation, Summary
 from tccl_py.verify.record import (

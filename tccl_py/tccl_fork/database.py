@@ -19,7 +19,8 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
 from tccl_py.plan.again import NoSource, known_model, measured_again
-from tccl_py.plan.plan import Plan, PlanChain, is_proven
+from tccl_py.plan.parts import PlanChain, is_proven
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.tasks import Order
 from tccl_py.search.problem import Reporter

@@ -16,7 +16,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings
 from tccl_py.plan.directory import GRAPH_FILE
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 from tccl_py.rank_processes.tasks import (

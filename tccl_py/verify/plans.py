@@ -24,7 +24,8 @@ from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not
 from tccl_py.plan.again import known_model
 from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import gpus_text, job_gpus

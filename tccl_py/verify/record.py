@@ -17,7 +17,7 @@ import msgspec
 
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import Kept
-from tccl_py.plan.plan import AS_GOOD, ChoiceName
+from tccl_py.plan.parts import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.statistics import holm, ratio_interval, signed_rank_p
 from tccl_py.verify.rings import RingsFound

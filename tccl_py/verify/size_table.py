@@ -20,7 +20,7 @@ from typing import cast
 import msgspec
 
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
 from tccl_py.verify.spec import Choice, ContestTimes, Dtype, TimedRow
 

@@ -28,7 +28,8 @@ from tccl_py.plan.beside import (
     keep_tuning,
 )
 from tccl_py.plan.directory import subset_graph
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.verify.collectives import GRAPHED_BYTES
 from tccl_py.verify.jobs import (

@@ -21,7 +21,8 @@ from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint, plugin_variables
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import GRAPH_FILE, HOSTS_FOLDER, host_graph_file
-from tccl_py.plan.plan import ChoiceName, Plan
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan

@@ -20,7 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
-from tccl_py.plan.plan import CHOICES, ChoiceName
+from tccl_py.plan.parts import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.verify.record import SLOW_TRANSFERS, SMALLEST_EFFECT, Tried, Verification, sizes_text
 from tccl_py.verify.spec import TimedRow, bus_gbps, large_gbps

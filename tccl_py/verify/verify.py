@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.plan.plan import ChoiceName
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.verify.jobs import Arm, ConcurrentJobs, Launcher, Outcome
 from tccl_py.verify.record import (
     EQUAL,

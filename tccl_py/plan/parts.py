@@ -1,0 +1,237 @@
+"""Parts of plans: chains of hops on hosts, ways to run NCCL, and rings for smaller sets of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from tccl_py.model.machine import Machine
+from tccl_py.model.rings import Hop, Ring
+from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.system import PathType
+from tccl_py.nccl.versions import version_facts
+
+AS_GOOD = 0.01
+"""A choice this much slower than the best (relative) is as good."""
+PROOF = 0.0101
+"""A plan counts as proven best if its bound is no farther above it (relative).
+
+It is what a search calls proven, and a little for rounding.
+"""
+WORLD = -1
+"""The source of the hop by which a chain enters a host, and the target of the one that leaves."""
+Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+"""A bandwidth, GB/s."""
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Gpu = Annotated[int, msgspec.Meta(ge=WORLD, lt=1 << 24)]
+"""An index, a rank, or WORLD."""
+PathName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(PathType.__members__)})?$")]
+
+
+class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A hop of a ring: its flow, and the bandwidth with all other flows running, GB/s."""
+
+    source: Gpu
+    target: Gpu
+    flow: Flow
+    gbps: Rate
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The GPU before the hop and the GPU after it, or WORLD."""
+        return self.source, self.target
+
+
+class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ring's hops on a host, closed from the lowest GPU on, or open from NIC to NIC.
+
+    NICs are indices, None in a closed ring. The first hop of an open chain enters the host, from
+    WORLD; the last hop leaves it, to WORLD.
+    """
+
+    hops: tuple[PlanHop, ...]
+    entry_nic: Number | None = None
+    exit_nic: Number | None = None
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPU indices in ring order."""
+        return tuple(hop.source for hop in self.hops if hop.source != WORLD)
+
+    @property
+    def bottleneck(self) -> PlanHop:
+        """The class with the slowest hop of all, and the hop."""
+        return min(self.hops, key=lambda hop: hop.gbps)
+
+    @property
+    def rate(self) -> float:
+        """The bandwidth of this ring beside the others, GB/s: that of its slowest hop."""
+        return self.bottleneck.gbps
+
+
+class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All rings on a host of one class, a chain for each; equal hosts share paths.
+
+    Types are the farthest NCCL paths inside the host and to its NICs, as NCCL's tuner reads them;
+    `type_inter` is "" on a single host.
+    """
+
+    node_class: Number
+    chains: tuple[PlanChain, ...]
+    type_intra: PathName
+    type_inter: PathName = ""
+
+    @property
+    def rate_gbps(self) -> float:
+        """The bandwidth of all rings together on this host, GB/s."""
+        return len(self.chains) * min(chain.rate for chain in self.chains)
+
+
+class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host in ring order: the number of its path, and the first of its ranks."""
+
+    name: str
+    path: Number
+    first_rank: Number
+
+
+ChoiceName = Literal["default", "variables", "graph"]
+CHOICES: tuple[ChoiceName, ...] = get_args(ChoiceName)
+"""Ways to run NCCL, the smallest intervention first."""
+
+
+class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to run NCCL over the plan's GPUs.
+
+    `rings` has an order for each channel: GPU indices of a single host; over several hosts ranks,
+    in the order of hosts given for default NCCL and variables, in the planned one for graph files.
+    `rate_gbps` is the predicted bus bandwidth in GB/s, None where no source can rate it, and
+    `error` half its 95 % interval, relative. `achieved_gbps` is the bus bandwidth of real
+    collectives, None until jobs ran. `note` says what is special.
+    """
+
+    settings: Settings
+    rings: tuple[tuple[Gpu, ...], ...]
+    rate_gbps: Rate | None
+    error: float = 0.0
+    achieved_gbps: Rate | None = None
+    assumed: bool = False
+    note: str = ""
+
+    @property
+    def best_known_gbps(self) -> float | None:
+        """The achieved bandwidth, or the predicted one where none is known."""
+        return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Other settings that were searched, and the best bandwidth found under them, GB/s."""
+
+    settings: Settings
+    rings_in_set: int
+    rate_gbps: Rate
+
+
+class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
+
+    `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
+    Without `gains` NCCL's own rings are as fast, and no communicator gets the rings unasked.
+    """
+
+    gpus: tuple[Gpu, ...]
+    rings: tuple[tuple[Gpu, ...], ...]
+    rate_gbps: Rate
+    nodes: tuple[Number, ...] = ()
+    gains: bool = True
+
+
+def plan_chain(hops: Sequence[Hop], rates: Sequence[float]) -> PlanChain:
+    """Return a ring, or a chain between NICs, of hops with these rates."""
+    planned = tuple(
+        PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
+        for hop, rate in zip(hops, rates, strict=True)
+    )
+    into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
+    return PlanChain(hops=planned, entry_nic=into, exit_nic=out)
+
+
+def as_good(rates: dict[ChoiceName, tuple[float, float]]) -> ChoiceName:
+    """Return the first choice within AS_GOOD of the best, or within its error if that is wider.
+
+    >>> as_good({"default": (99.5, 0.0), "variables": (100.0, 0.0), "graph": (100.0, 0.0)})
+    'default'
+    """
+    best = max(rate for rate, _ in rates.values())
+    return next(
+        name for name, (rate, error) in rates.items() if rate * (1 + max(AS_GOOD, error)) >= best
+    )
+
+
+def preferred(rate: float, than: float, *, less: bool) -> bool:
+    """Return whether a rate is clearly higher, or as high with fewer rings or channels (`less`)."""
+    return rate > than * (1 + AS_GOOD) or (less and rate >= than * (1 - AS_GOOD / 2))
+
+
+def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
+    """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
+    return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
+
+
+def version_notices(version: str) -> tuple[str, ...]:
+    """Return a notice where the rules of another version of NCCL stand for this version's."""
+    facts = version_facts(version)
+    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
+    return () if facts.verified else (known,)
+
+
+def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[int, ...]:
+    """Return the NUMA node through which each GPU's bounces go, by GPU; its own without a bounce.
+
+    >>> from tccl_py.model.rings import Hop, Ring
+    >>> from tccl_py.model.transfer import bounce
+    >>> from tccl_py.simulator.descriptions import load_bundled
+    >>> ring = Ring((Hop(0, 1, bounce(0, 1, 2)), Hop(1, 0, bounce(1, 0, 0))))
+    >>> sender_nodes(load_bundled("amd-3090").machine, [ring])
+    (2, 0)
+    """
+    nodes: dict[int, int] = {}
+    for hop in (hop for ring in rings for hop in ring.hops):
+        through = hop.flow.through
+        if through is not None or hop.source not in nodes:
+            own = machine.numa_of(f"G{hop.source}")
+            nodes[hop.source] = own if through is None else through
+    return tuple(node for _, node in sorted(nodes.items()))
+
+
+def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:
+    """Deal rings out to channels in turn.
+
+    >>> per_channel([(0, 1), (1, 0)], 4)
+    ((0, 1), (1, 0), (0, 1), (1, 0))
+    """
+    orders = list(rings)
+    return tuple(orders[channel % len(orders)] for channel in range(channels))
+
+
+def way(machine: Machine, flow: Flow) -> list[str]:
+    """Return the devices of a flow's shortest way, NVLinks first.
+
+    >>> from tccl_py.model.transfer import parse_flow
+    >>> from tccl_py.simulator.descriptions import load_bundled
+    >>> way(load_bundled("amd-v100").machine, parse_flow("0:C1:2"))[0]
+    'G0'
+    """
+    import networkx as nx  # noqa: PLC0415 (slow)
+
+    def weight(_: str, __: str, edge: dict[str, Any]) -> float:
+        return 1.0 if edge["kind"] in ("pci", "smp") else 0.4
+
+    found: list[str] = []
+    for part in flow.transfers:
+        ends = part.source.device, part.destination.device
+        found += nx.shortest_path(machine.graph, *ends, weight=weight)[bool(found) :]
+    return found
