@@ -3,9 +3,8 @@
 import contextlib
 
 from tccl_profiler.cluster.agent import take_step
-from tccl_profiler.cluster.agents import joined
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import Timeouts
+from tccl_profiler.execution import RunResult, Timeouts
 from tccl_profiler.host_device import host_machine
 from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import DeviceSpec, LinkStep
@@ -118,7 +117,7 @@ class Hosts:
                     one.release(repeat)
                 self.between("released", repeat)
                 outcomes.append(
-                    joined({host: one.collect(repeat) for host, one in running.items()})
+                    RunResult.joined({host: one.collect(repeat) for host, one in running.items()})
                 )
             for one in running.values():
                 one.finish()

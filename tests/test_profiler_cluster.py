@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts, checked
+from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts
 from tccl_profiler.cluster.facts import (
     HostFacts,
     Interface,
@@ -23,7 +23,7 @@ from tccl_profiler.cluster.facts import (
     with_interfaces,
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
-from tccl_profiler.cluster.messages import Envelope, Messenger
+from tccl_profiler.cluster.messages import Envelope, Messenger, checked
 from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.session import ClusterSession, HostClock
 from tccl_profiler.execution import RunResult, RunSpec

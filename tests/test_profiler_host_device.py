@@ -18,6 +18,7 @@ from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import check
 from tccl_py.model.transfer import parse_set
+from tccl_py.readers.sysfs import HostFiles
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -490,16 +491,16 @@ def test_a_device_pins_the_process_to_its_cores(monkeypatch):
 @pytest.fixture
 def two_sockets(tmp_path):
     """Nodes 0 and 2 of four cores each."""
-    nodes = tmp_path / "devices" / "system" / "node"
+    nodes = tmp_path / "sys" / "devices" / "system" / "node"
     for node, cpus in ((0, "0-3"), (2, "4-7")):
         (nodes / f"node{node}").mkdir(parents=True)
         (nodes / f"node{node}" / "cpulist").write_text(cpus + "\n")
     (nodes / "online").write_text("0,2\n")
-    return tmp_path
+    return HostFiles(root=tmp_path)
 
 
 def test_devices_are_spread_over_cores_and_nodes(two_sockets):
-    machine = host_machine(4, cpus=range(8), sysfs=two_sockets)
+    machine = host_machine(4, cpus=range(8), files=two_sockets)
     assert check(machine, where="test") is machine
     assert machine.name == "host-4"
     assert [node.numa_id for node in machine.numa_nodes] == [0, 2]
@@ -509,7 +510,7 @@ def test_devices_are_spread_over_cores_and_nodes(two_sockets):
 
 
 def test_devices_share_cores_where_there_are_fewer(two_sockets):
-    machine = host_machine(cpus=[5], sysfs=two_sockets)
+    machine = host_machine(cpus=[5], files=two_sockets)
     assert cpus_of_devices(machine) == {0: (5,), 1: (5,)}
     assert [gpu.parent for gpu in machine.gpus] == ["C1", "C1"]
 
@@ -522,7 +523,7 @@ def test_this_host_is_a_machine():
 
 
 def test_a_kernel_without_numa_is_one_node(tmp_path):
-    machine = host_machine(2, cpus=[0], sysfs=tmp_path)
+    machine = host_machine(2, cpus=[0], files=HostFiles(root=tmp_path))
     assert [gpu.parent for gpu in machine.gpus] == ["C0", "C0"]
 
 
@@ -535,12 +536,12 @@ def test_a_kernel_without_numa_is_one_node(tmp_path):
 )
 def test_a_machine_that_cannot_be_is_refused(two_sockets, devices, cpus, sentence):
     with pytest.raises(InputError) as caught:
-        host_machine(devices, cpus=cpus, sysfs=two_sockets)
+        host_machine(devices, cpus=cpus, files=two_sockets)
     assert str(caught.value).startswith(sentence)
 
 
 def test_a_fingerprint_tells_hosts_and_cores_apart_and_hides_the_machine_id(two_sockets, tmp_path):
-    machine = host_machine(2, cpus=range(8), sysfs=two_sockets)
+    machine = host_machine(2, cpus=range(8), files=two_sockets)
     prints = []
     for name, where, text in (
         ("a", "etc/machine-id", "11"),
@@ -552,7 +553,7 @@ def test_a_fingerprint_tells_hosts_and_cores_apart_and_hides_the_machine_id(two_
         (root / "proc" / "cpuinfo").write_text("processor : 0\nmodel name\t: Made Up 9000\n")
         (root / where).parent.mkdir(parents=True, exist_ok=True)
         (root / where).write_text(text + "\n")
-        prints.append(host_fingerprint(machine, root=root))
+        prints.append(host_fingerprint(machine, HostFiles(root=root)))
     first = prints[0]
     assert first.gpu_uuids[0].startswith("host:Made Up 9000:")
     assert [uuid.rsplit(":", 1)[1] for uuid in first.gpu_uuids] == ["core0", "core4"]
@@ -560,4 +561,4 @@ def test_a_fingerprint_tells_hosts_and_cores_apart_and_hides_the_machine_id(two_
     assert (first.driver, first.numa_count) == ("none", 2)
     assert first != prints[1]
     assert first == prints[2]
-    assert first == host_fingerprint(machine, root=tmp_path / "a")
+    assert first == host_fingerprint(machine, HostFiles(root=tmp_path / "a"))

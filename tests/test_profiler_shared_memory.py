@@ -17,6 +17,7 @@ import pytest
 from tccl_profiler import linux as numa
 from tccl_profiler.shared_memory import Segment, create_segment
 from tccl_py.errors import MeasurementError
+from tccl_py.readers.sysfs import HostFiles
 
 PAGE = mmap.PAGESIZE
 
@@ -329,29 +330,30 @@ def test_numa_maps_is_read_for_the_mapping_that_contains_the_address(tmp_path):
 
 
 def test_nodes_and_their_cpus_and_memory_are_read_from_sysfs(tmp_path):
-    node = tmp_path / "node1"
-    node.mkdir()
-    (tmp_path / "online").write_text("0-1,4\n")
-    (node / "cpulist").write_text("8-9,24\n")
-    (node / "meminfo").write_text(
+    nodes, files = tmp_path / "sys/devices/system/node", HostFiles(root=tmp_path)
+    (nodes / "node1").mkdir(parents=True)
+    (nodes / "online").write_text("0-1,4\n")
+    (nodes / "node1/cpulist").write_text("8-9,24\n")
+    (nodes / "node1/meminfo").write_text(
         "Node 1 MemTotal:  900 kB\nNode 1 MemFree:  100 kB\nNode 1 Active(file):  20 kB\n"
         "Node 1 Inactive(file):  3 kB\nNode 1 Shmem:  500 kB\n"
     )
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 2 kB\nMemAvailable:  5 kB\n")
-    assert numa.online_nodes(tmp_path) == (0, 1, 4)
-    assert numa.cpus_of_node(1, tmp_path) == (8, 9, 24)
-    assert numa.available_bytes(1, tmp_path) == 123 * 1024
-    assert numa.available_bytes(None, meminfo=tmp_path / "meminfo") == 5 * 1024
-    assert numa.available_bytes(2, tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemFree: 2 kB\nMemAvailable:  5 kB\n")
+    assert numa.online_nodes(files) == (0, 1, 4)
+    assert numa.cpus_of_node(1, files) == (8, 9, 24)
+    assert numa.available_bytes(1, files) == 123 * 1024
+    assert numa.available_bytes(None, files) == 5 * 1024
+    assert numa.available_bytes(2, files) is None
 
 
 def test_a_kernel_without_numa_has_node_0(tmp_path):
-    assert numa.online_nodes(tmp_path) == (0,)
+    assert numa.online_nodes(HostFiles(root=tmp_path)) == (0,)
 
 
 def test_cpus_of_a_node_that_is_not_there_are_an_error(tmp_path):
-    with pytest.raises(MeasurementError, match=r"node3/cpulist: No such"):
-        numa.cpus_of_node(3, tmp_path)
+    with pytest.raises(MeasurementError, match=r"node3/cpulist: is missing"):
+        numa.cpus_of_node(3, HostFiles(root=tmp_path))
 
 
 def test_memory_only_nodes_have_no_cpus_to_run_on():

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from tccl_profiler.cluster.agents import joined
 from tccl_profiler.compiler import program_for
-from tccl_profiler.execution import RunSpec
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import Pace, WorkerLost
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import parse_set
@@ -57,7 +56,7 @@ def test_two_pools_are_released_together(pool):
                 two.wait_resident(repeat)
                 # One caller releases both here, so one after the other.
                 stored = [running.release(repeat) for running in (one, two)]
-                found = joined({"h0": one.collect(repeat), "h1": two.collect(repeat)})
+                found = RunResult.joined({"h0": one.collect(repeat), "h1": two.collect(repeat)})
                 assert set(found.records) == {"h0.G0", "h0.G1", "h1.G0", "h1.G1"}
                 assert set(found.stamps) == set(found.records)
                 starts = [rows["start"].min() for rows in found.records.values()]

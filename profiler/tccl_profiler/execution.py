@@ -65,6 +65,15 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     records: Mapping[str, npt.NDArray[np.void]]
     stamps: Mapping[str, tuple[Stamps, ...]]
 
+    @classmethod
+    def joined(cls, results: Mapping[str, RunResult]) -> RunResult:
+        """Return one repeat's result over several hosts, from each host's own."""
+        own = results.items()
+        return cls(
+            records={f"{host}.{name}": x for host, one in own for name, x in one.records.items()},
+            stamps={f"{host}.{name}": x for host, one in own for name, x in one.stamps.items()},
+        )
+
 
 class Runner(Protocol):
     """The pool of one host, or the pools of several, as a profiler uses them."""

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -266,8 +265,6 @@ class HostDevice(ThreadedDevice):
 
 
 # This host as a machine of the `host` backend, by NUMA node.
-SYSFS = Path("/sys")
-ROOT = Path("/")
 DEVICES = 8  # default number of devices: the usual size of a node
 
 
@@ -275,7 +272,7 @@ def host_machine(
     devices: int | None = None,
     *,
     cpus: Iterable[int] | None = None,
-    sysfs: Path = SYSFS,
+    files: HostFiles = linux.HOST,
     least: int = 2,
 ) -> Machine:
     """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
@@ -285,12 +282,11 @@ def host_machine(
     `least` (2 in a machine, 1 in a node of several) and at most 8; `cpus` None is all cores of this
     process.
     """
-    nodes = sysfs / "devices" / "system" / "node"
-    ids = linux.online_nodes(nodes)
+    ids = linux.online_nodes(files)
     usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
     node_of = dict.fromkeys(usable, 0)
     with contextlib.suppress(MeasurementError):  # a kernel without NUMA: one node has all
-        node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, nodes)}
+        node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, files)}
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
     if not least <= count <= MAX_GPUS:
@@ -319,9 +315,9 @@ def shared_cores(machine: Machine) -> Iterator[str]:
         )
 
 
-def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
+def host_fingerprint(machine: Machine, files: HostFiles = linux.HOST) -> Fingerprint:
     """Return the identity of this host: its machine id or, as in many containers, its boot id."""
-    host = f"host:{cpu_model(root)}:{_host_id(root)}"
+    host = f"host:{cpu_model(files)}:{_host_id(files)}"
     cores = linux.cpus_of_devices(machine)
     return Fingerprint(
         gpu_uuids=tuple(f"{host}:core{cores[index][0]}" for index in machine.gpu_indices),
@@ -331,17 +327,15 @@ def host_fingerprint(machine: Machine, *, root: Path = ROOT) -> Fingerprint:
     )
 
 
-def cpu_model(root: Path = ROOT) -> str:
+def cpu_model(files: HostFiles = linux.HOST) -> str:
     """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
-    match = re.search(
-        r"^model name\s*:\s*(\S.*)$", HostFiles(root=root).text("proc/cpuinfo"), re.MULTILINE
-    )
+    match = re.search(r"^model name\s*:\s*(\S.*)$", files.text("proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
-def _host_id(root: Path) -> str:
+def _host_id(files: HostFiles) -> str:
     for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
-        text = HostFiles(root=root).text(path)
+        text = files.text(path)
         if text:
             # systemd asks not to show the machine id itself: machine-id(5).
             return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Machine
+from tccl_py.readers.sysfs import HostFiles
 
-NODES = Path("/sys/devices/system/node")
+HOST = HostFiles()
+_NODES = "sys/devices/system/node"
 NUMA_MAPS = Path("/proc/self/numa_maps")
-MEMINFO = Path("/proc/meminfo")
 _PROC = Path("/proc")
 
 NO_NODE = -1  # a page that is in no node's memory: not faulted in, or swapped out
@@ -50,23 +51,17 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(n for first, last in ranges for n in range(int(first), int(last or first) + 1))
 
 
-def online_nodes(nodes: Path = NODES) -> tuple[int, ...]:
+def online_nodes(files: HostFiles = HOST) -> tuple[int, ...]:
     """Return the nodes of this machine; a kernel without NUMA counts as node 0."""
-    try:
-        return parse_cpu_list((nodes / "online").read_text())
-    except FileNotFoundError:
-        return (0,)
+    return parse_cpu_list(files.text(f"{_NODES}/online")) or (0,)
 
 
-def cpus_of_node(node: int, nodes: Path = NODES) -> tuple[int, ...]:
+def cpus_of_node(node: int, files: HostFiles = HOST) -> tuple[int, ...]:
     """Return the CPUs of a node, none if it is memory only."""
-    path = nodes / f"node{node}" / "cpulist"
-    try:
-        return parse_cpu_list(path.read_text())
-    except OSError as error:
-        raise MeasurementError(
-            f"{path}: {error.strerror}; a node that is online is right"
-        ) from error
+    path = f"{_NODES}/node{node}/cpulist"
+    if not files.has(path):
+        raise MeasurementError(f"/{path}: is missing; a node that is online is right")
+    return parse_cpu_list(files.text(path))
 
 
 def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
@@ -95,16 +90,12 @@ def leave_binding() -> tuple[int, int]:
     return before, len(os.sched_getaffinity(0))
 
 
-def available_bytes(node: int | None, nodes: Path = NODES, meminfo: Path = MEMINFO) -> int | None:
+def available_bytes(node: int | None, files: HostFiles = HOST) -> int | None:
     """Return memory that is free without swapping, of a node or the machine; None if unknown.
 
     A node's file has no MemAvailable: free and reclaimable memory are added up.
     """
-    path = meminfo if node is None else nodes / f"node{node}" / "meminfo"
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
+    text = files.text("proc/meminfo" if node is None else f"{_NODES}/node{node}/meminfo")
     lines = re.findall(r"^(?:Node \d+ )?([\w()]+):\s+(\d+)", text, re.MULTILINE)
     kib = {name: int(amount) for name, amount in lines}
     if "MemAvailable" in kib:

@@ -218,16 +218,6 @@ ToWorker = Start | Share | Run | Ping | LinkStep | Stop
 FromWorker = Started | Done | Pinged | LinkEnds | Failed
 
 
-def link_names(links: Sequence[Link]) -> str:
-    """Return links in words, the first few by name.
-
-    >>> link_names([Link("h0.N0", "h1.N0", 0), Link("h0.N0", "h1.N0", 1)])
-    'link 0 from h0.N0 to h1.N0, link 1 from h0.N0 to h1.N0'
-    """
-    shown = ", ".join(map(str, links[:3]))
-    return f"{shown} and {len(links) - 3} more" if len(links) > 3 else shown
-
-
 # Framing
 
 LARGEST_BODY = 64 << 20  # bytes

@@ -26,7 +26,6 @@ from tccl_profiler.messages import (
     Run,
     Started,
     caller_of,
-    link_names,
 )
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import differing, write_pattern
@@ -284,11 +283,11 @@ class NicLinks:
         except TimeoutError as error:
             late = sorted(missing)
             raise LinkLost(
-                f"{link_names(late)}: {late[0].sender} did not come to {self._address} in time; "
+                f"{_link_names(late)}: {late[0].sender} did not come to {self._address} in time; "
                 "look at firewalls and routes between the two"
             ) from error
         except OSError as error:
-            raise LinkLost(f"{link_names(sorted(missing))}: {error.strerror}") from error
+            raise LinkLost(f"{_link_names(sorted(missing))}: {error.strerror}") from error
         link = caller_of(sock, self._expected)
         if link is not None:
             self._keep(link, sock)
@@ -349,6 +348,11 @@ class NicLinks:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+def _link_names(links: Sequence[Link]) -> str:
+    shown = ", ".join(map(str, links[:3]))
+    return f"{shown} and {len(links) - 3} more" if len(links) > 3 else shown
 
 
 def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:

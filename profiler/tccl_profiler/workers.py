@@ -99,32 +99,46 @@ def spawned(
     slot: int, spec: messages.DeviceSpec, variables: Mapping[str, str], answer_s: float
 ) -> WorkerProcess:
     """Start a worker's process with these variables; it waits for Start."""
-    with contextlib.ExitStack() as undo:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        undo.enter_context(ours)
-        stderr_fd = os.memfd_create(f"tccl-stderr-{spec.device}")
-        undo.callback(os.close, stderr_fd)
+    stderr_fd = os.memfd_create(f"tccl-stderr-{spec.device}")
+    try:
+        process, sock = child_with_socket(
+            "tccl_profiler.worker", environment=_environment(variables), stderr=stderr_fd
+        )
+    except BaseException:
+        os.close(stderr_fd)
+        raise
+    receives, peer = messages.FromWorker, f"the worker of {spec.device}"
+    return WorkerProcess(
+        spec=spec,
+        slot=slot,
+        process=process,
+        stderr_fd=stderr_fd,
+        answer_s=answer_s,
+        connection=messages.Connection(sock, receives=receives, peer=peer),
+    )
+
+
+def child_with_socket(
+    module: str, *arguments: str, environment: Mapping[str, str], stderr: int | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module as a process whose argument 1 is the descriptor of a connected socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
         with theirs:
             process = subprocess.Popen(
-                child_command("tccl_profiler.worker", str(theirs.fileno())),
+                child_command(module, str(theirs.fileno()), *arguments),
                 pass_fds=(theirs.fileno(),),
-                env=_environment(variables),
+                env=child_environment(
+                    {**environment, "PYTHONPATH": os.pathsep.join(search_path())}
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=stderr_fd,
+                stderr=stderr,
             )
-        worker = WorkerProcess(
-            spec=spec,
-            slot=slot,
-            process=process,
-            stderr_fd=stderr_fd,
-            answer_s=answer_s,
-            connection=messages.Connection(
-                ours, receives=messages.FromWorker, peer=f"the worker of {spec.device}"
-            ),
-        )
-        undo.pop_all()
-    return worker
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
 
 
 def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
@@ -140,11 +154,10 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
         CUDA_DEVICE_MAX_CONNECTIONS="32",
         # numpy would start a thread for every core, in every worker.
         OPENBLAS_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join(search_path()),
     )
     # Devices are taken by bus id, and their peers must be visible too.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    return child_environment({**environment, **variables})
+    return {**environment, **variables}
 
 
 def _by_name(device: str, what: str) -> str:

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -85,7 +84,7 @@ class Agent:
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
         self._ranks = RankTasks()
-        self._waiting: deque[say.Envelope] = deque()
+        self._stopping: say.Envelope | None = None
         self._backoff = say.Backoff()
         self._prioritised = False
         self._bound = (1, 1)
@@ -155,8 +154,8 @@ class Agent:
         return envelope
 
     def _next(self, limit_s: float | None = None) -> say.Envelope:
-        if self._waiting:
-            return self._waiting.popleft()
+        if self._stopping is not None:
+            return self._stopping
         until = None if limit_s is None else time.monotonic() + limit_s
         while (envelope := self._polled()) is None:
             if until is not None and time.monotonic() > until:
@@ -267,25 +266,23 @@ class Agent:
     def _release(self, number: int, repeat: int) -> say.Release:
         while True:
             envelope = self._next(_RELEASE_S)
-            message = envelope.message
-            if envelope.number != number:
-                # Of a run that was given up, or a request for after this run.
-                if isinstance(message, Stop):
-                    self._waiting.appendleft(envelope)
-                    raise _Aborted
-            elif isinstance(message, say.Abort):
-                raise _Aborted
-            elif isinstance(message, say.Release) and message.repeat == repeat:
+            self._heed(envelope, number)
+            message, meant = envelope.message, envelope.number == number
+            # A release may be of a run that was given up.
+            if meant and isinstance(message, say.Release) and message.repeat == repeat:
                 return message
 
     def _look(self, number: int) -> None:
         envelope = self._polled()
-        if envelope is None:
-            return
-        if isinstance(envelope.message, say.Abort) and envelope.number == number:
-            raise _Aborted
-        self._waiting.append(envelope)
+        if envelope is not None:
+            self._heed(envelope, number)
+
+    def _heed(self, envelope: say.Envelope, number: int) -> None:
+        """Give a run up that is called off; the next request is then Stop, if that was it."""
         if isinstance(envelope.message, Stop):
+            self._stopping = envelope
+            raise _Aborted
+        if isinstance(envelope.message, say.Abort) and envelope.number == number:
             raise _Aborted
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -174,7 +174,7 @@ class Agents:
             ended = {host: found[host] for host in found if not isinstance(found[host], kind)}
             rest = [host for host in hosts if host not in ended]
             found = ended | self.give_up(number, rest, limit_s)
-        return checked({host: found[host] for host in hosts}, kind)
+        return say.checked({host: found[host] for host in hosts}, kind)
 
     def give_up(
         self, number: int, hosts: Collection[str], limit_s: float | None = None
@@ -210,23 +210,7 @@ class Agents:
             if isinstance(message, say.HostTime):
                 return message.at_ns, time.monotonic_ns()
         answers = self.heard(number, (host,))
-        return checked(answers, say.HostTime)[host].at_ns, time.monotonic_ns()
-
-
-def checked(answers: Mapping[str, Message], kind: type[Answer]) -> dict[str, Answer]:
-    """Return the answers, all of this type, or raise the failure that says most, with its host."""
-    failed = {host: answer for host, answer in answers.items() if isinstance(answer, Failed)}
-    for wanted in ("input", "lost", "refused", "link"):
-        for host, failure in failed.items():
-            if failure.kind == wanted:
-                named = host in failure.what
-                raise failure.error(failure.what if named else f"host {host}: {failure.what}")
-    found: dict[str, Answer] = {}
-    for host, answer in answers.items():
-        if not isinstance(answer, kind):
-            raise WorkerLost(f"host {host}: answered {type(answer).__name__} out of turn")
-        found[host] = answer
-    return found
+        return say.checked(answers, say.HostTime)[host].at_ns, time.monotonic_ns()
 
 
 class ClusterPool:
@@ -375,23 +359,10 @@ class ClusterPool:
         took_ns = self.ahead_ns - earliest_ns
         self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
-            joined({host: own.results[repeat] for host, own in ran.items()})
+            RunResult.joined({host: own.results[repeat] for host, own in ran.items()})
             for repeat in range(spec.repeats)
         ]
         return results, -earliest_ns > _LATE_SHARE * spec.window_us * 1e3
-
-
-def joined(results: Mapping[str, RunResult]) -> RunResult:
-    """Return one repeat's result over several hosts, from each host's own."""
-
-    def named(field: str) -> dict[str, Any]:
-        return {
-            f"{host}.{device}": rows
-            for host, result in results.items()
-            for device, rows in getattr(result, field).items()
-        }
-
-    return RunResult(records=named("records"), stamps=named("stamps"))
 
 
 class RankJobs(Agents):

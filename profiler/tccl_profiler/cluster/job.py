@@ -27,7 +27,7 @@ from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses, listening
 from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Endpoint, Stop, caller_of
-from tccl_py.children import child_command, child_environment, search_path
+from tccl_profiler.workers import child_with_socket
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
 
@@ -309,18 +309,12 @@ class Job:
 
 def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say.Messenger]:
     """Start an agent on this host, in a process of its own, and connect to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    arguments = [str(theirs.fileno()), *([] if name is None else [name])]
-    with theirs:
-        process = subprocess.Popen(
-            child_command("tccl_profiler.cluster.agent", *arguments),
-            pass_fds=(theirs.fileno(),),
-            env=child_environment({**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
+    arguments = [] if name is None else [name]
+    process, sock = child_with_socket(
+        "tccl_profiler.cluster.agent", *arguments, environment=os.environ
+    )
     who = "this host's agent" if name is None else f"the agent of host {name}"
-    return process, say.Messenger(ours, peer=who)
+    return process, say.Messenger(sock, peer=who)
 
 
 def _has_ended(messenger: say.Messenger) -> bool:

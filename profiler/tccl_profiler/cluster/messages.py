@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -153,7 +153,26 @@ Answer = HostFacts | Opened | HostTime | DevicesPinged | Resident | Ran
 RankMessage = AskEnvironment | Environment | OpenRendezvous | RendezvousOpen | RunRanks | RanksLeft
 WorkerMessage = messages.Ping | messages.LinkStep | messages.LinkEnds | messages.Stop
 Outcome = messages.Done | messages.Failed
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 Message = Request | Answer | RankMessage | WorkerMessage | Outcome | Leaving | Heartbeat
+
+
+def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]:
+    """Return the answers, all of this type, or raise the failure that says most, with its host."""
+    failed = {
+        host: answer for host, answer in answers.items() if isinstance(answer, messages.Failed)
+    }
+    for wanted in ("input", "lost", "refused", "link"):
+        for host, failure in failed.items():
+            if failure.kind == wanted:
+                named = host in failure.what
+                raise failure.error(failure.what if named else f"host {host}: {failure.what}")
+    found: dict[str, Kind] = {}
+    for host, answer in answers.items():
+        if not isinstance(answer, kind):
+            raise messages.WorkerLost(f"host {host}: answered {type(answer).__name__} out of turn")
+        found[host] = answer
+    return found
 
 
 class Envelope(msgspec.Struct, frozen=True):
