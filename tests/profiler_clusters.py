@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tccl_profiler.cluster.agent import Agent, ControllerLost
 from tccl_profiler.cluster.job import agent_process
-from tccl_profiler.cluster.messages import Heartbeat, HeartbeatThread, Messenger
+from tccl_profiler.cluster.messages import Heartbeat, Messenger, heartbeats
 from tccl_profiler.messages import ConnectionClosed, Stop
 
 
@@ -44,9 +44,9 @@ def agents_in_processes(hosts):
             found[host] = messenger
             stack.callback(_ended, process)
             stack.callback(messenger.close)
-        heart = HeartbeatThread(lambda: [one.send(0, Heartbeat()) for one in found.values()])
-        heart.start()
-        stack.callback(heart.stop)
+        stack.enter_context(
+            heartbeats(lambda: [one.send(0, Heartbeat()) for one in found.values()])
+        )
         yield FakeJob(found)
         for messenger in found.values():
             with contextlib.suppress(ConnectionClosed):

@@ -118,9 +118,7 @@ def bind(address: int, size: int, node: int) -> None:
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "mbind")
     policy = ctypes.c_int(MPOL_BIND), mask, bits, ctypes.c_uint(0)
-    if _libc.syscall(ctypes.c_long(number), *where, *policy) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), "mbind")
+    _check(_libc.syscall(ctypes.c_long(number), *where, *policy), "mbind")
 
 
 def populate(address: int, size: int) -> None:
@@ -130,9 +128,13 @@ def populate(address: int, size: int) -> None:
     OSError: EINVAL before Linux 5.14; ENOMEM or EFAULT where there is not enough memory.
     """
     advice = ctypes.c_int(MADV_POPULATE_WRITE)
-    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) != 0:
+    _check(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice), "madvise")
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), "madvise")
+        raise OSError(code, os.strerror(code), call)
 
 
 def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[int, int]:

@@ -162,7 +162,7 @@ class Profiler:
             return measured(transfers)
         except WorkerLost as error:
             lost = str(error)
-        self._note(f"{lost}; all workers were started anew and {transfers} measured again")
+        self.note(f"{lost}; all workers were started anew and {transfers} measured again")
         try:
             self._forget_clocks()
             self._pool.restart()
@@ -181,15 +181,8 @@ class Profiler:
         transfers = checkable(program.transfers)
         proof = program if transfers == program.transfers else self._compiled(transfers)
         for window_us in self._trials_us:
-            spec = RunSpec(
-                repeats=1,
-                warm_us=0.0,
-                window_us=window_us,
-                check=True,
-                paces=paces_for(proof, None, window_us),
-            )
-            (result,) = self._pool.run(proof, spec)
-            sample = rates.sample_of(proof, result, spec, self._to_host())
+            window = Window(warm_us=0.0, window_us=window_us)
+            (sample,) = self._run(proof, window, None, repeats=1, check=True)
             for flow, wrong in zip(proof.transfers.flows, sample.wrong, strict=True):
                 if wrong:
                     raise MeasurementError(
@@ -214,7 +207,7 @@ class Profiler:
             except MeasurementError as error:
                 # Not tried again: sets that are compared are to be read alike.
                 self._uncontended[few] = {}
-                self._note(
+                self.note(
                     f"{error}; without this set, with few channels of those that were asked for, "
                     "rates of more channels may be too low"
                 )
@@ -296,18 +289,20 @@ class Profiler:
         channels: Sequence[ChannelRate] | None,
         *,
         repeats: int,
+        check: bool = False,
         uncontended: Mapping[Flow, float] | None = None,
     ) -> list[rates.Sample]:
         spec = RunSpec(
             repeats=repeats,
             warm_us=window.warm_us,
             window_us=window.window_us,
+            check=check,
             paces=paces_for(program, channels, window.warm_us + window.window_us),
         )
         results = self._pool.run(program, spec)
         # Between two readings a clock is known better than after the last.
         self._read_clocks()
-        clocks = self._to_host()
+        clocks = {device: clock.host_ns for device, clock in self._clocks.items()}
         return [
             rates.sample_of(program, result, spec, clocks, uncontended=uncontended)
             for result in results
@@ -323,7 +318,7 @@ class Profiler:
             reading = offset_from_pings(pinged.asked_ns, pinged.device_ns, pinged.seen_ns)
             clock = self._clocks.get(device)
             jump = clock.jumped(reading) if clock else None
-            self._note(jump)
+            self.note(jump)
             if clock is None or jump:
                 clock = self._clocks[device] = Clock(device=device)
             clock.add(reading)
@@ -332,9 +327,6 @@ class Profiler:
     def _forget_clocks(self) -> None:
         self._clocks.clear()
         self._pinged_s = -math.inf
-
-    def _to_host(self) -> Mapping[str, rates.ToHost]:
-        return {device: clock.host_ns for device, clock in self._clocks.items()}
 
     def _watch_drift(self, measurement: Measurement) -> None:
         """Measure the first set again every so many sets, and replace the notice of drift."""
@@ -349,18 +341,20 @@ class Profiler:
             newest = self._retried(first.transfers, self._measured)
         except MeasurementError as error:
             # The set that was asked for has been measured, and counts.
-            self._note(f"the first set could not be measured again: {error}")
+            self.note(f"the first set could not be measured again: {error}")
             return
         self._sentinel_times += 1
         if self._drifted in self.notices:
             self.notices.remove(self._drifted)
         samples = first.samples_gbps, newest.samples_gbps
         self._drifted = drift(str(first.transfers), *samples, self._sentinel_times)
-        self._note(self._drifted)
+        self.note(self._drifted)
 
-    def _note(self, text: str | None) -> None:
-        if text and text not in self.notices:
-            self.notices.append(text)
+    def note(self, *texts: str | None) -> None:
+        """Add notices, each once."""
+        for text in texts:
+            if text and text not in self.notices:
+                self.notices.append(text)
 
 
 def _start_error(samples: Sequence[rates.Sample]) -> float:

@@ -79,15 +79,12 @@ class Session:
         at_rest = look()
         busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
         self._before = warmed(look, lambda: self.profiler.exercise(busy))
-        self._note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
+        self.profiler.note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
 
     def look(self) -> None:
         """Note changes of the GPUs since the session began."""
         if self._look is not None:
-            self._note(*changes(self._before, self._look()))
-
-    def _note(self, *texts: str) -> None:
-        self.notices.extend(text for text in dict.fromkeys(texts) if text not in self.notices)
+            self.profiler.note(*changes(self._before, self._look()))
 
     @property
     def conditions(self) -> str:

@@ -238,40 +238,37 @@ class NicLinks:
         return tuple(sorted(self._sockets))
 
     def listen(self, links: Sequence[Link]) -> tuple[Endpoint, ...]:
-        """Begin to await links, in place of namesakes."""
+        """Begin to await these links alone, in place of namesakes."""
         for link in links:
             self.drop(link)
-        self._expect_no_more(links)
-        if self._listener is None:
-            self._listener = self._bound()
+        self._stop_listening()
+        self._listener = self._bound()
         try:
-            # Callers wait here until they are accepted; also those of earlier tries.
-            self._listener.listen(len(self._expected) + 2 * len(links) + 16)
+            # Callers wait here until they are accepted.
+            self._listener.listen(2 * len(links) + 16)
         except OSError as error:
             raise MeasurementError(f"{self._device}: cannot listen: {error.strerror}") from error
         port = self._listener.getsockname()[1]
         tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in links]
-        self._expected.update(zip(tokens, links, strict=True))
+        self._expected = dict(zip(tokens, links, strict=True))
         here = (self._address,)
         return tuple(Endpoint(addresses=here, port=port, token=token) for token in tokens)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
-        """Wait until all these links have come."""
+        """Wait until all awaited links have come."""
         deadline = time.monotonic() + limit_s
         missing = set(links) - set(self._sockets)
         try:
             while missing:
                 missing.discard(self._accepted(deadline, missing))
         finally:
-            self._expect_no_more(missing)
-            if not self._expected and self._listener is not None:
-                self._listener.close()
-                self._listener = None
+            self._stop_listening()
 
-    def _expect_no_more(self, links: Collection[Link]) -> None:
-        self._expected = {
-            token: link for token, link in self._expected.items() if link not in links
-        }
+    def _stop_listening(self) -> None:
+        self._expected = {}
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _accepted(self, deadline: float, missing: Collection[Link]) -> Link | None:
         """Return the next link that has come, None for a stranger."""
@@ -345,9 +342,7 @@ class NicLinks:
         """Close all links."""
         for link in list(self._sockets):
             self.drop(link)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._stop_listening()
 
 
 def _link_names(links: Sequence[Link]) -> str:

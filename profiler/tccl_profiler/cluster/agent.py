@@ -104,17 +104,16 @@ class Agent:
 
     def serve(self) -> int:
         """Carry out requests until told to stop; return the exit code. Raises ControllerLost."""
-        heart = say.HeartbeatThread(lambda: self._messenger.send(0, say.Heartbeat()))
-        heart.start()
         try:
-            while True:
-                envelope = self._next()
-                if isinstance(envelope.message, Stop):
-                    self.close()
-                    self._answer(0, say.Leaving())
-                    self._last()
-                    return envelope.message.code
-                self._answer(envelope.number, self._done(envelope))
+            with say.heartbeats(lambda: self._messenger.send(0, say.Heartbeat())):
+                while True:
+                    envelope = self._next()
+                    if isinstance(envelope.message, Stop):
+                        self.close()
+                        self._answer(0, say.Leaving())
+                        self._last()
+                        return envelope.message.code
+                    self._answer(envelope.number, self._done(envelope))
         except MeasurementError as error:
             # Closed, or a message that cannot be read or sent: the next would make no sense.
             raise ControllerLost(str(error)) from error
@@ -127,7 +126,6 @@ class Agent:
             # From now on it ends by itself. (Threads, as in tests, have no signals.)
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            heart.stop()
             self.close()
 
     def _last(self) -> None:

@@ -195,7 +195,7 @@ class Job:
         self.peers = peers
         self.connections = connections
         self._local: tuple[subprocess.Popen[bytes], say.Messenger] | None = None
-        self._heart = say.HeartbeatThread(self._beat)
+        self._heart = contextlib.ExitStack()
         self._usual: Any = signal.SIG_DFL
         self._launcher = os.getppid()
         self.broken = False
@@ -203,7 +203,7 @@ class Job:
     def __enter__(self) -> Job:
         if self.is_controller:
             self._usual = signal.signal(signal.SIGTERM, self._terminated)
-            self._heart.start()
+            self._heart.enter_context(say.heartbeats(self._beat))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -212,7 +212,7 @@ class Job:
             if self.is_controller:
                 self._end_all(code)
         finally:
-            self._heart.stop()
+            self._heart.close()
             if self.is_controller:
                 # A launcher that ends a broken job waits for the controller's message.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN if self.broken else self._usual)

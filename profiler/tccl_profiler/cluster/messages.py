@@ -6,11 +6,12 @@ polling waits for a peer: waits are made of naps, with a limit, and watch all pe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -260,31 +261,21 @@ class Backoff:
             time.sleep(min(longest_s, _NAP_S) if waited_s < _WARM_S else longest_s)
 
 
-class HeartbeatThread:
-    """A thread sending heartbeats until stopped.
+@contextlib.contextmanager
+def heartbeats(beat: Callable[[], object], every_s: float = HEARTBEAT_S) -> Iterator[None]:
+    """Have a thread send heartbeats within the context; `beat` sends to all peers."""
+    stopped = threading.Event()
 
-    `beat` sends to all peers; its MeasurementErrors are ignored.
-    """
+    def run() -> None:
+        while not stopped.wait(every_s):
+            # Whoever waits for a lost peer will notice.
+            with contextlib.suppress(MeasurementError):
+                beat()
 
-    def __init__(self, beat: Callable[[], None], every_s: float = HEARTBEAT_S) -> None:
-        self._beat, self._every_s = beat, every_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; return when the last heartbeat is over."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._every_s):
-            try:
-                self._beat()
-            except MeasurementError:
-                # Whoever waits for the peer will notice.
-                continue
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
