@@ -29,10 +29,10 @@ def host_pool(gpus, addresses, **more):
     return Pool("host", specs, numa_ids, **{"memory": SMALL, "timeouts": PATIENCE, **more})
 
 
-def step(pool, name, ends=()):
+def step(pool, name, ends=(), limit_s=LINK_S):
     """A step for links, or for links with their endpoints; the links and endpoints after it."""
     ends = ends if isinstance(ends, dict) else dict.fromkeys(ends)
-    return take_step(pool, LinkStep(step=name, ends=ends, limit_s=LINK_S)).ends
+    return take_step(pool, LinkStep(step=name, ends=ends, limit_s=limit_s)).ends
 
 
 class Hosts:

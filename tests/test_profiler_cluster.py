@@ -385,7 +385,7 @@ def test_a_host_that_says_nothing_is_named():
 
 def test_a_host_that_lives_and_does_not_answer_is_named():
     ours, theirs = pair()
-    agents, _ = _agents(ours, silence_s=1.5, answer_s=2.0)
+    agents, _ = _agents(ours, silence_s=0.7, answer_s=1.0)
     stop = threading.Event()
 
     def beat():
