@@ -130,7 +130,10 @@ def test_noise_that_is_no_number_makes_the_journal_another_models(noise, plan):
 
 BAD = {
     "two forms": (("--json", "--prometheus"), "--json beside --prometheus: are two forms; leave"),
-    "a file for people": (("-o", "x"), "--output: is for machines; add --json or --prometheus"),
+    "a file for people": (
+        ("-o", "x"),
+        "--output: is for JSON or metrics; add --json or --prometheus",
+    ),
     "no time": (("--max-seconds", "0"), "--max-seconds: is 0; above 0, at most 86400"),
     "NaN": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0, at most 86400"),
     "seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),

@@ -139,6 +139,7 @@ def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
         (("--extend", "--force", "--hosts", "{new}"), "--force"),
         (("--extend", "--hosts", "{new}", "--nccl", "2.28"), "--nccl"),
         (("--extend",), "no hosts to add"),
+        (("--extend", "--simulate", "amd-v100"), "no hosts to add"),
         (("--extend", "--hosts", "{ranks}"), "2 ranks"),
         (("--extend", "--simulate", "amd-3090", "--nodes", "1"), "2 to"),
     ],

@@ -102,7 +102,7 @@ def check(
     if json and prometheus:
         raise InputError("--json beside --prometheus", "are two forms", "leave one of the two out")
     if output is not None and not (json or prometheus):
-        raise InputError("--output", "is for machines", "add --json or --prometheus")
+        raise InputError("--output", "is for JSON or metrics", "add --json or --prometheus")
     seconds = (_PREFLIGHT_S if preflight else _CHECK_S) if max_seconds is None else max_seconds
     in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
     if with_ is not None and not preflight:

@@ -95,6 +95,10 @@ def subject_of(
         if mixed:
             what = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
             raise InputError(str(asked.output), what, "add hosts with such rates")
+        named = asked.hosts or (asked.nodes and asked.simulate)
+        if job is None and not named:
+            right = f"{UNDER_MPI}, or name them by --hosts"
+            raise InputError("--extend", "has no hosts to add", right)
     if job is not None:
         return _of_job(asked, task, known, job, stack, say=say)
     if asked.simulate is not None:
@@ -104,9 +108,6 @@ def subject_of(
 
 def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan) -> Subject:
     """Extend a plan by hosts that are only named."""
-    if asked.hosts is None:
-        right = f"{UNDER_MPI}, or name them by --hosts"
-        raise InputError("--extend", "has no hosts to add", right)
     hosts = listed_hosts(asked.hosts, where="--hosts")
     cluster = named_cluster(known, hosts, asked.switches)
     return Subject(search=partial(extended_by_names, known, cluster, **task), known=known)
