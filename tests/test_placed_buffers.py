@@ -1,4 +1,4 @@
-"""Plans whose bounce buffers the NCCL plugin places on NUMA nodes (simulated, assumed figures)."""
+"""Plans whose bounce buffers the NCCL plugin places on NUMA nodes (simulated, assumed values)."""
 
 import itertools
 import json

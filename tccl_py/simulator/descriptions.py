@@ -1,4 +1,4 @@
-"""Machine models by name or file, and a model of assumed figures for any Machine."""
+"""Machine models by name or file, and a model of assumed values for any Machine."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def load_bundled(name: str) -> MachineModel:
 def load_machine(name: str) -> MachineModel:
     """Return the machine model of a bundled name or a file; the bundled name comes first.
 
-    A Machine or topology without a model gets a model of assumed figures only.
+    A Machine or topology without a model gets a model of assumed values only.
 
     >>> model = load_machine("h200x4-vm")
     >>> model.machine.gpu_indices

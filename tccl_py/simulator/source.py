@@ -75,7 +75,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates of a set's flows in GB/s, and whether an assumed figure lies behind them."""
+    """The rates of a set's flows in GB/s, and whether an assumed value lies behind them."""
 
     gbps: tuple[float, ...]
     assumed: bool
