@@ -28,7 +28,7 @@ from tccl_py.plan.parts import (
     version_notices,
 )
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import HostChains, HostTable, OwnChains
+from tccl_py.plan.tables import HostTable, OwnChains
 from tccl_py.plan.variants import ends_as_measured, path_types
 
 CANDIDATES = 6
@@ -154,7 +154,9 @@ def _assembled(
         key = (number, host_chains.chains)
         if key not in kinds:
             kinds[key] = len(paths)
-            paths.append(_host_path(nodes[number], number, best.settings, host_chains))
+            intra, inter = path_types(_view(nodes[number], best.settings), host_chains.chains)
+            types = {"type_intra": intra, "type_inter": inter}
+            paths.append(HostPath(node_class=number, chains=host_chains.chains, **types))
         hosts.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
         rank += len(nodes[number].gpus)
     settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
@@ -179,19 +181,6 @@ def _assembled(
         stock=stock,
         variables=variables,
         notices=tuple(_notices(best, nodes, settings)),
-    )
-
-
-def _host_path(
-    node: HostTable, number: int, settings: Settings, host_chains: HostChains
-) -> HostPath:
-    """Return a path as it is saved, each hop with its rate with all others running."""
-    type_intra, type_inter = path_types(_view(node, settings), host_chains.chains)
-    return HostPath(
-        node_class=number,
-        chains=host_chains.chains,
-        type_intra=type_intra,
-        type_inter=type_inter,
     )
 
 

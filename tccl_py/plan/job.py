@@ -355,7 +355,7 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
     session, tree = source.session, cluster.switches
     if session.network == "tcp" and not all(host.addresses for host in session.hosts):
         return cluster, ("hosts have NICs without an address for TCP: no network was sampled",)
-    report = links_check(
+    measured, named = links_check(
         source,
         session.hosts,
         [cluster.host_classes[host.name] for host in session.hosts],
@@ -363,11 +363,10 @@ def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str,
         spot_checks=min(SPOT_CHECKS, len(cluster.hosts) // 2),
         network=session.network,
     )
-    named = {one.host: str(one).removeprefix(f"host {one.host}: ") for one in report.odd}
     cluster, odd = _split(cluster, named)
     if tree is None:
         return cluster, odd
-    pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in report.pairs]
+    pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in measured]
     known = estimate_uplinks(tree, pairs)
     odd += tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "

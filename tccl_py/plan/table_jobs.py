@@ -312,15 +312,12 @@ def _is_possible(table: KeptTable, one: NodeClass) -> bool:
     """Return whether NCCL moves every hop of a mapped table as the table has it."""
     for answer in table.answers:
         seen = view(one.machine, one.knowledge, answer.settings, gpus=table.gpus)
-        by_count: dict[int, list[KeptChains]] = {}
+        used: dict[int, set[int]] = {}
         for found in answer.paired:
-            by_count.setdefault(len(found.pairs), []).append(found)
-        for count, sets in by_count.items():
+            used.setdefault(len(found.pairs), set()).update(*found.chains)
+        for count, numbers in used.items():
             space = chain_hop_space(seen, nics=table.nics, chains_in_set=count)
-            used: Sequence[int] = sorted(
-                {n for found in sets for hops in found.chains for n in hops}
-            )
-            hops = [table.hops[n] for n in used]
+            hops = (table.hops[n] for n in numbers)
             if not all(hop in space.between(hop.source, hop.target) for hop in hops):
                 return False
     return isinstance(table.plain, str) or table.plain == table.stock

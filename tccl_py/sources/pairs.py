@@ -177,34 +177,6 @@ class PairRate(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
 
 
-class OddHost(msgspec.Struct, frozen=True, kw_only=True):
-    """A host whose pairs deviate from those of its like: medians in GB/s, count, deviations."""
-
-    host: str
-    gbps: float
-    usual_gbps: float
-    deviations: float
-    pairs: int
-
-    def __str__(self) -> str:
-        """Return one sentence."""
-        more = "slower" if self.gbps < self.usual_gbps else "faster"
-        off = abs(1 - self.gbps / self.usual_gbps)
-        return (
-            f"host {self.host}: its network is {off:.0%} {more} than that of hosts like it, "
-            f"{self.gbps:.3g} instead of {self.usual_gbps:.3g} GB/s in "
-            f"{counted(self.pairs, 'pair')} ({self.deviations:.0f} standard deviations of the "
-            "noise); look at its links and what else uses them"
-        )
-
-
-class LinksReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pairs in the order measured, and the odd hosts."""
-
-    pairs: tuple[PairRate, ...]
-    odd: tuple[OddHost, ...]
-
-
 def links_check(
     source: BandwidthSource,
     hosts: Sequence[HostFacts],
@@ -214,8 +186,10 @@ def links_check(
     spot_checks: int = 16,
     seed: int = 0,
     network: str = "tcp",
-) -> LinksReport:
-    """Measure one pair of hosts for each kind of pair, further pairs at random, and find odd hosts.
+) -> tuple[list[PairRate], dict[str, str]]:
+    """Measure one pair of hosts for each kind of pair, and further pairs at random.
+
+    Return them, and how hosts are odd whose pairs deviate from those of their like, by their names.
 
     A kind is the classes of both hosts and whether a switch is shared. Pairs go from host memory to
     host memory by every NIC in turn, or by NCCL from the GPU beside the NIC. Of at most
@@ -246,7 +220,7 @@ def links_check(
         if well is not None:
             sample.measure(pair[0], well)
             sample.measure(well, pair[1])
-    return LinksReport(pairs=tuple(sample.rates), odd=tuple(sample.odd_hosts()))
+    return sample.rates, sample.odd_hosts()
 
 
 class _PairSample:
@@ -321,20 +295,25 @@ class _PairSample:
         places = [self.places[name] for name in pair]
         return min(there, key=lambda name: self.places[name] not in places, default=None)
 
-    def odd_hosts(self) -> Iterator[OddHost]:
-        """Yield hosts most of whose pairs are odd."""
-        judged = self._judged()
+    def odd_hosts(self) -> dict[str, str]:
+        """Return how the network of hosts differs most of whose pairs are odd, by their names."""
+        judged, found = self._judged(), {}
         for name in self._hosts:
-            own = [found for found in judged if name in (found[0].sender, found[0].receiver)]
-            odd = [found for found in own if found[2]]
+            own = [pair for pair in judged if name in (pair[0].sender, pair[0].receiver)]
+            odd = [pair for pair in own if pair[2]]
             if 2 * len(odd) > len(own):
-                yield OddHost(
-                    host=name,
-                    gbps=statistics.median(rate.gbps for rate, _, _ in odd),
-                    usual_gbps=statistics.median(usual for _, usual, _ in odd),
-                    deviations=min(deviations for _, _, deviations in odd),
-                    pairs=len(odd),
+                gbps, usual = (
+                    statistics.median(rates)
+                    for rates in zip(*((rate.gbps, usual) for rate, usual, _ in odd), strict=True)
                 )
+                found[name] = (
+                    f"its network is {abs(1 - gbps / usual):.0%} "
+                    f"{'slower' if gbps < usual else 'faster'} than that of hosts like it, "
+                    f"{gbps:.3g} instead of {usual:.3g} GB/s in {counted(len(odd), 'pair')} "
+                    f"({min(deviations for _, _, deviations in odd):.0f} standard deviations of "
+                    "the noise); look at its links and what else uses them"
+                )
+        return found
 
 
 def _deviations(rate: PairRate, alike: Sequence[PairRate]) -> tuple[float, float]:

@@ -14,7 +14,8 @@ from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_ring
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
-from tccl_py.nccl.view import NcclView, view
+from tccl_py.nccl.view import NcclView
+from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 
 _NIC = re.compile(r"NET/[^/]+/([0-9]{1,7})")
@@ -163,10 +164,8 @@ def _transports(
     settings = msgspec.structs.replace(plan.settings, version=version)
     views: dict[int, NcclView] = {}
     for number in {seat.node_class for seat in seats.values()}:
-        node = plan.cluster.classes[number]
         try:
-            gpus = plan.class_gpus[number]
-            views[number] = view(node.machine, node.knowledge, settings, gpus=gpus)
+            views[number] = class_view(plan, number, settings)
         except InputError as error:
             yield str(error)
             return

@@ -16,11 +16,10 @@ from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl.view import view
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint, plugin_variables
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import GRAPH_FILE, HOSTS_FOLDER, host_graph_file
+from tccl_py.plan.directory import GRAPH_FILE, HOSTS_FOLDER, class_view, host_graph_file
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import kept_files
@@ -127,8 +126,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the mechanisms of hops between GPUs of a host under these settings."""
         plan, found = self.plan, set[str]()
         for path in plan.paths:
-            node, gpus = plan.cluster.classes[path.node_class], plan.class_gpus[path.node_class]
-            seen = view(node.machine, node.knowledge, settings, gpus=gpus)
+            seen = class_view(plan, path.node_class, settings)
             if self.hosts:
                 pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
             else:
