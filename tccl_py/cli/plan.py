@@ -35,7 +35,7 @@ from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.opening import HostsSource, in_job
+from tccl_py.sources.opening import HostsSource, OpenedSource, in_job
 from tccl_py.sources.profiled import search_options
 from tccl_py.verify.plans import check_tuning
 
@@ -190,7 +190,7 @@ def plan(
                 if not (extend and made.cancelled):
                     write_plan(made, output, **facts)
             if not made.cancelled:
-                made = _tuned(made, output, subject.hosts, job, tune)
+                made = _tuned(made, output, subject.source, job, tune)
     if json:
         print_plan_json(made, output)
     else:
@@ -237,10 +237,10 @@ def _check(asked: SimpleNamespace) -> None:
 
 
 def _tuned(
-    made: Plan, output: Path, hosts: HostsSource | None, job: Job | None, tune: bool | None
+    made: Plan, output: Path, hosts: OpenedSource | None, job: Job | None, tune: bool | None
 ) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
-    if hosts is None or job is None:
+    if not isinstance(hosts, HostsSource) or job is None:
         return tuned_plan(output) if tune else made
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:

@@ -253,34 +253,30 @@ def extended_plan(
     return msgspec.structs.replace(made, notices=tuple(told))
 
 
-def extended_by_names(known: KnownPlan, cluster: Cluster, **task: Any) -> Plan:
-    """Return a plan over a `named_cluster`, none of whose new hosts are measured."""
-    (one, *_), old = cluster.classes, known.plan.cluster.host_classes
-    new = [name for name in cluster.names if name not in old]
-    told = _told(f"added as equal to {one.name}, without any sample", new)
-    return extended_plan(known, cluster, {}, told, **task)
-
-
-def extended_by_model(
-    known: KnownPlan,
+def grown_plan(
+    known: KnownPlan | None,
     cluster: Cluster,
-    source: BandwidthSource,
+    source: BandwidthSource | None,
     others: Mapping[str, BandwidthSource],
     **task: Any,
 ) -> Plan:
-    """Return a plan over a plan's hosts and simulated ones of one class; `others` are its classes'.
+    """Return a plan over a known plan's hosts, if any, and further hosts of one class.
 
-    Hosts whose rates differ from those of their class get a class of their own.
+    `source` simulates these, and `others` the known classes. Hosts whose rates differ from those of
+    their class get a class of their own. Without a source they are taken as equal to the class.
     """
-    samples, told = known.samples(), tuple[str, ...]()
-    new = [host.name for host in cluster.hosts[len(known.plan.cluster.hosts) :]]
-    number = cluster.hosts[-1].node_class
-    if new and (why := difference(source, samples.get(number, ()))):
-        cluster = split(cluster, [new])
-        told = (f"the new hosts: {why}; planned as a class of their own",)
-    sources = dict(others)
-    for name in new:
-        sources[cluster.classes[cluster.host_classes[name]].name] = source
+    old = 0 if known is None else len(known.plan.cluster.hosts)
+    new, number = list(cluster.names[old:]), cluster.hosts[-1].node_class
+    sources, told = dict(others), tuple[str, ...]()
+    if source is None:
+        name = cluster.classes[number].name
+        told = _told(f"added as equal to {name}, without any sample", new)
+    elif new:
+        samples = {} if known is None else known.samples()
+        if why := difference(source, samples.get(number, ())):
+            cluster = split(cluster, [new])
+            told = (f"the new hosts: {why}; planned as a class of their own",)
+        sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
     return extended_plan(known, cluster, sources, told, **task)
 
 

@@ -15,12 +15,10 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.plan.again import planned_models
-from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.job import (
     KnownPlan,
     cluster_of_job,
-    extended_by_model,
-    extended_by_names,
+    grown_plan,
     named_cluster,
     plan_job,
     read_known_plan,
@@ -39,7 +37,7 @@ from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal, widen_journal
-from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
+from tccl_py.sources.opening import OpenedSource, open_hosts, open_source
 from tccl_py.sources.profiled import measured_machine
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ class Subject(msgspec.Struct, kw_only=True):
     source: OpenedSource | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
-    hosts: HostsSource | None = None
     known: KnownPlan | None = None
 
     def models(self, made: Plan, directory: Path) -> dict[str, MachineModel | None]:
@@ -110,7 +107,7 @@ def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan)
     """Extend a plan by hosts that are only named."""
     hosts = listed_hosts(asked.hosts, where="--hosts")
     cluster = named_cluster(known, hosts, asked.switches)
-    return Subject(search=partial(extended_by_names, known, cluster, **task), known=known)
+    return Subject(search=partial(grown_plan, known, cluster, None, {}, **task), known=known)
 
 
 def _of_model(
@@ -121,11 +118,9 @@ def _of_model(
     make: Callable[..., Plan]
     if asked.several:
         cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches, known)
-        make = partial(make_cluster_plan, cluster, [source], **task)
-        if known is not None:
-            models = planned_models(known.plan, asked.output)
-            others = {name: Simulator(one) for name, one in models.items() if one is not None}
-            make = partial(extended_by_model, known, cluster, source, others, **task)
+        models = {} if known is None else planned_models(known.plan, asked.output)
+        others = {name: Simulator(one) for name, one in models.items() if one is not None}
+        make = partial(grown_plan, known, cluster, source, others, **task)
     else:
         gpus = chosen_gpus(model.machine, asked.gpus)
         make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
@@ -196,7 +191,7 @@ def _of_job(
         finally:
             source.close()
 
-    return Subject(search=search, source=source, hosts=source, known=known)
+    return Subject(search=search, source=source, known=known)
 
 
 def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
