@@ -147,21 +147,30 @@ def refused(ran):
     return [line for line in ran.stderr.splitlines() if line.startswith("tccl: ")]
 
 
-def test_an_interface_that_is_down_is_refused_by_its_host(namespaces, tmp_path):  # noqa: F811
+@pytest.fixture(scope="module")
+def both(namespaces, tmp_path_factory):  # noqa: F811
+    """Two refused commands at a time: of a host without its link, and with a host's name twice."""
+    journal = tmp_path_factory.mktemp("refused") / "journal.jsonl"
     namespaces.ip("h1", "link", "set", "eth1", "down")
     try:
-        journal = tmp_path / "journal.jsonl"
-        ran = namespaces.run(*MEASURE, "--journal", str(journal), ALONE, hosts=("h0", "h1"))
+        with namespaces.renamed("h2", "h1"):
+            words = (*MEASURE, "--journal", str(journal), ALONE)
+            down = namespaces.start(*words, hosts=("h0", "h1"))
+            twice = namespaces.start(*MEASURE, ALONE, hosts=("h0", "h1", "h2"))
+            return ended(down), ended(twice), journal
     finally:
         namespaces.ip("h1", "link", "set", "eth1", "up")
+
+
+def test_an_interface_that_is_down_is_refused_by_its_host(both):
+    ran, _, journal = both
     (said,) = refused(ran)
     assert said.startswith("tccl: host h1: interface eth1 is")
     assert not journal.exists()
 
 
-def test_two_hosts_of_one_name_are_refused(namespaces):  # noqa: F811
-    with namespaces.renamed("h2", "h1"):
-        ran = namespaces.run(*MEASURE, ALONE, hosts=("h0", "h1", "h2"))
+def test_two_hosts_of_one_name_are_refused(both):
+    _, ran, _ = both
     (said,) = refused(ran)
     assert said.startswith("tccl: host h1: ")
     assert "of ranks 1 and 2" in said
