@@ -54,7 +54,7 @@ PLAN_VARIABLE = "TCCL_PLAN"
 HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
 """Heads of files that we made."""
 _PLAIN = "_-./+@%:,="
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD_FILE = "installed.json"
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "busybox")
 _GRAPH = "NCCL_GRAPH_FILE"
@@ -143,24 +143,11 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     mode: int = 0o644
 
 
-class InstalledFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file with our block, its kind, and the plan's directory."""
-
-    path: str
-    kind: Kind
-    plan: str
-
-
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """All files with our block."""
+    """The paths of all files with our block."""
 
-    files: tuple[InstalledFile, ...] = ()
+    files: tuple[str, ...]
     format_version: int = FORMAT_VERSION
-
-    def updated(self, paths: set[str], added: Sequence[InstalledFile] = ()) -> Record:
-        """Return the record without files at `paths`, and with the added ones."""
-        rest = tuple(file for file in self.files if file.path not in paths)
-        return msgspec.structs.replace(self, files=(*rest, *added))
 
 
 def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> tuple[Change, ...]:
@@ -177,22 +164,16 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
         raise InputError(where, "is named for two things", "name a file for each")
     if dry_run:
         return changes
-    added = [
-        InstalledFile(path=str(change.path), kind=kind, plan=str(plan.directory))
-        for kind, change in zip(targets, changes, strict=True)
-    ]
     directory = state_directory()
-    with _opened_record(directory) as record:
+    with _opened_record(directory) as recorded:
         for change in changes:
             sweep_beside(change.path)
         # The record first: an entry without a block does no harm, a block without an entry stays.
-        updated = record.updated(paths, added)
-        if updated != record:
-            _save_record(updated, directory)
+        _save_record([*recorded, *sorted(paths.difference(recorded))], directory)
         try:
             apply_changes(changes)
         except BaseException:
-            _save_record(record, directory)
+            _save_record(recorded, directory)
             raise
     return changes
 
@@ -205,19 +186,19 @@ def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Cha
     directory = state_directory()
     if dry_run:
         return _removal(paths, load_record(directory))
-    with _opened_record(directory) as record:
-        found = _removal(paths, record)
+    with _opened_record(directory) as recorded:
+        found = _removal(paths, recorded)
         for change in found:
             sweep_beside(change.path)
         apply_changes(found)
-        if record.files:
-            _save_record(record.updated({str(change.path) for change in found}), directory)
+        removed = {str(change.path) for change in found}
+        _save_record([path for path in recorded if path not in removed], directory)
     return found
 
 
-def _removal(paths: Sequence[Path], record: Record) -> tuple[Change, ...]:
+def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ...]:
     changes = []
-    for path in dict.fromkeys(map(real_path, paths or [Path(file.path) for file in record.files])):
+    for path in dict.fromkeys(map(real_path, paths or map(Path, recorded))):
         before = read_own(path) if path.exists() else None
         after = None if before is None else without_block(before, heads=HEADS, where=str(path))
         changes.append(Change(path=path, before=before, after=after))
@@ -269,18 +250,18 @@ def state_directory() -> Path:
     return base / "tccl"
 
 
-def load_record(directory: Path) -> Record:
-    """Return the record, empty if there is none."""
+def load_record(directory: Path) -> tuple[str, ...]:
+    """Return the recorded paths, none without a record."""
     path = directory / RECORD_FILE
     if not path.exists():
-        return Record()
+        return ()
     found = decode_json(read_text(path), Record, where=str(path))
     check_version(found.format_version, FORMAT_VERSION, path)
-    return found
+    return found.files
 
 
 @contextmanager
-def _opened_record(directory: Path) -> Iterator[Record]:
+def _opened_record(directory: Path) -> Iterator[tuple[str, ...]]:
     """Lock the record until the block ends; its directory goes if nothing is recorded then.
 
     Raises InputError: another run holds the record, or the record is unreadable.
@@ -299,10 +280,10 @@ def _opened_record(directory: Path) -> Iterator[Record]:
         os.close(descriptor)
 
 
-def _save_record(record: Record, directory: Path) -> None:
+def _save_record(files: Sequence[str], directory: Path) -> None:
     """Write the record; without files, remove it."""
-    if record.files:
-        write_atomically(directory / RECORD_FILE, encode_json(record))
+    if files:
+        write_atomically(directory / RECORD_FILE, encode_json(Record(files=tuple(files))))
         return
     with refused(directory, "cannot be written", "make it writable"):
         (directory / RECORD_FILE).unlink(missing_ok=True)
