@@ -42,9 +42,6 @@ _VIRIDIS = (
 
 K = TypeVar("K", bound=Kept)
 Journal = Mapping[TransferSet, Sequence[Measurement]]
-Hosts = Collection[str]
-"""Hosts whose sets count, by the names in flows; the single host's name there is ""."""
-ONE_HOST: Hosts = ("",)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +135,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float
     beside: Flow | None = None
 
-    @property
-    def flows(self) -> tuple[Flow, ...]:
-        """The flows that ran."""
-        return (self.flow,) if self.beside is None else (self.flow, self.beside)
-
 
 Readings = dict[tuple[int, int], Reading]
 """By GPU and GPU, or by NUMA node and GPU."""
@@ -170,15 +162,21 @@ class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heat_maps(
-    journal: Journal, gpus: tuple[int, ...], numa_nodes: tuple[int, ...], hosts: Hosts = ONE_HOST
+    journal: Journal,
+    gpus: tuple[int, ...],
+    numa_nodes: tuple[int, ...],
+    hosts: Collection[str] = ("",),
 ) -> list[HeatMap]:
-    """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces."""
+    """Return maps of pairs of GPUs alone and beside their worst neighbour, and of bounces.
+
+    Sets over `hosts` count, by the names in flows; the single host's name there is "".
+    """
     readings = _readings(journal, hosts)
     alone = [one for one in readings if one.beside is None]
     usual = _usual_channels(alone)
     singles = [one for one in alone if one.flow.blocks == usual]
     beside = sorted((one for one in readings if one.beside), key=lambda one: one.gbps)
-    equal = [one for one in beside if {flow.blocks for flow in one.flows} == {usual}]
+    equal = [one for one in beside if one.beside and one.flow.blocks == one.beside.blocks == usual]
     fastest, slowest, alike = (_mapped(found, gpus, gpus) for found in (singles, beside, equal))
     if len(alike) == len(slowest):
         slowest = alike
@@ -211,7 +209,7 @@ def heat_maps(
     return [first, second, third]
 
 
-def _readings(journal: Journal, hosts: Hosts) -> list[Reading]:
+def _readings(journal: Journal, hosts: Collection[str]) -> list[Reading]:
     """Return flows between GPUs of one host, alone and beside one other, the fastest first."""
     found = []
     for transfers, measured in journal.items():

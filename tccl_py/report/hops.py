@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -16,7 +16,6 @@ from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
-from tccl_py.plan.parts import WORLD, PlanChain
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import order_words
 from tccl_py.report.machine import Layout, Wire, depth, wires
@@ -106,11 +105,12 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             if chain.entry_nic is not None:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
+            rates = [(hop.flow, hop.gbps) for hop in chain.hops]
             drawn = HopsView(
                 id=f"ring-{place}-{at}",
                 title=f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else ""),
                 layout=layout,
-                hops=drawn_hops(machine, chain_ends(chain), layout),
+                hops=drawn_hops(machine, flow_ends(rates), layout),
                 order=order,
                 rate=chain.rate,
             )
@@ -144,10 +144,7 @@ def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
 
 def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) -> HopsView | None:
     """Return a finding's flows as a drawing; None if an end is not drawn."""
-    ends: list[Ends] = [
-        (flow.source.device, flow.destination.device, line_kind(flow), flow, gbps)
-        for flow, gbps in zip(finding.flows, finding.each_gbps, strict=True)
-    ]
+    ends = flow_ends(zip(finding.flows, finding.each_gbps, strict=True))
     if not all(end in layout.boxes for one in ends for end in one[:2]):
         return None
     hops = drawn_hops(machine, ends, layout)
@@ -164,17 +161,11 @@ def cause_words(finding: Finding) -> str:
     return text + (f". Shared: {', '.join(finding.shares)}." if finding.shares else ".")
 
 
-def chain_ends(ring: PlanChain) -> list[Ends]:
-    """Return a chain's hops between devices."""
+def flow_ends(flows: Iterable[tuple[Flow, float | None]]) -> list[Ends]:
+    """Return flows, each with its rate, as hops between devices."""
     return [
-        (
-            f"N{ring.entry_nic}" if hop.source == WORLD else f"G{hop.source}",
-            f"N{ring.exit_nic}" if hop.target == WORLD else f"G{hop.target}",
-            line_kind(hop.flow),
-            hop.flow,
-            hop.gbps,
-        )
-        for hop in ring.hops
+        (flow.source.device, flow.destination.device, line_kind(flow), flow, gbps)
+        for flow, gbps in flows
     ]
 
 

@@ -50,15 +50,13 @@ from tccl_py.report.contents import (
     viridis,
 )
 from tccl_py.report.hops import (
-    Ends,
     HopsView,
     Load,
     cause_view,
     cause_words,
-    chain_ends,
     drawn_hops,
     drawn_kinds,
-    line_kind,
+    flow_ends,
     link_loads,
     ring_views,
 )
@@ -356,12 +354,7 @@ def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
 
 def _row(ring: PlanChain | Ring) -> HopsView:
     """Return a ring's hops below its devices, in the order of the ring."""
-    ends: list[Ends] = [
-        (f"G{hop.source}", f"G{hop.target}", line_kind(hop.flow), hop.flow, None)
-        for hop in ring.hops
-    ]
-    if isinstance(ring, PlanChain):
-        ends = chain_ends(ring)
+    ends = flow_ends((hop.flow, getattr(hop, "gbps", None)) for hop in ring.hops)
     layout = row_of(list(dict.fromkeys(name for one in ends for name in one[:2])))
     return HopsView(id="ring", title="Ring", layout=layout, hops=drawn_hops(None, ends, layout))
 

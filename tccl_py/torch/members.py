@@ -151,9 +151,9 @@ def _bus_id(ordinal: int) -> str | None:
     return normal_bus_id(text.value.decode("ascii", "replace"))
 
 
-def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+def host_identity() -> str:
     """Return NCCL's identity of this host: NCCL_HOSTID, or the host name and the boot id."""
-    if named := environment.get("NCCL_HOSTID", ""):
+    if named := os.environ.get("NCCL_HOSTID", ""):
         return named
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
