@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.installation.blocks import with_block, without_block
+from tccl_py.installation.blocks import HEADS, with_block, without_block
 from tccl_py.installation.install import (
-    HEADS,
     Installed,
-    form_of,
+    body_of,
     install,
     load_record,
     state_directory,
@@ -78,12 +77,12 @@ def everything(folder):
 # our part of a file
 
 
-@given(data=st.none() | FILES, head=st.sampled_from(HEADS))
+@given(data=st.none() | FILES, head=st.sampled_from([*HEADS.values()]))
 def test_a_part_that_is_taken_out_leaves_the_bytes_that_were_there(data, head):
     put = with_block(data, "A=b\n", head=head, where="f")
     assert put != data
     assert put.startswith(data or b"")
-    assert without_block(put, heads=HEADS, where="f") == data
+    assert without_block(put, where="f") == data
 
 
 @given(data=st.none() | FILES)
@@ -92,7 +91,7 @@ def test_a_part_that_is_put_twice_is_there_once(data):
     assert with_block(first, "A=b\n", head="", where="f") == first
     other = with_block(first, "C=d\n", head="", where="f")
     assert b"A=b\n# <<<" not in other
-    assert without_block(other, heads=HEADS, where="f") == data
+    assert without_block(other, where="f") == data
 
 
 @given(data=st.none() | FILES, later=FILES, earlier=FILES)
@@ -100,7 +99,7 @@ def test_what_others_wrote_around_the_part_stays(data, later, earlier):
     assume(later)
     put = with_block(data, "A=b\n", head="", where="f")
     earlier = earlier + b"\n" if earlier else b""
-    rest = without_block(earlier + put + later, heads=HEADS, where="f")
+    rest = without_block(earlier + put + later, where="f")
     start = data or b""
     newline = b"\n" if start and not start.endswith(b"\n") else b""
     assert rest == earlier + start + newline + later
@@ -112,12 +111,12 @@ def test_damaged_markers_are_refused(data, cut):
     assume(cut < len(put) - len(data))
     damaged = put[:-cut]
     try:
-        without_block(damaged, heads=HEADS, where="f")
+        without_block(damaged, where="f")
     except InputError as error:
         assert "damaged marker lines" in str(error)
         return
     # What is left has no marker, or lacks the newline behind the last one alone.
-    assert without_block(damaged, heads=HEADS, where="f") == damaged or cut == 1
+    assert without_block(damaged, where="f") == damaged or cut == 1
 
 
 @pytest.mark.parametrize(
@@ -367,14 +366,14 @@ def test_nccl_reads_the_plans_settings_and_no_graph_from_the_file(tmp_path):
 
 
 def test_a_comment_of_nccls_file_is_never_taken_for_a_setting():
-    marked = with_block(None, form_of(MEASURED, "conf").body, head="", where="f")
+    marked = with_block(None, body_of(MEASURED, "conf"), head="", where="f")
     lines = [line for line in marked.decode().splitlines() if not line.startswith("NCCL_")]
     assert all(line.startswith("#") for line in lines)
 
 
 def test_no_form_names_a_graph_file():
     for kind in KINDS:
-        body = form_of(MEASURED, kind).body
+        body = body_of(MEASURED, kind)
         lines = [line for line in body.splitlines() if not line.startswith("#")]
         assert "NCCL_P2P_LEVEL" in "\n".join(lines)
         assert "GRAPH" not in "\n".join(lines)
@@ -436,22 +435,22 @@ TOLD = [
 
 
 def test_the_prolog_tells_slurm_the_settings_where_the_plan_was_measured(node):
-    text = form_of(MEASURED, "slurm-prolog").body
+    text = body_of(MEASURED, "slurm-prolog")
     assert prolog_says(text, node) == TOLD
 
 
 def test_the_prolog_leaves_what_the_job_has_set(node):
-    text = form_of(MEASURED, "slurm-prolog").body
+    text = body_of(MEASURED, "slurm-prolog")
     assert prolog_says(text, node, NCCL_BUFFSIZE="", TCCL_PLAN="/x") == TOLD[:1]
 
 
 def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
-    assert prolog_says(form_of(PLAN, "slurm-prolog").body, tmp_path) == TOLD
+    assert prolog_says(body_of(PLAN, "slurm-prolog"), tmp_path) == TOLD
 
 
 def test_the_prolog_for_equal_hosts_heeds_driver_and_numa_nodes_alone(node):
     alike = msgspec.structs.replace(MEASURED, gpu_uuids=(), alike=True)
-    text = form_of(alike, "slurm-prolog").body
+    text = body_of(alike, "slurm-prolog")
     shutil.rmtree(node / "proc/driver/nvidia/gpus")
     assert prolog_says(text, node) == [*TOLD, "export TCCL_ALIKE=1"]
     (node / "proc/driver/nvidia/version").write_text("Module  590.58.01  Release\n")
@@ -469,7 +468,7 @@ def test_the_prolog_says_nothing_on_another_host(node, change):
         (node / "sys/devices/system/node/node2/cpulist").write_text("16\n")
     else:
         shutil.rmtree(driver)
-    assert prolog_says(form_of(MEASURED, "slurm-prolog").body, node) == []
+    assert prolog_says(body_of(MEASURED, "slurm-prolog"), node) == []
 
 
 def test_a_module_of_tcl_sets_what_the_plan_has(tmp_path):
@@ -485,7 +484,7 @@ def test_a_module_of_tcl_sets_what_the_plan_has(tmp_path):
 
 def test_modules_escape_what_tcl_takes_for_more():
     odd = msgspec.structs.replace(PLAN, directory=Path('/p $x "\\'))
-    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\"\\\\\n' in form_of(odd, "module").body
+    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\"\\\\\n' in body_of(odd, "module")
 
 
 def test_a_module_of_lua_is_refused(tmp_path):

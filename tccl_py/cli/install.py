@@ -11,7 +11,8 @@ from tccl_py.cli import options
 from tccl_py.cli.options import flag, opt
 from tccl_py.cli.process import notice
 from tccl_py.errors import InputError
-from tccl_py.installation.install import Kind, form_of, plan_to_install
+from tccl_py.installation.blocks import HEADS, Kind
+from tccl_py.installation.install import body_of, plan_to_install
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
 from tccl_py.nccl_library import user_file
@@ -66,8 +67,7 @@ def install(
         files = {"conf": user_file()}
     changes = put(installed, files, dry_run=dry_run)
     for kind in printed:
-        form = form_of(installed, kind)
-        print(form.head + form.body, end="")
+        print(HEADS[kind] + body_of(installed, kind), end="")
     made, changed = ("would make", "would change") if dry_run else ("made", "changed")
     for kind, change in zip(files, changes, strict=True):
         done = f"{made if change.before is None else changed} {change.path} ({kind})"

@@ -12,12 +12,16 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path, read_bytes, refused, replacement
 
+Kind = Literal["conf", "slurm-prolog", "module"]
+HEADS: dict[Kind, str] = {"conf": "", "slurm-prolog": "#!/bin/sh\n", "module": "#%Module1.0\n"}
+"""The first line of a file that we make."""
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"
 
@@ -48,17 +52,16 @@ def with_block(data: bytes | None, body: str, *, head: str, where: str) -> bytes
     return start + f"{first}{body}# <<< tccl-py <<<\n".encode()
 
 
-def without_block(data: bytes, *, heads: tuple[str, ...], where: str) -> bytes | None:
+def without_block(data: bytes, *, where: str) -> bytes | None:
     """Return the file without our block, with all other lines; None if the file was new.
 
-    `heads` may stand before the block in a file that we made. Raises InputError: the markers are
-    damaged.
+    Raises InputError: the markers are damaged.
     """
     block = _find(data, where)
     if block is None:
         return data
     rest = data[: block.start()] + data[block.end() :]
-    if block[1] == b"made" and rest in [head.encode() for head in heads]:
+    if block[1] == b"made" and rest in [head.encode() for head in HEADS.values()]:
         return None
     # The newline that we added goes, unless somebody has written behind it.
     last = block.end() == len(data) and rest.endswith(b"\n")

@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -32,7 +31,9 @@ from tccl_py.files import (
 )
 from tccl_py.health.fitness import ALIKE_VARIABLE, Say, planned_or_installed, why_elsewhere
 from tccl_py.installation.blocks import (
+    HEADS,
     Change,
+    Kind,
     apply_changes,
     read_own,
     real_path,
@@ -49,10 +50,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.verify.record import why_not_verified
 
-Kind = Literal["conf", "slurm-prolog", "module"]
 PLAN_VARIABLE = "TCCL_PLAN"
-HEADS = ("", "#!/bin/sh\n", "#%Module1.0\n")
-"""Heads of files that we made."""
 _PLAIN = "_-./+@%:,="
 FORMAT_VERSION = 2
 RECORD_FILE = "installed.json"
@@ -135,14 +133,6 @@ def _loading(plan: Plan, directory: Path, *, alike: bool, say: Say) -> dict[str,
     return {} if why else loading
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of our block in a file: lines, and the head and mode of a new file."""
-
-    body: str
-    head: str = ""
-    mode: int = 0o644
-
-
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The paths of all files with our block."""
 
@@ -200,7 +190,7 @@ def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ..
     changes = []
     for path in dict.fromkeys(map(real_path, paths or map(Path, recorded))):
         before = read_own(path) if path.exists() else None
-        after = None if before is None else without_block(before, heads=HEADS, where=str(path))
+        after = None if before is None else without_block(before, where=str(path))
         changes.append(Change(path=path, before=before, after=after))
     return tuple(changes)
 
@@ -210,12 +200,12 @@ def _change(plan: Installed, kind: Kind, path: Path) -> Change:
     before = read_own(place)
     if kind == "module" and path.suffix == ".lua":
         raise InputError(where, "is for Lua", "name a Tcl module, which Lmod reads as well")
-    form = form_of(plan, kind)
-    others = None if before is None else without_block(before, heads=HEADS, where=where)
+    others = None if before is None else without_block(before, where=where)
     if others is not None:
         _check_others(plan, kind, others, where)
-    after = with_block(before, form.body, head=form.head, where=where)
-    return Change(path=place, before=before, after=after, mode=form.mode)
+    after = with_block(before, body_of(plan, kind), head=HEADS[kind], where=where)
+    mode = 0o755 if kind == "slurm-prolog" else 0o644
+    return Change(path=place, before=before, after=after, mode=mode)
 
 
 def _check_others(plan: Installed, kind: Kind, others: bytes, where: str) -> None:
@@ -289,18 +279,17 @@ def _save_record(files: Sequence[str], directory: Path) -> None:
         (directory / RECORD_FILE).unlink(missing_ok=True)
 
 
-def form_of(plan: Installed, kind: Kind) -> Form:
-    """Return the block for a file of this kind; modules are Tcl, which Lmod reads as well."""
-    if kind == "conf" and plan.plugin:
-        head = f"# tccl-py, rates {plan.provenance}; `tccl show --sets` says for whom.\n"
-        return Form(body=head + "".join(f"{name}={v}\n" for name, v in plan.plugin.items()))
-    if kind == "conf":
-        return Form(body=conf_text(plan.settings, provenance=plan.provenance))
+def body_of(plan: Installed, kind: Kind) -> str:
+    """Return our lines for a file of this kind; modules are Tcl, which Lmod reads as well."""
     if kind == "slurm-prolog":
-        return Form(body=_prolog(plan), head="#!/bin/sh\n", mode=0o755)
-    lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in plan.environment.items()]
-    body = f"# tccl-py, rates {plan.provenance}.\n{''.join(lines)}"
-    return Form(body=body, head="#%Module1.0\n")
+        return _prolog(plan)
+    if kind == "module":
+        lines = [f"setenv {name} {_tcl_word(value)}\n" for name, value in plan.environment.items()]
+        return f"# tccl-py, rates {plan.provenance}.\n{''.join(lines)}"
+    if not plan.plugin:
+        return conf_text(plan.settings, provenance=plan.provenance)
+    head = f"# tccl-py, rates {plan.provenance}; `tccl show --sets` says for whom.\n"
+    return head + "".join(f"{name}={value}\n" for name, value in plan.plugin.items())
 
 
 def _prolog(plan: Installed) -> str:
