@@ -270,25 +270,20 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     in the block.
     """
     sweep(Path(tempfile.gettempdir()), prefix, marker=_MARKER)
-    with _named(), tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
-        # Marked only now that it is locked: until then it could look like a killed program's.
-        Path(name, _MARKER).touch()
-        yield Path(name)
-
-
-@contextmanager
-def _named() -> Iterator[None]:
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix=prefix) as name, _held(Path(name)):
+            # Marked only now that it is locked: until then it could look like a killed program's.
+            Path(name, _MARKER).touch()
+            yield Path(name)
     except OSError as error:
-        why = f"failed ({error.strerror or error})"
         reached = limit_reached(error)
         if reached is not None:
             raise reached from error
         if error.errno not in _OF_PLACES:
             raise
-        where = f"temporary folder {tempfile.gettempdir()}"
-        raise InputError(where, why, "make room there, or name another by TMPDIR") from error
+        where, why = f"temporary folder {tempfile.gettempdir()}", error.strerror or error
+        right = "make room there, or name another by TMPDIR"
+        raise InputError(where, f"failed ({why})", right) from error
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def _selected(links: Links, edge: Edge, network: Network) -> bool:
     )
 
 
-NOISY_REPEATS = 9  # Default repeats of a noisy measurement; without noise the default is one
+_NOISY_SAMPLES = 9  # Of each flow in a noisy measurement; one suffices without noise
 
 
 class Simulator:
@@ -296,33 +296,20 @@ class Simulator:
         model: the machine and the capacities of its parts.
         noise: standard deviation of a sample in log terms, 0.05 being about 5 %.
         seed: gives the n-th measurement of a set the same samples, whatever was measured before.
-        repeats: samples a flow; 1 without noise, else 9, unless given.
-        parameters: values of the shared parameters, the bundled ones unless given.
     """
 
     simulated = True
 
-    def __init__(
-        self,
-        model: MachineModel,
-        *,
-        noise: float = 0.0,
-        seed: int = 0,
-        repeats: int | None = None,
-        parameters: Parameters | None = None,
-    ) -> None:
+    def __init__(self, model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> None:
         # The comparison is written so that NaN fails it.
         right = "0 to 1, the standard deviation of a sample"
         require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)
-        self.repeats = repeats if repeats is not None else (NOISY_REPEATS if noise else 1)
-        what = f"are {self.repeats}"
-        require(1 <= self.repeats <= 10_000, "repeats", what, "1 to 10000 samples a flow")
         self.model = model
         self.noise = noise
         self.seed = seed
         self._asked: dict[TransferSet, int] = {}
         self._before: Callable[[TransferSet], int] = lambda _: 0
-        self._engine = Engine(model, parameters or bundled_parameters())
+        self._engine = Engine(model, bundled_parameters())
 
     def resume(self, times: Callable[[TransferSet], int]) -> None:
         """Continue an earlier run, in which each set was measured `times(set)` times."""
@@ -347,14 +334,14 @@ class Simulator:
         self, transfers: TransferSet, gbps: tuple[float, ...]
     ) -> tuple[tuple[float, ...], ...]:
         if not self.noise:
-            return tuple((rate,) * self.repeats for rate in gbps)
+            return tuple((rate,) for rate in gbps)
         if transfers not in self._asked:
             self._asked[transfers] = self._before(transfers)
         self._asked[transfers] += 1
         key = f"{self.seed} {self._asked[transfers]} {transfers}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         generator = np.random.default_rng(int.from_bytes(digest, "big"))
-        factors = np.exp(generator.normal(0.0, self.noise, (len(gbps), self.repeats)))
+        factors = np.exp(generator.normal(0.0, self.noise, (len(gbps), _NOISY_SAMPLES)))
         return tuple(
             tuple(float(rate * factor) for factor in row)
             for rate, row in zip(gbps, factors, strict=True)

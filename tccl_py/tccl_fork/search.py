@@ -256,9 +256,8 @@ class DatabaseSearch:
         task, whole = self.task, self.rings.get(self.task.gpus)
         known = [*task.rings, *([whole.ring] if whole else [])]
         orders = [tuple(gpu for gpu in one.gpus if gpu in gpus) for one in known]
-        same = [order for order in dict.fromkeys(orders) if len(order) == len(gpus)]
         space, budget = task.hop_space(gpus), LARGE_BUDGET if gpus == task.gpus else SMALL_BUDGET
-        best = self._searched(gpus, space, self._symmetry, same, budget)
+        best = self._searched(gpus, space, self._symmetry, [*dict.fromkeys(orders)], budget)
         for planned in task.rings:
             if tuple(sorted(planned.gpus)) == gpus:
                 rate = measured_well(task.source, ring_set([planned])).rate_gbps
