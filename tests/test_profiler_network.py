@@ -357,7 +357,7 @@ def test_a_program_whose_links_were_not_made_is_refused(hosts):
         ("127.0.0.1", "nic9", r"^N0: nic9 127\.0\.0\.1 cannot be used: No such device$"),
         ("", "nic9", r"^N0: nic9 has no IP"),
         ("", "", r"^N0: it has no IP"),
-        ("example", "", r"^N0: example: "),
+        ("example", "", r"^N0: example cannot be used: "),
     ],
 )
 def test_a_nic_that_is_not_there_is_refused(address, interface, sentence):
@@ -411,6 +411,6 @@ def test_a_gpu_whose_memory_a_nic_does_not_map_is_refused_with_what_to_do():
     share = program.on("h0").devices["N0"]
     order = Run(program=share, epoch=1, repeats=1, warm_ns=0, window_ns=10**6, patience_ns=10**9)
     with pytest.raises(MeasurementError, match=r"^N0 cannot reach G0's"):
-        device.queue(order)
+        device.run(order)
     device.close()
     control.close()

@@ -180,8 +180,8 @@ class CudaDevice:
             self._runtime.hostUnregister(segment.address)
             segment.close()
 
-    def queue(self, run: Run) -> None:
-        """Upload the lanes and launch all repeats, which wait for the flag in order."""
+    def run(self, run: Run) -> None:
+        """Upload the lanes, launch all repeats, which wait for the flag in order, and wait."""
         lanes = run.program.lanes
         rows = [self._words(lane, len(lanes), i) for i, lane in enumerate(lanes)]
         words = np.array(rows, np.uint64)
@@ -197,6 +197,7 @@ class CudaDevice:
                 self._queue_copies(run, repeat)
         except self._error as error:
             raise RuntimeError(f"{self._who}: {error}") from error
+        self.finish()
 
     def _launch(self, run: Run, repeat: int) -> None:
         timing = np.zeros(1, _TIMING)

@@ -115,11 +115,6 @@ class HostBuffers:
         self._numa_ids = dict(numa_ids)
         self._segments: dict[str, Segment] = {}
 
-    @property
-    def size(self) -> int:
-        """Bytes of all segments."""
-        return sum(segment.size for segment in self._segments.values())
-
     def ensure(self, space: str, size: int, share: Callable[[Share, Sequence[int]], None]) -> None:
         """Have `size` bytes in a space; `share` tells the workers of new memory."""
         old = self._segments.get(space)

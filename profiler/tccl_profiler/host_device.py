@@ -46,9 +46,6 @@ class ThreadedDevice:
             linux.pin_to_cpus(start.cpus)
         self._start, self._control = start, control
         self._spaces = MappedSpaces(start.device)
-        self._thread: threading.Thread | None = None
-        self._failures: list[BaseException] = []
-        self._stopping = False
         self._links_open = contextlib.ExitStack()
 
     def share(self, share: Share, segment: Segment | None = None) -> None:
@@ -56,16 +53,18 @@ class ThreadedDevice:
         if segment is not None:
             self._spaces.put(share.space, segment)
 
-    def queue(self, run: Run) -> None:
-        """Start a thread that runs the repeats."""
-        if self._thread is not None:
-            raise MeasurementError(f"{self._start.device} still runs a program: finish it first")
+    def run(self, run: Run) -> None:
+        """Run the repeats, all prepared beforehand, in this thread."""
         repeats = [self._lanes(run, repeat) for repeat in range(run.repeats)]
-        self._failures, self._stopping = [], False
         self._begin(run)
-        # A daemon: a worker that is told to end must not wait for its lanes.
-        self._thread = threading.Thread(target=self._run_all, args=(run, repeats), daemon=True)
-        self._thread.start()
+        well = False
+        try:
+            linux.precise_sleeps()
+            ended = [self._run_repeat(run, number, lanes) for number, lanes in enumerate(repeats)]
+            well = all(ended)
+        finally:
+            if not well:
+                self._spoiled(run)
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         raise NotImplementedError
@@ -76,18 +75,6 @@ class ThreadedDevice:
     def _spoiled(self, run: Run) -> None:
         """Clean up after a run that did not end well."""
 
-    def finish(self) -> None:
-        """Wait until everything queued has run."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        failures, self._failures = self._failures, []
-        for failure in failures:
-            if isinstance(failure, MeasurementError):
-                raise failure
-            what = f"{type(failure).__name__}: {failure}"
-            raise MeasurementError(f"lanes failed: {what}") from failure
-
     def ping(self, count: int) -> Pinged:
         """Read the clock three times a ping: the device's clock is the host's."""
         times = [[time.monotonic_ns() for _ in range(3)] for _ in range(count)]
@@ -95,27 +82,12 @@ class ThreadedDevice:
         return Pinged(asked_ns=asked, device_ns=device, seen_ns=seen)
 
     def close(self) -> None:
-        """Stop the run and give all memory back; the control segment is the caller's."""
-        self._stopping = True
+        """Give all memory back; the control segment is the caller's."""
         self._links_open.close()
-        with contextlib.suppress(MeasurementError):
-            self.finish()
         self._spaces.close()
 
     def _stamps(self, paces: Sequence[Pace], repeat: int) -> tuple[Stamps, ...]:
         return self._control.stamps(self._start.slot, repeat, paces)
-
-    def _run_all(self, run: Run, repeats: Sequence[Sequence[RunningLane]]) -> None:
-        well = False
-        try:
-            linux.precise_sleeps()
-            ended = [self._run_repeat(run, number, lanes) for number, lanes in enumerate(repeats)]
-            well = all(ended)
-        except BaseException as error:
-            self._failures.append(error)
-        finally:
-            if not well:
-                self._spoiled(run)
 
     def _run_repeat(self, run: Run, repeat: int, lanes: Sequence[RunningLane]) -> bool:
         """Report that all lanes are resident, wait for the flag, run, report each lane's end."""
@@ -126,7 +98,7 @@ class ThreadedDevice:
         for lane in lanes:
             lane.stamp(0)
         records["resident"] = epoch
-        begun = released(flag, epoch, run.patience_ns, lambda: self._stopping)
+        begun = released(flag, epoch, run.patience_ns)
         warm_at = begun + run.warm_ns
         turns: list[Iterator[bool]] = [iter(()) for _ in lanes]
         if begun:
@@ -137,12 +109,12 @@ class ThreadedDevice:
         for number in self._ends(turns, flag):
             records[number] = lanes[number].report(epoch, begun)
             records["finished"][number] = epoch
-        return bool(begun) and flag.value != ABORT and not self._stopping
+        return bool(begun) and flag.value != ABORT
 
     def _ends(self, turns: list[Iterator[bool]], flag: ctypes.c_uint64) -> Iterator[int]:
-        """Give all lanes their turns; yield the number of each that ends, and all at a stop."""
+        """Give all lanes their turns; yield the number of each that ends, and all at an abort."""
         running, rounds = dict(enumerate(turns)), 0
-        while running and flag.value != ABORT and not self._stopping:
+        while running and flag.value != ABORT:
             states = {number: next(turn, None) for number, turn in running.items()}
             rounds = 0 if any(states.values()) else rounds + 1
             for number, state in states.items():
@@ -157,10 +129,6 @@ class ThreadedDevice:
 
 class HostDevice(ThreadedDevice):
     """Host memory and a core as a `Device`."""
-
-    def __init__(self, start: Start, control: Control) -> None:
-        super().__init__(start, control)
-        self._carriers: list[threading.Thread] = []
 
     def open(self) -> tuple[Started, tuple[int, ...]]:
         """Take memory near this thread's core."""
@@ -180,10 +148,21 @@ class HostDevice(ThreadedDevice):
         )
         return started, (arena.fd,)
 
+    def run(self, run: Run) -> None:
+        """Run the repeats, and beside them each copy that NCCL carries in a thread of its own."""
+        super().run(run)
+        for thread in self._carriers:
+            # After a failure the rest may wait for a peer that never comes.
+            if not self._failures:
+                thread.join()
+        if self._failures:
+            raise self._failures[0]
+
     def _begin(self, run: Run) -> None:
         """Clear the arena's counters, and start a thread for each copy that NCCL carries."""
         arena, flag = self._spaces.segment(self._start.device), self._control.flag
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
+        self._failures: list[BaseException] = []
         # Daemons: the peer they wait for may never come.
         self._carriers = [
             threading.Thread(target=self._carry, args=(run, number, flag), daemon=True)
@@ -202,7 +181,7 @@ class HostDevice(ThreadedDevice):
             for repeat in range(run.repeats):
                 row = self._stamps(run.paces, repeat)[number]
                 row[0] = time.monotonic_ns()
-                if released(flag, run.epoch + repeat, run.patience_ns, lambda: self._stopping):
+                if released(flag, run.epoch + repeat, run.patience_ns):
                     row[1] = time.monotonic_ns()
                     for group in range(pace.groups):
                         size = pace.slices * copy.slice_bytes
@@ -210,16 +189,6 @@ class HostDevice(ThreadedDevice):
                         row[2 + group] = time.monotonic_ns()
         except BaseException as error:
             self._failures.append(error)
-
-    def finish(self) -> None:
-        """Wait until everything queued has run; raises as `ThreadedDevice.finish`."""
-        carriers, self._carriers = self._carriers, []
-        if self._thread is not None:
-            self._thread.join()
-        if not self._failures:
-            for thread in carriers:
-                thread.join()
-        super().finish()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         """Return one repeat's lanes, then its copies, which are lanes with one end here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -262,13 +262,11 @@ def pause(rounds: int, spins: int = SPINS, longest_s: float = LONG_NAP_S) -> Non
         time.sleep(min(longest_s, NAP_S * (1 + (rounds - spins) // 2)))
 
 
-def released(
-    flag: ctypes.c_uint64, epoch: int, patience_ns: int, stopping: Callable[[], bool]
-) -> int:
+def released(flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
     """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
     until, rounds = time.monotonic_ns() + patience_ns, 0
     while flag.value < epoch:
-        if stopping() or time.monotonic_ns() > until:
+        if time.monotonic_ns() > until:
             return 0
         pause(rounds, longest_s=5 * NAP_S)
         rounds += 1

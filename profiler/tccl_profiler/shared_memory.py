@@ -103,18 +103,14 @@ def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
     try:
         _check_available(size, numa_id)
         name = f"tccl-{label}".replace("\0", "?").encode()[:_NAME_BYTES]
-        fd = os.memfd_create(os.fsdecode(name))
-        try:
+        with contextlib.ExitStack() as undo:
+            fd = os.memfd_create(os.fsdecode(name))
+            undo.callback(os.close, fd)
             os.ftruncate(fd, size)
-        except OSError:
-            os.close(fd)
-            raise
-        segment = Segment(fd, size, label)
-        try:
+            undo.pop_all()
+            segment = undo.enter_context(contextlib.closing(Segment(fd, size, label)))
             _fill_with_pages(segment, numa_id)
-        except BaseException:
-            segment.close()
-            raise
+            undo.pop_all()
     except (OSError, MeasurementError) as error:
         reason = _reason(error)
         raise MeasurementError(

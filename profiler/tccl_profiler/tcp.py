@@ -321,18 +321,16 @@ class NicLinks:
         """Return a socket that is bound to this NIC."""
         try:
             family, where = _resolved(self._address, 0)
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            with contextlib.ExitStack() as undo:
+                sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                if self._interface:
+                    # Needs CAP_NET_RAW before Linux 5.7.
+                    with contextlib.suppress(PermissionError):
+                        name = os.fsencode(self._interface) + b"\0"
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
+                sock.bind(where)
+                undo.pop_all()
         except OSError as error:
-            raise MeasurementError(f"{self._device}: {self.name}: {error.strerror}") from error
-        try:
-            if self._interface:
-                # Needs CAP_NET_RAW before Linux 5.7.
-                with contextlib.suppress(PermissionError):
-                    name = os.fsencode(self._interface) + b"\0"
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
-            sock.bind(where)
-        except OSError as error:
-            sock.close()
             raise MeasurementError(
                 f"{self._device}: {self.name} cannot be used: {error.strerror}"
             ) from error

@@ -96,8 +96,7 @@ def _answer(connection: messages.Connection[messages.ToWorker], device: Device) 
     message, descriptors = connection.receive(None)
     try:
         if isinstance(message, messages.Run):
-            device.queue(message)
-            device.finish()
+            device.run(message)
             connection.send(messages.Done())
         elif isinstance(message, messages.Ping):
             connection.send(device.ping(message.count))

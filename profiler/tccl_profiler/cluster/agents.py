@@ -45,7 +45,7 @@ _PING_LIMIT_S = 0.1
 _SPARE_S = 30.0  # time after the ranks' own timeout in which an agent reports it
 
 
-FIRST_PINGS, PINGS = 40, 12
+FIRST_PINGS, _PINGS = 40, 12
 _AHEAD_NS = 3_000_000
 """How far ahead the first release is agreed; then, twice what messages have taken and a little."""
 _LITTLE_NS = 300_000
@@ -237,13 +237,8 @@ class ClusterPool:
         self.ahead_ns = _AHEAD_NS
         self.warnings: list[str] = []
 
-    def start(self) -> None:
-        """Start all workers."""
-        self.restart()
-        self.read_clocks(FIRST_PINGS)
-
     def restart(self) -> None:
-        """End all workers, and start new ones; raises as `start`."""
+        """End all workers, and start new ones."""
         questions = {
             host: say.Open(devices=ids, variables=self._variables)
             for host, ids in self._devices.items()
@@ -253,15 +248,11 @@ class ClusterPool:
         for host, opened in answers.items():
             self.lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
 
-    def read_clocks(self, count: int = PINGS) -> None:
-        """Compare the hosts' clocks with this host's, where that is due."""
-        for host, clock in self._clocks.items():
-            if host in self._devices and clock.is_due:
-                clock.add(self._agents.reading(host, count))
-
     def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
         """Compare each device's clock with this host's, through its own host's clock."""
-        self.read_clocks()
+        for host, clock in self._clocks.items():
+            if host in self._devices and clock.is_due:
+                clock.add(self._agents.reading(host, _PINGS))
         questions = dict.fromkeys(self._devices, messages.Ping(count=count))
         answers = self._agents.ask(questions, say.DevicesPinged)
         return {

@@ -269,7 +269,7 @@ class Job:
             return
         until, backoff = time.monotonic() + _GOODBYE_S, say.Backoff()
         while waiting and time.monotonic() < until:
-            waiting = [messenger for messenger in waiting if not _has_ended(messenger)]
+            waiting = [messenger for messenger in waiting if not messenger.has_ended()]
             backoff.nap(1e-3)
         if self._local is not None:
             process, messenger = self._local
@@ -315,14 +315,6 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say
     )
     who = "this host's agent" if name is None else f"the agent of host {name}"
     return process, say.Messenger(sock, peer=who)
-
-
-def _has_ended(messenger: say.Messenger) -> bool:
-    try:
-        messenger.poll()
-    except TcclError:
-        return True
-    return messenger.leaving
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -218,16 +218,20 @@ class Messenger:
             elif not isinstance(envelope.message, Heartbeat):
                 return envelope
 
-    def has_died(self) -> bool:
-        """Return whether the peer is gone without a word; the last messages are dropped."""
+    def has_ended(self) -> bool:
+        """Return whether the peer is gone or leaving; its last messages are dropped."""
         while True:
             try:
                 if self.poll() is None:
-                    return False
+                    return self.leaving
             except messages.ConnectionClosed:
-                return not self.leaving
+                return True
             except MeasurementError:
                 continue
+
+    def has_died(self) -> bool:
+        """Return whether the peer is gone without a word; its last messages are dropped."""
+        return self.has_ended() and not self.leaving
 
     def close(self) -> None:
         """Close the connection."""

@@ -117,7 +117,7 @@ class ClusterSession:
                 {host.name: self._devices(host) for host in self.hosts},
                 nccl_variables=self._nccl_variables,
             )
-            self.pool.start()
+            self.pool.restart()
             self.notices += self.pool.warnings
             source = f"{self._backend} backend"
             self._profiler = Profiler(
