@@ -39,6 +39,7 @@ PLANNING = (
     "test_plans.py",
     "test_cli_plan.py",
     "test_plan_study.py",
+    "test_tccl_database.py",
 )
 """What looks at plans of whole machines: one worker has them all, and makes each plan once."""
 
@@ -64,7 +65,6 @@ SLOWEST_FIRST = (
     "test_cli_check.py",
     "test_cluster_planner.py",
     "test_table_jobs.py",
-    "test_tccl_database.py",
     "test_simulator_measured.py",
     "test_profiler_kernels.py",
     "test_search_on_machines.py",

@@ -121,7 +121,7 @@ clusters = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(clusters, st.integers(0, 10**6), st.sampled_from(["any", "only"]))
 def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(case, seed, rails):
     kinds, hosts = case

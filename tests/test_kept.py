@@ -42,7 +42,17 @@ from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import make_database
 from tccl_py.tccl_fork.search import task_of
 from tests.nccl_nodes import with_nics
-from tests.planned import ASUS, BUDGETS, FEW, FOUR_GPUS, PCIE, SMALL, plan_of, through
+from tests.planned import (
+    ASUS,
+    FEW,
+    FOUR_GPUS,
+    PCIE,
+    SMALL,
+    WRX,
+    WRX_BUDGET,
+    plan_of,
+    through,
+)
 from tests.tccl_runtime import parse_tccl_xml
 from tests.toy import toy_machine
 
@@ -60,7 +70,7 @@ def kept_plan(name, kept=OFF, **more):
     if key not in MADE:
         model = load_bundled(name)
         # Of four GPUs the plan is compared with the best there is.
-        budget = BUDGETS.get(name, DEFAULT_BUDGET if name != ASUS else FEW)
+        budget = DEFAULT_BUDGET if name in FOUR_GPUS else WRX_BUDGET if name == WRX else FEW
         source = Simulator(model)
         MADE[key] = make_plan(
             model.machine, model.knowledge, source, pinned_env=kept, budget=budget, **more

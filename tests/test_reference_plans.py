@@ -10,13 +10,12 @@ import pytest
 from tccl_py.model.transfer import transfer_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tests.planned import BUDGETS, plan_of
+from tests.planned import WRX, plan_of
 
 PLANS = Path(__file__).parent.parent / "plans"
-SLOW = {"wrx90-16gpu-4switch"}
+SLOW = {WRX}
 """Planning takes half a minute: only the stored rings are asked of the simulator again."""
 SAME = 1e-3
 """Rates of equal plans may differ this much (relative): libraries sum in different orders."""
@@ -75,7 +74,7 @@ def test_the_simulator_still_gives_the_stored_rings_their_rate(machine):
 @pytest.mark.parametrize("machine", [name for name in bundled_names() if name not in SLOW])
 def test_planning_again_gives_the_reference_plan(machine):
     plan = stored(machine)
-    again = plan_of(machine, **({"budget": DEFAULT_BUDGET} if machine in BUDGETS else {}))
+    again = plan_of(machine)
     advice = "if that is meant, run scripts/regenerate-plans"
     assert again.settings == plan.settings, advice
     assert hops_of(again) == hops_of(plan), advice
