@@ -36,23 +36,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in adjusted]
 
 
-def hodges_lehmann(values: Sequence[float], *, level: float) -> Interval:
-    """Return the median of all pairwise averages with its exact interval.
-
-    The ends follow from the null distribution of the signed-rank sum (Hodges & Lehmann 1963).
-    """
-    array = np.asarray(values, dtype=float)
-    first, second = np.triu_indices(len(array))
-    averages = np.sort((array[first] + array[second]) / 2)
-    tails = _signed_rank_tails(len(array))
-    outside = max(0, int(np.searchsorted(tails, (1 - level) / 2, side="right")) - 1)
-    return Interval(
-        middle=float(np.median(averages)),
-        low=float(averages[outside]),
-        high=float(averages[-1 - outside]),
-    )
-
-
 def ratios_of(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
     """Return the speed of `fast` over `slow` from times, pair by pair.
 
@@ -63,14 +46,22 @@ def ratios_of(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
 
 
 def ratio_interval(ratios: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Return the Hodges-Lehmann estimate of ratios, by their logarithms.
+    """Return the median of all pairwise geometric means of ratios, with its exact interval.
+
+    The ends follow from the null distribution of the signed-rank sum (Hodges & Lehmann 1963).
 
     >>> ratio_interval([2.0, 0.5]).middle
     1.0
     """
-    found = hodges_lehmann([math.log(ratio) for ratio in ratios], level=level)
+    logs = np.asarray([math.log(ratio) for ratio in ratios])
+    first, second = np.triu_indices(len(logs))
+    averages = np.sort((logs[first] + logs[second]) / 2)
+    tails = _signed_rank_tails(len(logs))
+    outside = max(0, int(np.searchsorted(tails, (1 - level) / 2, side="right")) - 1)
     return Interval(
-        middle=math.exp(found.middle), low=math.exp(found.low), high=math.exp(found.high)
+        middle=math.exp(np.median(averages)),
+        low=math.exp(averages[outside]),
+        high=math.exp(averages[-1 - outside]),
     )
 
 
