@@ -62,8 +62,8 @@ def test_nccl_runs_the_rings_of_a_job_with_its_files(planned, job, version, tmp_
     needs_host(version)
     plan, place = planned
     hosts = [HostSlots(name) for name in JOBS[job]]
-    made, classes = plan_of_job(plan, place, hosts, JOBS[job])
-    write_job(made, tmp_path / "job", dict.fromkeys(classes, "{}"))
+    made = plan_of_job(plan, place, hosts, JOBS[job])
+    write_job(made, tmp_path / "job", {one.name: "{}" for one in made.cluster.classes})
     ranks = [(host.name, gpu) for host in made.hosts for gpu in made.gpus_of(host)]
     folder = tmp_path / "job" / "nccl" / "hosts"
     result = run_ranks(
@@ -99,10 +99,10 @@ def job(planned, request, tmp_path_factory):
     """A job that needs its graph files, its ranks as (host, GPU), and its variables."""
     plan, place = planned
     hosts = [HostSlots(name) for name in JOBS[request.param]]
-    made, classes = plan_of_job(plan, place, hosts, JOBS[request.param])
+    made = plan_of_job(plan, place, hosts, JOBS[request.param])
     made = needing_a_graph(made)
     folder = tmp_path_factory.mktemp("jobs") / "job"
-    write_job(made, folder, dict.fromkeys(classes, "{}"))
+    write_job(made, folder, {one.name: "{}" for one in made.cluster.classes})
     ranks = [(host.name, gpu) for host in made.hosts for gpu in made.gpus_of(host)]
     env = {"NCCL_ENV_PLUGIN": str(plugin_library()), "TCCL_JOB": str(folder)}
     return made, ranks, env | environment(made.settings)

@@ -347,7 +347,7 @@ def unlike(tmp_path_factory):
 @pytest.mark.parametrize("pair", [("a1", "a2"), ("a1", "b1")])
 def test_a_pair_gets_exactly_what_its_fresh_plan_has_where_searches_end_by_themselves(pair, unlike):
     place, made = unlike
-    job, _ = plan_of_job(load_plan(place), place, [HostSlots(name) for name in pair])
+    job = plan_of_job(load_plan(place), place, [HostSlots(name) for name in pair])
     fresh = made(pair, gpus_per_job="4")
     # Both searches are exhausted: with fewer sets the fresh plan could be worse than the tables.
     assert fresh.proven
@@ -381,7 +381,7 @@ def test_a_job_of_a_thousand_hosts_is_planned_soon(tmp_path):
     plan = load_plan(tmp_path / "all")
     hosts = [HostSlots(name) for name in plan.cluster.names[:1024]]
     with soon(2):
-        job, _ = plan_of_job(plan, tmp_path / "all", hosts)
+        job = plan_of_job(plan, tmp_path / "all", hosts)
     assert job.rate_gbps == pytest.approx(plan.rate_gbps)
     assert len(job.hosts) == 1024
     with pytest.raises(InputError, match="elsewhere"):
@@ -390,7 +390,7 @@ def test_a_job_of_a_thousand_hosts_is_planned_soon(tmp_path):
 
 def test_a_job_gets_what_jobs_of_the_plan_achieved_of_their_predictions(four):
     plan = load_plan(four)
-    made, _ = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
+    made = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
     default, graph = plan.choices["default"].rate_gbps, plan.rate_gbps
     achieved = {"default": default / 2, "graph": graph / 4}
     seen = as_achieved(made, plan, achieved, "default")
@@ -404,7 +404,7 @@ def test_a_job_gets_what_jobs_of_the_plan_achieved_of_their_predictions(four):
 
 def test_a_job_takes_the_settings_that_tuning_found_if_its_rings_can_run_under_them(four):
     plan = load_plan(four)
-    made, _ = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
+    made = plan_of_job(plan, four, listed_hosts("node[1-2]", where=""))
     better = msgspec.structs.replace(plan.settings, channels=4, buffsize=1 << 20)
     tuned = msgspec.structs.replace(plan, settings=better, winner="graph")
     seen = as_achieved(made, tuned, {"default": 1.0, "graph": 5.0}, "graph")

@@ -174,7 +174,7 @@ def _export_job(
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = gpus_of_hosts(gpus, [host.name for host in listed])
     try:
-        made, classes = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
+        made = plan_of_job(plan, directory, listed, of_hosts, keep_order=keep_order)
     except NoTableError as missing:
         count, rate = write_bounded_job(
             plan, directory, listed, of_hosts, output=output, missing=missing
@@ -186,8 +186,9 @@ def _export_job(
     seen = Verification.load(directory)
     if seen is not None and seen.backend == "cuda" and not seen.simulated:
         made = as_achieved(made, plan, seen.achieved, seen.winner)
-    names = [one.name for one in plan.cluster.classes]
-    files = {one: machine_file(plan, directory, names.index(of)) for one, of in classes.items()}
+    planned, names = plan.cluster.host_classes, [one.name for one in made.cluster.classes]
+    numbers = {names[made.class_number(host)]: planned[host.name] for host in made.hosts}
+    files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
     count = write_job(made, output, {one: read_text(path) for one, path in files.items()})
     notice(

@@ -216,10 +216,13 @@ class ChainSearch(HostTable):
         )
         return [choice_found(settings, result) for settings, result in searched if result]
 
-    def found_best(self, settings: Settings, count: int, /) -> ChainSet | None:
-        """Search for the best set of so many chains under these settings."""
-        found = self._best_choice(settings, count)
-        return None if found is None else _chain_set(found)
+    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+        """Return the best set of so many chains; search for it where none is known."""
+        key = settings, count
+        if key not in self._best:
+            found = self._best_choice(*key)
+            self._best[key] = None if found is None else _chain_set(found)
+        return self._best[key]
 
     def _best_choice(self, settings: Settings, count: int) -> Choice | None:
         if (settings, count) not in self._choices:

@@ -55,8 +55,8 @@ def plan_of_job(
     gpus: Mapping[str, tuple[int, ...]] | None = None,
     *,
     keep_order: bool = False,
-) -> tuple[Plan, dict[str, str]]:
-    """Return a job's plan, and the plan's class for each of the job's classes, by name.
+) -> Plan:
+    """Return a job's plan.
 
     Hosts of a class with other GPUs in the job are of another class of the job.
 
@@ -79,7 +79,7 @@ def plan_of_job(
         HostTable(one, _table(tables, known[number], some))
         for one, (number, some) in zip(cluster.classes, keys, strict=True)
     ]
-    made = plan_over(
+    return plan_over(
         cluster,
         nodes,
         strategy=plan.strategy,
@@ -87,8 +87,6 @@ def plan_of_job(
         ib_gid_index=plan.settings.ib_gid_index,
         pinned_env=plan.pinned_env,
     )
-    names = {one.name: known[key[0]].name for one, key in zip(cluster.classes, keys, strict=True)}
-    return made, names
 
 
 def as_achieved(

@@ -143,10 +143,7 @@ class HostTable:
 
     def best_under(self, settings: Settings, count: int) -> ChainSet | None:
         """Return the best set of so many chains; None if there is none."""
-        key = settings, count
-        if key not in self._best:
-            self._best[key] = self.found_best(*key)
-        return self._best[key]
+        return self._best.get((settings, count))
 
     def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
@@ -155,10 +152,6 @@ class HostTable:
             kept = self._kept.get(key)
             self._chains[key] = self.found_chains(*key) if kept is None else self._read(kept)
         return self._chains[key]
-
-    def found_best(self, _settings: Settings, _count: int, /) -> ChainSet | None:
-        """Return an answer of `best_under` that is not kept."""
-        return None
 
     def found_chains(self, _settings: Settings, _pairing: Pairing, /) -> HostChains | None:
         """Return an answer of `chains_with` that is not kept."""

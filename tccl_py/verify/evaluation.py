@@ -314,7 +314,7 @@ def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[tu
         for sets in zip(*of_class, strict=False):
             gpus = {name: sets[classes[name]] for name in names[:count]}
             try:
-                yield plan_of_job(plan, directory, hosts, gpus)[0], sets[classes[names[0]]]
+                yield plan_of_job(plan, directory, hosts, gpus), sets[classes[names[0]]]
             except InputError:
                 # A job's files have no tables: they are evaluated as a whole.
                 if count == len(names) and sets == plan.class_gpus:

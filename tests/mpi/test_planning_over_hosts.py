@@ -144,7 +144,7 @@ def grown(planned, namespaces, tmp_path_factory):
     before, after = folder / "before", folder / "after"
     shutil.copytree(planned[1], before)
     whole = load_plan(before)
-    two, _ = plan_of_job(whole, before, [HostSlots("h0"), HostSlots("h1")])
+    two = plan_of_job(whole, before, [HostSlots("h0"), HostSlots("h1")])
     cluster = msgspec.structs.replace(two.cluster, switches=None)
     # A chain that is the only one of a host is measured as a whole alone.
     two = msgspec.structs.replace(two, cluster=cluster, strategy="nccl-order")
