@@ -143,7 +143,6 @@ class HostDevice(ThreadedDevice):
         started = Started(
             lanes=LANES,
             arena_bytes=start.arena_bytes,
-            handle=b"",
             memory_bytes=start.arena_bytes + 2 * start.user_bytes,
         )
         return started, (arena.fd,)

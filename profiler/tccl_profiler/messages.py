@@ -70,9 +70,9 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A device is ready, runs so many lanes at once, and shares its arena by `handle`."""
 
     lanes: int
-    arena_bytes: int
-    handle: bytes
-    memory_bytes: int
+    arena_bytes: int = 0
+    handle: bytes = b""
+    memory_bytes: int = 0
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):

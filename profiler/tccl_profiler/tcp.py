@@ -48,8 +48,7 @@ class NicDevice(ThreadedDevice):
         start = self._start
         self.links = NicLinks(start.device, start.address, start.interface)
         self._links_open.callback(self.links.close)
-        started = Started(lanes=LANES, arena_bytes=0, handle=b"", memory_bytes=0)
-        return started, ()
+        return Started(lanes=LANES), ()
 
     def _lanes(self, run: Run, repeat: int) -> Sequence[RunningLane]:
         return [self._lane(run, repeat, lane) for lane in run.program.lanes]

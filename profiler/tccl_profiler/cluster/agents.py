@@ -190,6 +190,13 @@ class Agents:
             ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
         return ended
 
+    def described(
+        self, backend: str, *, devices: int | None = None, interfaces: Sequence[str] = ()
+    ) -> dict[str, HostFacts]:
+        """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
+        asked = say.Describe(backend=backend, devices=devices, interfaces=tuple(interfaces))
+        return self.ask(dict.fromkeys(self.hosts, asked), HostFacts)
+
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
         asked, there, seen = [], [], []
@@ -360,11 +367,6 @@ class RankJobs(Agents):
     """Runs jobs of fresh rank processes over the hosts of an MPI job; each agent starts its own."""
 
     grace_s = 2.0  # when one host's ranks have failed, others may have as well, and know the cause
-
-    def described(self, backend: str, *, interfaces: Sequence[str] = ()) -> dict[str, HostFacts]:
-        """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
-        question = say.Describe(backend=backend, devices=None, interfaces=tuple(interfaces))
-        return self.ask(dict.fromkeys(self.hosts, question), HostFacts)
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
         """Return the environment of each host's agent."""

@@ -67,9 +67,7 @@ class ClusterSession:
         self.network: Network = self.options.network
         self._job = job
         self._backend = backend
-        self._describe = say.Describe(
-            backend=backend, devices=devices, interfaces=tuple(interfaces)
-        )
+        self._device_count, self._interfaces = devices, interfaces
         self._expected = tuple(expected)
         self.only = only
         self._profiler: Profiler | None = None
@@ -80,8 +78,9 @@ class ClusterSession:
     def __enter__(self) -> ClusterSession:
         job = self._job
         self._agents = Agents(job)
-        questions = dict.fromkeys(self._agents.hosts, self._describe)
-        found = self._agents.ask(questions, HostFacts)
+        found = self._agents.described(
+            self._backend, devices=self._device_count, interfaces=self._interfaces
+        )
         self.hosts = tuple(
             msgspec.structs.replace(found[host], ranks=tuple(ranks))
             for host, ranks in job.hosts.items()
@@ -89,7 +88,7 @@ class ClusterSession:
         check_hosts(
             self.hosts,
             expected=self._expected,
-            interfaces=self._describe.interfaces,
+            interfaces=self._interfaces,
             addressed=self.network == "tcp",
         )
         if self._backend == "host":
