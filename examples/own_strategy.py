@@ -55,7 +55,7 @@ def main(name: str) -> None:
     ]
     for result in results:
         bound = "no bound" if result.bound_gbps is None else f"bound {result.bound_gbps:.2f}"
-        mark = "simulated from assumed figures" if result.assumed else "simulated"
+        mark = "simulated from assumed values" if result.assumed else "simulated"
         print(
             f"{result.strategy}: {result.rings.rings[0].gpus} at {result.rate_gbps:.2f} GB/s "
             f"({mark}), {bound}, {result.sets_measured} sets"

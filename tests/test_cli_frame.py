@@ -395,7 +395,7 @@ def test_other_gpu_lists_are_refused(text):
 def test_every_figure_has_its_mark():
     assert provenance(simulated=False, assumed=False) == "measured"
     assert provenance(simulated=True, assumed=False) == "simulated"
-    assert provenance(simulated=True, assumed=True) == "simulated from assumed figures"
+    assert provenance(simulated=True, assumed=True) == "simulated from assumed values"
 
 
 LOADED = """

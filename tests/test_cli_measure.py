@@ -87,7 +87,7 @@ def test_a_machine_without_a_model_is_simulated_from_assumed_figures():
     (entry,) = entries("G0->G0->G1", "--simulate", topology)
     assert (entry["simulated"], entry["assumed"]) == (True, True)
     result = tccl("measure", "G0->G0->G1", "--simulate", topology)
-    assert "simulated from assumed figures" in result.stdout
+    assert "simulated from assumed values" in result.stdout
 
 
 def test_a_journal_keeps_what_was_measured_and_is_not_asked_twice(tmp_path):

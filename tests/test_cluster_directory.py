@@ -183,7 +183,7 @@ def test_graph_files_say_what_a_channel_carries_and_whether_it_changes_nics(tmp_
     files = nccl_files(mixed(), tmp_path)
     assert 'crossnic="1" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/gpu1.xml"]
     assert 'crossnic="0" nchannels="2" speedintra="5" speedinter="5"' in files["hosts/login.xml"]
-    assert "rates simulated from assumed figures" in files["hosts/gpu1.xml"].splitlines()[0]
+    assert "rates simulated from assumed values" in files["hosts/gpu1.xml"].splitlines()[0]
 
 
 def test_a_thousand_hosts_take_seconds_and_equal_ones_share_a_text(tmp_path):

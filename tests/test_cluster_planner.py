@@ -240,7 +240,7 @@ def test_a_cluster_plan_is_never_below_stock_and_says_that_it_is_simulated(rails
     assert rails.rate_gbps >= rails.stock.rate_gbps
     assert rails.simulated
     assert rails.assumed
-    assert rails.provenance == "simulated from assumed figures"
+    assert rails.provenance == "simulated from assumed values"
 
 
 def test_nccl_is_told_of_the_nics_and_that_rings_change_them(rails):

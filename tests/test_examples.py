@@ -22,17 +22,17 @@ from tccl_py.search.strategies import find_rings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
-    "read_plan.py": ("ring 0: (0, 3, 1, 2)", "simulated from assumed figures", "<- slowest"),
+    "read_plan.py": ("ring 0: (0, 3, 1, 2)", "simulated from assumed values", "<- slowest"),
     "own_strategy.py": ("two_opt: ", "no bound", "best-first: ", "simulated"),
-    "plan_from_topo_text.py": ("assumed: every GPU's link", "simulated from assumed figures"),
+    "plan_from_topo_text.py": ("assumed: every GPU's link", "simulated from assumed values"),
     "measure_own_sets.py": ("(host backend)", "95 % interval", "overlap"),
-    "plan_a_cluster.py": ("order: ", "from N0 over GPUs", "simulated from assumed figures"),
+    "plan_a_cluster.py": ("order: ", "from N0 over GPUs", "simulated from assumed values"),
 }
 
 
 SHOWN = {
-    "plan_and_read.ipynb": ("simulated from assumed figures", "graph", "ring 0: G0 to G"),
-    "explain_and_what_if.ipynb": ("simulated from assumed figures", "times slower", "(0, 1, 2, 3)"),
+    "plan_and_read.ipynb": ("simulated from assumed values", "graph", "ring 0: G0 to G"),
+    "explain_and_what_if.ipynb": ("simulated from assumed values", "times slower", "(0, 1, 2, 3)"),
 }
 
 

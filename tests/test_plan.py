@@ -209,7 +209,7 @@ def test_a_path_may_be_text(tmp_path):
 def test_every_file_of_a_simulated_plan_says_so(name):
     plan = plan_of(name)
     assert plan.simulated
-    mark = "simulated from assumed figures" if plan.assumed else "simulated"
+    mark = "simulated from assumed values" if plan.assumed else "simulated"
     for file, text in files_of(plan).items():
         assert f"rates {mark}" in text.splitlines()[0], file
 

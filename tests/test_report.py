@@ -222,7 +222,7 @@ def test_one_mark_at_the_top_says_that_all_rates_are_simulated(sixteen):
     body = text[text.index("<body>") :]
     assert body.count('class="badge simulated"') == 1
     assert body.index('class="badge simulated"') < body.index("<h1>")
-    assert "simulated from assumed figures" in Page(text).words.partition("Choices")[0]
+    assert "simulated from assumed values" in Page(text).words.partition("Choices")[0]
 
 
 def test_a_measured_plan_is_called_measured(tmp_path):

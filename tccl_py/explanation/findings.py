@@ -105,7 +105,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
 
     @property
     def provenance(self) -> str:
-        """The basis of the rates, as `measured` or `simulated from assumed figures`."""
+        """The basis of the rates, as `measured` or `simulated from assumed values`."""
         return mark(simulated=self.simulated, assumed=self.assumed)
 
     def told(self) -> Iterator[str | tuple[Finding, ...]]:

@@ -246,12 +246,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def provenance(self) -> str:
-        """The basis of the rates, as `measured` or `simulated from assumed figures`."""
+        """The basis of the rates, as `measured` or `simulated from assumed values`."""
         if not self.simulated:
             return (
                 "measured, the network assumed" if self.assumed and self.is_cluster else "measured"
             )
-        return "simulated from assumed figures" if self.assumed else "simulated"
+        return "simulated from assumed values" if self.assumed else "simulated"
 
     @property
     def choices(self) -> dict[ChoiceName, PlanChoice]:

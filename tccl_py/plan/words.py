@@ -29,11 +29,11 @@ def mark(*, simulated: bool, assumed: bool) -> str:
     """Return the mark beside every block of rates.
 
     >>> mark(simulated=True, assumed=True)
-    'simulated from assumed figures'
+    'simulated from assumed values'
     """
     if not simulated:
         return "measured"
-    return "simulated from assumed figures" if assumed else "simulated"
+    return "simulated from assumed values" if assumed else "simulated"
 
 
 def gpu_list(gpus: Sequence[int]) -> str:

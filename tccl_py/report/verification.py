@@ -150,7 +150,7 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
     if arm.gbps is not None and arm.predicted_gbps:
         kind = "simulated" if found.simulated else "measured"
-        kind += " from assumed figures" if found.assumed else ""
+        kind += " from assumed values" if found.assumed else ""
         told = "achieved when it was tuned" if found.tuned else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
         where = _where(found)
