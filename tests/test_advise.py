@@ -11,10 +11,11 @@ from tccl_py.errors import MeasurementError
 from tccl_py.health.advice import advise
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Finding
-from tccl_py.plan.planner import make_plan
+from tccl_py.plan.load import load_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES
+from tests.test_reference_plans import PLANS
 
 
 def tccl(*arguments):
@@ -28,7 +29,7 @@ def test_the_answer_has_at_most_ten_lines_and_a_figure_that_a_plan_confirms(name
     lines = tccl(name).stdout.splitlines()
     assert 5 < len(lines) <= 10
     found = advise(model, Simulator(model))
-    plan = make_plan(model.machine, model.knowledge, Simulator(model), subsets=False)
+    plan = load_plan(PLANS / f"{name}.json")
     assert found.default_gbps == pytest.approx(plan.stock.rate_gbps)
     assert found.rate_gbps <= max(one.rate_gbps or 0 for one in plan.choices.values()) * 1.02
     assert found.rate_gbps >= found.default_gbps * 0.99

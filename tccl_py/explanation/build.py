@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -90,6 +91,7 @@ class Builder:
         part = plan.cluster.classes[number]
         self.machine, self.paths = part.machine, Paths(part.machine, part.knowledge)
         self._known: tuple[object, list[_Known]] = (None, [])
+        self._shares = cache(self._uncached_shares)
 
     @property
     def mark(self) -> str:
@@ -189,14 +191,17 @@ class Builder:
             rates = [rate.rate_gbps for rate in alone if rate is not None]
             if len(rates) == len(flows):
                 rate = self.prober.exact(flows)
-                places = (*self.paths.shared(flows), *self.paths.busy(flows))
                 yield _Known(
                     flows=flows,
                     rate=rate,
                     share=rate.rate_gbps / min(rates),
                     kinds=_kinds(flows),
-                    shares=frozenset(place.kind for place in places),
+                    shares=self._shares(flows),
                 )
+
+    def _uncached_shares(self, flows: tuple[Flow, ...]) -> frozenset[str]:
+        places = (*self.paths.shared(flows), *self.paths.busy(flows))
+        return frozenset(place.kind for place in places)
 
     def pitfalls(self, told: Sequence[Finding], *, most: int) -> tuple[Finding, ...]:
         """Return the worst sets of the journal, each for another reason than `told` findings.
