@@ -2,6 +2,9 @@
 
 import msgspec
 
+from tccl_py.sources.remembering import RememberingSource
+from tccl_py.tccl_fork.search import DatabaseTask
+
 CODES = ("GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER")
 
 
@@ -103,3 +106,17 @@ def small_database():
             ),
         ),
     )
+
+
+def free_hop_space(machine, knowledge, gpus, fifo_bytes=4 << 20):
+    """All mechanisms between the GPUs, as the fork may use them."""
+    return DatabaseTask(
+        machine=machine,
+        knowledge=knowledge,
+        source=RememberingSource(None),
+        gpus=machine.gpu_indices,
+        subsets=None,
+        blocks=8,
+        fifo_bytes=fifo_bytes,
+        max_sets=1,
+    ).hop_space(gpus)

@@ -12,8 +12,8 @@ from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
 from tccl_py.nccl.transport import hop_space, pair_mechanism
 from tccl_py.nccl.view import view
-from tccl_py.tccl_fork.search import free_hop_space
 from tests.nccl_cases import case_name, machine, stock_choices
+from tests.tccl_databases import free_hop_space
 from tests.toy import toy_machine
 
 NO_ACCESS = Knowledge(peer_access_default=False, peer_access_provenance="reported")
@@ -203,14 +203,14 @@ def test_a_hop_space_is_named_after_its_settings():
 
 def test_the_free_runtime_has_every_mechanism_for_every_pair():
     node = toy_machine(gpus=2, numa_nodes=2)
-    space = free_hop_space(node, Knowledge(), blocks=8, fifo_bytes=512 * 1024)
+    space = free_hop_space(node, Knowledge(), (0, 1), fifo_bytes=512 * 1024)
     assert [str(hop.flow) for hop in space.between(0, 1)] == [
         "G0->G0->G1{blocks=8,fifo=512K}",
         "G0->G1->G1{blocks=8,fifo=512K}",
         "G0->G0->C0->G1->G1{blocks=8,fifo=512K}",
         "G0->G0->C1->G1->G1{blocks=8,fifo=512K}",
     ]
-    closed = free_hop_space(node, NO_ACCESS)
+    closed = free_hop_space(node, NO_ACCESS, (0, 1))
     assert [hop.flow.is_bounce for hop in closed.between(0, 1)] == [True, True]
 
 

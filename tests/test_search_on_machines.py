@@ -13,8 +13,8 @@ from tccl_py.search.problem import SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.tccl_fork.search import free_hop_space
 from tests.reference_strategies import brute_force, tccl
+from tests.tccl_databases import free_hop_space
 
 FOUR_GPUS = ("amd-3090", "amd-v100", "h200x4-vm", "intel-v100")
 EIGHT_GPUS = ("asus-esc8000a-e13p", "nvswitch-8gpu-8nic", "supermicro-h12dsg-8x3090")
@@ -96,7 +96,7 @@ def test_best_first_equals_brute_force_if_every_hop_may_choose(name):
     model = model_of(name)
     every = model.machine.gpu_indices
     spaces = [
-        free_hop_space(model.machine, model.knowledge, gpus=gpus, blocks=8)
+        free_hop_space(model.machine, model.knowledge, gpus)
         for gpus in (every, every[:3], every[1:])
     ]
     followed = [space for space in spaces if count_ring_sets(space, 1) <= MAX_FREE_STATES]

@@ -83,7 +83,7 @@ class Watcher(threading.Thread):
         while self.running:
             self.blocks.append(block())
             self.policies.add(tuple(policy()))
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def end(self):
         self.running = False
@@ -112,6 +112,8 @@ def be_rank(rank, folder, names):
         unique, comm, watcher = unique_id(nccl, folder / name, rank), ctypes.c_void_p(), Watcher()
         start = mapped()
         watcher.start()
+        while not watcher.blocks:
+            time.sleep(0.001)
         if name == "own":
             both = ctypes.byref(ctypes.c_ulong(3))
             ctypes.CDLL(None).syscall(SET_MEMPOLICY, INTERLEAVE, both, 65)
