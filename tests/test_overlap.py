@@ -25,6 +25,7 @@ from tccl_py.overlap.job import (
     span,
 )
 from tccl_py.overlap.rank import ThreadStopwatch
+from tests.processes import alive, children
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -112,18 +113,6 @@ def test_nothing_is_left_when_the_command_is_killed():
         time.sleep(0.1)
     assert len(ranks) == 2
     assert not any(map(alive, ranks))
-
-
-def children(pid):
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(one) for one in path.read_text().split()] if path.exists() else []
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_pieces_of_work_run_at_the_same_time():

@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -45,6 +44,7 @@ from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set
+from tests.processes import children
 from tests.profiler_clusters import Checked, FakeJob, agent_in_thread, agents_in_processes, pair
 from tests.profiler_pools import measured_or_failed, stopping
 from tests.toy import toy_machine
@@ -569,7 +569,7 @@ def test_what_one_host_refuses_is_given_up_on_the_others(session):
 
 def test_a_lost_worker_is_replaced_and_its_set_measured_again(session):
     (before,) = Checked(session).measure([parse_set(ACROSS)])
-    victim = next(pid for agent in _children(os.getpid()) for pid in _children(agent))
+    victim = next(pid for agent in children(os.getpid()) for pid in children(agent))
     timer = threading.Timer(0.05, os.kill, (victim, signal.SIGKILL))
     timer.start()
     # New and several, so that they take long enough for the worker to die in the midst of them.
@@ -587,8 +587,8 @@ def test_a_host_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
 ):
     transfers = parse_set(ACROSS.replace("64K", "96K"))
     (before,) = Checked(session).measure([parse_set(ACROSS)])
-    agent = _children(os.getpid())[-1]
-    with stopping([agent, *_children(agent)], for_s=for_s, times=times):
+    agent = children(os.getpid())[-1]
+    with stopping([agent, *children(agent)], for_s=for_s, times=times):
         measured_or_failed(Checked(session), transfers, tmp_path / "journal.jsonl")
     (after,) = Checked(session).measure([parse_set(ACROSS)])
     assert min(*before.gbps, *after.gbps) > 0
@@ -598,15 +598,9 @@ def test_a_host_that_stands_still_in_the_middle_of_a_set_makes_no_answer(
 def test_workers_that_were_ended_start_again_with_the_next_set(session):
     Checked(session).measure([parse_set(ACROSS)])
     session.end_workers()
-    assert not [pid for agent in _children(os.getpid()) for pid in _children(agent)]
+    assert not [pid for agent in children(os.getpid()) for pid in children(agent)]
     (measurement,) = Checked(session).measure([parse_set(ACROSS)])
     assert measurement.gbps[0] > 0
-
-
-def _children(pid):
-    """Processes that a process has started and that are still there."""
-    listed = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in listed for child in path.read_text().split()]
 
 
 def test_a_host_that_cannot_be_described_is_refused_by_name():

@@ -1,7 +1,6 @@
 """Jobs of rank processes over hosts that are agents on this machine."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -9,6 +8,7 @@ from tccl_profiler.cluster.agents import RankJobs
 from tccl_profiler.cluster.messages import RunRanks
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.tasks import Task, decoded
+from tests.processes import alive
 from tests.profiler_clusters import agents_in_processes
 
 HOSTS = ("north", "south")
@@ -81,13 +81,6 @@ def gone(folder):
             return True
         time.sleep(0.05)
     return False
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_ranks_of_two_hosts_meet_and_answer_twice_in_a_row(jobs):

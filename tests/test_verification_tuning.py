@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -30,6 +29,7 @@ from tccl_py.verify.target import read_target
 from tccl_py.verify.tuning import run_tuning
 from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
+from tests.processes import children
 from tests.profiler_clusters import agents_in_processes
 from tests.test_verification_hosts import FakeHosts, place_of
 
@@ -504,12 +504,6 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
     assert (told.exit_code, told.exception) == (0, None), told.stderr
     assert seen == [(place, "host", [])]
     assert json.loads(told.stdout)["rate_gbps"] == 12.0
-
-
-def children(pid):
-    """Processes that a process has started and that are still there."""
-    listed = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in listed for child in path.read_text().split()]
 
 
 def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import Verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces_in
+from tests.processes import alive, children
 
 pytestmark = [
     pytest.mark.mpi,
@@ -138,9 +139,9 @@ exec unshare --uts sh -c 'hostname h'$OMPI_COMM_WORLD_RANK'; exec "$@"' rank "$@
     ranks = []
     until = time.monotonic() + 60
     # Each rank has started something: MPI has ended, and hosts work.
-    while (len(ranks) < 2 or not all(map(children_of, ranks))) and time.monotonic() < until:
+    while (len(ranks) < 2 or not all(map(children, ranks))) and time.monotonic() < until:
         time.sleep(0.1)
-        ranks = children_of(process.pid)
+        ranks = children(process.pid)
     process.kill()
     process.wait()
     until = time.monotonic() + 30
@@ -148,22 +149,8 @@ exec unshare --uts sh -c 'hostname h'$OMPI_COMM_WORLD_RANK'; exec "$@"' rank "$@
         time.sleep(0.1)
     left = [rank for rank in ranks if alive(rank)]
     for rank in left:
-        os.kill(int(rank), signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
     assert (len(ranks), left) == (2, [])
-
-
-def children_of(pid):
-    """Processes that this one has started."""
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [child for thread in threads for child in thread.read_text().split()]
-
-
-def alive(pid):
-    """Whether a process runs still."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):
