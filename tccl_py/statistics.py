@@ -1,7 +1,4 @@
-"""Robust statistics: Holm's correction, signed-rank estimates, and intervals of medians.
-
-scipy is imported when a test needs it, because commands start without it.
-"""
+"""Robust statistics: corrections for many tests, signed-rank estimates, intervals of medians."""
 
 from __future__ import annotations
 
@@ -11,7 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import scipy  # whose parts load when they are first used
+import numpy.typing as npt
+
+LEAST_VALUES = 6
+"""Values for an interval of 95 %: the median of fewer may lie beyond all of them."""
+_CONFIDENCE = 0.95
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,33 +66,71 @@ def ratio_interval(ratios: Sequence[float], *, level: float = 0.95) -> Interval:
     )
 
 
-def signed_rank_p(values: Sequence[float]) -> float:
-    """Return the exact two-sided p value of Wilcoxon's signed-rank test (1945).
+def sign_flip_p(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return p values of rows whose values in each round are symmetric about 0, adjusted for all.
 
-    Ties and zeros count in favour of the null hypothesis; scipy's exact test has neither.
+    The signs of whole rounds are flipped, all rows at once, in all ways (from 14 rounds on, in 4096
+    random ones): a p value is the share of flips after which any row is as far from 0 as the row
+    (Westfall & Young 1993). Fewer rounds than with Holm's correction suffice for large effects.
+
+    >>> sign_flip_p([[0.3, 0.31, 0.3, 0.29, 0.3, 0.3], [0.1, -0.1, 0.1, 0.2, -0.3, 0.0]])
+    [0.03125, 1.0]
     """
-    array = np.asarray(values, dtype=float)
-    ranks = scipy.stats.rankdata(np.abs(array))
-    zeros = float(ranks[array == 0].sum())
-    smaller = min(float(ranks[array > 0].sum()), float(ranks[array < 0].sum()))
-    tails = _signed_rank_tails(len(array))
-    return float(min(1.0, 2 * tails[min(math.ceil(smaller + zeros), len(tails) - 1)]))
+    if not rows:
+        return []
+    values = np.asarray(rows, dtype=float)
+    sizes = np.abs(values)
+    # 1. Let no round count more than twice the median round.
+    clipped = np.minimum(sizes, 2 * np.median(sizes, axis=1, keepdims=True)) * np.sign(values)
+    lengths = np.sqrt(np.sum(clipped**2, axis=1, keepdims=True))
+    directions = np.divide(clipped, lengths, out=np.zeros_like(clipped), where=lengths > 0)
+    # 2. Flip; the first flip is none, and the opposite of each is as far from 0.
+    distances = np.abs(_flips(values.shape[1]) @ directions.T)
+    farthest = np.max(distances, axis=1)
+    return [float(np.mean(farthest >= own - 1e-9)) for own in distances[0]]
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """Return the median with its distribution-free 95 % interval between two order statistics.
+    """Return the median with its distribution-free 95 % interval.
 
-    Fewer than 6 values have no 95 % interval: the ends are the smallest and the largest then.
+    The ends are order statistics: the number of n values below the median is binomial with p = 1/2
+    (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
+    interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
+    value. Fewer than LEAST_VALUES values have no 95 % interval: the ends are the smallest and the
+    largest then.
 
-    >>> median_interval([4.0, 1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0])
-    Interval(middle=5.0, low=2.0, high=8.0)
+    >>> found = median_interval([4.0, 1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0])
+    >>> found.middle, round(found.low, 2), round(found.high, 2)
+    (5.0, 2.23, 7.77)
     """
     ordered = sorted(values)
-    # The number of values below the median is binomial.
-    outside = max(0, int(scipy.stats.binom.ppf(0.025, len(ordered), 0.5)) - 1)
-    return Interval(
-        middle=float(np.median(ordered)), low=ordered[outside], high=ordered[-1 - outside]
-    )
+    rank, inwards = _ranks(len(ordered))
+    low, high = ordered[rank - 1], ordered[-rank]
+
+    def step(gap: float) -> float:
+        # A gap over half the interval parts two modes: a point inside may miss the median.
+        return inwards * gap if gap <= (high - low) / 2 else 0.0
+
+    if inwards:
+        low, high = low + step(ordered[rank] - low), high - step(high - ordered[-rank - 1])
+    return Interval(middle=float(np.median(ordered)), low=low, high=high)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranks(count: int) -> tuple[int, float]:
+    """Return the rank of the lower end, from 1, and the share of the way to the next."""
+    if count < LEAST_VALUES:
+        return 1, 0.0
+    below = 0  # of 2^count equally likely cases, those with fewer than `rank` values below
+    rank, held = 0, 1.0
+    while True:
+        below += math.comb(count, rank)
+        narrower = 1 - 2 * below / 2**count
+        if narrower < _CONFIDENCE:
+            break
+        rank, held = rank + 1, narrower
+    share = (held - _CONFIDENCE) / (held - narrower)
+    return rank, (count - rank) * share / (rank + (count - 2 * rank) * share)
 
 
 @functools.cache
@@ -103,3 +142,13 @@ def _signed_rank_tails(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64
         step[[0, rank]] = 0.5
         chances = np.convolve(chances, step)
     return np.cumsum(chances)
+
+
+def _flips(rounds: int) -> npt.NDArray[np.float64]:
+    """Return signs of rounds, a row a flip; the first row is all 1."""
+    if rounds <= 13:
+        numbers = np.arange(2 ** (rounds - 1))[:, np.newaxis]
+        return np.asarray(1.0 - 2 * (numbers >> np.arange(rounds) & 1))
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(4096, rounds))
+    signs[0] = 1
+    return signs

@@ -30,13 +30,6 @@ class _Job(msgspec.Struct, kw_only=True):
     plan: OpenPlan | None = None
     roster: Roster | None = None
 
-    def graph(self, ranks: Sequence[int]) -> Path | None:
-        """Return the graph file of a group of these ranks, in group order; None is default NCCL."""
-        if self.plan is None or self.roster is None or self.rank not in ranks:
-            return None
-        members = self.roster.members
-        return self.plan.graph([members[number] for number in ranks], members[self.rank])
-
 
 class ProcessState(msgspec.Struct):
     """The job of this process, its NCCL settings, and the number of exchanges between its ranks.
@@ -82,14 +75,11 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     torch = import_torch()
     dist = torch.distributed
     waiting = {} if timeout is None else {"timeout": timeout}
-    options |= waiting
+    init = partial(dist.init_process_group, backend, **waiting, **options)
     STATE.job = None
     if not wants_nccl(torch, backend):
-        numbers = {"world_size": world_size, "rank": rank}
         with graph_file(None):
-            dist.init_process_group(
-                backend, init_method=init_method, store=store, **numbers, **options
-            )
+            init(init_method=init_method, store=store, world_size=world_size, rank=rank)
         STATE.job = _Job(world=dist.group.WORLD, rank=dist.get_rank())
         return
     # 1. Let the ranks meet as torch does, but have the store before the group.
@@ -111,8 +101,7 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     job = _Job(rank=rank, device=device, plan=plan, roster=roster)
 
     def create() -> Any:
-        numbers = {"world_size": world_size, "rank": rank}
-        dist.init_process_group(backend, store=own, **numbers, **options)
+        init(store=own, world_size=world_size, rank=rank)
         job.world = dist.group.WORLD
         return job.world
 
@@ -185,11 +174,15 @@ def _set_graph(value: str | None) -> None:
 
 def _made(torch: Any, job: _Job, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
     """Return a group of these ranks, if it uses NCCL with an existing communicator."""
-    with graph_file(job.graph(ranks)):
+    roster, graph = job.roster if job.rank in ranks else None, None
+    if roster is not None and job.plan is not None:
+        members = roster.members
+        graph = job.plan.graph([members[number] for number in ranks], members[job.rank])
+    with graph_file(graph):
         made = create()
         # torch makes communicators with their first collective, or in the background: waiting for
         # a collective works in all versions.
-        if job.rank in ranks and job.roster is not None and job.roster.distinct:
+        if roster is not None and roster.distinct:
             token = torch.zeros(1, device=job.device)
             torch.distributed.all_reduce(token, group=made)
             torch.cuda.synchronize(job.device)
@@ -255,16 +248,14 @@ def wants_nccl(torch: Any, backend: str | None) -> bool:
 
 def _report(roster: Roster, rank: int) -> None:
     """Say on rank 0's stderr that the plan is disabled, or a graph variable in the way."""
-    if rank != 0 or sys.stderr is None:
-        return
+    text = ""
     if roster.off:
         text = f"the plan is disabled, NCCL chooses its own rings: {roster.off}"
     elif os.environ.get(GRAPH_VARIABLE):
         what = "is set, and fails communicators made without tccl_py.torch"
         text = f"{GRAPH_VARIABLE} {what}; unset it"
-    else:
-        return
-    print(f"tccl: {text}", file=sys.stderr, flush=True)
+    if text and rank == 0 and sys.stderr is not None:
+        print(f"tccl: {text}", file=sys.stderr, flush=True)
 
 
 def _current_job() -> _Job:

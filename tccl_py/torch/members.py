@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
@@ -25,7 +26,7 @@ from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.beside import plan_in, plugin_variables
-from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, subset_file
+from tccl_py.plan.directory import graph_files, host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
@@ -79,29 +80,17 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def graph(self, members: Sequence[Member], own: Member) -> Path | None:
         """Return the graph file of `own` in a group of these members; None is default NCCL."""
-        none = self.plan.recommended != "graph" or self.plan.needs_plugin
-        if none or len({member.plan for member in members}) != 1:
+        plan, name = self.plan, None
+        if not plan.names_graph or len({member.plan for member in members}) != 1:
             return None
-        name = (
-            self._host_graph(members, own) if self.plan.is_cluster else self._machine_graph(members)
-        )
-        return None if name is None else self.directory / "nccl" / name
-
-    def _machine_graph(self, members: Sequence[Member]) -> str | None:
-        gpus = tuple(sorted(member.gpu for member in members))
-        name = GRAPH_FILE if gpus == self.plan.gpus else subset_file(gpus)
-        one_host = len({member.host for member in members}) == 1
-        rings = self.plan.subset(gpus) if one_host else None
-        given = rings is not None and rings.gains and f"nccl/{name}" in self.files
-        return name if given else None
-
-    def _host_graph(self, members: Sequence[Member], own: Member) -> str | None:
-        wanted = [(host.name, sorted(self.plan.gpus_of(host))) for host in self.plan.hosts]
-        found = []
-        for _, ranks in groupby(members, key=lambda member: member.host):
-            on_host = list(ranks)
-            found.append((on_host[0].name, sorted(member.gpu for member in on_host)))
-        return host_graph_file(own.name) if found == wanted else None
+        parts = [list(part) for _, part in groupby(members, key=lambda member: member.host)]
+        found = [(part[0].name, tuple(sorted(one.gpu for one in part))) for part in parts]
+        if not plan.is_cluster:
+            name = graph_files(plan).get(found[0][1]) if len(found) == 1 else None
+        elif found == [(host.name, tuple(sorted(plan.gpus_of(host)))) for host in plan.hosts]:
+            name = host_graph_file(own.name)
+        file = f"nccl/{name}"
+        return self.directory / file if file in self.files else None
 
 
 def open_plan(directory: Path) -> OpenPlan:
@@ -112,10 +101,7 @@ def open_plan(directory: Path) -> OpenPlan:
     # Each of several hosts has its own files; a rank checks its own.
     manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
     return OpenPlan(
-        directory=directory,
-        plan=plan,
-        files=frozenset(manifest.files),
-        identity=manifest.identity,
+        directory=directory, plan=plan, files=frozenset(manifest.files), identity=manifest.identity
     )
 
 
@@ -171,39 +157,37 @@ def member_of(
     device, `nccl` torch's version, and `settings` this process's NCCL settings, None before the
     first communicator.
     """
-    member = Member(host=host_identity())
-    named = directory or (Path(text) if (text := os.environ.get(PLAN_VARIABLE, "")) else None)
-    replace = msgspec.structs.replace
-    # 1. Open the plan.
+    member, opened, kind = Member(host=host_identity()), None, "wrong"
+    named = directory or Path(os.environ.get(PLAN_VARIABLE, ""))
     try:
-        opened = None if named is None else open_plan(named)
-        if opened is not None and settings is not None and settings != opened.variables:
-            needed = _listed(opened.variables)
-            what = f"needs {needed}, and this process has {_listed(settings)}"
-            right = "NCCL reads settings once in a process: use plans of the same settings in it"
-            raise InputError(str(opened.directory), what, right)
+        # 1. Open the plan.
+        if named != Path():
+            opened = open_plan(named)
+            if settings is not None and settings != opened.variables:
+                needed = _listed(opened.variables)
+                what = f"needs {needed}, and this process has {_listed(settings)}"
+                right = (
+                    "NCCL reads settings once in a process: use plans of the same settings in it"
+                )
+                raise InputError(str(opened.directory), what, right)
         graph = settings_of_files().get(GRAPH_VARIABLE)
         if graph is not None:
             right = "take it out: it fails every communicator over other GPUs"
             raise InputError(graph.where, f"sets {GRAPH_VARIABLE}", right)
-    except InputError as error:
-        return replace(member, wrong=str(error)), None
-    # 2. Find this rank's GPU.
-    try:
+        # 2. Find this rank's GPU.
+        kind = "off"
         gpu, facts = look(ordinal)
-    except InputError as error:
-        return replace(member, off=str(error)), opened
-    member = replace(member, gpu=gpu)
-    if opened is None:
-        return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
-    # 3. Check the plan's fit.
-    name = opened.plan.host_named(names_of_this_host()) or ""
-    told = {"plan": opened.identity, "settings": opened.variables}
-    member = replace(member, name=name, plugin=bool(opened.loading(nccl)), **told)
-    try:
+        member = replace(member, gpu=gpu)
+        if opened is None:
+            return replace(member, off=f"{PLAN_VARIABLE} names no plan"), None
+        # 3. Check the plan's fit.
+        kind = "wrong"
+        name = opened.plan.host_named(names_of_this_host()) or ""
+        told = {"plan": opened.identity, "settings": opened.variables}
+        member = replace(member, name=name, plugin=bool(opened.loading(nccl)), **told)
         return replace(member, off=_misfit(opened, facts, nccl, name)), opened
     except InputError as error:
-        return replace(member, wrong=str(error)), opened
+        return replace(member, **{kind: str(error)}), opened
 
 
 def _listed(settings: Mapping[str, str]) -> str:
@@ -212,31 +196,26 @@ def _listed(settings: Mapping[str, str]) -> str:
 
 def _misfit(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     """Return why a plan does not fit this rank, as a clause; "" if it does."""
-    settings = opened.plan.plain_settings
-    found = _other_host(opened, facts, name) or why_not_with(settings, nccl)
-    if found:
+    plan, directory = opened.plan, opened.directory
+    if not plan.is_cluster:
+        alike = facts.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
+        found = why_not_here(plan, directory, fingerprint_of(facts), alike=alike)
+    elif not name:
+        found = "the plan has no such host"
+    elif not (path := directory / "nccl" / host_graph_file(name)).is_file():
+        found = f"{path} is missing"
+    else:
+        check_files(directory, [f"nccl/{host_graph_file(name)}"])
+        found = why_not_of_class(plan, name, facts.gpus)
+    if found := found or why_not_with(plan.plain_settings, nccl):
         return found
-    names = ", ".join(env_conflicts(settings, _given()))
+    names = ", ".join(env_conflicts(plan.plain_settings, _given()))
     return f"{names} is set to something else than the plan's settings" if names else ""
 
 
 def _given() -> dict[str, str]:
     """Return this process's variables, NCCL's files included."""
     return {name: line.value for name, line in settings_of_files().items()} | dict(os.environ)
-
-
-def _other_host(opened: OpenPlan, facts: DriverFacts, name: str) -> str:
-    plan, directory = opened.plan, opened.directory
-    if not plan.is_cluster:
-        alike = facts.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
-        return why_not_here(plan, directory, fingerprint_of(facts), alike=alike)
-    if not name:
-        return "the plan has no such host"
-    path = directory / "nccl" / host_graph_file(name)
-    if not path.is_file():
-        return f"{path} is missing"
-    check_files(directory, [f"nccl/{host_graph_file(name)}"])
-    return why_not_of_class(plan, name, facts.gpus)
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,28 +259,22 @@ def exchange(store: Any, rank: int, size: int, own: Member) -> Roster:
 
 def roster_of(members: Sequence[Member]) -> Roster:
     """Return the conclusion from the ranks' reports."""
-    shared = _shared_gpu(members)
-    off = [f"rank {n} on {_host(one)}: {one.off}" for n, one in enumerate(members) if one.off]
-    unlike = [n for n, one in enumerate(members) if one.settings != members[0].settings]
+    hosts = [member.host.partition(" ")[0] for member in members]
+    seen: dict[tuple[str, int], int] = {}
+    off, shared = [], []
+    for rank, (member, host) in enumerate(zip(members, hosts, strict=True)):
+        if member.off:
+            off.append(f"rank {rank} on {host}: {member.off}")
+        first = seen.setdefault((member.host, member.gpu), rank)
+        if first != rank and member.gpu >= 0:
+            shared.append(
+                f"ranks {first} and {rank} both have GPU {member.gpu} of {host} (call "
+                "torch.cuda.set_device before, or give device_id)"
+            )
+    unlike = [n for n, member in enumerate(members) if member.settings != members[0].settings]
     off += [f"ranks 0 and {rank} have plans of different settings" for rank in unlike]
     return Roster(
         members=tuple(members),
-        off=next(iter((*off, shared))),
+        off=next(iter((*off, *shared)), ""),
         distinct=not shared and all(member.gpu >= 0 for member in members),
     )
-
-
-def _shared_gpu(members: Sequence[Member]) -> str:
-    seen: dict[tuple[str, int], int] = {}
-    for rank, member in enumerate(members):
-        first = seen.setdefault((member.host, member.gpu), rank)
-        if first != rank and member.gpu >= 0:
-            return (
-                f"ranks {first} and {rank} both have GPU {member.gpu} of {_host(member)} (call "
-                "torch.cuda.set_device before, or give device_id)"
-            )
-    return ""
-
-
-def _host(member: Member) -> str:
-    return member.host.partition(" ")[0]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,7 +74,8 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
     for (name, check), case in itertools.product(COLLECTIVE_CHECKS.items(), cases):
         dtype, count, asynchronous = case
         try:
-            tensors = _Tensors(communicator, *case)
+            kind = getattr(communicator.torch, dtype)
+            tensors = _Tensors(communicator, kind, count, asynchronous)
             what = next(filter(None, itertools.starmap(tensors.compare, check(tensors))), "")
         except Exception as error:
             text = str(error) or type(error).__name__
@@ -91,53 +92,49 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
     )
 
 
-class _Tensors:
-    """Tensors and calls of a case on one rank: its type, number of elements, and kind of call."""
+class _Tensors(NamedTuple):
+    """Tensors and calls of a case on one rank: its dtype, number of elements, and kind of call."""
 
-    def __init__(
-        self, communicator: Communicator, dtype: str, count: int, asynchronous: bool
-    ) -> None:
-        self.communicator = communicator
-        self.torch, self.dist = communicator.torch, communicator.dist
-        self.rank, self.world = communicator.rank, communicator.world
-        self.asynchronous, self._count = asynchronous, count
-        self._device = communicator.device
-        self._dtype = getattr(communicator.torch, dtype)
+    on: Communicator
+    dtype: Any
+    length: int
+    asynchronous: bool
 
     def of(self, rank: int, *, block: int = 0) -> Any:
         """Return the contribution of `rank`, for rank `block` where blocks differ: 0 to 7."""
-        index = self.torch.arange(self._count, dtype=self.torch.int64, device=self._device)
+        torch = self.on.torch
+        index = torch.arange(self.length, dtype=torch.int64, device=self.on.device)
         index = index + (rank * 1_000_003 + block * 500_009)
         # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
         return ((index * 2_654_435_761) >> 13) & 7
 
     def own(self, *, block: int = 0) -> Any:
         """Return this rank's contribution in the case's dtype."""
-        return self.of(self.rank, block=block).to(self._dtype)
+        return self.of(self.on.rank, block=block).to(self.dtype)
 
-    def own_blocks(self) -> Any:
-        """Return this rank's block for every rank, one after another."""
-        return self.torch.cat([self.own(block=rank) for rank in range(self.world)])
+    def own_blocks(self) -> list[Any]:
+        """Return this rank's block for every rank."""
+        return [self.own(block=rank) for rank in range(self.on.world)]
 
     def of_all(self, *, block: int = 0) -> list[Any]:
         """Return every rank's contribution."""
-        return [self.of(rank, block=block) for rank in range(self.world)]
+        return [self.of(rank, block=block) for rank in range(self.on.world)]
 
     def empty(self, parts: int = 1) -> Any:
         """Return a buffer of a value that no collective gives, so unwritten elements show."""
-        shape = (parts * self._count,)
-        return self.torch.full(shape, 99, dtype=self._dtype, device=self._device)
+        shape = (parts * self.length,)
+        return self.on.torch.full(shape, 99, dtype=self.dtype, device=self.on.device)
 
-    def run(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> None:
+    def run(self, function: str, *arguments: Any, **more: Any) -> None:
         """Run a collective, and wait for it."""
-        work = call(*arguments, async_op=self.asynchronous, **more)
+        work = getattr(self.on.dist, function)(*arguments, async_op=self.asynchronous, **more)
         if self.asynchronous:
             work.wait()
 
     def compare(self, found: Any, expected: Any) -> str:
         """Return "" if equal, else the first difference."""
-        expected = expected.to(self._dtype)
-        if self.torch.equal(found, expected):
+        expected = expected.to(self.dtype)
+        if self.on.torch.equal(found, expected):
             return ""
         differ = (found != expected).nonzero()
         first = int(differ[0])
@@ -153,47 +150,46 @@ class _Tensors:
 def _called(collective: str, expected: Callable[[_Tensors], Any], tensors: _Tensors) -> _Pairs:
     """Check a collective of _CALLS; the last rank is the root."""
     function, blocks, argument = _CALLS[collective]
-    root = tensors.world - 1
-    is_root = tensors.rank == root
+    root = tensors.on.world - 1
+    is_root = tensors.on.rank == root
     if len(blocks) == 2:
         received, sent = blocks
-        held = [tensors.empty(tensors.world if received else 1)]
-        held.append(tensors.own_blocks() if sent else tensors.own())
+        held = [tensors.empty(tensors.on.world if received else 1)]
+        held.append(tensors.on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
     else:
         held = [tensors.own() if is_root or argument != "src" else tensors.empty()]
     more = {argument: root} if argument else {}
-    tensors.run(getattr(tensors.dist, function), *held, **more)
+    tensors.run(function, *held, **more)
     # After a reduce the other ranks' buffers are undefined.
     return [(held[0], expected(tensors))] if is_root or argument != "dst" else []
 
 
 def _scatter(tensors: _Tensors) -> _Pairs:
     got = tensors.empty()
-    first = tensors.rank == 0
-    blocks = [tensors.own(block=rank) for rank in range(tensors.world)] if first else None
-    tensors.run(tensors.dist.scatter, got, blocks, src=0)
-    return [(got, tensors.of(0, block=tensors.rank))]
+    blocks = tensors.own_blocks() if tensors.on.rank == 0 else None
+    tensors.run("scatter", got, blocks, src=0)
+    return [(got, tensors.of(0, block=tensors.on.rank))]
 
 
 def _gather(tensors: _Tensors) -> _Pairs:
-    parts = [tensors.empty() for _ in range(tensors.world)] if tensors.rank == 0 else None
-    tensors.run(tensors.dist.gather, tensors.own(), parts, dst=0)
+    parts = [tensors.empty() for _ in range(tensors.on.world)] if tensors.on.rank == 0 else None
+    tensors.run("gather", tensors.own(), parts, dst=0)
     return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
 def _largest(tensors: _Tensors) -> _Pairs:
     held = tensors.own()
-    tensors.run(tensors.dist.all_reduce, held, op=tensors.dist.ReduceOp.MAX)
-    return [(held, tensors.torch.stack(tensors.of_all()).max(dim=0).values)]
+    tensors.run("all_reduce", held, op=tensors.on.dist.ReduceOp.MAX)
+    return [(held, tensors.on.torch.stack(tensors.of_all()).max(dim=0).values)]
 
 
 def _send_receive(tensors: _Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
-    dist, rank = tensors.dist, tensors.rank
-    after, before = (rank + 1) % tensors.world, (rank - 1) % tensors.world
+    dist, rank = tensors.on.dist, tensors.on.rank
+    after, before = (rank + 1) % tensors.on.world, (rank - 1) % tensors.on.world
     own, got = tensors.own(), tensors.empty()
     if tensors.asynchronous:
-        _send_to_next(tensors.communicator, own, got)()
+        _send_to_next(tensors.on, own, got)()
     elif rank == 0:
         dist.send(own, after)
         dist.recv(got, before)
@@ -204,12 +200,12 @@ def _send_receive(tensors: _Tensors) -> _Pairs:
 
 
 _EXPECTED: dict[str, Callable[[_Tensors], Any]] = {
-    "broadcast": lambda tensors: tensors.of(tensors.world - 1),
+    "broadcast": lambda tensors: tensors.of(tensors.on.world - 1),
     "reduce": lambda tensors: sum(tensors.of_all()),
     "all_reduce": lambda tensors: sum(tensors.of_all()),
-    "all_gather": lambda tensors: tensors.torch.cat(tensors.of_all()),
-    "reduce_scatter": lambda tensors: sum(tensors.of_all(block=tensors.rank)),
-    "all_to_all": lambda tensors: tensors.torch.cat(tensors.of_all(block=tensors.rank)),
+    "all_gather": lambda tensors: tensors.on.torch.cat(tensors.of_all()),
+    "reduce_scatter": lambda tensors: sum(tensors.of_all(block=tensors.on.rank)),
+    "all_to_all": lambda tensors: tensors.on.torch.cat(tensors.of_all(block=tensors.on.rank)),
 }
 COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], _Pairs]] = {
     **{name.replace("_", "-"): partial(_called, name, value) for name, value in _EXPECTED.items()},

@@ -19,12 +19,20 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 from tccl_py.verify.collectives import Call, row_call, time_calls, timed_batch
-from tccl_py.verify.spec import FINAL_ROUNDS, KIB, MIB, Choice, Contest, ContestTimes, TimedRow
+from tccl_py.verify.spec import (
+    FINAL_ROUNDS,
+    KIB,
+    MIB,
+    Choice,
+    Contest,
+    ContestTimes,
+    TimedRow,
+    Variant,
+)
 
 BATCH_S = 0.003
 """Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""
@@ -52,17 +60,14 @@ class Tuner:
 
     def __init__(self) -> None:
         path = os.environ.get(_TUNER) or os.environ.get(_PLUGIN)
-        self._told: Any = None
-        if path:
-            # Algorithm, protocol, channels, and the number of calls that followed.
-            self._told = (ctypes.c_int * 4).in_dll(ctypes.CDLL(path), "tccl_told")
+        self._asked = bool(path)
+        # Algorithm, protocol, channels, and the number of calls that followed.
+        words = ctypes.c_int * 4
+        self._told = words.in_dll(ctypes.CDLL(path), "tccl_told") if path else words()
 
     @contextmanager
     def told(self, choice: Choice | None) -> Iterator[None]:
         """Let calls of the `with` block follow a choice, None for NCCL's own."""
-        if self._told is None:
-            yield
-            return
         if choice is None:
             self._told[0] = _NO_TABLE
         else:
@@ -76,12 +81,14 @@ class Tuner:
 
     def follows(self, call: Call, choice: Choice) -> bool:
         """Call, and return whether NCCL allows the choice."""
-        if self._told is None:
-            return True
         self._told[3] = 0
+        self.call(choice, call)
+        return bool(self._told[3]) or not self._asked
+
+    def call(self, choice: Choice | None, call: Call) -> None:
+        """Call, following a choice."""
         with self.told(choice):
             call()
-        return bool(self._told[3])
 
 
 def run_contests(
@@ -103,69 +110,47 @@ def run_contests(
             call = row_call(communicator, row)
             refused = [float(not tuner.follows(call, choice)) for choice in asked]
             refused = communicator.maxima(refused) if refused else []
-            choices = [choice for choice, no in zip(asked, refused, strict=True) if not no]
-            calls = [_told(tuner, choice, call) for choice in (None, *choices)]
-            calls += [call] * contest.table
+            choices = [None, *(choice for choice, no in zip(asked, refused, strict=True) if not no)]
+            calls: list[Call] = [partial(tuner.call, choice, call) for choice in choices]
+            if contest.table:
+                choices, calls = [*choices, None], [*calls, call]
             batches = [timed_batch(communicator, told, row.bytes, BATCH_S, None) for told in calls]
         # 2. Time the choices, then the finalists beside matrix multiplications.
         rounds = _Rounds(communicator, slot)
         found = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
         beside: list[list[float]] = [[] for _ in found]
         if contest.choices is None and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
-            beside = _beside(communicator, rounds, calls, found)
-        yield ContestTimes(
-            row=row,
-            choices=tuple(choices),
-            seconds=tuple(map(tuple, found)),
-            final=contest.rounds,
-            beside=tuple(map(tuple, beside)),
-            skew=rounds.skew,
+            left = [at for at, times in enumerate(found) if len(times) == len(found[0])]
+            with slot():
+                steps = _steps(communicator, calls)
+            add_rounds(beside, left, _BESIDE_ROUNDS, partial(rounds.run, steps))
+        variants = tuple(
+            Variant(choice=choice, seconds=tuple(seconds), beside=tuple(near))
+            for choice, seconds, near in zip(choices, found, beside, strict=True)
         )
+        yield ContestTimes(row=row, variants=variants, final=contest.rounds, skew=rounds.skew)
 
 
 class _Rounds:
     """Runs rounds of batches in time slots; ranks agree on the slowest rank's times."""
 
     def __init__(self, communicator: Communicator, slot: TimeSlot) -> None:
-        self._communicator, self.slot = communicator, slot
+        self._communicator, self._slot = communicator, slot
         self.skew = 0.0
 
     def run(self, batches: Sequence[Callable[[], float]], orders: Orders) -> list[list[float]]:
         """Return the seconds of each round's batches, in order."""
         own: list[float] = []
         for order in orders:
-            with self.slot():
+            with self._slot():
                 own += [batches[at]() for at in order]
-        with self.slot():
+        with self._slot():
             both = self._communicator.maxima([*own, *(-value for value in own)])
         slowest, fastest = both[: len(own)], both[len(own) :]
         shares = [1 + low / high for high, low in zip(slowest, fastest, strict=True) if high > 0]
         self.skew = max(self.skew, median(shares or [0.0]))
         values = iter(slowest)
         return [[next(values) for _ in order] for order in orders]
-
-
-def _beside(
-    communicator: Communicator,
-    rounds: _Rounds,
-    calls: Sequence[Call],
-    found: Sequence[Sequence[float]],
-) -> list[list[float]]:
-    """Return the seconds of steps of the choices that were not dropped."""
-    left = [at for at, times in enumerate(found) if len(times) == len(found[0])]
-    with rounds.slot():
-        steps = _steps(communicator, calls)
-    beside: list[list[float]] = [[] for _ in found]
-    add_rounds(beside, left, _BESIDE_ROUNDS, partial(rounds.run, steps))
-    return beside
-
-
-def _told(tuner: Tuner, choice: Choice | None, call: Call) -> Call:
-    def told() -> None:
-        with tuner.told(choice):
-            call()
-
-    return told
 
 
 def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callable[[], float]]:

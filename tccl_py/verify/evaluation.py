@@ -7,10 +7,11 @@ import io
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.measurement import BandwidthSource
@@ -27,7 +28,8 @@ from tccl_py.plan.tasks import Order, Task, condensed, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.remembering import remembering
 from tccl_py.verify.jobs import Arm, Launcher
-from tccl_py.verify.record import EQUAL, LEAST_ROUNDS
+from tccl_py.verify.record import LEAST_ROUNDS
+from tccl_py.verify.rings import neighbours
 from tccl_py.verify.spec import (
     COLLECTIVES,
     KIB,
@@ -37,9 +39,8 @@ from tccl_py.verify.spec import (
     Dtype,
     JobSpec,
     WrongValue,
-    bus_gbps,
 )
-from tccl_py.verify.verify import Rounds, RunBudget, row_seconds, run_rounds
+from tccl_py.verify.verify import Rounds, RunBudget, run_rounds
 
 _BY_RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
@@ -140,7 +141,7 @@ def _name(launcher: Launcher) -> str:
 
 def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
     """Estimate the duration of all rounds over all parts."""
-    rows = len(budget.spec.rows)
+    rows = len(budget.rows)
     first = _CHECK_S if budget.checks else _START_S
     return sum(first + budget.rounds * (_START_S + _ROW_S * rows * len(arms)) for _, arms in parts)
 
@@ -148,28 +149,26 @@ def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
 def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Evaluation:
     """Run jobs over all parts, as far as the time suffices, and add their cells to `base`."""
     begun = time.monotonic()
-    cells: list[Cell] = []
-    failures: list[str] = []
-    left_out: list[str] = []
+    cells, failures, left_out = list[Cell](), list[str](), list[str]()
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
-    for number, (quiet, arms) in enumerate(parts):
-        name, started = _name(quiet), time.monotonic()
+    for number, (launcher, arms) in enumerate(parts):
+        name, started = _name(launcher), time.monotonic()
         left = begun + budget.seconds - started
         if left <= 0 and number:
             left_out.append(name)
             continue
-        launcher = _named(quiet, f"{name} ({number + 1} of {len(parts)})")
-        own = msgspec.structs.replace(budget, seconds=left / (len(parts) - number))
+        named = launcher.named(f"{name} ({number + 1} of {len(parts)})")
+        own = replace(budget, seconds=left / (len(parts) - number))
         try:
-            rounds = run_rounds(launcher, arms, own, budget.spec, begun=started)
+            rounds = run_rounds(named, arms, own, JobSpec(rows=budget.rows), begun=started)
         except MeasurementError as error:
             failures.append(f"{name}: {error}")
             continue
         for arm, job in rounds.checked.items():
             wrong[arm] = (*wrong.get(arm, ()), *job.wrong)
-        cells += _cells(launcher, [arm.name for arm in arms], budget.spec, rounds)
+        cells += _cells(launcher, rounds)
         failures += [f"{name}, {arm}: {why}" for arm, why in rounds.failures.items()]
-    return msgspec.structs.replace(
+    return replace(
         base,
         cells=tuple(cells),
         wrong={arm: values for arm, values in wrong.items() if values},
@@ -179,20 +178,10 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     )
 
 
-def _named(launcher: Launcher, name: str) -> Launcher:
-    """Return the launcher, whose words on the current work begin with a name."""
-    watch = launcher.watch
-    return msgspec.structs.replace(launcher, watch=lambda text: watch(f"{name}: {text}"))
-
-
-def _cells(
-    launcher: Launcher, arms: Sequence[ChoiceName], spec: JobSpec, rounds: Rounds
-) -> Iterator[Cell]:
+def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     """Yield the cells of all arms' jobs over a set of GPUs."""
-    for arm in arms:
-        for row, taken in row_seconds(spec, rounds.of(arm)).items():
-            seconds = statistics.median(taken)
-            compared = rounds.compared.get((arm, row), EQUAL)
+    for arm, rows in rounds.rows.items():
+        for row, found in rows.items():
             yield Cell(
                 hosts=tuple(host.name for host in launcher.hosts if host.name),
                 gpus=launcher.hosts[0].gpus,
@@ -200,11 +189,11 @@ def _cells(
                 dtype=row.dtype,
                 bytes=row.bytes,
                 arm=arm,
-                us=seconds * 1e6,
-                gbps=bus_gbps(row.collective, launcher.world, row.bytes, seconds),
-                ratio=compared.ratio,
-                low=compared.low,
-                high=compared.high,
+                us=statistics.median(found.seconds) * 1e6,
+                gbps=found.gbps,
+                ratio=found.compared.ratio,
+                low=found.compared.low,
+                high=found.compared.high,
             )
 
 
@@ -259,15 +248,15 @@ def _rates(
     try:
         if name != "graph" or planned is None or not planned.gains:
             # A set of GPUs without a graph file gets the variables alone.
-            settings = msgspec.structs.replace(settings, shm_placement=False)
+            settings = replace(settings, shm_placement=False)
             own = own_rings(task, settings)
             # NCCL doubles the channels of its own search as it does a graph file's.
-            settings = msgspec.structs.replace(settings, channels=max(1, own.channels // 2))
+            settings = replace(settings, channels=max(1, own.channels // 2))
             orders = condensed(own.rings)
         else:
             orders = planned.rings
             nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
-            task = msgspec.structs.replace(task, nodes=nodes, spaces={})
+            task = replace(task, nodes=nodes, spaces={})
         rings = rings_under(task, settings, orders).rings
         hops = [hop for ring in rings for hop in ring.hops]
         return {one: _gbps(task, settings, hops, len(rings), one) for one in collectives}
@@ -290,51 +279,45 @@ def _gbps(
         back = "target" if collective == "broadcast" else "source"
         without = ([hop for hop in hops if getattr(hop, back) != root] for root in gpus)
         return rings * statistics.harmonic_mean(map(slowest, without))
-    if collective == "send_recv":
-        space = task.space(settings, 1)
-        after = zip(gpus, (*gpus[1:], gpus[0]), strict=True)
-        return slowest(space.between(*pair)[0] for pair in after)
     # The transfers to all peers share the channels.
-    peers = len(gpus) - 1
+    peers = 1 if collective == "send_recv" else len(gpus) - 1
+    pairs = neighbours(gpus) if collective == "send_recv" else permutations(gpus, 2)
     space = task.space(settings, peers)
-    return peers * slowest(space.between(*pair)[0] for pair in permutations(gpus, 2))
+    return peers * slowest(space.between(*pair)[0] for pair in pairs)
 
 
-def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[tuple[Plan, Order]]:
-    """Yield plans of jobs over all hosts of a cluster, halves and so on to two, with their GPUs.
+def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
+    """Yield plans of jobs over all hosts of a cluster, halves and so on to two.
 
     `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables. A plan
     over all its hosts and GPUs needs none.
     """
     names, classes = plan.host_order, plan.cluster.host_classes
     counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
-    of_class = [job_gpus(text, gpus) for gpus in plan.class_gpus]
-    for count in counts:
+    of_class = job_gpus(text, *plan.class_gpus)
+    for count, sets in product(counts, zip(*of_class, strict=False)):
         hosts = [HostSlots(name) for name in names[:count]]
-        for sets in zip(*of_class, strict=False):
-            gpus = {name: sets[classes[name]] for name in names[:count]}
-            try:
-                yield plan_of_job(plan, directory, hosts, gpus), sets[classes[names[0]]]
-            except InputError:
-                # A job's files have no tables: they are evaluated as a whole.
-                if count == len(names) and sets == plan.class_gpus:
-                    yield plan, sets[classes[names[0]]]
-                elif text is not None:
-                    raise
+        gpus = {host.name: sets[classes[host.name]] for host in hosts}
+        try:
+            yield plan_of_job(plan, directory, hosts, gpus)
+        except InputError:
+            # A job's files have no tables: they are evaluated as a whole.
+            if count == len(names) and sets == plan.class_gpus:
+                yield plan
+            elif text is not None:
+                raise
 
 
-def predicted_cells(
-    jobs: Iterable[tuple[Plan, Order]], collectives: Sequence[Collective]
-) -> Iterator[Cell]:
+def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> Iterator[Cell]:
     """Yield large messages of ring collectives over hosts, by the choices of jobs' plans."""
     asked = [collective for collective in _BY_RINGS if collective in collectives]
-    for made, gpus in jobs:
+    for made in jobs:
         rates = {
             name: dict.fromkeys(asked, choice.rate_gbps)
             for name, choice in made.choices.items()
             if choice.rate_gbps
         }
-        yield from _large_cells(rates, gpus, made.host_order)
+        yield from _large_cells(rates, made.gpus_of(made.hosts[0]), made.host_order)
 
 
 def csv_text(found: Evaluation) -> str:

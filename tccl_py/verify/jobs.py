@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -76,6 +76,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(value for rank in self.results for value in rank.wrong)
 
 
+Ended = tuple[Arm, Outcome | MeasurementError]
+"""An arm, and the outcome of its job, or the error of a job that failed alone."""
+
+
 class Runner(Protocol):
     """Starts ranks on hosts by name."""
 
@@ -109,17 +113,17 @@ class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs jobs on its hosts, rank 0's first, `most_at_once` at the same time.
+    """Runs jobs on its hosts, rank 0's first: here, or on the hosts of an MPI `job`.
 
     `keep` are caller's variables that jobs get. Jobs are of the program `nccl_tests`, if one is
     given. `say` receives notices for the user, `watch` a line on the current work.
     """
 
-    backend: Backend
-    hosts: tuple[HostRanks, ...]
+    backend: Backend = "cuda"
+    hosts: tuple[HostRanks, ...] = ()
+    job: Any = None
     runner: Runner = LocalRunner()
     nccl_tests: Path | None = None
-    most_at_once: int = _CONCURRENT
     keep: tuple[str, ...] = ()
     timeout: float = DEFAULT_TIMEOUT
     program: str = RANK_PROGRAM
@@ -135,6 +139,10 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         """Return a launcher over these GPUs of a single host."""
         host = replace(self.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)
         return replace(self, hosts=(host,))
+
+    def named(self, name: str) -> Launcher:
+        """Return the launcher, whose words on the current work begin with a name."""
+        return replace(self, watch=lambda text: self.watch(f"{name}: {text}"))
 
     def run(self, arms: Sequence[Arm], spec: JobSpec) -> tuple[Outcome, ...]:
         """Run a job of each arm, all at once, with their timed batches interleaved."""
@@ -182,29 +190,52 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConcurrentJobs:
-    """Runs jobs of arms, `at_once` at the same time.
+    """Runs jobs of a specification, `at_once` at the same time.
 
-    The number follows from the room for buffers of `sizes` on a device. It drops to 1 when several
+    The number follows from the room for buffers of the rows on a device. It drops to 1 when several
     jobs fail together, because each may be able to run alone.
     """
 
-    def __init__(self, launcher: Launcher, sizes: Sequence[int]) -> None:
-        self._launcher = launcher
-        most = max(len(host.ranks) for host in launcher.hosts)
-        largest = max(sizes, default=1) * (most if launcher.backend == "host" else 1)
-        self.at_once = max(1, min(launcher.most_at_once, _CONCURRENT_BYTES // largest))
+    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
+        self._launcher, self._spec = launcher, spec
+        rows = (*spec.rows, *(contest.row for contest in spec.contests))
+        largest = max((row.bytes for row in rows), default=1)
+        if launcher.backend == "host":
+            largest *= max(len(host.ranks) for host in launcher.hosts)
+        most = 1 if launcher.nccl_tests else _CONCURRENT
+        self.at_once = max(1, min(most, _CONCURRENT_BYTES // largest))
 
-    def run(self, arms: Sequence[Arm], spec: JobSpec) -> list[Outcome | MeasurementError]:
-        """Return each arm's outcome, or the error of a job that fails alone."""
+    def run(self, arms: Sequence[Arm]) -> list[Ended]:
+        """Run a job of each arm."""
         found: list[Outcome | MeasurementError] = []
         while len(found) < len(arms):
             batch = arms[len(found) :][: self.at_once]
             try:
-                found += self._launcher.run(batch, spec)
+                found += self._launcher.run(batch, self._spec)
             except MeasurementError as error:
                 found += [error] * (self.at_once == 1)
                 self.at_once = 1
-        return found
+        return list(zip(arms, found, strict=True))
+
+    def rounds(self, arms: Sequence[Arm], most: int) -> Iterator[list[Ended]]:
+        """Yield the jobs of rounds, as many whole ones as devices have room for, `most` in all.
+
+        Arms taken out of `arms` meanwhile have no further jobs.
+        """
+        done = 0
+        while done < most:
+            count = max(1, min(most - done, self.at_once // len(arms)))
+            numbers = range(done, done + count)
+            self._launcher.watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
+            yield self.run([arm for number in numbers for arm in round_order(arms, number)])
+            done += count
+
+
+def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
+    """Return the order of jobs in a round: A B C, C B A, B C A, A C B, ..."""
+    first = number // 2 % len(arms)
+    rotated = [*arms[first:], *arms[:first]]
+    return rotated[::-1] if number % 2 else rotated
 
 
 def rank_environment(

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift import (
     ROUNDS,
     Drift,
     Effort,
     Journal,
-    collapse_patterns,
     drift_json,
     find_drift,
     joined,
@@ -44,9 +45,9 @@ from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, Launcher, Outcome
 from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
-from tccl_py.verify.plans import JobOptions, launcher_of
+from tccl_py.verify.plans import launcher_of
 from tccl_py.verify.record import Row, Verification
-from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, size_text
+from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, rows_of, size_text
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
 
@@ -109,27 +110,28 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return all reasons to keep jobs off, faults of collectives first."""
-        jobs = self.collectives
+        jobs, drift = self.collectives, self.drift
         lost = [
             Problem(f"transfers {lost}", why, "measurable", "nothing")
-            for lost, why in self.drift.lost.items()
+            for lost, why in drift.lost.items()
         ]
-        slower = [row for row in self.drift.changes if row.ratio < 1]
-        cause = self.drift.points_to if slower or lost else ""
         rates = [
-            *((f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps) for row in slower),
-            *(
-                (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
-                for row in jobs.rates
-                if row.slower
-            ),
+            (f"{row.flow} in {row.transfers}", row.was_gbps, row.is_gbps)
+            for row in drift.changes
+            if row.ratio < 1
         ]
-        fallen = [
+        cause = drift.points_to if rates or lost else ""
+        rates += [
+            (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
+            for row in jobs.rates
+            if row.slower
+        ]
+        fallen = (
             Problem(
-                f"bandwidth of {what}", cause or _UNEXPLAINED, f"{was:.2f} GB/s", f"{now:.2f} GB/s"
+                f"bandwidth of {of}", cause or _UNEXPLAINED, f"{was:.2f} GB/s", f"{now:.2f} GB/s"
             )
-            for what, was, now in rates
-        ]
+            for of, was, now in rates
+        )
         return (*jobs.problems, *lost, *fallen)
 
     @property
@@ -139,11 +141,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_collectives(
-    target: Target,
-    launcher: Launcher,
-    verified: Verification | None,
-    *,
-    until: float = math.inf,
+    target: Target, launcher: Launcher, verified: Verification | None, *, until: float = math.inf
 ) -> CollectivesChecked:
     """Check values and bandwidth of collectives in a job of the plan's recommended choice.
 
@@ -152,75 +150,77 @@ def check_collectives(
     """
     arm = target.arm(target.plan.recommended)
     timed = PROGRAMS[launcher.nccl_tests.name] if launcher.nccl_tests else None
-    rows = _verified_rows(verified, arm, launcher, timed)
-    short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
-    expected = {
-        row.bytes: row for row in [one for one in short if is_large(one.bytes)] or short[-1:]
-    }
-    gbps = target.plan.rate_gbps
-    sizes = [size for size in _SIZES if 2 * size / (gbps * 1e9) <= _LONGEST_S]
+    known = _verified_rows(verified, arm, launcher, timed)
     collective = timed or cast(Collective, verified.collective if verified else "all_reduce")
-    spec = JobSpec(
-        checks=True, sizes=tuple(expected or sizes or _SIZES[:1]), collectives=(collective,)
-    )
-    before = {size: _logs(row.seconds) for size, row in expected.items()}
+    longest = _LONGEST_S * target.plan.rate_gbps * 1e9 / 2
+    sizes = known or [size for size in _SIZES if size <= longest] or _SIZES[:1]
+    spec = JobSpec(checks=True, rows=rows_of(sizes, (collective,)))
     try:
         (job,) = _limited(launcher, until).run([arm], spec)
-        p = _chances(before, spec, job)
-        if min(p.values(), default=1.0) <= FALSE_ALARM_RATE:
-            again = msgspec.structs.replace(spec, checks=False)
+        chances = _chances(known, spec, job)
+        if min(chances.values(), default=1.0) <= FALSE_ALARM_RATE:
+            again = replace(spec, checks=False)
             (second,) = _limited(launcher, until).run([arm], again)
-            confirming = _chances(before, again, second)
-            p = {size: max(first, confirming[size]) for size, first in p.items()}
+            confirming = _chances(known, again, second)
+            chances = {size: max(p, confirming[size]) for size, p in chances.items()}
     except MeasurementError as error:
         happened = "a rank failed or took too long"
         fault = Problem("collectives", str(error), "every rank finishes", happened)
         return CollectivesChecked(collective=collective, problems=(fault,))
-    rates = tuple(
-        BusRate(
-            bytes=row.bytes,
-            gbps=bus_gbps(collective, target.world, row.bytes, seconds[0]),
-            expected_gbps=expected[row.bytes].gbps if row.bytes in expected else None,
-            p=p.get(row.bytes, 1.0),
-        )
-        for row, seconds in row_seconds(spec, [job]).items()
-    )
+    rings = rings_of_jobs(target, launcher, arm, [job], checks=True)
+    differences = rings.differences if rings is not None else ()
     return CollectivesChecked(
         collective=collective,
         checked=sum(rank.checked for rank in job.results),
-        problems=(*_wrong(launcher, job), *_not_as_planned(target, launcher, arm, job)),
-        rates=rates,
+        problems=(
+            *_wrong(launcher, job),
+            *(Problem("rings", "NCCL, by its log", "as planned", found) for found in differences),
+        ),
+        rates=tuple(
+            BusRate(
+                bytes=row.bytes,
+                gbps=bus_gbps(collective, launcher.world, row.bytes, seconds),
+                expected_gbps=known[row.bytes].gbps if known else None,
+                p=chances.get(row.bytes, 1.0),
+            )
+            for row, (seconds,) in row_seconds(spec, [job]).items()
+        ),
     )
 
 
 def _verified_rows(
     verified: Verification | None, arm: Arm, launcher: Launcher, timed: Collective | None
-) -> Sequence[Row]:
-    """Return the sizes of an arm's verification by the same program; () if there was none."""
+) -> dict[int, Row]:
+    """Return rows of an arm's verification by the same program, by size; {} if there was none.
+
+    Of sizes that do not take long, the large ones, else the largest.
+    """
     if verified is None or verified.backend != launcher.backend:
-        return ()
+        return {}
     by_torch = not verified.versions.get("torch", "").startswith(NO_TORCH)
     if by_torch != (timed is None) or timed not in (None, verified.collective):
-        return ()
+        return {}
     found = verified.arm(arm.name)
-    return found.sizes if found is not None else ()
+    rows = found.sizes if found is not None else ()
+    short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
+    return {row.bytes: row for row in [row for row in short if is_large(row.bytes)] or short[-1:]}
 
 
 def _limited(launcher: Launcher, until: float) -> Launcher:
     left = max((until - time.monotonic()) / 2, _LEAST_S)
-    return msgspec.structs.replace(launcher, timeout=min(left, launcher.timeout))
+    return replace(launcher, timeout=min(left, launcher.timeout))
 
 
-def _logs(seconds: Sequence[float]) -> list[float]:
-    return [-math.log(one) for one in seconds]
-
-
-def _chances(before: dict[int, list[float]], spec: JobSpec, job: Outcome) -> dict[int, float]:
-    """Return the chance of each size's change, adjusted for all sizes and both families."""
-    spread = common_spread(before.values())
-    found = {row.bytes: _logs(seconds) for row, seconds in row_seconds(spec, [job]).items()}
-    raw = [chance(logs, found[size], spread) for size, logs in before.items()]
-    return {size: min(1.0, FAMILIES * p) for size, p in zip(before, holm(raw), strict=True)}
+def _chances(known: dict[int, Row], spec: JobSpec, job: Outcome) -> dict[int, float]:
+    """Return the chance of each known size's change, adjusted for all sizes and both families."""
+    now = {row.bytes: seconds for row, seconds in row_seconds(spec, [job]).items()}
+    logs = [
+        [[-math.log(taken) for taken in seconds] for seconds in (row.seconds, now[size])]
+        for size, row in known.items()
+    ]
+    spread = common_spread([before for before, _ in logs])
+    raw = [chance(before, after, spread) for before, after in logs]
+    return {size: min(1.0, FAMILIES * p) for size, p in zip(known, holm(raw), strict=True)}
 
 
 def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
@@ -242,49 +242,44 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
     ]
 
 
-def _not_as_planned(target: Target, launcher: Launcher, arm: Arm, job: Outcome) -> list[Problem]:
-    rings = rings_of_jobs(target, launcher, arm, [job], checks=True)
-    differences = rings.differences if rings is not None else ()
-    return [Problem("rings", "NCCL, by its log", "as planned", found) for found in differences]
-
-
 def measure_plan_again(
     plan: Plan,
     directory: Path,
     effort: Effort,
-    options: JobOptions,
+    launcher: Launcher,
     *,
     preflight: bool,
     watching: Callable[[], Callable[[int], None]],
-) -> tuple[Drift, CollectivesChecked]:
-    """Return the drift and, of a preflight, what a job of collectives found before.
+) -> Preflight:
+    """Measure a plan's drift and, of a preflight, check collectives in a job before.
 
-    A measured cluster's plan needs the MPI job of `options`; `watching` begins to show sets
+    A measured cluster's plan needs the MPI job of `launcher`; `watching` begins to show sets
     measured.
     """
-    until = time.monotonic() + effort.seconds
+    begun = time.monotonic()
+    until = begun + effort.seconds
     journal, jobs = journal_of(plan, directory), CollectivesChecked()
 
     def tell(texts: Iterable[str]) -> None:
         for text in texts:
-            options.say(text)
+            launcher.say(text)
 
     tell(journal.notices)
     if is_dry_run(journal.header):
-        options = msgspec.structs.replace(options, backend="host")
-        effort = msgspec.structs.replace(effort, sets=_DRY_SETS)
+        launcher = replace(launcher, backend="host")
+        effort = replace(effort, sets=_DRY_SETS)
     with ExitStack() as stack:
         if preflight and plan.simulated:
-            options.say("no collectives are run: the plan is simulated")
+            launcher.say("no collectives are run: the plan is simulated")
         elif preflight:
-            with launcher_of(plan, directory, options) as launcher:
+            with launcher_of(plan, directory, launcher) as ready:
                 verified, target = Verification.load(directory), read_target(plan, directory)
-                jobs = check_collectives(target, launcher, verified, until=until)
+                jobs = check_collectives(target, ready, verified, until=until)
         watch = watching()
         known: Sequence[Journal] = [journal.measurements]
-        if options.job is not None:
+        if launcher.job is not None:
             source: OpenedSource = stack.enter_context(
-                hosts_again(plan, journal.header, options.job)
+                hosts_again(plan, journal.header, launcher.job)
             )
             known = journal_by_class(plan, journal)
         else:
@@ -293,16 +288,16 @@ def measure_plan_again(
             stack.enter_context(source)
         source.watch(watch)
         left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
-        found = _drift(plan, source, known, msgspec.structs.replace(effort, seconds=left))
+        found = _drift(plan, source, known, replace(effort, seconds=left))
         if preflight:
             tell(learn_patterns(plan, directory, known[0], source, until))
     tell(source.notices)
-    return found, jobs
+    return Preflight(drift=found, collectives=jobs, seconds=time.monotonic() - begun)
 
 
 def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
     """Return the drift of all classes of hosts, which share the time."""
-    effort = msgspec.structs.replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
+    effort = replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
     sources: Sequence[BandwidthSource] = [AnewSource(source)]
     if isinstance(source, HostsSource):
         sources = class_sources(source, plan.cluster)

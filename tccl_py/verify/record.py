@@ -2,7 +2,7 @@
 
 The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
 round, so that slow drift touches all arms alike. If two arms are equal, the logarithms of their
-ratios, one per round, are symmetric about 0 whatever the noise: the signed-rank test is exact then.
+ratios, one per round, are symmetric about 0 whatever the noise: a test by flipped signs is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import Kept
 from tccl_py.plan.parts import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
-from tccl_py.statistics import holm, ratio_interval, signed_rank_p
+from tccl_py.statistics import ratio_interval, sign_flip_p
 from tccl_py.verify.rings import RingsFound
 from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large, size_text
 
@@ -76,12 +76,12 @@ EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
 
 
 def compare(
-    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]
+    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], *, arms: int = 1
 ) -> tuple[Compared, ...]:
-    """Compare rows of seconds, one value a round, with the baseline's rows.
+    """Compare an arm's rows of seconds, one value a round, with the baseline's rows.
 
-    p values are adjusted for all rows: pass those of all arms in one call. Raises ValueError: fewer
-    than LEAST_ROUNDS rounds, more than MAX_ROUNDS, or unequal lengths.
+    p values are adjusted for all rows of so many `arms`. Raises ValueError: fewer than LEAST_ROUNDS
+    rounds, more than MAX_ROUNDS, or unequal lengths.
     """
     ratios = [
         [b / a for a, b in zip(row, base, strict=True)]
@@ -90,10 +90,10 @@ def compare(
     for row in ratios:
         if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
             raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    adjusted = holm([signed_rank_p([math.log(ratio) for ratio in row]) for row in ratios])
+    adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
     spans = map(ratio_interval, ratios)
     return tuple(
-        Compared(ratio=span.middle, low=span.low, high=span.high, p=p)
+        Compared(ratio=span.middle, low=span.low, high=span.high, p=min(1.0, arms * p))
         for span, p in zip(spans, adjusted, strict=True)
     )
 
@@ -159,11 +159,6 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def losses(self) -> tuple[Row, ...]:
         """Return rows whose interval lies below default NCCL, if only by chance."""
         return tuple(row for row in self.rows if row.compared.loses)
-
-    @property
-    def slow_transfers(self) -> tuple[Row, ...]:
-        """Return send/recv whose interval lies wholly below SLOW_TRANSFERS of default NCCL."""
-        return tuple(row for row in self.transfers if row.compared.high < SLOW_TRANSFERS)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -283,7 +278,8 @@ class Verification(Kept, frozen=True, kw_only=True):
             f"{row.compared.ratio:.2f} ({row.compared.low:.2f} to {row.compared.high:.2f}) times "
             "default NCCL, and all-to-all moves by the same transfers: run pipeline- and "
             "expert-parallel jobs by default NCCL (`tccl env DIR --choice default`)"
-            for row in self.judged.slow_transfers[-1:]
+            for row in self.judged.transfers[-1:]
+            if row.compared.high < SLOW_TRANSFERS
         )
 
     @property

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import msgspec
 
 from tccl_py.errors import InputError, counted
-from tccl_py.nccl.communicators import Connection, InitLog, parse_log, same_rings, transport_of
+from tccl_py.nccl.communicators import Connection, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
-from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 
@@ -65,57 +65,68 @@ def rings_found(
     Ranks are the GPUs of a single host in ascending order, or follow the plan's order of hosts.
     `graphs` are the texts of graph files by host, `variables` the job's NCCL variables.
     """
-    seats = tuple(
+    of_ranks = [
         _Seat(host.name, at, plan.class_number(host), gpu)
         for at, host in enumerate(plan.hosts)
         for gpu in plan.gpus_of(host)
-    )
-    judged = None
+    ]
+    names = tuple(range(len(of_ranks))) if plan.is_cluster else plan.gpus
+    seats = dict(zip(names, of_ranks, strict=True))
     try:
         parsed = parse_log(log, where="NCCL's log")
         version = parsed.version or plan.settings.version
-        if plan.is_cluster:
-            # NCCL may end up with more channels than a file has, or fewer.
-            nodes = _nodes(plan, graphs)
-            judged = validate_cluster(nodes, version=version, environment=variables)
-            expected: Rings = judged.rings
-        else:
-            expected = _expected(plan, version, variables)
+        judged = _judged(plan, graphs, version, variables) if plan.is_cluster else None
+        # The first communicator is the process group's.
+        rings = parsed.rings_over(len(names))
+        found = tuple(tuple(names[rank] for rank in ring) for ring in rings)
+        counts = Counter(
+            (names[link.source], names[link.target], link.via)
+            for link in parsed.connections
+            if max(link.source, link.target) < len(names)
+        )
+        links = tuple(
+            Link(source=source, target=target, via=via, channels=count)
+            for (source, target, via), count in sorted(counts.items())
+        )
+        # NCCL may end up with more channels than a file has, or fewer.
+        expected = judged.rings if judged else _expected(plan, version, variables)
+        differences = [
+            *(_file_differences(plan, judged) if judged else ()),
+            *_ring_differences(expected, found),
+            *_transports(plan, seats, links, version),
+            *(_nics(seats, judged, parsed.connections) if judged else ()),
+        ]
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
-    names = tuple(range(len(seats))) if plan.is_cluster else plan.gpus
-    # The first communicator is the process group's.
-    found = tuple(tuple(names[rank] for rank in ring) for ring in parsed.rings_over(len(seats)))
-    links = _links(parsed, names)
-    differences = list(_ring_differences(expected, found))
-    differences += _transports(plan, dict(zip(names, seats, strict=True)), links, version)
-    if judged is not None:
-        differences = [*_file_differences(plan, judged), *differences]
-        differences += _nics(seats, judged, parsed.connections)
     return RingsFound(expected=expected, found=found, links=links, differences=tuple(differences))
 
 
 def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
+    """Return the rings of one machine's channels, as many as NCCL makes of the file's."""
     sms = [sm for gpu in plan.gpus if (sm := plan.machine.gpu(gpu).sm) is not None]
     orders = plan.channel_rings
-    sm = min(sms, default=None)
     settings = settings_from_environment(variables, version=version)
-    count = final_channels(settings, sm=sm, channels=len(orders))
-    return tuple(orders[channel % len(orders)] for channel in range(count))
+    count = final_channels(settings, sm=min(sms, default=None), channels=len(orders))
+    return tuple(islice(cycle(orders), count))
 
 
-def _nodes(plan: Plan, graphs: Mapping[str, str]) -> list[NodeJob]:
-    return [
-        NodeJob(
-            machine=node.machine,
-            knowledge=node.knowledge,
-            gpus=plan.gpus_of(host),
-            graph=graphs[host.name],
-            where=f"graph file of {host.name}",
+def _judged(
+    plan: Plan, graphs: Mapping[str, str], version: str, variables: Mapping[str, str]
+) -> Verdict:
+    """Return the verdict on several hosts' graph files."""
+    nodes = []
+    for host in plan.hosts:
+        node = plan.cluster.classes[plan.class_number(host)]
+        nodes.append(
+            NodeJob(
+                machine=node.machine,
+                knowledge=node.knowledge,
+                gpus=plan.gpus_of(host),
+                graph=graphs[host.name],
+                where=f"graph file of {host.name}",
+            )
         )
-        for host in plan.hosts
-        for node in (plan.cluster.classes[plan.class_number(host)],)
-    ]
+    return validate_cluster(nodes, version=version, environment=variables)
 
 
 def _file_differences(plan: Plan, judged: Verdict) -> Iterator[str]:
@@ -132,9 +143,9 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
     if len(found) != len(expected):
         yield f"NCCL uses {counted(len(found), 'channel')}, the plan comes to {len(expected)}"
     wrong = []
-    for number, rings in enumerate(zip(found, expected, strict=False)):
-        if not same_rings(*rings):
-            logged, planned = (" ".join(map(str, ring)) for ring in rings)
+    for number, (ring, own) in enumerate(zip(found, expected, strict=False)):
+        if not same_rings(ring, own):
+            logged, planned = (" ".join(map(str, each)) for each in (ring, own))
             wrong.append(f"channel {number} is {logged}, planned was {planned}")
     yield from _some(wrong, "channels have another ring")
 
@@ -145,30 +156,13 @@ def _some(lines: list[str], rest: str) -> Iterator[str]:
         yield f"and {len(lines) - _SHOWN} more {rest}"
 
 
-def _links(log: InitLog, names: tuple[int, ...]) -> tuple[Link, ...]:
-    counted = Counter(
-        (names[found.source], names[found.target], found.via)
-        for found in log.connections
-        if max(found.source, found.target) < len(names)
-    )
-    return tuple(
-        Link(source=source, target=target, via=via, channels=count)
-        for (source, target, via), count in sorted(counted.items())
-    )
-
-
 def _transports(
     plan: Plan, seats: Mapping[int, _Seat], links: tuple[Link, ...], version: str
 ) -> Iterator[str]:
     """Yield links of the plan's rings with another transport, or without a line in the log."""
     settings = msgspec.structs.replace(plan.settings, version=version)
-    views: dict[int, NcclView] = {}
-    for number in {seat.node_class for seat in seats.values()}:
-        try:
-            views[number] = class_view(plan, number, settings)
-        except InputError as error:
-            yield str(error)
-            return
+    classes = {seat.node_class for seat in seats.values()}
+    views = {number: class_view(plan, number, settings) for number in classes}
     kind = "rank" if plan.is_cluster else "GPU"
     pairs = {pair for ring in plan.orders for pair in neighbours(ring)}
     silent = sorted(pairs - {(link.source, link.target) for link in links})
@@ -192,15 +186,13 @@ def _transports(
 
 
 def _nics(
-    seats: tuple[_Seat, ...], judged: Verdict, connections: Iterable[Connection]
+    seats: Mapping[int, _Seat], judged: Verdict, connections: Iterable[Connection]
 ) -> Iterator[str]:
     """Yield crossings of hosts by other NICs: each end of a crossing logs its own NIC."""
     seen: dict[tuple[int, int, int], set[int]] = {}
-    for connection in connections:
-        nic = _NIC.match(connection.via)
-        if nic is not None and max(connection.source, connection.target) < len(seats):
-            key = (connection.channel, connection.source, connection.target)
-            seen.setdefault(key, set()).add(int(nic[1]))
+    for link in connections:
+        if nic := _NIC.match(link.via):
+            seen.setdefault((link.channel, link.source, link.target), set()).add(int(nic[1]))
     wrong = []
     for channel, (ring, row) in enumerate(zip(judged.rings, judged.nics, strict=False)):
         for source, target in neighbours(ring):

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from statistics import geometric_mean
 from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.parts import ChoiceName
@@ -111,12 +112,6 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return sum(row.right for row in asked), len(asked)
 
 
-def finalists(times: ContestTimes) -> tuple[Choice, ...]:
-    """Return the choices of a sweep's row that were not dropped."""
-    pairs = zip(times.choices, times.seconds[1:], strict=True)
-    return tuple(choice for choice, seconds in pairs if len(seconds) == len(times.seconds[0]))
-
-
 Jobs = Sequence[Sequence[ContestTimes]]
 
 
@@ -126,32 +121,28 @@ def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
     `jobs` have the finalists of some rows, whose sweep does not count then.
     """
     again = _by_row(jobs)
-    return [_best(list(_scores(times, again.get(times.row, ()))), times.row) for times in sweep]
+    return [_best(times.row, list(_scores(times, again.get(times.row, ())))) for times in sweep]
 
 
-def _best(scores: Sequence[SizeRow], row: TimedRow) -> SizeRow:
+def _best(row: TimedRow, scores: Sequence[SizeRow]) -> SizeRow:
     """Return the fastest choice that gains and does no harm, else the fastest."""
     usable = [found for found in scores if found.gains and not found.harms]
-    best = max(usable or scores, key=_speed, default=SizeRow(row=row))
+    best = max(usable or scores, key=lambda found: found.swept.middle, default=SizeRow(row=row))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
     alike = [
         found
         for found in usable
-        if _kind(found) == _kind(best) and _speed(found) >= _ALIKE * _speed(best)
+        if _kind(found) == _kind(best) and found.swept.middle >= _ALIKE * best.swept.middle
     ]
-    return max(alike, key=lambda found: (_beside(found), _speed(found)), default=best)
+    return max(alike, key=_beside_and_alone, default=best)
 
 
 def _kind(found: SizeRow) -> tuple[str, str] | None:
     return (found.choice.algorithm, found.choice.protocol) if found.choice else None
 
 
-def _beside(found: SizeRow) -> float:
-    return 0.0 if found.beside is None else found.beside.middle
-
-
-def _speed(found: SizeRow) -> float:
-    return found.swept.middle
+def _beside_and_alone(found: SizeRow) -> tuple[float, float]:
+    return 0.0 if found.beside is None else found.beside.middle, found.swept.middle
 
 
 def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeRow]:
@@ -160,22 +151,19 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeR
     A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
     slower beyond chance.
     """
-    own, *others = times.seconds or ((),)
-    alone, *besides = times.beside or ((),) * len(times.seconds)
-    for choice, seconds, beside in zip(times.choices, others, besides, strict=True):
-        if len(seconds) < len(own):
-            continue
-        ratios = ratios_of(own, seconds)[-times.final :]
+    own = times.variants[0]
+    for found in times.finalists:
+        ratios = ratios_of(own.seconds, found.seconds)[-times.final :]
         if len(jobs) >= _ROUNDS:
-            ratios = [_job_ratio(job, 1 + job.choices.index(choice)) for job in jobs]
+            ratios = [_ratio(job, found.choice) for job in jobs]
         swept = ratio_interval(ratios, level=_SURE)
-        slowed = ratio_interval(ratios_of(alone, beside)) if beside else None
+        beside = ratio_interval(ratios_of(own.beside, found.beside)) if found.beside else None
         yield SizeRow(
             row=times.row,
-            choice=choice,
+            choice=found.choice,
             swept=swept,
-            beside=slowed,
-            harms=slowed is not None and slowed.middle < NO_HARM and slowed.high < 1,
+            beside=beside,
+            harms=beside is not None and beside.middle < NO_HARM and beside.high < 1,
             gains=swept.low >= LEAST_GAIN,
         )
 
@@ -191,7 +179,7 @@ def confirm(
     """
     timed = {name: _by_row(own) for name, own in jobs.items()}
     found = [
-        _fresh(row, {name: of.get(row.row, []) for name, of in timed.items()}, plan) for row in rows
+        _fresh(row, {name: of.get(row.row, ()) for name, of in timed.items()}, plan) for row in rows
     ]
     slower = {
         (row.row.collective, row.row.bytes)
@@ -199,47 +187,41 @@ def confirm(
         if row.fresh is not None and row.fresh.middle < NO_HARM
     }
     return [
-        msgspec.structs.replace(
-            row,
-            kept=row.gains
-            and row.gained
-            and not row.harms
-            and (row.row.collective, row.row.bytes) not in slower,
-        )
+        replace(row, kept=row.gains and row.gained and not row.harms)
+        if (row.row.collective, row.row.bytes) not in slower
+        else row
         for row in found
     ]
 
 
 def _by_row(jobs: Jobs) -> dict[TimedRow, list[ContestTimes]]:
     found: dict[TimedRow, list[ContestTimes]] = {}
-    for job in jobs:
-        for times in job:
-            if times.seconds and all(times.seconds):
-                found.setdefault(times.row, []).append(times)
+    for times in chain.from_iterable(jobs):
+        found.setdefault(times.row, []).append(times)
     return found
 
 
 def _fresh(
     row: SizeRow, jobs: Mapping[ChoiceName, Sequence[ContestTimes]], plan: ChoiceName
 ) -> SizeRow:
-    # All calls of the arms beside the plan's are NCCL's own choice.
-    seconds: dict[str, tuple[float, ...]] = {
-        name: tuple(
-            _middle(sum(times.seconds[: 1 if name == plan else None], start=())) for times in own
-        )
-        for name, own in jobs.items()
-    }
-    row = msgspec.structs.replace(row, plan=plan, seconds=seconds)
-    own = [times for times in jobs[plan] if len(times.seconds) > 1]
-    if len(own) < _ROUNDS:
-        return row
-    seconds["tuned"] = tuple(_middle(times.seconds[1]) for times in own)
-    ratios = [_job_ratio(times, 1) for times in own]
-    return msgspec.structs.replace(row, fresh=ratio_interval(ratios))
+    seconds: dict[str, tuple[float, ...]] = {}
+    for name, own in jobs.items():
+        # All calls of the arms beside the plan's are NCCL's own choice.
+        pooled = (times.variants[: 1 if name == plan else None] for times in own)
+        seconds[name] = tuple(_middle(sum((v.seconds for v in of), ())) for of in pooled)
+    chosen = [times for times in jobs[plan] if len(times.variants) > 1]
+    fresh = None
+    if len(chosen) >= _ROUNDS:
+        seconds["tuned"] = tuple(_middle(times.variants[1].seconds) for times in chosen)
+        fresh = ratio_interval([_ratio(times, times.variants[1].choice) for times in chosen])
+    return replace(row, plan=plan, seconds=seconds, fresh=fresh)
 
 
-def _job_ratio(times: ContestTimes, at: int) -> float:
-    return _middle(ratios_of(times.seconds[0], times.seconds[at]))
+def _ratio(times: ContestTimes, choice: Choice | None) -> float:
+    """Return the speed of a choice, or of the plugin's table (None), over NCCL's own in a job."""
+    own, *others = times.variants
+    found = next((found for found in others if found.choice == choice), None)
+    return _middle(ratios_of(own.seconds, found.seconds)) if found and found.seconds else 0.0
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -250,13 +232,13 @@ def _middle(values: Sequence[float]) -> float:
 def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
     """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
     kept = {row.row: row.choice for row in rows if row.kept}
-    swept = {times.row: times for times in sweep}
-    found = [
-        _entry(series, swept, choice, list(run))
-        for series in _series(swept)
-        for choice, run in itertools.groupby(series, key=kept.get)
-        if choice is not None
-    ]
+    found = []
+    for collective in dict.fromkeys(times.row.collective for times in sweep):
+        series = [times for times in sweep if times.row.collective == collective]
+        series.sort(key=lambda times: times.row.bytes)
+        for choice, run in groupby(series, key=lambda times: kept.get(times.row)):
+            if choice is not None:
+                found.append(_entry(series, list(run), choice))
     return tuple(sorted(found, key=table_order))
 
 
@@ -272,37 +254,18 @@ def table_order(entry: TunerEntry) -> tuple[int, int]:
 
 
 def _entry(
-    series: Sequence[TimedRow],
-    swept: Mapping[TimedRow, ContestTimes],
-    choice: Choice,
-    run: Sequence[TimedRow],
+    series: Sequence[ContestTimes], run: Sequence[ContestTimes], choice: Choice
 ) -> TunerEntry:
     """Return the entry of a run; it reaches half-way to the next sizes if it does no harm there."""
-    ends = [run[0].bytes, run[-1].bytes]
+    ends = [run[0].row.bytes, run[-1].row.bytes]
     for end, at in enumerate((series.index(run[0]) - 1, series.index(run[-1]) + 1)):
-        inside = 0 <= at < len(series)
-        if inside and _ratio(swept[series[at]], choice) >= NO_HARM:
-            ends[end] = math.isqrt(series[at].bytes * ends[end]) + (end == 0)
+        if 0 <= at < len(series) and _ratio(series[at], choice) >= NO_HARM:
+            ends[end] = math.isqrt(series[at].row.bytes * ends[end]) + (end == 0)
     return TunerEntry(
-        collective=cast(TunedCollective, series[0].collective),
+        collective=cast(TunedCollective, run[0].row.collective),
         from_bytes=ends[0],
         to_bytes=ends[1],
         algorithm=choice.algorithm,
         protocol=choice.protocol,
         channels=choice.channels,
     )
-
-
-def _ratio(times: ContestTimes, choice: Choice) -> float:
-    """Return the speed of a choice over NCCL's own, of a dropped one from few rounds; else 0."""
-    if choice not in times.choices:
-        return 0.0
-    chosen = times.seconds[1 + times.choices.index(choice)]
-    return ratio_interval(ratios_of(times.seconds[0], chosen)).middle if chosen else 0.0
-
-
-def _series(rows: Iterable[TimedRow]) -> list[list[TimedRow]]:
-    """Return the rows of each collective and dtype, by ascending size."""
-    ordered = sorted(rows, key=lambda row: (row.collective, row.dtype, row.bytes))
-    by_kind = itertools.groupby(ordered, key=lambda row: (row.collective, row.dtype))
-    return [list(series) for _, series in by_kind]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -20,25 +20,13 @@ from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
-from tccl_py.nccl.tuner import TunerEntry, TunerTable
-from tccl_py.plan.beside import (
-    PLUGIN_VARIABLE,
-    Kept,
-    Tuning,
-    keep_tuning,
-)
+from tccl_py.nccl.tuner import TunerTable
+from tccl_py.plan.beside import PLUGIN_VARIABLE, Kept, Tuning, keep_tuning
 from tccl_py.plan.directory import subset_graph
 from tccl_py.plan.parts import ChoiceName
-from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import subsets
 from tccl_py.verify.collectives import GRAPHED_BYTES
-from tccl_py.verify.jobs import (
-    GRAPH_VARIABLE,
-    THIS_HOST,
-    Arm,
-    ConcurrentJobs,
-    Launcher,
-)
+from tccl_py.verify.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
 from tccl_py.verify.size_table import (
     NO_HARM,
     SWEPT,
@@ -47,7 +35,6 @@ from tccl_py.verify.size_table import (
     confirm,
     covers,
     entries,
-    finalists,
     predict,
     table_order,
 )
@@ -61,6 +48,7 @@ from tccl_py.verify.spec import (
     Dtype,
     JobSpec,
     TimedRow,
+    rows_of,
 )
 from tccl_py.verify.target import Target
 
@@ -72,9 +60,11 @@ SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0
 """No fresh jobs start later: of all-reduce, of the other collectives, and of a smaller set."""
 ALL_SIZES = tuple(KIB << shift for shift in range(21))
 """1 KiB to 1 GiB in powers of two."""
+_DENSE_SIZES = (*ALL_SIZES, *(math.isqrt(low * high) for low, high in pairwise(ALL_SIZES)))
+"""The same, and sizes half-way between them."""
 _SPOT: Dtype = "float32"
 _NOISY = 512 * KIB
-_ROUNDS = {_NOISY: (12, 16), GRAPHED_BYTES: (FINAL_ROUNDS, 8), ALL_SIZES[-1]: (10, 5)}
+_ROUNDS = {_NOISY: (12, 16), GRAPHED_BYTES: (FINAL_ROUNDS, 8), math.inf: (10, 5)}
 """Rounds up to a size in bytes, in the sweep and in a fresh job. Without P2P, CUDA graphs of the
 same calls differed by 8 % at 16 KiB, 3 % at 512 KiB, and less above (two H200). Up to _NOISY bytes
 a choice was 28 % faster in all graphs of one process, and no faster in ten others."""
@@ -115,6 +105,10 @@ def tune_by_size(
     """
     every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
     fewer, short = every[::2], min(seconds, _SUBSET_SECONDS)
+    equal = _equal_sets(target)
+    work: list[tuple[tuple[int, ...], tuple[Collective, ...], Sequence[int], float]]
+    work = [(target.gpus, ("all_reduce",), every, seconds), (target.gpus, OTHERS, fewer, seconds)]
+    work += [(gpus, ("all_reduce",), fewer, short) for gpus in equal if gpus != target.gpus]
     found: list[SizeTuning] = []
     with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
         try:
@@ -122,25 +116,17 @@ def tune_by_size(
         except BuildError as error:
             launcher.say(f"not tuned by message size, which needs the NCCL plugin: {error}")
             return ()
-        arms = arms_of(target, library)
-        equal = dict(_measured_sets(target.plan))
-        work: list[tuple[Launcher, tuple[Arm, ...], tuple[Collective, ...], Sequence[int], float]]
-        work = [(launcher, arms, ("all_reduce",), every, seconds)]
-        work += [(launcher, arms, OTHERS, fewer, seconds)]
-        for gpus in equal:
-            own = _arms_over(target.plan, arms, gpus)
-            work += [(launcher.over(gpus), own, ("all_reduce",), fewer, short)]
-        for each in work:
+        for gpus, collectives, own, longest in work:
+            over = launcher.over(gpus), arms_of(target, library, gpus)
             try:
-                found.append(tune_sizes(*each)[0])
+                found.append(tune_sizes(*over, collectives, own, longest)[0])
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
-        equal[target.gpus] = {target.gpus}
         try:
-            _keep(target, found, equal, tables=library is not None)
+            _keep(target, found, equal)
             if library is not None and found:
                 found = _checked(target, launcher, found, library)
-                _keep(target, found, equal, tables=True)
+                _keep(target, found, equal)
         except InputError as error:
             launcher.say(f"the plugin gets no table by message size: {error}")
     return tuple(found)
@@ -151,43 +137,39 @@ def plugin_library(folder: Path) -> Path:
     return found_library() or build_plugin(folder)
 
 
-def arms_of(target: Target, library: Path | None) -> tuple[Arm, ...]:
-    """Return the arms of a plan, the recommended choice first, which has the plugin's tuner."""
-    plan = target.arm(target.plan.recommended)
-    others = (arm for arm in target.arms if arm.name not in ("graph", plan.name))
-    tuner = {} if library is None else {TUNER_VARIABLE: str(library.resolve())}
-    return replace(plan, variables=plan.variables | tuner), *others
+def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
+    """Return a plan's arms over a set of GPUs, the recommended choice first.
+
+    That one has the plugin's tuner, and the set's own graph file if the plugin gives one.
+    """
+    first = target.arm(target.plan.recommended)
+    others = (arm for arm in target.arms if arm.name not in ("graph", first.name))
+    variables, graphs = dict(first.variables), first.graphs
+    if library is not None:
+        variables[TUNER_VARIABLE] = str(library.resolve())
+    if graphs and gpus != target.gpus:
+        planned, graphs = target.plan.subset(gpus), {}
+        if planned is not None and planned.gains:
+            graphs = {THIS_HOST: subset_graph(target.plan, planned)}
+        else:
+            del variables[GRAPH_VARIABLE]
+    return replace(first, variables=variables, graphs=graphs), *others
 
 
-def _measured_sets(plan: Plan) -> Iterator[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
-    """Yield pairs and halves of a plan's GPUs to measure, and the sets that equal each.
+def _equal_sets(target: Target) -> EqualSets:
+    """Return all GPUs, and pairs and halves to measure, with the sets that equal each.
 
     Sets are equal where a symmetry of the machine exchanges their GPUs.
     """
+    plan = target.plan
     node = plan.cluster.classes[0]
     symmetry = automorphisms(node.machine, node.knowledge, gpus=plan.gpus)
-    known: set[tuple[int, ...]] = set()
-    count = 0
+    found: EqualSets = {target.gpus: {target.gpus}}
     for gpus in subsets(node.machine, plan.gpus):
-        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2)
-        if usual and gpus not in known and count < _MOST_SUBSETS:
-            equal = set(images_of_gpus(symmetry, gpus))
-            known |= equal
-            count += 1
-            yield gpus, equal
-
-
-def _arms_over(plan: Plan, arms: tuple[Arm, ...], gpus: tuple[int, ...]) -> tuple[Arm, ...]:
-    """Return the arms over a smaller set, with a graph file of its own if the plugin gives one."""
-    first, *others = arms
-    if first.graphs:
-        planned, variables, graphs = plan.subset(gpus), dict(first.variables), {}
-        if planned is not None and planned.gains:
-            graphs = {THIS_HOST: subset_graph(plan, planned)}
-        else:
-            del variables[GRAPH_VARIABLE]
-        first = replace(first, variables=variables, graphs=graphs)
-    return first, *others
+        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2) and len(found) <= _MOST_SUBSETS
+        if usual and not any(gpus in equal for equal in found.values()):
+            found[gpus] = set(images_of_gpus(symmetry, gpus))
+    return found
 
 
 def tune_sizes(
@@ -208,10 +190,7 @@ def tune_sizes(
     launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
     # 1. Sweep over all choices in one job.
     launcher.watch(f"trying algorithms, protocols and channels of {plan.name}")
-    rows = [
-        TimedRow(collective=collective, dtype=SWEPT, bytes=size)
-        for collective, size in product(collectives, sizes)
-    ]
+    rows = rows_of(sizes, collectives, SWEPT)
     contests = tuple(Contest(row=row, rounds=_rounds(row.bytes)[0]) for row in rows)
     (job,) = launcher.run([plan], JobSpec(contests=contests, contest_seconds=seconds / 2))
     sweep = job.results[0].contests
@@ -221,11 +200,11 @@ def tune_sizes(
     # 3. Time the predicted choices in fresh jobs, which decide.
     contests = tuple(
         Contest(
-            row=row.row,
-            choices=() if row.choice is None else (row.choice,),
-            rounds=_rounds(row.row.bytes)[1],
+            row=found.row,
+            choices=(found.choice,) if found.choice else (),
+            rounds=_rounds(found.row.bytes)[1],
         )
-        for row in predicted
+        for found in predicted
     )
     fresh = _fresh_jobs(launcher, arms, contests, most=MOST_JOBS, until=begun + seconds)
     confirmed = confirm(predicted, fresh, plan=plan.name)
@@ -244,15 +223,17 @@ def tune_sizes(
 
 
 def _rounds(size: int) -> tuple[int, int]:
-    return next(
-        (rounds for most, rounds in _ROUNDS.items() if size <= most), _ROUNDS[ALL_SIZES[-1]]
-    )
+    return next(rounds for most, rounds in _ROUNDS.items() if size <= most)
 
 
 def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
     """Return contests of the finalists of small messages."""
     return tuple(
-        Contest(row=times.row, choices=finalists(times), rounds=_AGAIN_ROUNDS)
+        Contest(
+            row=times.row,
+            choices=tuple(found.choice for found in times.finalists if found.choice),
+            rounds=_AGAIN_ROUNDS,
+        )
         for times in sweep
         if times.row.bytes <= _NOISY
     )
@@ -286,32 +267,37 @@ def _fresh_jobs(
     Raises MeasurementError: a job failed, or its log lacks `log`.
     """
     spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
-    jobs = ConcurrentJobs(launcher, [contest.row.bytes for contest in contests])
+    jobs = ConcurrentJobs(launcher.named(f"fresh jobs of {len(contests)} rows"), spec)
     found: dict[ChoiceName, list[Sequence[ContestTimes]]] = {arm.name: [] for arm in arms}
-    own = found[arms[0].name]
-    while contests and (len(own) < least or (len(own) < most and time.monotonic() < until)):
-        launcher.watch(f"fresh jobs of {len(contests)} rows, round {len(own) + 1}")
-        wanted = max(least, most) - len(own)
-        batch = arms * max(1, min(wanted, jobs.at_once // len(arms)))
-        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
+    for ended in jobs.rounds(arms, max(least, most)) if contests else ():
+        for arm, outcome in ended:
             if isinstance(outcome, MeasurementError):
                 raise outcome
             if log not in outcome.log:
                 raise MeasurementError(_REFUSED)
             found[arm.name].append(outcome.results[0].contests)
+        if len(found[arms[0].name]) >= least and time.monotonic() >= until:
+            break
     return found
 
 
-def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets, *, tables: bool) -> None:
-    """Write the rows, and the plugin's tables if asked to."""
-    plan = target.plan
+def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets) -> None:
+    """Write the rows, and the plugin's tables of the sets measured on GPUs, and of their equals."""
+    plan, tables = target.plan, list[TunerTable]()
+    for measured, sets in equal.items():
+        own = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
+        own.sort(key=table_order)
+        tables += [
+            TunerTable(gpus=gpus, measured_on=measured, entries=tuple(own))
+            for gpus in sorted(sets if own else ())
+        ]
     with undisturbed():
         SizeTunings(tunings=tuple(found)).keep(target.directory)
-        if tables and found:
+        if found and found[0].backend == "cuda":
             tuning = Tuning(
                 choice=plan.recommended,
                 nccl=found[0].nccl,
-                tables=_tables(found, equal),
+                tables=tuple(tables),
                 simulated=plan.simulated,
             )
             keep_tuning(tuning, plan, target.directory)
@@ -325,13 +311,12 @@ def _checked(
     Each job compares the table with NCCL's own choice: at measured sizes, half-way between them,
     and at the ends of each entry. The plan's tables must be in its directory.
     """
-    asked = {
-        row: entry
-        for tuning in found
-        if tuning.gpus == target.gpus
-        for entry in tuning.entries
-        for row in _table_rows(entry)
-    }
+    asked: dict[TimedRow, None] = {}
+    for tuning in found:
+        for entry in tuning.entries if tuning.gpus == target.gpus else ():
+            sizes = sorted({*_DENSE_SIZES, entry.from_bytes, entry.to_bytes})
+            rows = rows_of(sizes, (entry.collective,), SWEPT)
+            asked |= dict.fromkeys(row for row in rows if covers(entry, row))
     plan = target.arm(target.plan.recommended)
     index = target.directory.resolve() / "nccl" / INDEX_FILE
     variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
@@ -346,48 +331,21 @@ def _checked(
         launcher.say(f"the plugin's table was not timed: {error}")
         return list(found)
     timed = confirm([SizeRow(row=row) for row in asked], jobs, plan=arm.name)
-    harmful = [
-        asked[row.row] for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM
-    ]
-    return [
-        _without(tuning, harmful, timed if tuning.gpus == target.gpus else ()) for tuning in found
-    ]
+    return [_without_harm(each, timed) if each.gpus == target.gpus else each for each in found]
 
 
-def _table_rows(entry: TunerEntry) -> list[TimedRow]:
-    """Return rows to time of an entry: its ends, the measured sizes inside, and half-way sizes."""
-    between = (math.isqrt(low * high) for low, high in pairwise(ALL_SIZES))
-    rows = [
-        TimedRow(collective=entry.collective, dtype=SWEPT, bytes=size)
-        for size in sorted({*ALL_SIZES, *between, entry.from_bytes, entry.to_bytes})
-    ]
-    return [row for row in rows if covers(entry, row)]
-
-
-def _without(
-    tuning: SizeTuning, harmful: Sequence[TunerEntry], by_plugin: Sequence[SizeRow]
-) -> SizeTuning:
-    """Return a tuning without harmful entries, with the rows by the plugin that found these."""
+def _without_harm(tuning: SizeTuning, timed: Sequence[SizeRow]) -> SizeTuning:
+    """Return a tuning with the rows by the plugin, without entries that these found slower."""
+    slow = [row.row for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM]
+    entries = [each for each in tuning.entries if not any(covers(each, row) for row in slow)]
 
     def kept(row: SizeRow) -> bool:
-        return row.kept and not any(covers(entry, row.row) for entry in harmful)
+        return row.kept and any(covers(entry, row.row) for entry in entries)
 
-    own = {row.row.collective for row in tuning.rows}
+    own = {entry.collective for entry in tuning.entries}
     return replace(
         tuning,
         rows=tuple(replace(row, kept=kept(row)) for row in tuning.rows),
-        entries=tuple(entry for entry in tuning.entries if entry not in harmful),
-        by_plugin=tuple(row for row in by_plugin if row.row.collective in own),
-    )
-
-
-def _tables(found: Sequence[SizeTuning], equal: EqualSets) -> tuple[TunerTable, ...]:
-    """Return the tables of all sets: those measured, and those equal to them."""
-    entries_of: dict[tuple[int, ...], list[TunerEntry]] = {}
-    for tuning in found:
-        entries_of.setdefault(tuning.gpus, []).extend(tuning.entries)
-    return tuple(
-        TunerTable(gpus=gpus, measured_on=measured, entries=tuple(sorted(own, key=table_order)))
-        for measured, own in entries_of.items()
-        for gpus in sorted(equal[measured] if own else ())
+        entries=tuple(entries),
+        by_plugin=tuple(row for row in timed if row.row.collective in own),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -50,6 +50,25 @@ class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
     groups: Groups = ()
     mode: str = ""
 
+    @property
+    def over_all(self) -> bool:
+        """Return whether it is a collective over all ranks."""
+        return bool(self.bytes) and not self.groups
+
+
+def rows_of(
+    sizes: Iterable[int],
+    collectives: Iterable[Collective] = ("all_reduce",),
+    dtype: Dtype = "float32",
+    *,
+    groups: Iterable[Groups] = ((),),
+) -> tuple[TimedRow, ...]:
+    """Return rows of each collective, over all ranks or in each of `groups`, by size in bytes."""
+    return tuple(
+        TimedRow(collective=collective, dtype=dtype, bytes=size, groups=members)
+        for collective, members, size in itertools.product(collectives, groups, sizes)
+    )
+
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Algorithm, protocol and channels of a call; 0 channels leave the number to NCCL."""
@@ -72,32 +91,44 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     table: bool = False
 
 
-class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds per call, the slowest rank's, one value a round.
+class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds per call of a choice, the slowest rank's, one value a round.
 
-    `seconds[0]` is NCCL's own choice, `seconds[1 + i]` that of `choices[i]`. The last `final`
-    rounds have finalists alone: which choices became finalists does not depend on their times.
-    `beside` are the same beside matrix multiplications, () of a choice that was dropped. `skew` is
-    the largest median difference between ranks, as a share.
+    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed.
+    """
+
+    choice: Choice | None = None
+    seconds: tuple[float, ...] = ()
+    beside: tuple[float, ...] = ()
+
+
+class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of a contest, NCCL's own choice first, then each choice, or the plugin's table.
+
+    The last `final` rounds have finalists alone: which choices became finalists does not depend on
+    their times. `skew` is the largest median difference between ranks, as a share.
     """
 
     row: TimedRow
-    choices: tuple[Choice, ...] = ()
-    seconds: tuple[tuple[float, ...], ...] = ()
+    variants: tuple[Variant, ...]
     final: int = 0
-    beside: tuple[tuple[float, ...], ...] = ()
     skew: float = 0.0
+
+    @property
+    def finalists(self) -> tuple[Variant, ...]:
+        """Return the choices that were not dropped."""
+        own, *others = self.variants
+        return tuple(found for found in others if len(found.seconds) == len(own.seconds))
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work of a job's ranks, in this order: checks, timings, training steps.
+    """Work of a job's ranks, in this order: checks, timings of rows, contests, training steps.
 
-    `sizes` are bytes of the whole buffer; each is timed for about `seconds`, in each of
-    `collectives` and `dtypes`. `group_sizes` are timed in each of `groups`, except under a graph
-    file, which fails communicators over fewer GPUs. Send/recv of `transfer_sizes` comes last.
-    No contest begins after `contest_seconds`; all ranks have the same times of contests.
-    Over several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs
-    have a `slot` each. `nccl_tests` is the path of a program of nccl-tests that does the work.
+    Each of `rows` is timed for about `seconds`; rows in groups have no times under a graph file,
+    which fails communicators over fewer GPUs. No contest begins after `contest_seconds`; all ranks
+    have the same times of contests. Over several hosts, `first_rank` is the host's and all meet at
+    `rendezvous`. Concurrent jobs have a `slot` each. `nccl_tests` is the path of a program of
+    nccl-tests that does the work.
     """
 
     backend: Backend = "host"
@@ -106,37 +137,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rendezvous: Rendezvous | None = None
     slot: JobSlot | None = None
     checks: bool = False
-    sizes: tuple[int, ...] = ()
+    rows: tuple[TimedRow, ...] = ()
     seconds: float = 0.08
-    groups: tuple[Groups, ...] = ()
-    group_sizes: tuple[int, ...] = ()
-    transfer_sizes: tuple[int, ...] = ()
-    collectives: tuple[Collective, ...] = ("all_reduce",)
-    dtypes: tuple[Dtype, ...] = ("float32",)
     training: bool = False
     contests: tuple[Contest, ...] = ()
     contest_seconds: float = 0.0
     nccl_tests: str = ""
-
-    @property
-    def rows(self) -> tuple[TimedRow, ...]:
-        """Return the rows of collectives in the order of their timing."""
-        places = [
-            *(((), size) for size in self.sizes),
-            *itertools.product(self.groups, self.group_sizes),
-        ]
-        collectives = (
-            TimedRow(collective=collective, dtype=dtype, bytes=size, groups=groups)
-            for collective in self.collectives
-            for dtype in self.dtypes
-            for groups, size in places
-        )
-        return (*collectives, *self.transfers)
-
-    @property
-    def transfers(self) -> tuple[TimedRow, ...]:
-        """Return the rows of `transfer_sizes`."""
-        return tuple(TimedRow(collective="send_recv", bytes=size) for size in self.transfer_sizes)
 
 
 class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
@@ -19,7 +20,13 @@ from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.beside import planned_fingerprint, plugin_variables
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import GRAPH_FILE, HOSTS_FOLDER, class_view, host_graph_file
+from tccl_py.plan.directory import (
+    GRAPH_FILE,
+    HOSTS_FOLDER,
+    class_view,
+    host_graph_file,
+    subset_graph,
+)
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import kept_files
@@ -49,16 +56,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     plan: Plan
     directory: Path
     graphs: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        """Return the name of the machine, or the number of hosts."""
-        return f"{len(self.hosts)} hosts" if self.hosts else self.plan.machine.name
-
-    @property
-    def world(self) -> int:
-        """Return the number of ranks."""
-        return sum(len(self.plan.gpus_of(host)) for host in self.plan.hosts)
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -99,6 +96,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def arm(self, name: ChoiceName) -> Arm:
         """Return the arm of a choice: default NCCL's where the choice sets nothing else."""
         return next((arm for arm in self.arms if arm.name == name), self.arms[0])
+
+    def over(self, gpus: tuple[int, ...]) -> tuple[Arm, ...]:
+        """Return the arms over a set of a host's GPUs: graph files need rings planned for it."""
+        planned, graphs = self.plan.subset(gpus), dict(self.graphs)
+        if planned and gpus != self.gpus:
+            graphs = {THIS_HOST: subset_graph(self.plan, planned)}
+        given = (arm for arm in self.arms if planned or arm.name != "graph")
+        return tuple(replace(arm, graphs=graphs) if arm.graphs else arm for arm in given)
 
     @property
     def choices(self) -> Choices:
@@ -154,7 +159,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             p2p_level=pinned_level(plan.pinned_env),
         )
         levels = dict.fromkeys(candidate.p2p_level for candidate in found)
-        return [msgspec.structs.replace(settings, p2p_level=level) for level in levels]
+        return [replace(settings, p2p_level=level) for level in levels]
 
     def permits(self, name: ChoiceName, settings: Settings) -> bool:
         """Return whether the rings of a choice are possible with just these settings' channels.
@@ -166,7 +171,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def retuned(self, changes: Choices, rates: Rates | None = None) -> Target:
         """Return the plan with other settings of some choices, and with the rates of their jobs."""
         plan, variables, rates = self.plan, self.plan.variables, rates or {}
-        replace = msgspec.structs.replace
         if "variables" in changes:
             settings = changes["variables"]
             # Over hosts only settings are tried that leave NCCL's own rings as they are.
@@ -177,8 +181,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan = retuned(plan, settings, achieved_gbps=rates.get("graph"))
         # The limit was measured under the settings before.
         plan = replace(plan, variables=variables, limit_gbps=None)
-        if rates:
-            plan = _achieved(plan, rates, equal=variables.settings == plan.stock.settings)
+        plan = _achieved(plan, rates) if rates else plan
         if self.hosts:
             graphs = host_graphs(plan)
         else:
@@ -191,12 +194,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Variables that lose at some size have a note. Graph files of several hosts keep their rates,
         from which NCCL's channels follow.
         """
-        rates = {arm.name: arm.gbps for arm in found.arms if arm.gbps is not None}
-        if self.hosts:
-            plan = _achieved(self.plan, rates, equal=self.arm("variables") is self.arms[0])
-        else:
-            plan = self.retuned({}, rates).plan
-        replace, variables = msgspec.structs.replace, found.arm("variables")
+        rates, plan = found.achieved, self.plan
+        plan = _achieved(plan, rates) if self.hosts else self.retuned({}, rates).plan
+        variables = found.arm("variables")
         if variables is not None and variables.losses:
             sizes = sizes_text(sorted({row.bytes for row in variables.losses}))
             note = f"slower than default NCCL at {sizes}"
@@ -226,15 +226,12 @@ def read_target(plan: Plan, directory: Path) -> Target:
     return Target(plan=plan, directory=directory, graphs=graphs)
 
 
-def _achieved(plan: Plan, rates: Rates, *, equal: bool) -> Plan:
+def _achieved(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with what jobs without graph files achieved.
 
-    Variables that are `equal` to default NCCL's have its bandwidth.
+    Variables that equal default NCCL's have its bandwidth.
     """
-    replace, default = msgspec.structs.replace, rates.get("default")
-    variables = rates.get("variables", default if equal else None)
-    return replace(
-        plan,
-        stock=replace(plan.stock, achieved_gbps=default),
-        variables=replace(plan.variables, achieved_gbps=variables),
-    )
+    stock, default = plan.stock, rates.get("default")
+    equal = default if plan.variables.settings == stock.settings else None
+    variables = replace(plan.variables, achieved_gbps=rates.get("variables", equal))
+    return replace(plan, stock=replace(stock, achieved_gbps=default), variables=variables)

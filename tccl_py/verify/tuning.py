@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
@@ -23,7 +23,7 @@ from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.parts import CHOICES, ChoiceName
 from tccl_py.verify.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.verify.record import SLOW_TRANSFERS, SMALLEST_EFFECT, Tried, Verification, sizes_text
-from tccl_py.verify.spec import TimedRow, bus_gbps, large_gbps
+from tccl_py.verify.spec import JobSpec, TimedRow, bus_gbps, large_gbps, rows_of
 from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, row_seconds, verify_target
 
@@ -75,9 +75,8 @@ def run_tuning(
     trials = _trials(plan, sweep, deadline=time.monotonic() + seconds)
     tried = (sweep.baseline(), *trials)
     # 2. Compare the best of each choice in rounds; the second best where those are no better.
-    careful = msgspec.structs.replace(budget, training=True)
-    best_plan, best, rejected = plan, _judged_by_winner(first), list[str]()
-    offer: tuple[Target, Verification] | None = None
+    careful = replace(budget, training=True)
+    judged, compared = _judged_by_winner(first), list[tuple[Target, Verification]]()
     for _ in range(ATTEMPTS):
         fastest = {name: _fastest(trials, name) for name in plan.choices}
         found = {name: trial for name, trial in fastest.items() if trial is not None}
@@ -86,37 +85,31 @@ def run_tuning(
             for name, trial in found.items()
             if trial.settings != plan.choices[name]
         }
-        if not changes:
-            break
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
-        rates: dict[ChoiceName, float] = {"default": tried[0].gbps}
-        rates |= {name: trial.gbps for name, trial in found.items()}
-        changed = plan.retuned(changes, rates)
+        rates = {"default": tried[0].gbps, **{name: trial.gbps for name, trial in found.items()}}
+        changed = plan.retuned(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
-        compared = verify_target(changed, launcher, careful)
-        again = _judged_by_winner(compared)
-        if _better(again, best):
-            best_plan, best = changed, again
-            break
-        rejected += _rejections(again)
-        if offer is None and _faster_when_large(again):
-            offer = changed, again
-        if time.monotonic() - begun + again.seconds > WHOLE_SECONDS:
+        again = _judged_by_winner(verify_target(changed, launcher, careful))
+        compared.append((changed, again))
+        late = time.monotonic() - begun + again.seconds > WHOLE_SECONDS
+        if late or _better(again, judged):
             break
         # The number of channels is what mostly harms small messages, or training.
         harmful = {(name, *_channels(found[name])) for name in changes}
         trials = [trial for trial in trials if (trial.arm, *_channels(trial)) not in harmful]
+    better = [each for each in compared if _better(each[1], judged)]
+    rejected = [text for each in compared if each not in better for text in _rejections(each[1])]
     # 3. Offer settings that only large messages gain from; they are not recommended.
-    if best_plan is plan and best.chosen == "default" and offer is not None:
-        best_plan, best = offer
+    if not better and judged.chosen == "default":
+        better = [each for each in compared if _faster_when_large(each[1])]
+    best_plan, best = (*better, (plan, judged))[0]
     # 4. Keep the plan where neither its settings nor its recommendation change.
     if best_plan is plan and best.chosen == first.recommended:
         best = first
     else:
         best_plan = best_plan.settled(best)
-    notices = (*best.notices, *rejected)
-    return best_plan, msgspec.structs.replace(best, tried=tried, notices=notices)
+    return best_plan, replace(best, tried=tried, notices=(*best.notices, *rejected))
 
 
 def _rejections(found: Verification) -> Iterator[str]:
@@ -137,7 +130,7 @@ def _faster_when_large(found: Verification) -> bool:
 
 
 def _judged_by_winner(found: Verification) -> Verification:
-    return msgspec.structs.replace(found, recommended=found.winner, chosen=found.winner)
+    return replace(found, recommended=found.winner, chosen=found.winner)
 
 
 def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
@@ -174,7 +167,7 @@ def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
             best = trial
     if best is None or best.transfer_ratio >= SLOW_TRANSFERS:
         return best
-    replace, fifo = msgspec.structs.replace, best.settings.buffsize
+    fifo = best.settings.buffsize
     kinder = [
         trial
         for trial in usable
@@ -210,18 +203,14 @@ class Sweep:
     """
 
     def __init__(
-        self,
-        target: Target,
-        launcher: Launcher,
-        budget: RunBudget,
-        first: Verification,
+        self, target: Target, launcher: Launcher, budget: RunBudget, first: Verification
     ) -> None:
-        self._target, self._watch = target, launcher.watch
-        few = msgspec.structs.replace(budget.spec, sizes=budget.few_sizes)
+        self._target, self._launcher = target, launcher
+        few = rows_of(budget.few_sizes, budget.collectives, budget.dtype)
         slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
-        self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few.rows}
-        self._spec = msgspec.structs.replace(few, transfer_sizes=budget.transfer_sizes)
-        self._jobs = ConcurrentJobs(launcher, budget.few_sizes)
+        self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
+        self._spec = JobSpec(rows=(*few, *budget.transfers))
+        self._jobs = ConcurrentJobs(launcher, self._spec)
         self._default: dict[TimedRow, float] = {}
         self._default_gbps: list[float] = []
 
@@ -233,42 +222,34 @@ class Sweep:
     def run(self, candidates: Sequence[Candidate]) -> list[Tried]:
         """Run a job of each candidate. Raises MeasurementError: the baseline job failed."""
         named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
-        self._watch(f"trying {', '.join(named)}")
-        targets = [
-            self._target
-            if settings == self._target.choices[name]
-            else self._target.retuned({name: settings})
-            for name, settings in candidates
-        ]
-        arms = [target.arm(name) for target, (name, _) in zip(targets, candidates, strict=True)]
+        self._launcher.watch(f"trying {', '.join(named)}")
         with_default = self._jobs.at_once > 1 or not self._default
-        outcomes = self._jobs.run([targets[0].arms[0]] * with_default + arms, self._spec)
+        arms, found = [self._target.arms[0]] * with_default, list[Tried]()
+        for name, settings in candidates:
+            known = settings == self._target.choices[name]
+            target = self._target if known else self._target.retuned({name: settings})
+            arms.append(target.arm(name))
+        outcomes = [outcome for _, outcome in self._jobs.run(arms)]
         if with_default:
             default = outcomes.pop(0)
             if isinstance(default, MeasurementError):
                 raise default
             self._default = self._seconds(default)
-        found = []
         for (name, settings), outcome in zip(candidates, outcomes, strict=True):
             self._default_gbps.append(self._gbps(self._default))
+            tried = Tried(arm=name, settings=settings)
             if isinstance(outcome, MeasurementError):
-                found.append(Tried(arm=name, settings=settings, failed=str(outcome)))
+                found.append(replace(tried, failed=str(outcome)))
                 continue
             seconds = self._seconds(outcome)
             ratios = {
                 row: max(default, self._slowest.get(row, 0.0)) / seconds[row]
                 for row, default in self._default.items()
             }
-            transfers = [ratio for row, ratio in ratios.items() if row not in self._slowest]
-            found.append(
-                Tried(
-                    arm=name,
-                    settings=settings,
-                    gbps=self._gbps(seconds),
-                    worst_ratio=min(ratios[row] for row in self._slowest),
-                    transfer_ratio=min(transfers, default=1.0),
-                )
-            )
+            worst = min(ratios.pop(row) for row in self._slowest)
+            # What is left is send/recv.
+            beside, gbps = min(ratios.values(), default=1.0), self._gbps(seconds)
+            found.append(replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=beside))
         return found
 
     def baseline(self) -> Tried:
@@ -279,10 +260,10 @@ class Sweep:
 
     def _gbps(self, seconds: Mapping[TimedRow, float]) -> float:
         """Return the bus bandwidth at the large sizes."""
+        world = self._launcher.world
         rates = [
-            (row.bytes, bus_gbps(row.collective, self._target.world, row.bytes, taken))
-            for row, taken in seconds.items()
-            if row in self._slowest
+            (row.bytes, bus_gbps(row.collective, world, row.bytes, seconds[row]))
+            for row in self._slowest
         ]
         return large_gbps(rates) or 0.0
 
@@ -337,4 +318,4 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
 
 
 def _valid(base: Settings, **changes: object) -> Settings:
-    return check_settings(msgspec.structs.replace(base, **changes))
+    return check_settings(replace(base, **changes))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.plan.parts import ChoiceName
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, Launcher, Outcome
+from tccl_py.plan.words import plan_name
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
 from tccl_py.verify.record import (
     EQUAL,
     LEAST_ROUNDS,
@@ -35,6 +38,7 @@ from tccl_py.verify.spec import (
     bus_gbps,
     groups_of,
     large_gbps,
+    rows_of,
 )
 from tccl_py.verify.target import Target
 
@@ -56,7 +60,6 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rounds: int = 10
-    """Three arms have some 30 rows: with fewer than 11 rounds no verdict is beyond chance."""
     sizes: tuple[int, ...] = SIZES
     seconds: float = 300.0
     collectives: tuple[Collective, ...] = ("all_reduce",)
@@ -72,29 +75,29 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(size for size in FEW_SIZES if size <= max(self.sizes)) or self.sizes
 
     @property
-    def transfer_sizes(self) -> tuple[int, ...]:
-        """Return the size at which send/recv is timed as well; () where it is the collective."""
-        own = "send_recv" in self.collectives
-        return () if own else (min(_TRANSFER_BYTES, max(self.sizes)),)
+    def rows(self) -> tuple[TimedRow, ...]:
+        """Return the collectives that each job times over all ranks."""
+        return rows_of(self.sizes, self.collectives, self.dtype)
 
     @property
-    def spec(self) -> JobSpec:
-        """Return the collectives that each job times over all ranks."""
-        return JobSpec(collectives=self.collectives, dtypes=(self.dtype,), sizes=self.sizes)
+    def transfers(self) -> tuple[TimedRow, ...]:
+        """Return send/recv, which is timed beside; () where it is the collective."""
+        size = min(_TRANSFER_BYTES, max(self.sizes))
+        return () if "send_recv" in self.collectives else rows_of((size,), ("send_recv",))
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of all rounds with their arms, in order, without arms of which a job failed.
 
-    `checked` has each arm's first job. `at_once` is the final number of concurrent jobs; `compared`
-    has every row of every arm but the baseline.
+    `checked` has each arm's first job, and `rows` what the rounds come to. `at_once` is the final
+    number of concurrent jobs.
     """
 
     checked: Mapping[ChoiceName, Outcome]
     jobs: Sequence[tuple[ChoiceName, Outcome]]
     failures: Mapping[ChoiceName, str]
     at_once: int
-    compared: Mapping[tuple[ChoiceName, TimedRow], Compared]
+    rows: Mapping[ChoiceName, Mapping[TimedRow, Row]]
 
     def of(self, name: ChoiceName) -> list[Outcome]:
         """Return the jobs of an arm."""
@@ -116,25 +119,21 @@ def verify_target(
             raise InputError(f"--choice {only}", what, "leave it out")
     # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
-    spec = msgspec.structs.replace(
-        budget.spec,
-        groups=groups_of(target.world) if with_groups else (),
-        group_sizes=budget.few_sizes[:4],
-        transfer_sizes=budget.transfer_sizes,
-        training=budget.training,
-    )
+    groups = groups_of(launcher.world) if with_groups else ()
+    beside = rows_of(budget.few_sizes[:4], budget.collectives, budget.dtype, groups=groups)
+    spec = JobSpec(rows=(*budget.rows, *beside, *budget.transfers), training=budget.training)
     rounds = run_rounds(launcher, arms, budget, spec, begun=begun)
     # 2. Judge each arm, and find the winner.
     found: list[ArmResult] = []
     for arm in arms:
-        result = _arm_result(arm, target, launcher, spec, rounds, checks=budget.checks)
+        result = _arm_result(arm, target, launcher, budget, rounds)
         if found and not result.failure:
-            result = msgspec.structs.replace(result, large=result.over(found[0]))
+            result = replace(result, large=result.over(found[0]))
         found.append(result)
     letters = dict(zip((arm.name for arm in arms), "ABC", strict=False))
     ranks = rounds.checked["default"].results
     return Verification(
-        machine=target.name,
+        machine=plan_name(target.plan),
         gpus=target.gpus,
         hosts=target.hosts,
         backend=launcher.backend,
@@ -160,7 +159,7 @@ def verify_target(
 
 
 def _arm_result(
-    arm: Arm, target: Target, launcher: Launcher, spec: JobSpec, rounds: Rounds, *, checks: bool
+    arm: Arm, target: Target, launcher: Launcher, budget: RunBudget, rounds: Rounds
 ) -> ArmResult:
     """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
     result = ArmResult(
@@ -173,17 +172,16 @@ def _arm_result(
     if result.failure:
         return result
     first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
-    rows = _rows(target, spec, rounds, arm.name)
-    transfers = tuple(rows.pop(timed) for timed in spec.transfers if timed in rows)
-    over_all = [row for row in rows.values() if row.bytes and not row.groups]
-    return msgspec.structs.replace(
+    rows = dict(rounds.rows.get(arm.name, {}))
+    transfers = tuple(rows.pop(row) for row in budget.transfers if row in rows)
+    return replace(
         result,
-        gbps=large_gbps([(row.bytes, row.gbps) for row in over_all]),
+        gbps=large_gbps([(row.bytes, found.gbps) for row, found in rows.items() if row.over_all]),
         rows=tuple(rows.values()),
         transfers=transfers,
         checked=sum(rank.checked for rank in first.results),
         wrong=(*first.wrong, *_wrong_training(rounds.of("default"), jobs)),
-        rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=checks),
+        rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
     )
 
 
@@ -200,23 +198,6 @@ def rings_of_jobs(
     return next((rings for rings in found if not rings.same), found[0])
 
 
-def _rows(target: Target, spec: JobSpec, rounds: Rounds, name: ChoiceName) -> dict[TimedRow, Row]:
-    rows = {}
-    for timed, seconds in row_seconds(spec, rounds.of(name)).items():
-        compared = rounds.compared.get((name, timed), EQUAL)
-        ranks = len(timed.groups[0]) if timed.groups else target.world
-        rows[timed] = Row(
-            bytes=timed.bytes,
-            groups=tuple(tuple(target.gpus[rank] for rank in group) for group in timed.groups),
-            mode=timed.mode,
-            seconds=seconds,
-            gbps=bus_gbps(timed.collective, ranks, timed.bytes, statistics.median(seconds)),
-            compared=compared,
-            verdict=compared.verdict,
-        )
-    return rows
-
-
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
     """Yield losses and gradients that are not those of default NCCL's first job."""
     for job in jobs:
@@ -228,101 +209,98 @@ def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Ite
                     yield WrongValue(case=f"training step, {mode}", rank=rank.rank, what=what)
 
 
-def round_order(arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Return the order of jobs in a round: A B C, C B A, B C A, A C B, ..."""
-    first = number // 2 % len(arms)
-    rotated = [*arms[first:], *arms[:first]]
-    return rotated[::-1] if number % 2 else rotated
-
-
 def run_rounds(
-    launcher: Launcher,
-    arms: Sequence[Arm],
-    budget: RunBudget,
-    spec: JobSpec,
-    *,
-    begun: float,
+    launcher: Launcher, arms: Sequence[Arm], budget: RunBudget, spec: JobSpec, *, begun: float
 ) -> Rounds:
     """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
     An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a
     job of the first arm, the baseline, failed.
     """
-    failures: dict[ChoiceName, str] = {}
+    running, failures = list(arms), dict[ChoiceName, str]()
 
-    def ran(
-        jobs: ConcurrentJobs, batch: Sequence[Arm], spec: JobSpec
-    ) -> list[tuple[ChoiceName, Outcome]]:
-        done = []
-        for arm, outcome in zip(batch, jobs.run(batch, spec), strict=True):
+    def sound(ended: Iterable[Ended]) -> Iterator[tuple[ChoiceName, Outcome]]:
+        for arm, outcome in ended:
             if not isinstance(outcome, MeasurementError):
-                done.append((arm.name, outcome))
-            elif arm.name == arms[0].name:
+                yield arm.name, outcome
+            elif arm is arms[0]:
                 raise outcome
             else:
                 failures[arm.name] = str(outcome)
-        return done
+        running[:] = [arm for arm in arms if arm.name not in failures]
 
     launcher.watch("checking values" if budget.checks else "starting")
-    checked = dict(ran(ConcurrentJobs(launcher, ()), arms, JobSpec(checks=budget.checks)))
-    jobs = ConcurrentJobs(launcher, spec.sizes)
+    checked = dict(sound(ConcurrentJobs(launcher, JobSpec(checks=budget.checks)).run(arms)))
+    jobs = ConcurrentJobs(launcher, spec)
     found: list[tuple[ChoiceName, Outcome]] = []
-    compared: dict[tuple[ChoiceName, TimedRow], Compared] = {}
-    count, batch = 0, list[Arm]()
-    most = min(MAX_ROUNDS, max(budget.rounds, LEAST_ROUNDS) * budget.extra)
-    while count < most:
-        running = [arm for arm in arms if arm.name not in failures]
-        if len(running) == 1:
-            break
-        # 1. Run as many whole rounds as devices have room for.
-        numbers = range(count, count + max(1, jobs.at_once // len(running)))
-        launcher.watch(f"round {' and '.join(str(number + 1) for number in numbers)}")
-        batch = [arm for number in numbers for arm in round_order(running, number)]
-        found += ran(jobs, batch, spec)
+    rows: dict[ChoiceName, dict[TimedRow, Row]] = {}
+    # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
+    least = LEAST_ROUNDS if len(arms) == 2 else LEAST_ROUNDS + 1
+    most, at_once = min(MAX_ROUNDS, max(budget.rounds, least) * budget.extra), 0
+    for ended in jobs.rounds(running, most) if len(running) > 1 else ():
+        found += sound(ended)
         found = [(name, job) for name, job in found if name not in failures]
-        count = sum(name == arms[0].name for name, _ in found)
-        if count < LEAST_ROUNDS or len({name for name, _ in found}) == 1:
+        at_once = min(jobs.at_once, len(ended))
+        count = len(found) // len(running)
+        if count < least and len(running) > 1:
             continue
-        # 2. Compare all rows of all arms at once; stop where more rounds add nothing.
-        compared = _compare_arms(spec, found)
-        judged = {key: row for key, row in compared.items() if key[1] not in spec.transfers}
-        if _enough(budget, judged, count) or time.monotonic() - begun > budget.seconds:
+        # Compare all rows of all arms at once; stop where more rounds add nothing.
+        rows = _compared(launcher, spec, found)
+        late = time.monotonic() - begun > budget.seconds
+        if late or len(running) == 1 or _enough(budget, rows, count):
             break
-    return Rounds(
-        checked=checked,
-        jobs=found,
-        failures=failures,
-        at_once=min(jobs.at_once, len(batch)),
-        compared=compared,
-    )
+    return Rounds(checked=checked, jobs=found, failures=failures, at_once=at_once, rows=rows)
 
 
 def _enough(
-    budget: RunBudget, compared: Mapping[tuple[ChoiceName, TimedRow], Compared], count: int
+    budget: RunBudget, rows: Mapping[ChoiceName, Mapping[TimedRow, Row]], count: int
 ) -> bool:
     """Return whether more rounds add nothing.
 
     Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
     ranks.
     """
-    for (_, row), found in compared.items():
+    for row, found in chain.from_iterable(each.items() for each in rows.values()):
         narrow = row.bytes >= _NARROW and not row.groups
-        if found.open and (count < budget.rounds or narrow or found.high < 1):
+        wanted = count < budget.rounds or narrow or found.compared.high < 1
+        if found.compared.open and wanted and row not in budget.transfers:
             return False
     return True
 
 
-def _compare_arms(
-    spec: JobSpec, jobs: Sequence[tuple[ChoiceName, Outcome]]
-) -> dict[tuple[ChoiceName, TimedRow], Compared]:
+def _compared(
+    launcher: Launcher, spec: JobSpec, jobs: Sequence[tuple[ChoiceName, Outcome]]
+) -> dict[ChoiceName, dict[TimedRow, Row]]:
+    """Return the rows of every arm, with the speed over the first one's."""
     names = dict.fromkeys(name for name, _ in jobs)
-    baseline, *others = (
-        (name, row_seconds(spec, [job for own, job in jobs if own == name])) for name in names
+    seconds = {name: row_seconds(spec, [job for own, job in jobs if own == name]) for name in names}
+    first, *others = seconds
+    found = {first: {row: _row(launcher, row, taken) for row, taken in seconds[first].items()}}
+    for name in others:
+        rows = seconds[name]
+        baseline = [seconds[first][row] for row in rows]
+        compared = compare(list(rows.values()), baseline, arms=len(others))
+        found[name] = {
+            row: _row(launcher, row, taken, one)
+            for (row, taken), one in zip(rows.items(), compared, strict=True)
+        }
+    return found
+
+
+def _row(
+    launcher: Launcher, row: TimedRow, seconds: tuple[float, ...], compared: Compared = EQUAL
+) -> Row:
+    gpus = launcher.hosts[0].gpus
+    ranks = len(row.groups[0]) if row.groups else launcher.world
+    return Row(
+        bytes=row.bytes,
+        groups=tuple(tuple(gpus[rank] for rank in group) for group in row.groups),
+        mode=row.mode,
+        seconds=seconds,
+        gbps=bus_gbps(row.collective, ranks, row.bytes, statistics.median(seconds)),
+        compared=compared,
+        verdict=compared.verdict,
     )
-    keys = [(name, row) for name, rows in others for row in rows]
-    seconds = [seconds for _, rows in others for seconds in rows.values()]
-    found = compare(seconds, [baseline[1][row] for _, row in keys])
-    return dict(zip(keys, found, strict=True))
 
 
 def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[TimedRow, tuple[float, ...]]:
@@ -333,7 +311,7 @@ def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[TimedRow, tuple[
     found: dict[TimedRow, list[float]] = {}
     for job in jobs:
         rows = {row: [rank.timings[at] for rank in job.results] for at, row in enumerate(spec.rows)}
-        for mode in job.results[0].training if spec.training else ():
+        for mode in job.results[0].training:
             rows[TimedRow(mode=mode)] = [rank.training[mode] for rank in job.results]
         for row, ranks in rows.items():
             medians = [statistics.median(batches) for batches in ranks if batches]
