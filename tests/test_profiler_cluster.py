@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agent import CALLED, Agent, Ran
 from tccl_profiler.cluster.agents import Agents, ClusterPool, HostLost, HostTimeouts
 from tccl_profiler.cluster.facts import (
     HostFacts,
     Interface,
     check_hosts,
     host_facts,
-    interface,
+    interfaces_here,
     with_interfaces,
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
@@ -31,7 +32,6 @@ from tccl_profiler.messages import (
     Done,
     Endpoint,
     Failed,
-    LinkEnds,
     LinkLost,
     LinkStep,
     Stop,
@@ -297,9 +297,8 @@ def test_equal_hosts_are_a_cluster_and_an_unused_interface_may_be_down():
 
 
 def test_an_interface_has_its_address_and_state():
-    found = interface("lo")
+    found = interfaces_here()["lo"]
     assert (found.address, found.up) == ("127.0.0.1", True)
-    assert interface("nosuch0") is None
 
 
 def test_interfaces_that_are_named_are_the_nics_in_their_order():
@@ -378,7 +377,7 @@ def test_a_host_that_says_nothing_is_named():
     ours, _theirs = pair()
     agents, job = _agents(ours)
     with pytest.raises(HostLost) as caught:
-        agents.ask({"h1": LinkStep(step="usable")}, LinkEnds)
+        agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
     assert job.broken
     assert "host h1: has said" in str(caught.value)
 
@@ -395,7 +394,7 @@ def test_a_host_that_lives_and_does_not_answer_is_named():
     thread = threading.Thread(target=beat)
     thread.start()
     with pytest.raises(HostLost, match=r"host h1: has not"):
-        agents.ask({"h1": LinkStep(step="usable")}, LinkEnds)
+        agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
     stop.set()
     thread.join()
 
@@ -406,7 +405,7 @@ def test_a_host_that_is_gone_is_named_at_once():
     agents, _ = _agents(ours, silence_s=100.0, answer_s=100.0)
     theirs.close()
     with pytest.raises(HostLost, match=r"host h1: its agent"):
-        agents.ask({"h1": LinkStep(step="usable")}, LinkEnds)
+        agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
 
 
 @pytest.mark.parametrize(
@@ -422,16 +421,19 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     ours, theirs = pair()
     agents, _ = _agents(ours)
     number = agents.number()
-    theirs.send(number, LinkEnds())
+    theirs.send(number, Done())
+
+    class Clock:
+        _now_ns, _prioritised = staticmethod(lambda: 5), False
 
     def answer():
         while (envelope := theirs.poll()) is None:
             time.sleep(0.01)
-        theirs.send(envelope.number, say.HostTime(at_ns=5))
+        theirs.send(envelope.number, say.answered(CALLED, Clock(), envelope.message))
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert agents.ask({"h1": say.PingHost(more=False)}, say.HostTime)["h1"].at_ns == 5
+    assert agents.ask(Agent.clock, {"h1": (False,)}) == {"h1": 5}
     thread.join()
 
 
@@ -440,8 +442,13 @@ def test_an_outcome_crosses_as_bytes():
     rows["start"] = [5, 6, 7]
     outcome = RunResult(records={"G0": rows}, stamps={"G0": (np.array([1, 2], np.uint64),)})
     ours, theirs = pair()
-    ours.send(1, say.Ran(results=(outcome,), early_ns=(5,)))
-    (back,) = theirs.poll().message.results
+
+    class Host:
+        def run(self) -> Ran:
+            return Ran(results=(outcome,), early_ns=(5,))
+
+    ours.send(1, say.answered({"run": Host.run}, Host(), say.call_of(Host.run, ())))
+    (back,) = say.result_of(Agent.run, "h1", theirs.poll().message).results
     assert (back.records["G0"] == rows).all()
     assert back.stamps["G0"][0].tolist() == [1, 2]
 
@@ -452,7 +459,7 @@ def test_how_far_ahead_to_agree_follows_what_messages_take():
 
     def judged(early_us):
         early_ns = tuple(round(one * 1e3) for one in early_us)
-        ran = say.Ran(results=(), early_ns=early_ns)
+        ran = Ran(results=(), early_ns=early_ns)
         return pool.judged({"h1": ran}, timing)[1]
 
     ahead = [pool.ahead_ns]
@@ -541,7 +548,7 @@ def test_a_host_knows_its_clock_to_be_this_ones(session):
 def test_a_session_says_whose_its_measurements_are(session):
     header = session.header
     assert header.machine == "h0,h1"
-    assert "host h0: GPUs host:" in header.identity
+    assert header.hosts["h0"].startswith("GPUs host:")
     assert "host backend" in header.identity
 
 
@@ -606,7 +613,7 @@ def test_workers_that_were_ended_start_again_with_the_next_set(session):
 def test_a_host_that_cannot_be_described_is_refused_by_name():
     with (
         agents_in_processes(("h0", "h1")) as job,
-        pytest.raises(InputError, match=r"^host h0: has no"),
+        pytest.raises(InputError, match=r"^host h[01]: has no"),
     ):
         _session(job, interfaces=("nosuch0",)).__enter__()
 
@@ -648,10 +655,20 @@ def test_a_host_whose_message_cannot_be_read_is_named():
     there.close()
 
 
+def test_a_call_or_a_result_of_another_version_is_a_sentence():
+    ours, theirs = pair()
+    ours.send(1, say.call_of(Agent.clock, ("soon",)))
+    with pytest.raises(MeasurementError, match=r"^a call of clock"):
+        say.answered(CALLED, None, theirs.poll().message)
+    answer = say.Returned(say.call_of(Agent.clock, ("soon",)).arguments)
+    with pytest.raises(MeasurementError, match=r"^host h1: its result of clock"):
+        say.result_of(Agent.clock, "h1", answer)
+
+
 def test_an_agent_refuses_what_makes_no_sense():
     with agent_in_thread("h1") as messenger:
         agents, _ = _agents(messenger, silence_s=10)
         with pytest.raises(MeasurementError, match=r"^host h1: its workers"):
-            agents.ask({"h1": LinkStep(step="usable")}, LinkEnds)
-        with pytest.raises(MeasurementError, match=r"^host h1: asked Opened$"):
-            agents.ask({"h1": say.Opened(lanes={})}, Done)
+            agents.ask(Agent.take, {"h1": (LinkStep(step="usable"),)})
+        with pytest.raises(MeasurementError, match=r"^host h1: asked for close$"):
+            agents.ask(Agent.close, {"h1": ()})

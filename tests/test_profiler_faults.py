@@ -41,7 +41,7 @@ from tests.profiler_pools import (
 
 pytestmark = pytest.mark.timeout(120)
 
-SOON = Timeouts(start_s=60.0, answer_s=2.0, lanes_s=2.0, stop_s=1.0)
+SOON = Timeouts(start_s=60.0, answer_s=1.5, lanes_s=1.5, stop_s=1.0)
 LONG = RunSpec(repeats=1, warm_us=0.0, window_us=60e6)
 """Longer than any test: whoever runs it is stopped."""
 
@@ -267,7 +267,7 @@ def test_lanes_that_were_not_released_in_time_are_no_measurement(monkeypatch):
         release = type(pool.control).release
 
         def late(control, epoch):
-            time.sleep(2.3)
+            time.sleep(1.7)
             release(control, epoch)
 
         monkeypatch.setattr(type(pool.control), "release", late)

@@ -17,7 +17,8 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.program import Carrier, Link, is_nic
 from tccl_profiler.workers import without_disturbance
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import entering, joined, leaving, parse_set, transfer_set
+from tccl_py.model.rings import entering, joined, leaving
+from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.nccl_library import Library
 from tccl_py.plan.job import cluster_of_job, plan_job
 from tccl_py.search.problem import Budget

@@ -1,12 +1,14 @@
 """The pool and the profiler over the host backend: real processes, real copies."""
 
+import time
+
 import pytest
 
 from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
 from tccl_profiler.host_device import host_fingerprint, host_machine
-from tccl_profiler.messages import DeviceSpec
+from tccl_profiler.messages import DeviceSpec, Pace
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Profiler
@@ -191,6 +193,20 @@ def test_a_device_that_would_do_too_much_is_refused(pool):
     program = program_for(parse_set(flows), lanes={"G0": 300, "G1": 300})
     with pytest.raises(MeasurementError, match=r"^G0 would do more"):
         pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=1e3))
+
+
+def test_a_copy_that_its_lane_has_left_holds_a_repeat_up_for_no_second_window(pool):
+    program = program_for(parse_set("G0->D0->C0->G1->G1{blocks=1,fifo=64K}"), lanes=pool.lanes)
+    paces = {"G0": (Pace(groups=120, slices=200),)}
+    window_s = 0.4
+
+    def lasting():
+        begun = time.monotonic()
+        pool.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=window_s * 1e6, paces=paces))
+        return time.monotonic() - begun
+
+    # The copies of the rest, 375 MiB, take a while too.
+    assert any(window_s < lasting() < 2 * window_s for _ in range(10))
 
 
 def test_a_copy_without_a_pace_is_refused(pool):

@@ -22,15 +22,8 @@ from tccl_profiler.program import (
     MAX_REPEATS,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import (
-    Fifo,
-    bounce,
-    direct_read,
-    direct_write,
-    parse_flow,
-    parse_set,
-    transfer_set,
-)
+from tccl_py.model.rings import bounce, direct_read, direct_write
+from tccl_py.model.transfer import Fifo, parse_flow, parse_set, transfer_set
 
 GPUS = 4
 

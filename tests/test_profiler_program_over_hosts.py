@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
 from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link, host_of, is_nic, local
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import (
-    Fifo,
-    bounce,
-    direct_write,
-    entering,
-    joined,
-    leaving,
-    on_host,
-    parse_set,
-    transfer_set,
-)
+from tccl_py.model.rings import bounce, direct_write, entering, joined, leaving, on_host
+from tccl_py.model.transfer import Fifo, parse_set, transfer_set
 
 HOSTS, GPUS, NICS = ("h0", "node-1.rack"), 3, 2
 LANES = {

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import RankJobs
-from tccl_profiler.cluster.messages import RunRanks
+from tccl_profiler.cluster.messages import call_of
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.rank_processes.tasks import Task, decoded
 from tests.processes import alive
@@ -129,7 +130,7 @@ def test_agents_that_lose_their_controller_leave_no_rank(tmp_path):
             },
             timeout=600.0,
         )
-        job.messenger("south").send(99, RunRanks(tasks=(task,)))
+        job.messenger("south").send(99, call_of(Agent.run_ranks, ((task,),)))
         for _ in range(600):
             if list(tmp_path.glob("pid-*")):
                 break

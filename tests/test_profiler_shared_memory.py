@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def kernel_binds():
 
 CHILD = """
 import socket, sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from tccl_profiler.shared_memory import Segment
 sock = socket.socket(fileno=int(sys.argv[1]))
@@ -367,3 +369,14 @@ def test_an_architecture_without_numbers_is_answered_as_a_refusal(monkeypatch):
     with pytest.raises(OSError) as caught:
         numa.bind(0, PAGE, 0)
     assert caught.value.errno == errno.ENOSYS
+
+
+def test_a_thread_that_asks_to_wake_up_promptly_keeps_its_policy_and_its_nice_value():
+    def asked():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
+        numa.wake_promptly()
+        nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return nice, os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(asked).result() == (7, os.SCHED_OTHER)

@@ -9,14 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
 
-from tccl_profiler.precision import (
-    Stopping,
-    drift,
-    median_interval,
-    outliers,
-    relative_width,
-)
+from tccl_profiler.precision import Stopping, drift, outliers, relative_width
 from tccl_py.errors import InputError
+from tccl_py.statistics import median_interval
 
 RATES = st.floats(0.0, 1000.0, allow_subnormal=False)
 MANY = st.lists(RATES, min_size=6, max_size=40)
@@ -44,14 +39,14 @@ def test_the_interval_holds_the_median_as_often_as_it_says(name, repeats):
     draw, median = DISTRIBUTIONS[name]
     samples = draw(np.random.default_rng(repeats), (5000, repeats)).tolist()
     intervals = [median_interval(row) for row in samples]
-    assert np.mean([low <= median <= high for low, high in intervals]) >= 0.94
+    assert np.mean([found.low <= median <= found.high for found in intervals]) >= 0.94
 
 
 @given(MANY)
 def test_the_interval_lies_around_the_median_and_within_the_samples(samples):
-    low, high = median_interval(samples)
-    assert min(samples) <= low <= np.median(samples) * (1 + 1e-12)
-    assert max(samples) >= high >= np.median(samples) * (1 - 1e-12)
+    found = median_interval(samples)
+    assert min(samples) <= found.low <= np.median(samples) * (1 + 1e-12)
+    assert max(samples) >= found.high >= np.median(samples) * (1 - 1e-12)
 
 
 @given(MANY, st.randoms())
@@ -63,10 +58,10 @@ def test_the_order_of_repeats_does_not_matter(samples, shuffler):
 
 @given(st.lists(RATES, min_size=6, max_size=40, unique=True))
 def test_the_interval_is_at_most_a_rank_narrower_than_the_one_scipy_gives(samples):
-    (low, high), ordered = median_interval(samples), sorted(samples)
+    found, ordered = median_interval(samples), sorted(samples)
     theirs = quantile_test(samples, p=0.5).confidence_interval(0.95)
-    assert theirs.low <= low <= ordered[ordered.index(theirs.low) + 1]
-    assert theirs.high >= high >= ordered[ordered.index(theirs.high) - 1]
+    assert theirs.low <= found.low <= ordered[ordered.index(theirs.low) + 1]
+    assert theirs.high >= found.high >= ordered[ordered.index(theirs.high) - 1]
 
 
 def test_the_width_shrinks_with_every_sample_and_not_in_steps():
@@ -75,12 +70,17 @@ def test_the_width_shrinks_with_every_sample_and_not_in_steps():
 
 
 def test_a_gap_between_modes_is_not_interpolated_across():
-    assert median_interval([20.0, 24.0, 24.1, 24.2, 24.3, 24.4])[0] == 20.0
+    assert median_interval([20.0, 24.0, 24.1, 24.2, 24.3, 24.4]).low == 20.0
 
 
 @pytest.mark.parametrize("samples", [[], [24.0], [24.0] * 5])
 def test_fewer_than_six_samples_say_nothing_about_the_median(samples):
-    assert median_interval(samples) == (-math.inf, math.inf)
+    assert relative_width(samples) == math.inf
+
+
+def test_fewer_than_six_values_lie_between_their_ends():
+    found = median_interval([3.0, 1.0, 2.0])
+    assert (found.middle, found.low, found.high) == (2.0, 1.0, 3.0)
 
 
 def test_a_flow_that_moved_nothing_has_no_rate_that_could_be_known():

@@ -6,12 +6,13 @@ Every flow becomes endpoints on its devices; endpoints at one GPU share lanes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Literal
 
 import msgspec
 
-from tccl_profiler.endpoints import BufferLayout, Network, device_of, endpoints_of, is_carried
+from tccl_profiler.endpoints import BufferLayout, FlowLayout, Network, device_of, is_carried
 from tccl_profiler.program import (
     MAX_COPIES,
     DeviceProgram,
@@ -49,14 +50,12 @@ def program_for(
     `lanes`: how many blocks each device can run at once, by name (`G0`, `h1.N0`). Raises
     MeasurementError if the set names an unknown place, or needs too many blocks.
     """
-    check_places(transfers, lanes=lanes, network=network)
-    layout = BufferLayout()
+    _check_places(transfers, lanes, network)
+    layout, blocks = BufferLayout(), _blocks(transfers, lanes, network)
     endpoints = [
         endpoint
-        for number, (flow, blocks) in enumerate(
-            zip(transfers.flows, _blocks(transfers, lanes, network), strict=True)
-        )
-        for endpoint in endpoints_of(layout, number, flow, blocks, network)
+        for number, (flow, count) in enumerate(zip(transfers.flows, blocks, strict=True))
+        for endpoint in FlowLayout(layout, number, flow, count).endpoints(network)
     ]
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
@@ -71,15 +70,13 @@ def program_for(
                 f"the copy engines of {device} would go through {len(program.copies)} FIFOs at "
                 f"once, at most {MAX_COPIES} are right: give the flows fewer blocks"
             )
-    by_flow: list[list[FlowEndpoint]] = [[] for _ in transfers.flows]
-    for endpoint in endpoints:
-        by_flow[endpoint.flow].append(endpoint)
+    by_flow = [tuple(found) for _, found in groupby(endpoints, lambda endpoint: endpoint.flow)]
     return Program(
         transfers=transfers,
         devices=devices,
         # Bytes arrive at the last endpoint.
         counted=tuple(found[-1] for found in by_flow),
-        other=tuple(tuple(found[:-1]) for found in by_flow),
+        other=tuple(found[:-1] for found in by_flow),
         space_bytes=layout.sizes,
         links=layout.links(),
     )
@@ -102,11 +99,10 @@ def devices_used(
     for transfers in sets:
         program_for(transfers, lanes=lanes, network=network)
         for flow in transfers.flows:
-            free = "CN" if is_carried(flow, network) else "C"
-            for place in flow.places:
-                if place.kind not in free:
+            for place, device in _places(flow, network):
+                if device is not None:
                     # Memory that is used has a worker, though another device may move the bytes.
-                    used.setdefault(place.host, set()).add(local(device_of(place)))
+                    used.setdefault(place.host, set()).add(local(device))
                 elif str(place) not in others:
                     there = ", ".join(sorted(others))
                     raise MeasurementError(
@@ -115,15 +111,18 @@ def devices_used(
     return {host: frozenset(names) for host, names in used.items()}
 
 
-def check_places(
-    transfers: TransferSet, *, lanes: Mapping[str, int], network: Network = "tcp"
-) -> None:
+def _places(flow: Flow, network: Network) -> Iterator[tuple[Place, str | None]]:
+    """Yield a flow's places with their devices, None for host memory, and NICs that NCCL opens."""
+    free = "CN" if is_carried(flow, network) else "C"
+    for place in flow.places:
+        yield place, None if place.kind in free else device_of(place)
+
+
+def _check_places(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> None:
     """Refuse a set whose places cannot be measured by these devices."""
     for flow in transfers.flows:
-        # NCCL opens NICs itself.
-        free = "CN" if is_carried(flow, network) else "C"
-        for place in flow.places:
-            if place.kind not in free and device_of(place) not in lanes:
+        for place, device in _places(flow, network):
+            if device is not None and device not in lanes:
                 raise MeasurementError(
                     f"{flow}: {place} is not measured here; {_known(place.host, lanes)}"
                 )
@@ -217,11 +216,22 @@ def _assigned(
             continue
         queue = (copies if endpoint.engine else lanes)[endpoint.device]
         numbers = tuple(range(len(queue), len(queue) + len(endpoint.ends)))
+        sharing = [endpoints[j] for j in dict.fromkeys((i, pairs.get(i, i)))]
         for j in {i, pairs.get(i, i)}:
             numbered[j] = msgspec.structs.replace(endpoints[j], numbers=numbers)
-        pair = endpoints[pairs[i]] if i in pairs else None
-        coupled = meeting == "pass-on" and pair is not None
-        queue += _lanes(endpoint, pair, coupled=coupled, cycle=cycles.get(endpoint.device, 0))
+        ends = {end.incoming: end.ends for end in sharing}
+        roomy = min(end.slices for end in sharing) >= LEAST_COUPLED_SLICES
+        queue += [
+            Lane(
+                incoming=ends[True][block] if True in ends else None,
+                outgoing=ends[False][block] if False in ends else None,
+                slice_bytes=endpoint.slice_bytes,
+                coupled=len(ends) == 2 and meeting == "pass-on" and roomy,
+                cycle=cycles.get(endpoint.device, 0) if len(ends) == 2 else 0,
+                link=endpoint.links[block] if endpoint.links else None,
+            )
+            for block in range(len(numbers))
+        ]
     devices = {
         device: DeviceProgram(lanes=tuple(lanes[device]), copies=tuple(copies[device]))
         for device in sorted({*lanes, *copies})
@@ -229,40 +239,17 @@ def _assigned(
     return devices, list(numbered.values())
 
 
-def _lanes(
-    endpoint: FlowEndpoint, pair: FlowEndpoint | None, *, coupled: bool, cycle: int
-) -> list[Lane]:
-    """Return the lanes of an endpoint and of the one that shares its blocks."""
-    empty = (None,) * len(endpoint.ends)
-    partner = pair.ends if pair else empty
-    least = min(endpoint.slices, pair.slices) if pair else 0
-    return [
-        Lane(
-            incoming=end if endpoint.incoming else second,
-            outgoing=second if endpoint.incoming else end,
-            slice_bytes=endpoint.slice_bytes,
-            coupled=coupled and least >= LEAST_COUPLED_SLICES,
-            cycle=cycle if pair else 0,
-            link=link,
-        )
-        for end, second, link in zip(endpoint.ends, partner, endpoint.links or empty, strict=True)
-    ]
-
-
 def _pairs(endpoints: Sequence[FlowEndpoint]) -> dict[int, int]:
     """Pair a GPU's k-th incoming and k-th outgoing flow on shared blocks, if slices are alike."""
+    alike: defaultdict[tuple[str, int, int], tuple[list[int], list[int]]]
+    alike = defaultdict(lambda: ([], []))
+    for i, end in enumerate(endpoints):
+        if end.piped and not end.engine and not end.links:
+            alike[end.device, end.slice_bytes, len(end.ends)][end.incoming].append(i)
     pairs: dict[int, int] = {}
-    waiting: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for incoming in (False, True):
-        for i, end in enumerate(endpoints):
-            if end.incoming is not incoming or not end.piped or end.engine or end.links:
-                continue
-            alike = waiting[end.device, end.slice_bytes, len(end.ends)]
-            if not incoming:
-                alike.append(i)
-            elif alike:
-                j = alike.pop(0)
-                pairs[i], pairs[j] = j, i
+    for outgoing, incoming in alike.values():
+        for i, j in zip(outgoing, incoming, strict=False):
+            pairs |= {i: j, j: i}
     return pairs
 
 

@@ -7,6 +7,7 @@ kernel wherever a GPU is at an end; or NCCL carries a flow from GPU to GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -33,7 +34,6 @@ CARRIED_BYTES = 1024 * 1024
 
 Network = Literal["tcp", "nccl"]
 """The carrier between hosts: NICs over TCP, or NCCL where both ends are GPUs."""
-Ends = tuple[End, ...]
 
 
 class BufferLayout:
@@ -59,30 +59,8 @@ class BufferLayout:
         own.append(shared[len(own)] if len(own) < len(shared) else self.memory(space, size))
         return own[-1]
 
-    def fifos(
-        self, number: int, flow: Flow, blocks: int, place: str, counters: tuple[str, str] | None
-    ) -> tuple[Ends, Ends, int]:
-        """Return the writer's and the reader's ends of each block, and the bytes of a slice.
-
-        Counters lie in the spaces of reader and writer; without counters both cycle through memory.
-        """
-        fifo = flow.fifo or Fifo()
-        # Two slots each, whole packs of 16 bytes.
-        slices = max(1, fifo.slots * SLICES // 8)
-        slice_bytes = max(16, fifo.bytes // slices // 16 * 16)
-        writers, readers = [], []
-        for block in range(blocks):
-            data = self.memory(place, slices * slice_bytes)
-            writer = reader = End(data=data, slices=slices, seed=seed_of(number, block))
-            if counters is not None:
-                tail, head = map(self._counter, counters)
-                writer = msgspec.structs.replace(writer, wait=head, post=tail)
-                reader = msgspec.structs.replace(reader, wait=tail, post=head)
-            writers.append(writer)
-            readers.append(reader)
-        return tuple(writers), tuple(readers), slice_bytes
-
-    def _counter(self, space: str) -> Address:
+    def counter(self, space: str) -> Address:
+        """Allocate a counter."""
         number = self._counters.get(space, 0)
         if number >= COUNTERS:
             raise MeasurementError(f"{space} would hold more than {COUNTERS} counters")
@@ -116,153 +94,161 @@ def is_carried(flow: Flow, network: Network) -> bool:
     return network == "nccl" and flow.is_network and ends == {"G"}
 
 
-def endpoints_of(
-    layout: BufferLayout, number: int, flow: Flow, blocks: int, network: Network
-) -> Iterator[FlowEndpoint]:
-    """Yield the endpoints of flow `number` of a set, in the order of the bytes."""
-    if flow.is_network:
-        yield from (_carried if is_carried(flow, network) else _over_nics)(
-            layout, number, flow, blocks
-        )
-    elif flow.is_bounce or (
-        flow.blocks is not None
-        and {flow.source.kind, flow.destination.kind} == {"G"}
-        and not flow.transfers[0].uses_copy_engine
-    ):
-        yield from _piped(layout, number, flow, blocks)
-    else:
-        yield _free(layout, number, flow, blocks)
+@dataclass(frozen=True)
+class FlowLayout:
+    """Lays out flow `number` of a set."""
 
+    layout: BufferLayout
+    number: int
+    flow: Flow
+    blocks: int
 
-def _piped(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a bounce, or a direct flow as NCCL's channels move it: FIFOs with counters.
+    def endpoints(self, network: Network) -> Iterator[FlowEndpoint]:
+        """Yield the flow's endpoints, in the order of the bytes."""
+        flow = self.flow
+        between_gpus = {flow.source.kind, flow.destination.kind} == {"G"}
+        direct = between_gpus and not flow.transfers[0].uses_copy_engine
+        if flow.is_network:
+            yield from self._carried() if is_carried(flow, network) else self._over_nics()
+        elif flow.is_bounce or (flow.blocks is not None and direct):
+            yield from self._piped()
+        else:
+            yield self._free()
 
-    A bounce has FIFO and counters in host memory. The FIFO of a direct write lies with the
-    receiver, of a direct read with the sender; each GPU polls a counter in its own memory.
-    """
-    source, target = str(flow.source), str(flow.destination)
-    first, last = flow.transfers[0], flow.transfers[-1]
-    place, counters = (target if first.operation == "write" else source), (target, source)
-    if flow.is_bounce:
-        place = str(first.destination)
-        counters = place, place
-    writers, readers, slice_bytes = layout.fifos(number, flow, blocks, place, counters)
-    for incoming, device, ends, part in (
-        (False, source, writers, first),
-        (True, target, readers, last),
-    ):
-        yield FlowEndpoint(
-            flow=number,
-            device=device,
-            incoming=incoming,
-            ends=ends,
-            slice_bytes=slice_bytes,
-            engine=part.uses_copy_engine,
-        )
+    def _piped(self) -> Iterator[FlowEndpoint]:
+        """Lay out a bounce, or a direct flow as NCCL's channels move it: FIFOs with counters.
 
+        A bounce has FIFO and counters in host memory. The FIFO of a direct write lies with the
+        receiver, of a direct read with the sender; each GPU polls a counter in its own memory.
+        """
+        source, target = str(self.flow.source), str(self.flow.destination)
+        first, last = self.flow.transfers[0], self.flow.transfers[-1]
+        place, counters = (target if first.operation == "write" else source), (target, source)
+        if self.flow.is_bounce:
+            place = str(first.destination)
+            counters = place, place
+        ends = self._fifos(place, counters, source, target)
+        for end, part in zip(ends, (first, last), strict=True):
+            yield msgspec.structs.replace(end, engine=part.uses_copy_engine)
 
-def _free(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> FlowEndpoint:
-    """Lay out a flow without FIFO: each block cycles through memory of its own."""
-    (transfer,) = flow.transfers
-    engine = transfer.uses_copy_engine
-    blocks = 1 if engine else blocks
-    # Whole cache lines: no two blocks share one.
-    share = max(128, (flow.buffer or FREE_BYTES) // blocks // 128 * 128)
-    slice_bytes = min(share, COPY_BYTES if engine else FREE_SLICE_BYTES)
-    slices = share // slice_bytes
-    size = blocks * slices * slice_bytes
-    device = device_of(transfer.executor)
-    writes = str(transfer.source) == device
-    far = str(transfer.destination if writes else transfer.source)
-    if flow.buffer is None:
-        first = layout.memory(far, size)
-    else:
-        first = layout.buffer(far, max(size, flow.buffer), writes=writes)
-    ends = tuple(
-        End(
-            data=Address(far, first.offset + block * slices * slice_bytes),
-            slices=slices,
-            seed=seed_of(number, block),
-        )
-        for block in range(blocks)
-    )
-    return FlowEndpoint(
-        flow=number,
-        device=device,
-        incoming=not writes,
-        ends=ends,
-        slice_bytes=slice_bytes,
-        engine=engine,
-        piped=False,
-    )
+    def _fifos(
+        self, place: str, counters: tuple[str, str] | None, writer: str | None, reader: str | None
+    ) -> Iterator[FlowEndpoint]:
+        """Yield the endpoints of writer and reader, where there are such, of a FIFO for each block.
 
-
-def _over_nics(
-    layout: BufferLayout, number: int, flow: Flow, blocks: int
-) -> Iterator[FlowEndpoint]:
-    """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
-
-    A NIC's FIFO lies in host memory or, if reachable, in GPU memory: NCCL's kernels copy into a
-    FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through the memory. A
-    slice keeps number and seed all the way, so that checks compare end to end.
-    """
-    over, into = _network_transfers(flow)
-    sender, receiver = str(over.executor), str(into.executor)
-    links = tuple(layout.link(sender, receiver) for _ in range(blocks))
-    for nic, memory, end in (
-        (sender, over.source, flow.source),
-        (receiver, into.destination, flow.destination),
-    ):
-        place, gpu = str(memory), str(end) if end.kind == "G" else None
-        counters = (place, place) if gpu else None
-        filled, taken, slice_bytes = layout.fifos(number, flow, blocks, place, counters)
-        writer, reader = (gpu, nic) if nic == sender else (nic, gpu)
-        for incoming, device, ends in ((False, writer, filled), (True, reader, taken)):
+        Counters lie in the spaces of reader and writer; without counters both cycle through memory.
+        """
+        fifo = self.flow.fifo or Fifo()
+        # Two slots each, whole packs of 16 bytes.
+        slices = max(1, fifo.slots * SLICES // 8)
+        slice_bytes = max(16, fifo.bytes // slices // 16 * 16)
+        writers, readers = [], []
+        for block in range(self.blocks):
+            data = self.layout.memory(place, slices * slice_bytes)
+            end = End(data=data, slices=slices, seed=seed_of(self.number, block))
+            tail, head = map(self.layout.counter, counters) if counters else (None, None)
+            writers.append(msgspec.structs.replace(end, wait=head, post=tail))
+            readers.append(msgspec.structs.replace(end, wait=tail, post=head))
+        for incoming, device, ends in ((False, writer, writers), (True, reader, readers)):
             if device is not None:
                 yield FlowEndpoint(
-                    flow=number,
+                    flow=self.number,
                     device=device,
                     incoming=incoming,
-                    ends=ends,
+                    ends=tuple(ends),
                     slice_bytes=slice_bytes,
-                    piped=gpu is not None,
-                    links=links if device == nic else (),
+                    piped=counters is not None,
                 )
 
-
-def _network_transfers(flow: Flow) -> tuple[Transfer, Transfer]:
-    at = next(i for i, part in enumerate(flow.transfers) if part.executor.kind == "N")
-    over, into = flow.transfers[at : at + 2]
-    return over, into
-
-
-def _carried(layout: BufferLayout, number: int, flow: Flow, blocks: int) -> Iterator[FlowEndpoint]:
-    """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
-    over, into = _network_transfers(flow)
-    between = {over.source, into.destination} - {flow.source, flow.destination}
-    if any(place.kind == "G" for place in between):
-        raise MeasurementError(
-            f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
+    def _free(self) -> FlowEndpoint:
+        """Lay out a flow without FIFO: each block cycles through memory of its own."""
+        flow, (transfer,) = self.flow, self.flow.transfers
+        engine = transfer.uses_copy_engine
+        blocks = 1 if engine else self.blocks
+        # Whole cache lines: no two blocks share one.
+        share = max(128, (flow.buffer or FREE_BYTES) // blocks // 128 * 128)
+        slice_bytes = min(share, COPY_BYTES if engine else FREE_SLICE_BYTES)
+        size = share // slice_bytes * slice_bytes
+        device = device_of(transfer.executor)
+        writes = str(transfer.source) == device
+        far = str(transfer.destination if writes else transfer.source)
+        if flow.buffer is None:
+            first = self.layout.memory(far, blocks * size)
+        else:
+            first = self.layout.buffer(far, max(blocks * size, flow.buffer), writes=writes)
+        ends = tuple(
+            End(
+                data=Address(far, first.offset + block * size),
+                slices=share // slice_bytes,
+                seed=seed_of(self.number, block),
+            )
+            for block in range(blocks)
         )
-    carrier = Carrier(
-        nic_out=over.executor.index,
-        nic_in=into.executor.index,
-        channels=blocks,
-        fifo_bytes=(flow.fifo or Fifo()).bytes,
-        direct_out=over.source == flow.source,
-        direct_in=into.destination == flow.destination,
-    )
-    link = layout.link(str(flow.source), str(flow.destination), carrier)
-    for place in (flow.source, flow.destination):
-        yield FlowEndpoint(
-            flow=number,
-            device=str(place),
-            incoming=place == flow.destination,
-            ends=(End(data=Address(str(place), 0), slices=1, seed=seed_of(number, 0)),),
-            slice_bytes=CARRIED_BYTES,
-            engine=True,
-            links=(link,),
+        return FlowEndpoint(
+            flow=self.number,
+            device=device,
+            incoming=not writes,
+            ends=ends,
+            slice_bytes=slice_bytes,
+            engine=engine,
+            piped=False,
         )
+
+    def _over_nics(self) -> Iterator[FlowEndpoint]:
+        """Lay out a flow from host to host: a NIC at each end, and a kernel wherever a GPU is.
+
+        A NIC's FIFO lies in host memory or, if reachable, in GPU memory: NCCL's kernels copy into a
+        FIFO there too. Host memory at a flow's end is no FIFO: the NIC cycles through the memory. A
+        slice keeps number and seed all the way, so that checks compare end to end.
+        """
+        over, into = self._network_transfers()
+        nics = str(over.executor), str(into.executor)
+        links = tuple(self.layout.link(*nics) for _ in range(self.blocks))
+        source, target = (
+            str(end) if end.kind == "G" else None
+            for end in (self.flow.source, self.flow.destination)
+        )
+        for memory, writer, reader in (
+            (str(over.source), source, nics[0]),
+            (str(into.destination), nics[1], target),
+        ):
+            counters = (memory, memory) if writer and reader else None
+            for end in self._fifos(memory, counters, writer, reader):
+                yield msgspec.structs.replace(end, links=links if end.device in nics else ())
+
+    def _network_transfers(self) -> tuple[Transfer, Transfer]:
+        parts = self.flow.transfers
+        at = next(i for i, part in enumerate(parts) if part.executor.kind == "N")
+        return parts[at], parts[at + 1]
+
+    def _carried(self) -> Iterator[FlowEndpoint]:
+        """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
+        flow, (over, into) = self.flow, self._network_transfers()
+        between = {over.source, into.destination} - {flow.source, flow.destination}
+        if any(place.kind == "G" for place in between):
+            raise MeasurementError(
+                f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
+            )
+        carrier = Carrier(
+            nic_out=over.executor.index,
+            nic_in=into.executor.index,
+            channels=self.blocks,
+            fifo_bytes=(flow.fifo or Fifo()).bytes,
+            direct_out=over.source == flow.source,
+            direct_in=into.destination == flow.destination,
+        )
+        link = self.layout.link(str(flow.source), str(flow.destination), carrier)
+        for place in (flow.source, flow.destination):
+            end = End(data=Address(str(place), 0), slices=1, seed=seed_of(self.number, 0))
+            yield FlowEndpoint(
+                flow=self.number,
+                device=str(place),
+                incoming=place == flow.destination,
+                ends=(end,),
+                slice_bytes=CARRIED_BYTES,
+                engine=True,
+                links=(link,),
+            )
 
 
 def seed_of(flow: int, block: int) -> int:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tccl_profiler.linux import precise_sleeps
+from tccl_profiler.linux import wake_promptly
 from tccl_profiler.messages import Done, Pace, Pinged, Run, Share, WorkerLost
 from tccl_profiler.program import (
     COUNTER_BYTES,
@@ -30,6 +30,7 @@ from tccl_py.errors import MeasurementError
 _LOOK_S = 0.02  # how often a wait checks that all workers live
 _SPIN_NS = 100_000  # time before a release during which the core is kept: a sleep may end that late
 _EARLY_S = 0.0005  # time before its lanes should end at which a repeat is polled
+_CLOCKS_DIFFER_S = 0.001  # by how much a device's window may be longer than this host's
 _SMALLEST = 64 << 20
 _COUNTERS_BYTES = COUNTERS * COUNTER_BYTES  # the counters of one repeat
 
@@ -171,7 +172,7 @@ class Execution:
 
     def queue(self, program: HostProgram) -> None:
         """Send each worker its share, after clearing the stamps."""
-        precise_sleeps()
+        wake_promptly()
         for worker in self.workers:
             share = program.devices[worker.spec.device]
             run = self._run_of(worker.spec.device, share)
@@ -235,6 +236,13 @@ class Execution:
         def finished(worker: WorkerProcess) -> bool:
             return bool((views[worker.spec.device]["finished"] == now).all())
 
+        # Every copy's window ends this long after the copies have been seen to run.
+        self._until(
+            lambda worker: all(row[1] for row in stamps[worker.spec.device]),
+            patience_s,
+            "did not begin its copies",
+        )
+        windows_over = time.monotonic() + self.spec.lasting_s + _CLOCKS_DIFFER_S
         # This process leaves the cores to the lanes: there may be no more cores than lanes.
         self._sleep_until(self._released_at + round((self.spec.lasting_s - _EARLY_S) * 1e9))
         self._until(finished, patience_s, "did not finish its part of a set")
@@ -245,7 +253,7 @@ class Execution:
                     "stopped or kept from running meanwhile"
                 )
         if any(stamps.values()):
-            self._finish_copies(stamps, repeat)
+            self._finish_copies(stamps, repeat, windows_over)
         return RunResult(
             records={device: view.copy() for device, view in views.items()},
             stamps={
@@ -285,17 +293,19 @@ class Execution:
         paces = self.spec.paces.get(worker.spec.device, ())
         return self.control.stamps(worker.slot, repeat, paces)
 
-    def _finish_copies(self, stamps: Mapping[str, Sequence[Stamps]], repeat: int) -> None:
-        """Wait for copies; after a while, release copies that wait for a stopped lane."""
-        lasting_s, patience_s = self.spec.lasting_s, self.timeouts.lanes_s
-        until = time.monotonic() + 2 * lasting_s + 0.01
+    def _finish_copies(
+        self, stamps: Mapping[str, Sequence[Stamps]], repeat: int, windows_over: float
+    ) -> None:
+        """Wait for copies; after their windows, release copies that wait for a stopped lane."""
 
         def done(worker: WorkerProcess) -> bool:
             return all(row[-1] for row in stamps[worker.spec.device])
 
-        failure = "did not finish its copies"
-        limit_s = 2 * lasting_s + patience_s
-        self._until(lambda worker: time.monotonic() > until or done(worker), limit_s, failure)
+        failure, patience_s = "did not finish its copies", self.timeouts.lanes_s
+        limit_s = self.spec.lasting_s + patience_s
+        self._until(
+            lambda worker: time.monotonic() > windows_over or done(worker), limit_s, failure
+        )
         self.host.release_waiters(repeat)
         self._until(done, patience_s, failure)
 

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler import linux
-from tccl_profiler.host_lane import SPINS, HostLane, MappedSpaces, RunningLane, pause, released
+from tccl_profiler.host_lane import HostEnd, HostLane, RunningLane, pause, released
 from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
-from tccl_profiler.program import COUNTER_AREA_BYTES, Lane
+from tccl_profiler.program import COUNTER_AREA_BYTES, COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
@@ -38,20 +38,20 @@ Stamps = npt.NDArray[np.uint64]
 class ThreadedDevice:
     """A device whose lanes one thread runs in turn."""
 
-    spins = SPINS
-
     def __init__(self, start: Start, control: Control) -> None:
         """Pin the calling thread and its children."""
         if start.cpus:
             linux.pin_to_cpus(start.cpus)
         self._start, self._control = start, control
-        self._spaces = MappedSpaces(start.device)
+        self._spaces: dict[str, Segment] = {}
         self._links_open = contextlib.ExitStack()
 
     def share(self, share: Share, segment: Segment | None = None) -> None:
         """Take the memory of a space; a GPU's arena, without a segment, is refused at use."""
         if segment is not None:
-            self._spaces.put(share.space, segment)
+            if share.space in self._spaces:
+                self._spaces[share.space].close()
+            self._spaces[share.space] = segment
 
     def run(self, run: Run) -> None:
         """Run the repeats, all prepared beforehand, in this thread."""
@@ -59,7 +59,7 @@ class ThreadedDevice:
         self._begin(run)
         well = False
         try:
-            linux.precise_sleeps()
+            linux.wake_promptly()
             ended = [self._run_repeat(run, number, lanes) for number, lanes in enumerate(repeats)]
             well = all(ended)
         finally:
@@ -84,7 +84,45 @@ class ThreadedDevice:
     def close(self) -> None:
         """Give all memory back; the control segment is the caller's."""
         self._links_open.close()
-        self._spaces.close()
+        for segment in self._spaces.values():
+            segment.close()
+
+    def _ends(self, lane: Lane, repeat: int) -> tuple[HostEnd, HostEnd]:
+        """Return a lane's ends at addresses of this process, with the repeat's own counters."""
+        shift, size = repeat * COUNTERS * COUNTER_BYTES, lane.slice_bytes
+
+        def counter(at: Address | None) -> ctypes.c_uint64 | None:
+            if at is None:
+                return None
+            return ctypes.c_uint64.from_address(self._address(at, COUNTER_BYTES, shift))
+
+        def there(end: End | None, *, fills: bool) -> HostEnd:
+            if end is None:
+                return HostEnd()
+            return HostEnd(
+                data=self._address(end.data, end.slices * size),
+                slices=end.slices,
+                seed=end.seed,
+                ahead=end.slices if fills else 0,
+                wait=counter(end.wait),
+                post=counter(end.post),
+            )
+
+        return there(lane.incoming, fills=False), there(lane.outgoing, fills=True)
+
+    def _address(self, at: Address, size: int, shift: int = 0) -> int:
+        segment, first = self._spaces.get(at.space), at.offset + shift
+        if segment is None:
+            known = ", ".join(sorted(self._spaces)) or "nothing"
+            raise MeasurementError(
+                f"{self._start.device} cannot reach {at.space}: it has mapped {known}"
+            )
+        if not 0 <= first <= segment.size - size:
+            raise MeasurementError(
+                f"{self._start.device}: {size} bytes from byte {first} of {at.space} are not "
+                f"inside its {segment.size} bytes"
+            )
+        return segment.address + first
 
     def _stamps(self, paces: Sequence[Pace], repeat: int) -> tuple[Stamps, ...]:
         return self._control.stamps(self._start.slot, repeat, paces)
@@ -95,36 +133,34 @@ class ThreadedDevice:
             return True
         epoch, flag = run.epoch + repeat, self._control.flag
         records = self._control.records(self._start.slot, repeat, len(lanes))
+
+        def report(number: int) -> None:
+            records[number] = lanes[number].report(epoch, begun)
+            records["finished"][number] = epoch
+
         for lane in lanes:
             lane.stamp(0)
         records["resident"] = epoch
-        begun = released(flag, epoch, run.patience_ns)
-        warm_at = begun + run.warm_ns
-        turns: list[Iterator[bool]] = [iter(()) for _ in lanes]
-        if begun:
-            stop_at = warm_at + run.window_ns
-            turns = [lane.turns(warm_at, stop_at, stop_at + run.patience_ns) for lane in lanes]
-            for lane in lanes:
+        begun = moved_ns = released(flag, epoch, run.patience_ns)
+        warm_at, stop_at = begun + run.warm_ns, begun + run.warm_ns + run.window_ns
+        running: dict[int, Iterator[bool]] = {}
+        for number, lane in enumerate(lanes):
+            running[number] = lane.turns(warm_at, stop_at, stop_at + run.patience_ns)
+            if begun:
                 lane.stamp(1)
-        for number in self._ends(turns, flag):
-            records[number] = lanes[number].report(epoch, begun)
-            records["finished"][number] = epoch
-        return bool(begun) and flag.value != ABORT
-
-    def _ends(self, turns: list[Iterator[bool]], flag: ctypes.c_uint64) -> Iterator[int]:
-        """Give all lanes their turns; yield the number of each that ends, and all at an abort."""
-        running, rounds = dict(enumerate(turns)), 0
-        while running and flag.value != ABORT:
-            states = {number: next(turn, None) for number, turn in running.items()}
-            rounds = 0 if any(states.values()) else rounds + 1
-            for number, state in states.items():
-                if state is None:
-                    del running[number]
-                    yield number
-            if rounds:
+        while begun and running and flag.value != ABORT:
+            states = {number: next(turns, None) for number, turns in running.items()}
+            for number in [number for number, state in states.items() if state is None]:
+                del running[number]
+                report(number)
+            if any(states.values()):
+                moved_ns = time.monotonic_ns()
+            else:
                 # There may be more workers than cores.
-                pause(rounds, self.spins)
-        yield from running
+                pause(moved_ns)
+        for number in running:
+            report(number)
+        return bool(begun) and flag.value != ABORT
 
 
 class HostDevice(ThreadedDevice):
@@ -134,7 +170,7 @@ class HostDevice(ThreadedDevice):
         """Take memory near this thread's core."""
         start = self._start
         arena = create_segment(start.arena_bytes, numa_id=None, label=start.device)
-        self._spaces.put(start.device, arena)
+        self._spaces[start.device] = arena
         # Written, so that every page is there and on this core's node before anything is timed.
         self._user, self._keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
         memory = Memory(self._user.ctypes.data, self._keep.ctypes.data, start.user_bytes)
@@ -159,7 +195,7 @@ class HostDevice(ThreadedDevice):
 
     def _begin(self, run: Run) -> None:
         """Clear the arena's counters, and start a thread for each copy that NCCL carries."""
-        arena, flag = self._spaces.segment(self._start.device), self._control.flag
+        arena, flag = self._spaces[self._start.device], self._control.flag
         ctypes.memset(arena.address, 0, min(COUNTER_AREA_BYTES, arena.size))
         self._failures: list[BaseException] = []
         # Daemons: the peer they wait for may never come.
@@ -175,7 +211,7 @@ class HostDevice(ThreadedDevice):
         """Run a copy over a link: host memory has no streams, so a thread waits and stamps."""
         copy, pace = run.program.copies[number], run.paces[number]
         try:
-            linux.precise_sleeps()
+            linux.wake_promptly()
             assert copy.link is not None
             for repeat in range(run.repeats):
                 row = self._stamps(run.paces, repeat)[number]
@@ -200,13 +236,14 @@ class HostDevice(ThreadedDevice):
         shares += [own for own in copies if own[0].link is None]
         lanes = []
         for number, (share, pace, row) in enumerate(shares):
-            size = share.slice_bytes
-            user, user_slices = self._memory(size, number, len(shares))
+            offset, user_slices = self._memory(share.slice_bytes, number, len(shares))
+            incoming, outgoing = self._ends(share, repeat)
             lane = HostLane(
                 share=share,
-                incoming=self._spaces.end(share.incoming, size, repeat=repeat, fills=False),
-                outgoing=self._spaces.end(share.outgoing, size, repeat=repeat, fills=True),
-                user=user,
+                incoming=incoming,
+                outgoing=outgoing,
+                sent=self._user.ctypes.data + offset,
+                kept=self._keep.ctypes.data + offset,
                 user_slices=user_slices,
                 check=run.check,
                 pace=pace,
@@ -215,21 +252,19 @@ class HostDevice(ThreadedDevice):
             lanes.append(lane)
         return lanes
 
-    def _memory(self, slice_bytes: int, number: int, lanes: int) -> tuple[tuple[int, int], int]:
-        """Return a lane's addresses in the bytes sent and kept, and how many slices they hold.
+    def _memory(self, slice_bytes: int, number: int, lanes: int) -> tuple[int, int]:
+        """Return the offset of a lane's slices in the bytes sent and kept, and their number.
 
         Where there are fewer slices than lanes, lanes share them.
         """
-        start = self._start
-        total = start.user_bytes // slice_bytes
+        size = self._start.user_bytes
+        total = size // slice_bytes
         if total < 1:
             raise MeasurementError(
-                f"{start.device}: slices of {slice_bytes} bytes do not fit the "
-                f"{start.user_bytes} bytes that it sends and keeps"
+                f"{self._start.device}: slices of {slice_bytes} bytes do not fit the {size} bytes "
+                "that it sends and keeps"
             )
-        offset = number * total // lanes * slice_bytes
-        addresses = self._user.ctypes.data + offset, self._keep.ctypes.data + offset
-        return addresses, max(1, total // lanes)
+        return number * total // lanes * slice_bytes, max(1, total // lanes)
 
 
 # This host as a machine of the `host` backend, by NUMA node.

@@ -15,14 +15,13 @@ import numpy.typing as npt
 
 from tccl_profiler.linux import yield_core
 from tccl_profiler.messages import Pace
-from tccl_profiler.program import COUNTER_BYTES, COUNTERS, Address, End, Lane
-from tccl_profiler.shared_memory import ABORT, Segment, differing, write_pattern
-from tccl_py.errors import MeasurementError
+from tccl_profiler.program import Lane
+from tccl_profiler.shared_memory import ABORT, differing, write_pattern
 
 CHUNK = 2  # slices of a chunk, as in pump.cu
-SPINS = 200
-"""Rounds without progress, each of which yields the core, before a thread naps between them."""
-NAP_S, LONG_NAP_S = 20e-6, 1e-3
+_SPIN_NS = 50_000
+"""Time without progress in which a thread yields the core, before it naps between rounds."""
+_NAP_S, _LONG_NAP_S, _NAP_SHARE = 20e-6, 1e-3, 1 / 32
 """The first nap and the longest: a nap is a small share of the wait, and leaves cores to others."""
 _NEVER = 1 << 63
 
@@ -116,11 +115,12 @@ class RunningLane:
 class HostLane(RunningLane):
     """A lane between FIFOs of memory; or a copy, with one end here and perhaps a pace.
 
-    `user` are addresses of the bytes sent and kept, `user_slices` each. A pace is a number of
-    slices (None: the clock stops the lane).
+    `user_slices` slices are sent, from address `sent`, and as many kept at `kept`. A pace is a
+    number of slices (None: the clock stops the lane).
     """
 
-    user: tuple[int, int]
+    sent: int
+    kept: int
     user_slices: int
     pace: Pace | None = None
 
@@ -179,11 +179,11 @@ class HostLane(RunningLane):
         if takes and self.check and incoming.waits:
             self.errors += differing(source, size, incoming.seed, incoming.done)
         if takes and (not puts or self._keeps()):
-            ctypes.memmove(self.user[1] + user, source, size)
+            ctypes.memmove(self.kept + user, source, size)
         if puts and self.check:
             write_pattern(target, size, outgoing.seed, outgoing.done)
         elif puts:
-            ctypes.memmove(target, source if takes else self.user[0] + user, size)
+            ctypes.memmove(target, source if takes else self.sent + user, size)
 
     def _keeps(self) -> bool:
         """Return whether a forwarded slice is a whole sum, which an all-reduce also keeps."""
@@ -191,83 +191,23 @@ class HostLane(RunningLane):
         return step % cycle >= cycle // 2 - 1 if cycle else step % 2 == 1
 
 
-class MappedSpaces:
-    """The mapped spaces of a process, with their segments.
+def pause(since_ns: int, longest_s: float = _LONG_NAP_S) -> None:
+    """Let other threads run, longer and longer since there was progress.
 
-    Methods raise MeasurementError for memory that is not mapped.
+    Time counts, not rounds: on a busy core a yield lasts as long as the other threads' turns.
     """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._segments: dict[str, Segment] = {}
-
-    def put(self, space: str, segment: Segment) -> None:
-        """Take a segment as the memory of a space, in place of the one before."""
-        before = self._segments.pop(space, None)
-        if before is not None:
-            before.close()
-        self._segments[space] = segment
-
-    def __contains__(self, space: str) -> bool:
-        return space in self._segments
-
-    def segment(self, space: str) -> Segment:
-        """Return the memory of a space."""
-        segment = self._segments.get(space)
-        if segment is None:
-            known = ", ".join(sorted(self._segments)) or "nothing"
-            raise MeasurementError(f"{self._device} cannot reach {space}: it has mapped {known}")
-        return segment
-
-    def end(self, end: End | None, slice_bytes: int, *, repeat: int, fills: bool) -> HostEnd:
-        """Return a lane's end at addresses of this process, with the repeat's own counters."""
-        if end is None:
-            return HostEnd()
-        return HostEnd(
-            data=self._address(end.data, end.slices * slice_bytes),
-            slices=end.slices,
-            seed=end.seed,
-            ahead=end.slices if fills else 0,
-            wait=self._counter(end.wait, repeat),
-            post=self._counter(end.post, repeat),
-        )
-
-    def _counter(self, at: Address | None, repeat: int) -> ctypes.c_uint64 | None:
-        if at is None:
-            return None
-        place = Address(at.space, at.offset + repeat * COUNTERS * COUNTER_BYTES)
-        return ctypes.c_uint64.from_address(self._address(place, COUNTER_BYTES))
-
-    def _address(self, at: Address, size: int) -> int:
-        segment = self.segment(at.space)
-        if not 0 <= at.offset <= segment.size - size:
-            raise MeasurementError(
-                f"{self._device}: {size} bytes from byte {at.offset} of {at.space} are not inside "
-                f"its {segment.size} bytes"
-            )
-        return segment.address + at.offset
-
-    def close(self) -> None:
-        """Give all memory back."""
-        for segment in self._segments.values():
-            segment.close()
-        self._segments = {}
-
-
-def pause(rounds: int, spins: int = SPINS, longest_s: float = LONG_NAP_S) -> None:
-    """Let other threads run, longer and longer after `spins` rounds without progress."""
-    if rounds < spins:
+    waited_ns = time.monotonic_ns() - since_ns
+    if waited_ns < _SPIN_NS:
         yield_core()
     else:
-        time.sleep(min(longest_s, NAP_S * (1 + (rounds - spins) // 2)))
+        time.sleep(min(longest_s, max(_NAP_S, _NAP_SHARE * waited_ns / 1e9)))
 
 
 def released(flag: ctypes.c_uint64, epoch: int, patience_ns: int) -> int:
     """Wait for the flag, and return the time; 0 if it does not come in time or says stop."""
-    until, rounds = time.monotonic_ns() + patience_ns, 0
+    begun = time.monotonic_ns()
     while flag.value < epoch:
-        if time.monotonic_ns() > until:
+        if time.monotonic_ns() > begun + patience_ns:
             return 0
-        pause(rounds, longest_s=5 * NAP_S)
-        rounds += 1
+        pause(begun, longest_s=5 * _NAP_S)
     return 0 if flag.value == ABORT else time.monotonic_ns()

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
-import numpy as np
 
 from tccl_profiler.program import DeviceProgram, Link
 from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reached
@@ -242,22 +241,14 @@ class Connection(Generic[Received]):
 
     One thread may send while another receives. Each process must close unused ends: the death of a
     peer goes unnoticed while another process holds the peer's end. `receives` is a union of tagged
-    msgspec Structs; arrays are sent as bytes, from which `decoded` makes a value of a type.
-    Descriptors are sent by AF_UNIX only.
+    msgspec Structs. Descriptors are sent by AF_UNIX only.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        receives: Any,
-        peer: str = "the other process",
-        decoded: Callable[[Any, Any], Any] | None = None,
+        self, sock: socket.socket, *, receives: Any, peer: str = "the other process"
     ) -> None:
         self.peer = peer
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
-            receives, dec_hook=decoded
-        )
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         # A duplicate for another timeout would not do: it shares O_NONBLOCK.
         self._socket = sock
         self._socket.setblocking(False)
@@ -278,7 +269,7 @@ class Connection(Generic[Received]):
         if nothing was sent.
         """
         deadline = _deadline(timeout_s)
-        body = msgspec.msgpack.encode(message, enc_hook=np.ndarray.tobytes)
+        body = msgspec.msgpack.encode(message)
         if len(body) > LARGEST_BODY:
             what = f"{len(body)} message bytes to {self.peer}"
             raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")

@@ -85,7 +85,10 @@ class Pool:
         try:
             self.control = Control.create(len(self._specs))
             for slot, spec in enumerate(self._specs):
-                self._spawn(slot, spec)
+                worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
+                self.workers.append(worker)
+                self.pids.add(worker.process.pid)
+                worker.ask(self._start_of(slot, spec), (self.control.segment.fd,))
             deadline = time.monotonic() + self._timeouts.start_s
             with contextlib.ExitStack() as opened:
                 arenas: dict[str, tuple[int, ...]] = {}
@@ -101,68 +104,51 @@ class Pool:
                     if started.arena_bytes:
                         self._share(messages.Share(space=device, handle=started.handle), fds)
         except BaseException:
+            self.close(hurry=True)
+            # The next use starts all anew.
             self._broken = True
-            self._end()
             raise
 
-    def _spawn(self, slot: int, spec: DeviceSpec) -> None:
-        """Start a worker and send Start; `_end` ends the worker from then on."""
-        assert self.control is not None
-        worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
-        self.workers.append(worker)
-        self.pids.add(worker.process.pid)
-        start = messages.Start(
+    def _start_of(self, slot: int, spec: DeviceSpec) -> messages.Start:
+        return messages.Start(
             backend="network" if is_nic(spec.device) else self._backend,
             slot=slot,
             arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
             user_bytes=self._memory.user_bytes,
             **msgspec.structs.asdict(spec),
         )
-        worker.ask(start, (self.control.segment.fd,))
 
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; `hurry` kills what does not end at once."""
-        try:
-            self._broken = self._broken or hurry
-            self._end()
-        finally:
-            self._broken = False
-
-    def _end(self) -> None:
-        """End the workers, politely unless they are given up, and free shared memory."""
-        if self._broken and self.control is not None:
+        hurry, self._broken = hurry or self._broken, False
+        if hurry and self.control is not None:
             self.control.abort()
         for worker in self.workers:
-            if self._broken:
+            if hurry:
                 # A worker ends when its connection does, whatever it does.
                 worker.connection.close()
             else:
                 with contextlib.suppress(MeasurementError):
                     worker.connection.send(messages.Stop(), (), 1.0)
-        deadline = time.monotonic() + (_BROKEN_STOP_S if self._broken else self._timeouts.stop_s)
+        deadline = time.monotonic() + (_BROKEN_STOP_S if hurry else self._timeouts.stop_s)
         try:
             for worker in self.workers:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            self._free()
-
-    def _free(self) -> None:
-        """Kill the remaining workers, and give back descriptors and memory."""
-        for worker in self.workers:
-            worker.process.kill()
-        for worker in self.workers:
-            worker.free(_KILL_S)
-        self.workers = []
-        self.host.close()
-        if self.control is not None:
-            self.control.close()
-            self.control = None
+            for worker in self.workers:
+                worker.process.kill()
+            for worker in self.workers:
+                worker.free(_KILL_S)
+            self.workers = []
+            self.host.close()
+            if self.control is not None:
+                self.control.close()
+                self.control = None
 
     def restart(self) -> None:
         """Give up all workers and start new ones."""
-        self._broken = True
-        self._end()
+        self.close(hurry=True)
         self.start()
 
     def _ready(self) -> Control:

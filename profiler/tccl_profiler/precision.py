@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ from tccl_profiler.messages import Pace
 from tccl_profiler.program import FlowEndpoint, Program
 from tccl_profiler.shared_memory import MAX_STAMPS
 from tccl_py.errors import InputError
+from tccl_py.statistics import LEAST_VALUES, median_interval
 
 STRETCH = 4  # factor of the next window, if not every repeat in this one counts
 LONGER = 1.25
@@ -146,36 +146,15 @@ def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace
 
 OUTLIER_SCORE = 3.5  # modified z-score beyond which a sample is flagged (Iglewicz & Hoaglin 1993)
 MAD_FLOOR = 0.001  # share of the median below which a spread is the timer's step
-_CONFIDENCE = 0.95
 _DRIFT = 0.02  # relative change of a median that is ignored
 
 
-def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the median's 95 % confidence interval, for any distribution.
-
-    The ends are order statistics: the number of n samples below the median is binomial with p = 1/2
-    (Hoefler & Belli, SC15; Hunold & Carpen-Amarie, TPDS 2016). Between two ranks they are
-    interpolated after Hettmansperger & Sheather (1986), so that the width shrinks with every
-    sample. Below 6 samples no pair of order statistics holds the median with 95 %, and the interval
-    is infinite.
-    """
-    ordered = sorted(samples)
-    rank, inwards = _ranks(len(ordered))
-    if not rank:
-        return -math.inf, math.inf
-    low, high = ordered[rank - 1], ordered[-rank]
-
-    def step(gap: float) -> float:
-        # A gap over half the interval parts two modes: a point inside may miss the median.
-        return inwards * gap if gap <= (high - low) / 2 else 0.0
-
-    return low + step(ordered[rank] - low), high - step(high - ordered[-rank - 1])
-
-
 def relative_width(samples: Sequence[float]) -> float:
-    """Return the width of the median's interval over the median; infinite for a median of 0."""
-    (low, high), median = median_interval(samples), float(np.median(samples))
-    return (high - low) / median if median else math.inf
+    """Return the width of the median's interval over the median; infinite if it is 0 or unknown."""
+    if len(samples) < LEAST_VALUES:
+        return math.inf
+    found = median_interval(samples)
+    return (found.high - found.low) / found.middle if found.middle else math.inf
 
 
 def outliers(samples: Sequence[float]) -> tuple[int, ...]:
@@ -240,24 +219,11 @@ def drift(
 
 def _certain_change(first: Sequence[float], newest: Sequence[float]) -> float:
     """Return the median's relative change, 0 if facing sides of the intervals explain it."""
-    before, after = float(np.median(first)), float(np.median(newest))
-    (old_low, old_high), (new_low, new_high) = median_interval(first), median_interval(newest)
-    fell = math.hypot(before - old_low, new_high - after)
-    rose = math.hypot(old_high - before, after - new_low)
-    certain = abs(after - before) > (fell if after < before else rose)
-    return (after - before) / before if certain else 0.0
-
-
-@lru_cache(maxsize=1024)
-def _ranks(count: int) -> tuple[int, float]:
-    """Return the rank of the lower end, from 1 (0: none), and the share of the way to the next."""
-    below = 0  # of 2^count equally likely cases, those with fewer than `rank` samples below
-    rank, held = 0, 1.0
-    while rank <= count // 2:
-        below += math.comb(count, rank)
-        narrower = 1 - 2 * below / 2**count
-        if narrower < _CONFIDENCE:
-            break
-        rank, held = rank + 1, narrower
-    share = (held - _CONFIDENCE) / (held - narrower)
-    return rank, (count - rank) * share / (rank + (count - 2 * rank) * share) if rank else 0.0
+    if min(len(first), len(newest)) < LEAST_VALUES:
+        return 0.0
+    old, new = median_interval(first), median_interval(newest)
+    change = new.middle - old.middle
+    fell = math.hypot(old.middle - old.low, new.high - new.middle)
+    rose = math.hypot(old.high - old.middle, new.middle - new.low)
+    certain = abs(change) > (fell if change < 0 else rose)
+    return change / old.middle if certain else 0.0

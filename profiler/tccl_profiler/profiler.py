@@ -31,7 +31,7 @@ from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
-from tccl_py.model.transfer import Flow, TransferSet
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
 _TRIALS = (0.5, 4.0, 20.0)
 """Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""
@@ -198,9 +198,10 @@ class Profiler:
 
         Sets that differ only in channel counts share one measurement.
         """
-        few = rates.with_few_channels(transfers)
-        if few is None:
+        fewer = {flow: rates.with_few_channels(flow) for flow in transfers.flows}
+        if all(flow == few for flow, few in fewer.items()):
             return {}
+        few = transfer_set(map(rates.with_few_channels, transfers.flows))
         if few not in self._uncontended:
             try:
                 self._uncontended[few] = self._retried(few, self._uncontended_measured)
@@ -212,11 +213,7 @@ class Profiler:
                     "rates of more channels may be too low"
                 )
         known = self._uncontended[few]
-        return {
-            flow: known[rates.with_few(flow)]
-            for flow in transfers.flows
-            if rates.with_few(flow) in known
-        }
+        return {flow: known[alike] for flow, alike in fewer.items() if alike in known}
 
     def _uncontended_measured(self, few: TransferSet) -> Mapping[Flow, float]:
         program = self._compiled(few)

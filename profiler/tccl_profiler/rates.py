@@ -21,7 +21,7 @@ from tccl_profiler.precision import ChannelRate
 from tccl_profiler.program import FlowEndpoint, Program, is_nic
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
-from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow
 
 FEW_CHANNELS = 4
 """Channels of an uncontended flow: even of eight between two H200, each had 20.6 GB/s or more."""
@@ -148,19 +148,13 @@ def shares_links(flow: Flow) -> bool:
     )
 
 
-def with_few_channels(transfers: TransferSet) -> TransferSet | None:
-    """Return the set with few channels in flows that share links, or None if it has no more.
+def with_few_channels(flow: Flow) -> Flow:
+    """Return the flow with few channels, if they share links; else the flow itself.
 
-    >>> from tccl_py.model.transfer import parse_set
-    >>> str(with_few_channels(parse_set("G0->G0->G1{blocks=24} G1->G1->C0->G0->G0{blocks=8}")))
-    'G0->G0->G1{blocks=4} G1->G1->C0->G0->G0{blocks=8}'
+    >>> from tccl_py.model.transfer import parse_flow
+    >>> str(with_few_channels(parse_flow("G0->G0->G1{blocks=24}")))
+    'G0->G0->G1{blocks=4}'
     """
-    few = transfer_set(with_few(flow) for flow in transfers.flows)
-    return None if str(few) == str(transfers) else few
-
-
-def with_few(flow: Flow) -> Flow:
-    """Return the flow with few channels, if they share links; else the flow itself."""
     if not shares_links(flow) or flow.blocks is None or flow.blocks <= FEW_CHANNELS:
         return flow
     return Flow(flow.transfers, FEW_CHANNELS, flow.fifo, flow.buffer)

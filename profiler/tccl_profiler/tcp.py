@@ -19,14 +19,7 @@ from dataclasses import dataclass
 
 from tccl_profiler.host_device import LANES, ThreadedDevice
 from tccl_profiler.host_lane import RunningLane
-from tccl_profiler.messages import (
-    TOKEN_BYTES,
-    Endpoint,
-    LinkLost,
-    Run,
-    Started,
-    caller_of,
-)
+from tccl_profiler.messages import TOKEN_BYTES, Endpoint, LinkLost, Run, Started, caller_of
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
@@ -39,9 +32,6 @@ arrive, and the default may be megabytes; with much less, a fast link would wait
 
 class NicDevice(ThreadedDevice):
     """A NIC as a `Device`."""
-
-    spins = 10
-    """Few: a slow link would keep a core from other workers, and sockets hold bytes meanwhile."""
 
     def open(self) -> tuple[Started, tuple[int, ...]]:
         """Find the NIC."""
@@ -56,17 +46,18 @@ class NicDevice(ThreadedDevice):
     def _lane(self, run: Run, repeat: int, lane: Lane) -> TcpLane:
         end = lane.incoming or lane.outgoing
         assert end is not None and lane.link is not None
-        space, size = end.data.space, lane.slice_bytes
+        space = end.data.space
         if space.startswith("G") and space not in self._spaces:
             raise MeasurementError(
                 f"{self._start.device} cannot reach {space}'s memory: TCP sends from host memory "
                 f"and receives into it; name that between the two, as {space}->{space}->C0->"
                 f"{self._start.device}"
             )
+        incoming, outgoing = self._ends(lane, repeat)
         return TcpLane(
             share=lane,
-            incoming=self._spaces.end(lane.incoming, size, repeat=repeat, fills=False),
-            outgoing=self._spaces.end(lane.outgoing, size, repeat=repeat, fills=True),
+            incoming=incoming,
+            outgoing=outgoing,
             check=run.check,
             link=lane.link,
             sock=self.links.socket_of(lane.link),

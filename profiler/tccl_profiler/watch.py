@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -162,13 +162,8 @@ def warmed(
             if (seen.pcie_generation or 0) > best.get(seen.gpu, 0):
                 best[seen.gpu] = seen.pcie_generation or 0
                 risen = now
-        # A link that does not tell its generation has nothing to wait for.
-        at_best = all(
-            not (seen.pcie_generation and seen.pcie_generation_max)
-            or seen.pcie_generation >= seen.pcie_generation_max
-            for seen in conditions
-        )
-        if at_best or now - risen >= _SETTLED_S or now - begun >= limit_s:
+        slow = any(_below(seen.pcie_generation, seen.pcie_generation_max) for seen in conditions)
+        if not slow or now - risen >= _SETTLED_S or now - begun >= limit_s:
             return conditions
 
 
@@ -213,35 +208,27 @@ def _name(proc: Path, pid: int) -> str | None:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-class _Reason(NamedTuple):
-    """A reason for lowered clocks: NVML's bit, nvidia-smi's name, when it spoils rates."""
-
-    bit: int
-    name: str
-    spoils: Literal["always", "loaded", "never"]
-    advice: str = ""
-
-
 _HEAT = "check its fan, the airflow and what heats the room"
-_REASONS = (
-    _Reason(0x004, "sw_power_cap", "loaded", "raise its power limit or keep other load off it"),
-    _Reason(0x008, "hw_slowdown", "always", "check its cooling, its power cables and the supply"),
-    _Reason(0x010, "sync_boost", "never"),
-    _Reason(0x020, "sw_thermal_slowdown", "always", _HEAT),
-    _Reason(0x040, "hw_thermal_slowdown", "always", _HEAT),
-    _Reason(0x080, "hw_power_brake_slowdown", "always", "check the power supply and its cables"),
-    _Reason(0x100, "display_clocks_setting", "never"),
-    _Reason(0x200, "board_limit", "never"),
-    _Reason(0x400, "reliability", "never"),
-)
-"""nvml.h: nvmlClocksEventReason..., and nvmlClocksThrottleReason... with the same bits."""
+_POWER_CAP, _SLOWDOWN = "sw_power_cap", "hw_slowdown"
+_REASONS = {
+    0x004: (_POWER_CAP, "raise its power limit or keep other load off it"),
+    0x008: (_SLOWDOWN, "check its cooling, its power cables and the supply"),
+    0x010: ("sync_boost", ""),
+    0x020: ("sw_thermal_slowdown", _HEAT),
+    0x040: ("hw_thermal_slowdown", _HEAT),
+    0x080: ("hw_power_brake_slowdown", "check the power supply and its cables"),
+    0x100: ("display_clocks_setting", ""),
+    0x200: ("board_limit", ""),
+    0x400: ("reliability", ""),
+}
+"""By bit (nvmlClocksEventReason... of nvml.h), nvidia-smi's name, and advice where rates suffer."""
 _SETTINGS = 0x1 | 0x2  # idle and application clocks: no throttling
 
 
 def throttling_names(bits: int) -> tuple[str, ...]:
     """Return the names of the reasons in NVML's bit mask; an unknown reason keeps its number."""
-    names = [reason.name for reason in _REASONS if bits & reason.bit]
-    rest = bits & ~_SETTINGS & ~sum(reason.bit for reason in _REASONS)
+    names = [name for bit, (name, _) in _REASONS.items() if bits & bit]
+    rest = bits & ~_SETTINGS & ~sum(_REASONS)
     return (*names, f"reason {rest:#x}") if rest else tuple(names)
 
 
@@ -267,8 +254,13 @@ def _faults(seen: GpuConditions, *, loaded: bool) -> dict[str, str]:
             f"slot, the riser or cable, and {advice}"
         )
     heat = "" if seen.temperature_c is None else f" at {seen.temperature_c} C"
-    for reason in _spoiling(seen, loaded=loaded):
-        found[reason.name] = f"its clocks are lowered by {reason.name}{heat}; {reason.advice}"
+    names = seen.throttling or ()
+    # The slowdown comes with the hardware's reasons for it.
+    untold = {_SLOWDOWN} if sum(name.startswith("hw_") for name in names) > 1 else set()
+    untold |= set() if loaded else {_POWER_CAP}
+    for name, advice in _REASONS.values():
+        if advice and name in names and name not in untold:
+            found[name] = f"its clocks are lowered by {name}{heat}; {advice}"
     for process in seen.other_processes or ():
         found[f"process {process.pid}"] = (
             f"{process} uses it too; end it, or measure GPUs that nobody else uses"
@@ -306,15 +298,6 @@ def _changes(old: GpuConditions, new: GpuConditions) -> Iterator[str]:
             yield sentence
 
 
-def _spoiling(seen: GpuConditions, *, loaded: bool) -> list[_Reason]:
-    """Return reasons that lower rates; hw_slowdown only alone, since it comes with other hw_."""
-    times = ("always", "loaded") if loaded else ("always",)
-    names = seen.throttling or ()
-    found = [reason for reason in _REASONS if reason.name in names and reason.spoils in times]
-    explained = any(name.startswith("hw_") and name != "hw_slowdown" for name in names)
-    return [reason for reason in found if not (explained and reason.name == "hw_slowdown")]
-
-
 def _below(now: int | None, best: int | None) -> bool:
     """Return whether a link is below its best; in virtual machines it may be 0 or unknown."""
     return bool(now and best and now < best)
@@ -331,14 +314,15 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
     'SM 1980 MHz, memory ? MHz, PCIe 5 x16, ? C, throttling ?'
     """
     fastest = max(seen.sm_max_mhz or 0 for seen in conditions)
-    links, reasons = {}, {}
+    links: dict[str, list[int]] = {}
+    reasons: dict[str, list[int]] = {}
     for seen in conditions:
         now = _link(seen.pcie_generation, seen.pcie_width)
         best = _link(seen.pcie_generation_max, seen.pcie_width_max)
-        links[seen.gpu] = now if best in (now, "? x?") else f"{now} of {best}"
-        reasons[seen.gpu] = "+".join(seen.throttling or ()) or "none"
-        if seen.throttling is None:
-            reasons[seen.gpu] = "?"
+        link = now if best in (now, "? x?") else f"{now} of {best}"
+        links.setdefault(link, []).append(seen.gpu)
+        names = "?" if seen.throttling is None else "+".join(seen.throttling) or "none"
+        reasons.setdefault(names, []).append(seen.gpu)
     return (
         f"SM {_span(seen.sm_mhz for seen in conditions)}{f' of {fastest}' * bool(fastest)} MHz, "
         f"memory {_span(seen.memory_mhz for seen in conditions)} MHz, PCIe {_by_gpu(links)}, "
@@ -346,14 +330,10 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
     )
 
 
-def _by_gpu(texts: Mapping[int, str]) -> str:
-    groups = {
-        text: ",".join(str(gpu) for gpu, found in texts.items() if found == text)
-        for text in texts.values()
-    }
+def _by_gpu(groups: Mapping[str, Sequence[int]]) -> str:
     if len(groups) == 1:
         return next(iter(groups))
-    return " / ".join(f"{text} (GPU {gpus})" for text, gpus in groups.items())
+    return " / ".join(f"{text} (GPU {','.join(map(str, gpus))})" for text, gpus in groups.items())
 
 
 def _span(values: Iterable[int | None]) -> str:

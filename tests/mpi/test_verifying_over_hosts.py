@@ -54,11 +54,23 @@ def directory(tmp_path):
     return place
 
 
+@pytest.fixture
+def stuck(tmp_path):
+    """Variables by which ranks import a torch at once, in which they stay: what becomes of them
+    does not depend on it."""
+    package = tmp_path / "stuck" / "torch"
+    (package / "distributed").mkdir(parents=True)
+    text = "import time\n\ndef __getattr__(name):\n    time.sleep(600)\n"
+    for place in (package, package / "distributed"):
+        (place / "__init__.py").write_text(text)
+    return {"PYTHONPATH": str(package.parent)}
+
+
 @contextlib.contextmanager
-def under_way(hosts, directory):
+def under_way(hosts, directory, variables):
     """A verification whose ranks run."""
     words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
-    process = hosts.start(*words, hosts=HOSTS)
+    process = hosts.start(*words, hosts=HOSTS, environment=variables)
     until = time.monotonic() + 120
     # Three ranks, and on each host what they are forks of.
     while len(ranks_alive(hosts)) < 5 and time.monotonic() < until:
@@ -91,7 +103,7 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):
     ran = namespaces.run("verify", str(directory), *QUICK, "--json", hosts=HOSTS, timeout_s=300)
     assert ran.code in (0, 1), ran.stderr
     told = json.loads(ran.stdout)
-    assert told["machine"] == "2 hosts"
+    assert told["machine"].startswith("2 hosts")
     assert tuple(told["hosts"]) == ORDER
     default, graph = told["arms"]
     assert (graph["failure"], graph["wrong"], graph["rings"]) == ("", [], None)
@@ -112,15 +124,15 @@ def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):
     assert not (directory / "verify.json").exists()
 
 
-def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory):
-    with under_way(namespaces, directory) as process:
+def test_an_interrupt_leaves_no_rank_and_no_file(namespaces, directory, stuck):
+    with under_way(namespaces, directory, stuck) as process:
         os.killpg(process.pid, signal.SIGINT)
         ran = ended(process, 120)
         assert ran.code != 0
         assert ran.stdout == ""
 
 
-def test_a_killed_launcher_leaves_no_process(directory, tmp_path):
+def test_a_killed_launcher_leaves_no_process(directory, stuck, tmp_path):
     # Without a second machine's daemon, nobody but the controller can notice.
     wrapper = tmp_path / "rank.sh"
     wrapper.write_text(
@@ -133,6 +145,7 @@ exec unshare --uts sh -c 'hostname h'$OMPI_COMM_WORLD_RANK'; exec "$@"' rank "$@
     words = ("verify", str(directory), "--backend", "host", "--seconds", "600", "--no-checks")
     process = subprocess.Popen(
         [*launcher, sys.executable, "-m", "tccl_py", *words],
+        env={**os.environ, **stuck},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -153,8 +166,8 @@ exec unshare --uts sh -c 'hostname h'$OMPI_COMM_WORLD_RANK'; exec "$@"' rank "$@
     assert (len(ranks), left) == (2, [])
 
 
-def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory):
-    with under_way(namespaces, directory) as process:
+def test_a_host_that_dies_is_named_and_leaves_no_rank(namespaces, directory, stuck):
+    with under_way(namespaces, directory, stuck) as process:
         os.kill(namespaces.rank_pid("h1"), signal.SIGKILL)
         ran = ended(process, 120)
         assert ran.code != 0

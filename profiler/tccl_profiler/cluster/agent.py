@@ -6,21 +6,22 @@ On the controller's host it is the process `tccl_profiler.cluster.agent DESCRIPT
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 from tccl_profiler import linux
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
-from tccl_profiler.execution import RunResult
+from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
     ConnectionClosed,
     DeviceSpec,
@@ -28,18 +29,18 @@ from tccl_profiler.messages import (
     Failed,
     LinkEnds,
     LinkStep,
-    Ping,
+    Pinged,
     Stop,
 )
 from tccl_profiler.pool import Pool
-from tccl_profiler.program import is_nic, local
+from tccl_profiler.program import HostProgram, is_nic, local
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
-from tccl_py.rank_processes.tasks import Task, run_tasks
+from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
 
 SILENCE_S = 30.0  # the controller is lost after so long without a message
 _RELEASE_S = 10.0  # lanes that wait to be released give up after as long; see Timeouts
@@ -64,8 +65,18 @@ class Terminated(BaseException):
     """The launcher tells this process to end."""
 
 
+class Ran(msgspec.Struct, frozen=True, kw_only=True):
+    """All repeats' results, and how long before its time each Release was read."""
+
+    results: tuple[RunResult, ...]
+    early_ns: tuple[int, ...]
+
+
 class Agent:
-    """Serves one controller; it owns this host's pool. `name` None is gethostname(2)."""
+    """Serves one controller; it owns this host's pool. `name` None is gethostname(2).
+
+    The controller calls the methods in CALLED.
+    """
 
     def __init__(
         self,
@@ -83,24 +94,13 @@ class Agent:
         self._interfaces: tuple[str, ...] = ()
         self._facts: HostFacts | None = None
         self._pool: Pool | None = None
-        self._ranks = RankTasks()
+        self._listeners: list[socket.socket] = []
+        self._fork_server = ForkServer()
+        self._number = 0
         self._stopping: say.Envelope | None = None
         self._backoff = say.Backoff()
         self._prioritised = False
         self._bound = (1, 1)
-        # What each message asks for; a request without an answer of its own is Done.
-        self._does: dict[type[say.Message], Callable[[Any], say.Message | None]] = {
-            say.PingHost: lambda _: say.HostTime(at_ns=self._now_ns()),
-            say.Describe: self._describe,
-            say.Open: self._open,
-            Ping: lambda ping: say.DevicesPinged(pinged=self._opened().ping(ping.count)),
-            LinkStep: lambda step: take_step(self._opened(), step),
-            say.AskEnvironment: lambda asked: self._ranks.environment(asked.modules),
-            say.OpenRendezvous: lambda asked: self._ranks.open_rendezvous(asked.count),
-            # The run that these are about has ended by itself.
-            say.Abort: lambda _: None,
-            say.Release: lambda _: None,
-        }
 
     def serve(self) -> int:
         """Carry out requests until told to stop; return the exit code. Raises ControllerLost."""
@@ -113,7 +113,8 @@ class Agent:
                         self._answer(0, say.Leaving())
                         self._last()
                         return envelope.message.code
-                    self._answer(envelope.number, self._done(envelope))
+                    self._number = envelope.number
+                    self._answer(self._number, self._done(envelope.message))
         except MeasurementError as error:
             # Closed, or a message that cannot be read or sent: the next would make no sense.
             raise ControllerLost(str(error)) from error
@@ -139,8 +140,9 @@ class Agent:
                 self._backoff.nap()
 
     def close(self, *, hurry: bool = False) -> None:
-        """End the workers; `hurry` kills workers that do not end at once."""
-        self._ranks.close()
+        """End workers and ranks; `hurry` kills workers that do not end at once."""
+        self._close_listeners()
+        self._fork_server.close()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close(hurry=hurry)
@@ -160,45 +162,44 @@ class Agent:
                 raise MeasurementError(f"host {self._name}: not told to go on within {limit_s:g} s")
             self._backoff.nap()
         self._backoff.reset()
-        # While pings follow each other, this thread has priority: its delays are errors.
-        pinging = isinstance(envelope.message, say.PingHost) and envelope.message.more
-        if pinging and not self._prioritised:
-            linux.set_fifo_priority((0,), linux.AGENT_PRIORITY)
-        elif self._prioritised and not pinging:
-            linux.reset_priority((0,))
-        self._prioritised = pinging
         return envelope
 
     def _answer(self, number: int, message: say.Message) -> None:
         self._backoff.reset()
         self._messenger.send(number, message)
 
-    def _done(self, envelope: say.Envelope) -> say.Message:
-        number, message = envelope.number, envelope.message
+    def _done(self, message: say.Message) -> say.Message:
         try:
-            if isinstance(message, say.Begin):
-                return self._run(number, message)
-            if isinstance(message, say.RunRanks):
-                return self._ranks.run(message.tasks, lambda: self._look(number))
-            does = self._does.get(type(message))
-            if does is None:
-                raise MeasurementError(f"host {self._name}: asked {type(message).__name__}")
-            return does(message) or Done()
+            if isinstance(message, say.Call):
+                return say.answered(CALLED, self, message)
         except TcclError as error:
             return Failed.of(error)
         except _Aborted:
-            return Done()
+            pass
+        # Else it is about a run that has ended by itself: messages arrive in order.
+        return Done()
 
-    def _describe(self, message: say.Describe) -> say.Message:
-        self._backend, self._interfaces = message.backend, message.interfaces
-        if message.backend == "cuda":
+    def clock(self, more: bool) -> int:
+        """Return CLOCK_MONOTONIC, in nanoseconds.
+
+        While there are `more` questions, this thread has priority: its delays are errors.
+        """
+        at_ns = self._now_ns()
+        if more and not self._prioritised:
+            linux.set_fifo_priority((0,), linux.AGENT_PRIORITY)
+        elif self._prioritised and not more:
+            linux.reset_priority((0,))
+        self._prioritised = more
+        return at_ns
+
+    def describe(self, backend: str, devices: int | None, interfaces: tuple[str, ...]) -> HostFacts:
+        """Discover this host, with these interfaces as NICs, or its own."""
+        self._backend, self._interfaces = backend, interfaces
+        if backend == "cuda":
             # Cores stand for devices on the other backend, and the launcher deals them out.
             self._bound = linux.leave_binding()
         self._facts = host_facts(
-            self._name,
-            backend=message.backend,
-            devices=message.devices,
-            interfaces=message.interfaces,
+            self._name, backend=backend, devices=devices, interfaces=interfaces
         )
         return self._facts
 
@@ -207,27 +208,40 @@ class Agent:
             raise MeasurementError(f"host {self._name}: its workers were not started")
         return self._pool
 
-    def _open(self, message: say.Open) -> say.Message:
-        self.close(hurry=bool(message.devices))
-        if not message.devices:
-            return say.Opened(lanes={})
+    def open(
+        self, devices: tuple[str, ...], variables: dict[str, str]
+    ) -> tuple[dict[str, int], tuple[str, ...]]:
+        """End all workers, and start workers for these GPUs and NICs with variables of NCCL.
+
+        Return their lanes by device, and warnings about the devices.
+        """
+        self.close(hurry=bool(devices))
+        if not devices:
+            return {}, ()
         if self._facts is None:
             raise MeasurementError(f"host {self._name}: asked to start workers for nothing known")
-        variables = dict(message.variables)
         if variables:
             # It tells hosts apart that share a kernel.
             variables["NCCL_HOSTID"] = self._name
             if self._interfaces:
                 variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
         nics = {}
-        for name in filter(is_nic, message.devices):
+        for name in filter(is_nic, devices):
             nic = self._facts.addresses[int(name[1:])]
             nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.name)
-        machine, names = self._facts.machine, message.devices
-        pool = pool_of(machine, self._backend, names, nics=nics, variables=variables)
+        machine = self._facts.machine
+        pool = pool_of(machine, self._backend, devices, nics=nics, variables=variables)
         pool.start()
         self._pool = pool
-        return say.Opened(lanes=pool.lanes, warnings=self._warnings(names))
+        return dict(pool.lanes), self._warnings(devices)
+
+    def ping(self, count: int) -> dict[str, Pinged]:
+        """Compare each device's clock with this host's."""
+        return dict(self._opened().ping(count))
+
+    def take(self, step: LinkStep) -> LinkEnds:
+        """Take one step for links with ends at devices of this host."""
+        return take_step(self._opened(), step)
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         gpus = [int(name[1:]) for name in devices if name.startswith("G")]
@@ -240,48 +254,78 @@ class Agent:
 
     # One run
 
-    def _run(self, number: int, begin: say.Begin) -> say.Ran:
+    def run(self, program: HostProgram, spec: RunSpec) -> Ran:
+        """Run this host's share of a program; Release follows for each repeat."""
         results: list[RunResult] = []
         early: list[int] = []
         pool = self._opened()
-        look = functools.partial(self._look, number)
-        with pool.begin(begin.program, begin.spec, meanwhile=look) as execution:
-            for repeat in range(begin.spec.repeats):
+        with pool.begin(program, spec, meanwhile=self._look) as execution:
+            for repeat in range(spec.repeats):
                 execution.wait_resident(repeat)
                 lanes = linux.threads_of(pool.pids)
                 with linux.realtime():
-                    self._answer(number, say.Resident(repeat=repeat))
-                    release = self._release(number, repeat)
+                    self._answer(self._number, say.Resident())
+                    at_ns = self._release_ns()
                     # Lanes not before: others' lanes have still to come, perhaps on these cores.
                     with linux.realtime(lanes):
-                        early.append(release.at_ns - self._now_ns())
-                        execution.release(repeat, at_ns=release.at_ns)
+                        early.append(at_ns - self._now_ns())
+                        execution.release(repeat, at_ns=at_ns)
                         time.sleep(_STARTED_S)
                 results.append(execution.collect(repeat))
             execution.finish()
-        return say.Ran(results=tuple(results), early_ns=tuple(early))
+        return Ran(results=tuple(results), early_ns=tuple(early))
 
-    def _release(self, number: int, repeat: int) -> say.Release:
+    def _release_ns(self) -> int:
         while True:
             envelope = self._next(_RELEASE_S)
-            self._heed(envelope, number)
-            message, meant = envelope.message, envelope.number == number
-            # A release may be of a run that was given up.
-            if meant and isinstance(message, say.Release) and message.repeat == repeat:
-                return message
+            self._heed(envelope)
+            if isinstance(envelope.message, say.Release):
+                return envelope.message.at_ns
 
-    def _look(self, number: int) -> None:
+    def _look(self) -> None:
         envelope = self._polled()
         if envelope is not None:
-            self._heed(envelope, number)
+            self._heed(envelope)
 
-    def _heed(self, envelope: say.Envelope, number: int) -> None:
+    def _heed(self, envelope: say.Envelope) -> None:
         """Give a run up that is called off; the next request is then Stop, if that was it."""
         if isinstance(envelope.message, Stop):
             self._stopping = envelope
+        if isinstance(envelope.message, Stop | say.Abort):
             raise _Aborted
-        if isinstance(envelope.message, say.Abort) and envelope.number == number:
-            raise _Aborted
+
+    # Ranks
+
+    def environment(self, modules: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the environment for rank processes, and required modules missing here."""
+        lacks = tuple(name for name in modules if importlib.util.find_spec(name) is None)
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}, lacks
+
+    def open_rendezvous(self, count: int) -> tuple[Rendezvous, ...]:
+        """Open listening sockets for the ranks of the next concurrent jobs."""
+        self._close_listeners()
+        self._listeners = [listening() for _ in range(count)]
+        here, ports = addresses(), [listener.getsockname()[1] for listener in self._listeners]
+        return tuple(Rendezvous(addresses=here, port=port) for port in ports)
+
+    def _close_listeners(self) -> None:
+        while self._listeners:
+            self._listeners.pop().close()
+
+    def run_ranks(self, tasks: tuple[Task, ...]) -> tuple[RankOutput, ...]:
+        """Run ranks as fresh processes to their end, those of several jobs at once."""
+        linux.leave_binding()
+        try:
+            return run_tasks(
+                tasks, listeners=self._listeners, meanwhile=self._look, server=self._fork_server
+            )
+        finally:
+            self._close_listeners()
+
+
+_METHODS = (Agent.clock, Agent.describe, Agent.open, Agent.ping, Agent.take, Agent.run)
+_OF_RANKS = (Agent.environment, Agent.open_rendezvous, Agent.run_ranks)
+CALLED: Mapping[str, Callable[..., Any]] = {m.__name__: m for m in (*_METHODS, *_OF_RANKS)}
 
 
 def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
@@ -289,50 +333,6 @@ def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
     all_workers = step.step == "usable"
     shares = dict.fromkeys(pool.lanes, step) if all_workers else step.shares(local)
     return LinkEnds.joined(pool.ask(shares, LinkEnds, step.limit_s).values())
-
-
-class RankTasks:
-    """A host's part in jobs of fresh rank processes."""
-
-    def __init__(self) -> None:
-        self._listeners: tuple[socket.socket, ...] = ()
-        self._fork_server = ForkServer()
-
-    def environment(self, modules: Sequence[str] = ()) -> say.Environment:
-        """Return the environment for rank processes, and required modules missing here."""
-        return say.Environment(
-            variables={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
-            lacks=tuple(name for name in modules if importlib.util.find_spec(name) is None),
-        )
-
-    def open_rendezvous(self, count: int) -> say.RendezvousOpen:
-        """Open listening sockets for the ranks of the next concurrent jobs."""
-        self._close_listeners()
-        self._listeners = tuple(listening() for _ in range(count))
-        here, ports = addresses(), [listener.getsockname()[1] for listener in self._listeners]
-        meetings = tuple(Rendezvous(addresses=here, port=port) for port in ports)
-        return say.RendezvousOpen(meetings=meetings)
-
-    def run(self, tasks: Sequence[Task], meanwhile: Callable[[], None]) -> say.RanksLeft:
-        """Run fresh processes until they have ended; an exception of `meanwhile` ends them."""
-        linux.leave_binding()
-        try:
-            left = run_tasks(
-                tasks, listeners=self._listeners, meanwhile=meanwhile, server=self._fork_server
-            )
-            return say.RanksLeft(left=left)
-        finally:
-            self._close_listeners()
-
-    def close(self) -> None:
-        """Close the sockets, and end the fork server."""
-        self._close_listeners()
-        self._fork_server.close()
-
-    def _close_listeners(self) -> None:
-        listeners, self._listeners = self._listeners, ()
-        for listener in listeners:
-            listener.close()
 
 
 def set_agent_signals() -> None:

@@ -7,14 +7,16 @@ MPI Benchmarking, TPDS 2016.)
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agent import Agent, Ran
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
@@ -32,7 +34,6 @@ from tccl_profiler.messages import (
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program, host_of
 from tccl_profiler.rates import ClockReading, offset_from_pings
-from tccl_profiler.workers import Answer
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
@@ -71,7 +72,7 @@ class Agents:
     """All agents of a job. Methods raise HostLost, and break the job, if a host is gone."""
 
     grace_s = 0.0
-    """Seconds between a host's failure and the end of what the rest do."""
+    """Seconds between a host's failure and the end of what the rest do: they may know the cause."""
 
     def __init__(self, job: Job, *, timeouts: HostTimeouts | None = None) -> None:
         self._job = job
@@ -96,10 +97,11 @@ class Agents:
     def heard(
         self, number: int, hosts: Iterable[str], limit_s: float | None = None
     ) -> dict[str, Message]:
-        """Return one message with this number of each host, fewer after a failure of a host."""
+        """Return one message with this number of each host; fewer if one fails (see `grace_s`)."""
         limit_s = self.timeouts.answer_s if limit_s is None else limit_s
         waiting, found = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
+        ends = math.inf
         self._backoff.reset()
         while True:
             for host in list(waiting):
@@ -108,7 +110,9 @@ class Agents:
                     found[host] = message
                     del waiting[host]
                     self._backoff.reset()
-            if not waiting or any(isinstance(message, Failed) for message in found.values()):
+                if isinstance(message, Failed):
+                    ends = min(ends, time.monotonic() + self.grace_s)
+            if not waiting or time.monotonic() >= ends:
                 return found
             if time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
@@ -145,79 +149,71 @@ class Agents:
         return HostLost(f"host {host}: {what}; see what became of it, and start the job again")
 
     def ask(
-        self, questions: Mapping[str, Message], kind: type[Answer], limit_s: float | None = None
-    ) -> dict[str, Answer]:
-        """Ask hosts, all at the same time, and return all answers; raises as `answers`."""
+        self,
+        method: Callable[..., say.Result],
+        given: Mapping[str, tuple[object, ...]],
+        limit_s: float | None = None,
+    ) -> dict[str, say.Result]:
+        """Call a method of agents, all at the same time, with arguments by host.
+
+        Return the results by host; raises as `answers`.
+        """
         number = self.number()
-        for host, message in questions.items():
-            self.tell(host, number, message)
-        return self.answers(number, questions, kind, limit_s)
+        for host, arguments in given.items():
+            self.tell(host, number, say.call_of(method, arguments))
+        answers = self.answers(number, given, say.Returned, limit_s)
+        return {host: say.result_of(method, host, answer) for host, answer in answers.items()}
 
     def answers(
         self,
         number: int,
         hosts: Collection[str],
-        kind: type[Answer],
+        kind: type[say.Kind],
         limit_s: float | None = None,
-    ) -> dict[str, Answer]:
+    ) -> dict[str, say.Kind]:
         """Return an answer of this type of each host.
 
         After a host's failure the rest are to give up, and the failure that says most is raised.
         """
         found = self.heard(number, hosts, limit_s)
         if any(not isinstance(answer, kind) for answer in found.values()):
-            until = time.monotonic() + self.grace_s
-            while len(found) < len(hosts) and time.monotonic() < until:
-                self._backoff.nap(1e-3)
-                polled = {host: self._polled(host, number) for host in hosts if host not in found}
-                found |= {host: answer for host, answer in polled.items() if answer}
-            ended = {host: found[host] for host in found if not isinstance(found[host], kind)}
-            rest = [host for host in hosts if host not in ended]
-            found = ended | self.give_up(number, rest, limit_s)
-        return say.checked({host: found[host] for host in hosts}, kind)
+            self.give_up(hosts)
+        return say.checked({host: found[host] for host in hosts if host in found}, kind)
 
-    def give_up(
-        self, number: int, hosts: Collection[str], limit_s: float | None = None
-    ) -> dict[str, Message]:
-        """Have hosts give up what they were asked by this number; return how it ended."""
+    def give_up(self, hosts: Iterable[str]) -> None:
+        """Have hosts give up what they run; their late answers have another number."""
         for host in hosts:
-            self.tell(host, number, say.Abort())
-        ended: dict[str, Message] = {}
-        while len(ended) < len(hosts):
-            # All are heard: no answer may come after the next question.
-            answers = self.heard(number, [host for host in hosts if host not in ended], limit_s)
-            # A Resident, or the end of a repeat, may have been under way.
-            ended |= {h: a for h, a in answers.items() if not isinstance(a, say.Resident)}
-        return ended
+            self.tell(host, self.number(), say.Abort())
 
     def described(
         self, backend: str, *, devices: int | None = None, interfaces: Sequence[str] = ()
     ) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
-        asked = say.Describe(backend=backend, devices=devices, interfaces=tuple(interfaces))
-        return self.ask(dict.fromkeys(self.hosts, asked), HostFacts)
+        asked = (backend, devices, tuple(interfaces))
+        return self.ask(Agent.describe, dict.fromkeys(self.hosts, asked))
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
         asked, there, seen = [], [], []
         with realtime():
             for left in reversed(range(count)):
-                number = self.number()
+                number, call = self.number(), say.call_of(Agent.clock, (left > 0,))
                 asked.append(time.monotonic_ns())
-                self.tell(host, number, say.PingHost(more=left > 0))
+                self.tell(host, number, call)
                 answer, seen_ns = self._pong(host, number)
                 seen.append(seen_ns)
-                there.append(answer)
+                there.append(say.result_of(Agent.clock, host, answer))
         return offset_from_pings(asked, there, seen)
 
-    def _pong(self, host: str, number: int) -> tuple[int, int]:
+    def _pong(self, host: str, number: int) -> tuple[say.Returned, int]:
+        """Return an answer, which is awaited without naps for a while, and when it came."""
         until = time.monotonic() + _PING_LIMIT_S
-        while time.monotonic() < until:
-            message = self._polled(host, number)
-            if isinstance(message, say.HostTime):
-                return message.at_ns, time.monotonic_ns()
-        answers = self.heard(number, (host,))
-        return say.checked(answers, say.HostTime)[host].at_ns, time.monotonic_ns()
+        while (message := self._polled(host, number)) is None and time.monotonic() < until:
+            pass
+        seen_ns = time.monotonic_ns()
+        if message is None:
+            message, seen_ns = self.heard(number, (host,))[host], time.monotonic_ns()
+        return say.checked({host: message}, say.Returned)[host], seen_ns
 
 
 class ClusterPool:
@@ -246,26 +242,22 @@ class ClusterPool:
 
     def restart(self) -> None:
         """End all workers, and start new ones."""
-        questions = {
-            host: say.Open(devices=ids, variables=self._variables)
-            for host, ids in self._devices.items()
-        }
-        answers = self._agents.ask(questions, say.Opened, self._agents.timeouts.start_s)
-        self.warnings = [f"host {host}: {t}" for host, own in answers.items() for t in own.warnings]
-        for host, opened in answers.items():
-            self.lanes |= {f"{host}.{name}": count for name, count in opened.lanes.items()}
+        given = {host: (ids, self._variables) for host, ids in self._devices.items()}
+        answers = self._agents.ask(Agent.open, given, self._agents.timeouts.start_s)
+        self.warnings = [f"host {host}: {t}" for host, (_, own) in answers.items() for t in own]
+        for host, (lanes, _) in answers.items():
+            self.lanes |= {f"{host}.{name}": count for name, count in lanes.items()}
 
     def ping(self, count: int = 16) -> Mapping[str, messages.Pinged]:
         """Compare each device's clock with this host's, through its own host's clock."""
         for host, clock in self._clocks.items():
             if host in self._devices and clock.is_due:
                 clock.add(self._agents.reading(host, _PINGS))
-        questions = dict.fromkeys(self._devices, messages.Ping(count=count))
-        answers = self._agents.ask(questions, say.DevicesPinged)
+        answers = self._agents.ask(Agent.ping, dict.fromkeys(self._devices, (count,)))
         return {
-            f"{host}.{name}": self._clocks[host].here(pinged)
-            for host, answer in answers.items()
-            for name, pinged in answer.pinged.items()
+            f"{host}.{name}": self._clocks[host].here(one)
+            for host, pinged in answers.items()
+            for name, one in pinged.items()
         }
 
     def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
@@ -316,7 +308,8 @@ class ClusterPool:
                 self._usable([host_of(link.sender)])
 
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
-        answers = self._agents.ask(dict.fromkeys(hosts, LinkStep(step="usable")), LinkEnds)
+        given = dict.fromkeys(hosts, (LinkStep(step="usable"),))
+        answers = self._agents.ask(Agent.take, given)
         return {host: set(answer.ends) for host, answer in answers.items()}
 
     def _make(self, links: list[Link]) -> None:
@@ -324,7 +317,8 @@ class ClusterPool:
         made = LinkEnds(ends=dict.fromkeys(links))
         for step in MAKING:
             shares = LinkStep(step=step, ends=made.ends).shares(host_of)
-            made = LinkEnds.joined(self._agents.ask(shares, LinkEnds).values())
+            given = {host: (share,) for host, share in shares.items()}
+            made = LinkEnds.joined(self._agents.ask(Agent.take, given).values())
 
     # One run
 
@@ -333,25 +327,26 @@ class ClusterPool:
         limit_s = self._agents.timeouts.answer_s + spec.lasting_s
         try:
             for host in hosts:
-                begin = say.Begin(program=program.on(host), spec=spec.on(host))
-                self._agents.tell(host, number, begin)
-            for repeat in range(spec.repeats):
+                call = say.call_of(Agent.run, (program.on(host), spec.on(host)))
+                self._agents.tell(host, number, call)
+            for _ in range(spec.repeats):
                 self._agents.answers(number, hosts, say.Resident, limit_s)
                 # Agree on a time, and tell each host what that is by its clock.
                 at_ns = time.monotonic_ns() + self.ahead_ns
                 for host in hosts:
-                    there_ns = self._clocks[host].there_ns(at_ns)
-                    self._agents.tell(host, number, say.Release(repeat=repeat, at_ns=there_ns))
-            ran = self._agents.answers(number, hosts, say.Ran, limit_s)
+                    release = say.Release(at_ns=self._clocks[host].there_ns(at_ns))
+                    self._agents.tell(host, number, release)
+            answers = self._agents.answers(number, hosts, say.Returned, limit_s)
         except SourceLostError:
             # The job ends here, and with it what the other hosts do.
             raise
         except BaseException:
-            self._agents.give_up(number, hosts)
+            self._agents.give_up(hosts)
             raise
+        ran = {host: say.result_of(Agent.run, host, answer) for host, answer in answers.items()}
         return self.judged(ran, spec)
 
-    def judged(self, ran: Mapping[str, say.Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
+    def judged(self, ran: Mapping[str, Ran], spec: RunSpec) -> tuple[list[RunResult], bool]:
         """Return the results of all hosts and whether a release was late; adapt `ahead_ns`."""
         earliest_ns = min(early for host in ran.values() for early in host.early_ns)
         took_ns = self.ahead_ns - earliest_ns
@@ -370,21 +365,17 @@ class RankJobs(Agents):
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
         """Return the environment of each host's agent."""
-        questions = dict.fromkeys(self.hosts, say.AskEnvironment(modules=modules))
-        found = self.ask(questions, say.Environment)
-        for host, environment in found.items():
-            for module in environment.lacks:
+        found = self.ask(Agent.environment, dict.fromkeys(self.hosts, (modules,)))
+        for host, (_, lacks) in found.items():
+            for module in lacks:
                 raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
-        return {host: dict(environment.variables) for host, environment in found.items()}
+        return {host: variables for host, (variables, _) in found.items()}
 
     def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
         """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0."""
-        question = {host: say.OpenRendezvous(count=count)}
-        return self.ask(question, say.RendezvousOpen)[host].meetings
+        return self.ask(Agent.open_rendezvous, {host: (count,)})[host]
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""
-        questions = {host: say.RunRanks(tasks=tuple(own)) for host, own in tasks.items()}
         limit_s = max(task.timeout for own in tasks.values() for task in own) + _SPARE_S
-        found = self.ask(questions, say.RanksLeft, limit_s)
-        return {host: ranks.left for host, ranks in found.items()}
+        return self.ask(Agent.run_ranks, {host: (own,) for host, own in tasks.items()}, limit_s)

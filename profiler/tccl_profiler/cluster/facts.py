@@ -27,7 +27,6 @@ PROC = Path("/proc")
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
-_LONGEST = 15  # IFNAMSIZ less the zero byte
 _GPUS = "start ranks where GPUs are, or add --backend host for a dry run on the hosts' memory"
 
 
@@ -40,7 +39,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_mbps: int = 0
 
 
-class HostFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A host of the cluster; `addresses` are interfaces by the index of the NIC.
 
     Interfaces in `down` are not up; `tccl_py` and `nccl` are versions; "none" if not installed.
@@ -76,20 +75,15 @@ def host_facts(
         raise InputError(f"host {name}: {error.where}", error.what, error.right) from error
     if interfaces:
         machine = with_interfaces(machine, interfaces, host=name)
-    addresses: dict[int, Interface] = {}
+    known = interfaces_here()
+    found = {nic.index: known[own] for nic in machine.nics if (own := _interface_of(nic)) in known}
+    for one in found.values():
+        if interfaces and one.up and not one.address:
+            what = f"interface {one.name} has no address"
+            raise InputError(f"host {name}", what, "give it one, or another")
     # Discovery leaves out what is down; another host may have the same interface up.
-    devices_here = [] if interfaces else sorted(filter(_is_device, _names()))
-    down = [own for own in devices_here if (seen := interface(own)) is not None and not seen.up]
-    for nic in machine.nics:
-        found = interface(_interface_of(nic))
-        if found is not None and not found.up:
-            down.append(found.name)
-        elif found is not None and found.address:
-            addresses[nic.index] = found
-        elif interfaces:
-            raise InputError(
-                f"host {name}", f"interface {nic.name} has no address", "give it one, or another"
-            )
+    left_out = [] if interfaces else [one for one in known.values() if _is_device(one.name)]
+    down = dict.fromkeys(one.name for one in (*left_out, *found.values()) if not one.up)
     installed = installed_nccl()
     return HostFacts(
         name=name,
@@ -98,7 +92,7 @@ def host_facts(
         fingerprint=fingerprint,
         tccl_py=_own_version(),
         nccl="none" if installed is None else installed.version,
-        addresses=addresses,
+        addresses={index: one for index, one in found.items() if one.up and one.address},
         down=tuple(down),
     )
 
@@ -189,28 +183,29 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
 
 
 # Network interfaces of this network namespace
-def interface(name: str) -> Interface | None:
-    """Return an interface, or None; an IPv4 address goes before a global IPv6 address."""
-    if not 1 <= len(name.encode()) <= _LONGEST or name not in _names():
-        return None
-    flags = _ioctl(_SIOCGIFFLAGS, name)
-    state = struct.unpack_from("H", flags)[0] if flags else 0
-    answer = _ioctl(_SIOCGIFADDR, name)
-    address = socket.inet_ntoa(answer[4:8]) if answer else _address6(name)
-    # The kernel refuses to tell the speed of what is down.
-    speed = FILES.number(f"sys/class/net/{name}/speed") or 0
-    up = bool(state & _IFF_UP and state & _IFF_RUNNING)
-    return Interface(name=name, address=address, up=up, speed_mbps=max(speed, 0))
+
+
+def interfaces_here() -> dict[str, Interface]:
+    """Return the interfaces by name; an IPv4 address goes before a global IPv6 address."""
+    found, addresses6 = {}, _addresses6()
+    for _, name in socket.if_nameindex():
+        flags, answer = _ioctl(_SIOCGIFFLAGS, name), _ioctl(_SIOCGIFADDR, name)
+        state = struct.unpack_from("H", flags)[0] if flags else 0
+        found[name] = Interface(
+            name=name,
+            address=socket.inet_ntoa(answer[4:8]) if answer else addresses6.get(name, ""),
+            up=bool(state & _IFF_UP and state & _IFF_RUNNING),
+            # The kernel refuses to tell the speed of what is down.
+            speed_mbps=max(FILES.number(f"sys/class/net/{name}/speed") or 0, 0),
+        )
+    return found
 
 
 def addresses() -> tuple[str, ...]:
     """Return the addresses of this host for remote hosts, those of devices first."""
-    found = []
-    for name in _names():
-        seen = interface(name)
-        if seen is not None and seen.up and seen.address and name != "lo":
-            found.append((not _is_device(name), seen.address))
-    return tuple(address for _, address in sorted(found, key=lambda pair: pair[0]))
+    here = interfaces_here().values()
+    usable = [one for one in here if one.up and one.address and one.name != "lo"]
+    return tuple(one.address for one in sorted(usable, key=lambda one: not _is_device(one.name)))
 
 
 def listening() -> socket.socket:
@@ -218,10 +213,6 @@ def listening() -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def _names() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
 
 
 def _is_device(name: str) -> bool:
@@ -238,14 +229,15 @@ def _ioctl(question: int, name: str) -> bytes:
     return bytes(request[16:32])
 
 
-def _address6(name: str) -> str:
-    """Return the first global IPv6 address of an interface, "" if it has none."""
+def _addresses6() -> dict[str, str]:
+    """Return the first global IPv6 address of each interface that has one."""
+    found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in (PROC / "net" / "if_inet6").read_text().splitlines():
             digits, _, _, scope, _, owner = line.split()
-            if owner == name and scope == _GLOBAL_SCOPE:
-                return str(ipaddress.IPv6Address(int(digits, 16)))
-    return ""
+            if scope == _GLOBAL_SCOPE:
+                found.setdefault(owner, str(ipaddress.IPv6Address(int(digits, 16))))
+    return found
 
 
 def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> Machine:
@@ -253,40 +245,45 @@ def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> M
 
     Interfaces that are no NICs of the machine hang from the first NUMA node.
     """
+    known, first = interfaces_here(), machine.numa_nodes[0].id
     own = {name: nic for nic in machine.nics for name in (_interface_of(nic), nic.name)}
-    nics: list[Nic] = []
-    for name in dict.fromkeys(names):
-        found = interface(name)
-        if found is None:
-            continue
-        parent = machine.numa_nodes[0].id
-        nic = own.get(name) or Nic(index=0, name=name, parent=parent, speed_mbps=found.speed_mbps)
-        nics.append(msgspec.structs.replace(nic, index=len(nics)))
+    nics = [
+        own.get(name) or Nic(index=0, name=name, parent=first, speed_mbps=known[name].speed_mbps)
+        for name in dict.fromkeys(names)
+        if name in known
+    ]
     if not nics:
-        known = ", ".join(name for name in _names() if name != "lo") or "none"
+        there = ", ".join(name for name in known if name != "lo") or "none"
         wanted = ", ".join(name[:40] for name in names)
-        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {known}")
-    return msgspec.structs.replace(machine, nics=tuple(nics))
+        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {there}")
+    return _with_nics(machine, nics)
 
 
 def _with_own_nics(machine: Machine) -> Machine:
-    nodes = {node.numa_id: node.id for node in machine.numa_nodes}
-    first = machine.numa_nodes[0].id
-    nics: list[Nic] = []
+    """Return the stand-in's machine with the ports that are up and have an address."""
+    known, nodes = interfaces_here(), {node.numa_id: node.id for node in machine.numa_nodes}
+    nics = []
     for port in network_ports(FILES):
-        nic = Nic(index=len(nics), name=port.name, parent=first, port=port.port)
-        name = _interface_of(nic)
-        found = interface(name)
+        found = known.get(_interface_of(port))
         if found is not None and found.up and found.address:
-            node = FILES.text(f"sys/class/net/{name}/device/numa_node")
-            parent = nodes.get(int(node), first) if node.isdecimal() else first
-            nics.append(msgspec.structs.replace(nic, parent=parent, speed_mbps=port.speed_mbps))
-    return msgspec.structs.replace(machine, nics=tuple(nics))
+            node = FILES.number(f"sys/class/net/{found.name}/device/numa_node")
+            parent = nodes.get(-1 if node is None else node, machine.numa_nodes[0].id)
+            speed = port.speed_mbps
+            nics.append(
+                Nic(index=0, name=port.name, parent=parent, port=port.port, speed_mbps=speed)
+            )
+    return _with_nics(machine, nics)
+
+
+def _with_nics(machine: Machine, nics: Sequence[Nic]) -> Machine:
+    numbered = (msgspec.structs.replace(nic, index=index) for index, nic in enumerate(nics))
+    return msgspec.structs.replace(machine, nics=tuple(numbered))
 
 
 def _interface_of(nic: Nic) -> str:
     """Return the interface of a NIC: itself, or the one behind an RDMA port, or ""."""
-    if FILES.has(f"sys/class/net/{nic.name}") or nic.name in _names():
+    names = [name for _, name in socket.if_nameindex()]
+    if FILES.has(f"sys/class/net/{nic.name}") or nic.name in names:
         return nic.name
     behind = f"sys/class/infiniband/{nic.name}/device/net"
     found = FILES.entries(behind)

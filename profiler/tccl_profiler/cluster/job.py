@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,9 @@ from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Endpoint, Stop
 from tccl_profiler.workers import child_with_socket
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
+
+if TYPE_CHECKING:
+    from tccl_profiler.cluster.mpi import MpiBootstrap
 
 CONTROLLER = 0
 JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to load its libraries
@@ -50,22 +53,6 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
 
 
-class Bootstrap(Protocol):
-    """Carries bytes between ranks during the rendezvous: MPI, or a stand-in."""
-
-    rank: int
-    size: int
-
-    def send(self, rank: int, data: bytes) -> None:
-        """Begin to send."""
-
-    def poll(self, rank: int) -> bytes | None:
-        """Return the next message from a rank, if there is one."""
-
-    def finish(self) -> None:
-        """End it; all ranks do."""
-
-
 def own_info() -> PeerInfo:
     """Return this rank's info: gethostname(2) is per UTS namespace, machines per network one."""
     machine = ""
@@ -75,7 +62,7 @@ def own_info() -> PeerInfo:
     return PeerInfo(host=socket.gethostname(), machine=machine)
 
 
-def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
+def rendezvous(bootstrap: MpiBootstrap, *, join_s: float = JOIN_S) -> Job:
     """Connect all ranks to the controller, end the bootstrap, and return this rank's part.
 
     Raises InputError for a rank that is missing or cannot connect.
@@ -93,7 +80,7 @@ def rendezvous(bootstrap: Bootstrap, *, join_s: float = JOIN_S) -> Job:
     return job
 
 
-def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
+def _waited(bootstrap: MpiBootstrap, rank: int, until: float) -> bytes | None:
     while time.monotonic() < until:
         data = bootstrap.poll(rank)
         if data is not None:
@@ -102,7 +89,7 @@ def _waited(bootstrap: Bootstrap, rank: int, until: float) -> bytes | None:
     return None
 
 
-def _gathered(bootstrap: Bootstrap, join_s: float) -> Job:
+def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
     peers = {CONTROLLER: own_info()}
     until = time.monotonic() + join_s
     for rank in range(1, bootstrap.size):
@@ -136,7 +123,7 @@ def _allow_descriptors(ranks: int) -> None:
 
 def _accepted(
     listener: socket.socket,
-    bootstrap: Bootstrap,
+    bootstrap: MpiBootstrap,
     tokens: dict[bytes, int],
     peers: Mapping[int, PeerInfo],
     *,

@@ -7,25 +7,21 @@ polling waits for a peer: waits are made of naps, with a limit, and watch all pe
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
 from tccl_profiler import messages
-from tccl_profiler.cluster.facts import HostFacts
-from tccl_profiler.execution import RunResult, RunSpec
-from tccl_profiler.linux import precise_sleeps
-from tccl_profiler.program import HostProgram
+from tccl_profiler.linux import wake_promptly
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import MeasurementError
-from tccl_py.rank_processes.rank import Rendezvous
-from tccl_py.rank_processes.tasks import RankOutput, Task
 
 HEARTBEAT_S = 1.0
 _SEND_S = 5.0  # how long a peer's socket may be full before the peer is given up
@@ -33,112 +29,31 @@ _HOT_S, _WARM_S = 0.003, 0.5
 _SHORT_NAP_S, _NAP_S, _LONG_NAP_S = 20e-6, 1e-3, 5e-3
 
 
-class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Discover this host, with these interfaces as NICs, or its own; answered by HostFacts."""
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of the host's agent with these arguments; answered by Returned or Failed."""
 
-    backend: str
-    devices: int | None
-    interfaces: tuple[str, ...]
-
-
-class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End all workers, and start workers for these GPUs and NICs with these variables of NCCL."""
-
-    devices: tuple[str, ...] = ()
-    variables: Mapping[str, str] = {}
+    method: str
+    arguments: msgspec.Raw
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The workers are ready: lanes by device, and warnings about the devices."""
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """The method's result."""
 
-    lanes: Mapping[str, int]
-    warnings: tuple[str, ...] = ()
-
-
-class PingHost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read the host's clock; `more` says that another one follows."""
-
-    more: bool
-
-
-class HostTime(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The host's CLOCK_MONOTONIC, in nanoseconds."""
-
-    at_ns: int
-
-
-class DevicesPinged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Each device's clock against the host's."""
-
-    pinged: Mapping[str, messages.Pinged]
-
-
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run this host's share of a program; Release follows for each repeat."""
-
-    program: HostProgram
-    spec: RunSpec
+    value: msgspec.Raw
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All lanes of a repeat are resident; those of the repeat before have ended."""
-
-    repeat: int
+    """All lanes of the next repeat are resident; those of the repeat before have ended."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Release a repeat when this host's CLOCK_MONOTONIC is `at_ns`."""
+    """Release the next repeat when this host's CLOCK_MONOTONIC is `at_ns`."""
 
-    repeat: int
     at_ns: int
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All repeats' results, and how long before its time each Release was read."""
-
-    results: tuple[RunResult, ...]
-    early_ns: tuple[int, ...]
-
-
-class AskEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Return the environment here, and which of these modules are not installed."""
-
-    modules: tuple[str, ...] = ()
-
-
-class Environment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The environment of processes that are started here, and the modules they lack."""
-
-    variables: Mapping[str, str]
-    lacks: tuple[str, ...] = ()
-
-
-class OpenRendezvous(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a listening socket for each of the next concurrent rank jobs."""
-
-    count: int
-
-
-class RendezvousOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The addresses and port of each of these sockets."""
-
-    meetings: tuple[Rendezvous, ...]
-
-
-class RunRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run ranks as fresh processes to their end, those of several jobs at once."""
-
-    tasks: tuple[Task, ...]
-
-
-class RanksLeft(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The ranks have ended well."""
-
-    left: tuple[RankOutput, ...]
-
-
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up the run; answered by Done, or by an earlier answer under way."""
+    """Give up what runs, if anything does; nobody waits for the answer."""
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -149,13 +64,51 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender lives."""
 
 
-Request = Describe | Open | PingHost | Begin | Release | Abort
-Answer = HostFacts | Opened | HostTime | DevicesPinged | Resident | Ran
-RankMessage = AskEnvironment | Environment | OpenRendezvous | RendezvousOpen | RunRanks | RanksLeft
-WorkerMessage = messages.Ping | messages.LinkStep | messages.LinkEnds | messages.Stop
-Outcome = messages.Done | messages.Failed
 Kind = TypeVar("Kind", bound=msgspec.Struct)
-Message = Request | Answer | RankMessage | WorkerMessage | Outcome | Leaving | Heartbeat
+Result = TypeVar("Result")
+Outcome = Returned | messages.Done | messages.Failed
+Message = Call | Resident | Release | Abort | Outcome | messages.Stop | Leaving | Heartbeat
+
+
+@functools.cache
+def _decoders(method: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return decoders of a method's arguments and of its result."""
+    *kinds, result = get_type_hints(method).values()
+    both = (tuple.__class_getitem__(tuple(kinds)), result)
+    arguments, returns = (msgspec.msgpack.Decoder(kind, dec_hook=_array) for kind in both)
+    return arguments, returns
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=np.ndarray.tobytes))
+
+
+def call_of(method: Callable[..., Any], arguments: tuple[object, ...]) -> Call:
+    """Return the call of an agent's method."""
+    return Call(method.__name__, _raw(arguments))
+
+
+def answered(methods: Mapping[str, Callable[..., Any]], owner: object, call: Call) -> Returned:
+    """Call one of these methods of `owner`. Raises MeasurementError: another is asked for."""
+    method = methods.get(call.method)
+    if method is None:
+        raise MeasurementError(f"asked for {call.method[:40]}")
+    arguments = _decoded(_decoders(method)[0], call.arguments, f"a call of {call.method}")
+    return Returned(_raw(method(owner, *arguments)))
+
+
+def result_of(method: Callable[..., Result], host: str, answer: Returned) -> Result:
+    """Return a method's result on a host. Raises MeasurementError: it is of another kind."""
+    what = f"host {host}: its result of {method.__name__}"
+    result: Result = _decoded(_decoders(method)[1], answer.value, what)
+    return result
+
+
+def _decoded(decoder: Any, data: msgspec.Raw, what: str) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MeasurementError(f"{what} does not fit: {error}") from error
 
 
 def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]:
@@ -191,7 +144,7 @@ class Messenger:
 
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
         self._connection: messages.Connection[Envelope] = messages.Connection(
-            sock, receives=Envelope, peer=peer, decoded=_array
+            sock, receives=Envelope, peer=peer
         )
         self._sending = threading.Lock()
         self.heard_s = time.monotonic()
@@ -239,7 +192,7 @@ class Messenger:
 
 
 def _array(kind: Any, data: bytes) -> Any:
-    """Return an array of a RunResult, which crosses as bytes: records, or stamps."""
+    """Return an array, which crosses as bytes: records of lanes, or stamps."""
     (scalar,) = get_args(get_args(kind)[1])
     return np.frombuffer(data, RECORD if scalar is np.void else scalar)
 
@@ -249,7 +202,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
-        precise_sleeps()
+        wake_promptly()
 
     def reset(self) -> None:
         """Note the arrival of a message: the next may follow at once."""

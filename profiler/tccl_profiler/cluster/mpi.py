@@ -36,7 +36,7 @@ _RANKS = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
-_JOBS = ("measure", "plan", "verify")  # commands that several ranks run together
+_JOBS = ("evaluate", "measure", "plan", "verify")  # commands that several ranks run together
 _ALONE = ("--simulate", "--help", "-h")  # options with which every rank runs by itself
 
 
@@ -93,7 +93,10 @@ def _rank(environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def mpi_job() -> Iterator[Job]:
-    """Join an MPI job; all ranks end when the controller leaves."""
+    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once.
+
+    All ranks end when the controller leaves.
+    """
     # Most processes that ask whether they are in a job are not.
     from tccl_profiler.cluster.job import rendezvous  # noqa: PLC0415
 
@@ -107,8 +110,8 @@ def mpi_job() -> Iterator[Job]:
         yield job
 
 
-class _MpiBootstrap:
-    """The ranks of the world; a `job.Bootstrap`."""
+class MpiBootstrap:
+    """Carries bytes between the ranks of the world during the rendezvous."""
 
     def __init__(self, library: Any) -> None:
         self._mpi, self._world = library, library.COMM_WORLD
@@ -127,7 +130,7 @@ class _MpiBootstrap:
         return None if message is None else bytes(message.recv())
 
     def finish(self) -> None:
-        """End MPI."""
+        """End MPI; all ranks do."""
         with _limited(_FINALIZE_S, "MPI_Finalize", os.environ):
             self._mpi.Request.waitall(self._leaving)
             self._mpi.Finalize()
@@ -152,7 +155,7 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
         guard.cancel()
 
 
-def _started() -> _MpiBootstrap:
+def _started() -> MpiBootstrap:
     try:
         import mpi4py  # noqa: PLC0415
 
@@ -166,4 +169,4 @@ def _started() -> _MpiBootstrap:
         raise InputError("this MPI job", what, right) from error
     with _limited(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
-    return _MpiBootstrap(MPI)
+    return MpiBootstrap(MPI)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from tccl_profiler.cluster import messages as say
+from tccl_profiler.cluster.agent import Agent
 from tccl_profiler.cluster.agents import FIRST_PINGS, Agents, ClusterPool
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
@@ -22,7 +22,7 @@ from tccl_profiler.rates import Clock, ClockReading
 from tccl_profiler.session import Backend
 from tccl_py.errors import SourceLostError
 from tccl_py.model.transfer import TransferSet
-from tccl_py.sources.remembering import PART, JournalHeader
+from tccl_py.sources.remembering import JournalHeader
 
 LIMITS = WindowLimits(
     minimum_ms=20.0,
@@ -128,7 +128,7 @@ class ClusterSession:
         """End the workers, so that the devices are free; the next measurement starts new ones."""
         if self._profiler is not None:
             self._profiler = None
-            self._agents.ask(dict.fromkeys(self._agents.hosts, say.Open()), say.Opened)
+            self._agents.ask(Agent.open, dict.fromkeys(self._agents.hosts, ((), {})))
 
     def _devices(self, host: HostFacts) -> Collection[str]:
         if self.only is not None:
@@ -150,16 +150,16 @@ class ClusterSession:
     @property
     def header(self) -> JournalHeader:
         """Journal header: the hosts, drivers and options these measurements are valid for."""
-        hosts = sorted(self.hosts, key=lambda host: host.name)
-        parts = [
-            f"host {host.name}: GPUs {', '.join(host.fingerprint.gpu_uuids)}; "
+        hosts = {
+            host.name: f"GPUs {', '.join(host.fingerprint.gpu_uuids)}; "
             f"driver {host.fingerprint.driver}; kernel {host.fingerprint.kernel}; NICs "
             f"{', '.join(nic.name for nic in host.machine.nics)}"
-            for host in hosts
-        ]
-        parts.append(f"{self._backend} backend, network by {self.network}, {self.options.identity}")
-        names = ",".join(host.name for host in hosts)
-        return JournalHeader(machine=names, identity=PART.join(parts), simulated=False)
+            for host in sorted(self.hosts, key=lambda host: host.name)
+        }
+        options = f"{self._backend} backend, network by {self.network}, {self.options.identity}"
+        return JournalHeader(
+            machine=",".join(hosts), identity=options, simulated=False, hosts=hosts
+        )
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:
         """Refuse unmeasurable sets before workers start; return the devices in use."""
