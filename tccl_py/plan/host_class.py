@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
+from tccl_py.model.measurement import Measurement, dealt
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring
 from tccl_py.model.symmetry import Symmetry, automorphisms
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice, default_choice_or_sys
@@ -29,8 +31,7 @@ from tccl_py.nccl.network import (
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.choices import WORTH, SettingsSearch, interval
-from tccl_py.plan.planner import plan_chains
-from tccl_py.plan.tables import ChainSet, HostChains, HostTable, KeptTable, OwnChains
+from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, NicPairs, OwnChains
 from tccl_py.plan.tasks import (
     Choice,
     Rings,
@@ -82,8 +83,7 @@ class HostTask(Task, frozen=True, kw_only=True):
 def used_nics(machine: Machine) -> tuple[int, ...]:
     """Return the NICs of rings: of the kind NCCL takes, not much slower than the fastest.
 
-    Raises:
-        InputError: there is none.
+    Raises InputError: there is none.
     """
     rdma = tuple(nic for nic in machine.nics if nic.rdma)
     nics: Sequence[Nic] = rdma or machine.nics
@@ -110,33 +110,38 @@ class ChainSearch(HostTable):
         self.task = task
         self._left = task.budget.sets
         self._searched: list[Choice] = []
-        self._choices: dict[tuple[Settings, int], Choice | None] = {}
         super().__init__(node_class, self._explored(node_class.name) if kept is None else kept)
-        for key, choice in self._choices.items():
-            self._best[key] = None if choice is None else _chain_set(choice, chosen=True)
+        for one in self._searched:
+            if (one.settings, len(one.rings.rings)) not in self._best:
+                self._note(one, chosen=True)
 
     def _explored(self, node_class: str) -> KeptTable:
-        """Return a table without answers; these are in `_choices`."""
+        """Search over settings; return a table without the answers, which are `_searched`."""
         task = self.task
         # For NCCL's search any number of hosts above 1 is equal.
         own = default_choice_or_sys(task.view(task.default_settings), nodes=2)
         try:
-            started = self._rated(own, _graph_settings(own))
+            started = self._rated(own)
         except SearchError:
             # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
-            settings = msgspec.structs.replace(_graph_settings(own), net_disable_intra=True)
-            started = self._rated(own, settings)
+            started = self._rated(own, net_disable_intra=True)
         plain = self._default(own, started)
         space = task.space(started.settings, 1)
         known = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
         search = SettingsSearch(task, started, known)
         search.run(sets=task.budget.sets or 1)
         self.cancelled = search.cancelled
-        found = [search.best, *search.searched, started]
+        found: list[Choice] = [search.best, *search.searched, started]
         if not self.cancelled:
             found += self._gdr_choices(search.best)
-        self._note(found)
-        notes = (note for one in self._searched if one.result for note in one.result.notices)
+        self._searched = sorted(found, key=lambda one: -one.rate_gbps)
+        results = [one.result for one in self._searched if one.result is not None]
+        self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
+        # Half of the budget at least is left for chains shared by all classes.
+        for result in {id(result): result for result in results}.values():
+            self._spend(result)
+        if task.budget.sets is not None:
+            self._left = max(self._left or 0, task.budget.sets // 2)
         return KeptTable(
             node_class=node_class,
             gpus=task.gpus,
@@ -145,36 +150,8 @@ class ChainSearch(HostTable):
             default_settings=task.default_settings,
             stock=_own_chains(started),
             plain=plain,
-            hops=(),
-            answers=(),
-            notices=tuple(dict.fromkeys(notes)),
+            notices=tuple(dict.fromkeys(note for one in results for note in one.notices)),
         )
-
-    def _note(self, found: Sequence[Choice]) -> None:
-        """Remember choices; the rest of the budget is for chains shared by all classes.
-
-        Half of the budget is left for these at least.
-        """
-        self._searched = sorted(found, key=lambda one: -one.rate_gbps)
-        for choice in self._searched:
-            self.sets_by_symmetry += choice.result.sets_by_symmetry if choice.result else 0
-            self._choices.setdefault((choice.settings, len(choice.rings.rings)), choice)
-        total = self.task.budget.sets
-        if total is not None:
-            for result in {id(one.result): one.result for one in found}.values():
-                self._spend(result)
-            self._left = max(self._left or 0, total // 2)
-
-    def table(self) -> KeptTable:
-        """Return the table with all answers so far, and the chains that exploring found."""
-        explored = {
-            (one.settings, Pairing(nic_pairs(one.rings))): self._measured(one.rings, well=False)
-            for one in self._searched
-            if self._choices[one.settings, len(one.rings.rings)] is one
-        }
-        asked = {key: found for key, found in self._chains.items() if found is not None}
-        self._chains = {**explored, **asked}
-        return super().table()
 
     def _default(self, own: DefaultChoice, started: Stock) -> OwnChains | str:
         """Rate default NCCL, or return why it has no rate."""
@@ -182,29 +159,23 @@ class ChainSearch(HostTable):
             return _own_chains(started)
         found = default_choice(self.task.view(self.task.default_settings), nodes=2)
         try:
-            return _own_chains(self._rated(found, _graph_settings(found)))
+            return _own_chains(self._rated(found))
         except SearchError:
             return "NCCL joins GPUs of a host over their NICs, at a rate that is not known"
         except MeasurementError as error:
             return f"not rated: {error}"
 
-    def _rated(self, own: DefaultChoice, settings: Settings) -> Stock:
+    def _rated(self, own: DefaultChoice, **settings: Any) -> Stock:
+        """Rate NCCL's own chains, under its own settings and these."""
         # NCCL may use NICs that we leave alone.
         nics = tuple(nic.index for nic in self.task.machine.nics)
         task = msgspec.structs.replace(self.task, nics=nics)
-        distinct = condensed_rings(chains_as_rings(task.space(settings, 1), own.chains))
-        rings = rings_under(task, settings, distinct)
-        return stock(own, settings, rings, measured_well(self.task.source, rings))
-
-    def _spend(self, result: SearchResult | None) -> None:
-        # What the journal answers counts as well: a resumed run goes the same way.
-        if self._left is not None and result is not None:
-            self._left -= result.sets_measured + result.sets_remembered
-
-    @property
-    def _few_sets(self) -> int:
-        """The limit of sets for a further search: without any, there might be no plan."""
-        return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
+        # The doubling of its search's channels is undone: `hop_space` doubles a file's channels.
+        channels = max(1, own.channels // 2)
+        under = msgspec.structs.replace(own.settings, channels=channels, **settings)
+        distinct = condensed_rings(chains_as_rings(task.space(under, 1), own.chains))
+        rings = rings_under(task, under, distinct)
+        return stock(own, under, rings, measured_well(self.task.source, rings))
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
@@ -216,75 +187,91 @@ class ChainSearch(HostTable):
         )
         return [choice_found(settings, result) for settings, result in searched if result]
 
-    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+    def _spend(self, result: SearchResult) -> None:
+        # What the journal answers counts as well: a resumed run goes the same way.
+        if self._left is not None:
+            self._left -= result.sets_measured + result.sets_remembered
+
+    @property
+    def _few_sets(self) -> int:
+        """The limit of sets for a further search: without any, there might be no plan."""
+        return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
+
+    def _note(self, found: Choice, *, chosen: bool = False) -> None:
+        """Remember the best chains under their settings."""
+        measurement = self.task.source.measure([found.rings.flows])[0]
+        best = self._kept(found.settings, found.rings, measurement)
+        marks = {"rate_gbps": found.rate_gbps, "bound_gbps": found.bound_gbps}
+        best = msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
+        self._best[found.settings, len(best.pairs)] = best
+
+    def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; search for it where none is known."""
         key = settings, count
-        if key not in self._best:
-            found = self._best_choice(*key)
-            self._best[key] = None if found is None else _chain_set(found)
-        return self._best[key]
-
-    def _best_choice(self, settings: Settings, count: int) -> Choice | None:
-        if (settings, count) not in self._choices:
-            if settings.channels % count:
-                return None
+        if key not in self._best and settings.channels % count == 0:
             task = msgspec.structs.replace(self.task, ring_counts=(count,))
-            of_count = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
+            known = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
             if not self._searched:
-                of_count = list(initial_chains(task.space(settings, count), task.nics, count))
-            result = self._search(task, settings, of_count)
-            found = None if result is None else choice_found(settings, result)
-            self._choices[settings, count] = found
-        return self._choices[settings, count]
+                known = list(initial_chains(task.space(settings, count), task.nics, count))
+            result = self._search(task, settings, known)
+            if result is not None:
+                self._note(choice_found(settings, result))
+        return self._best.setdefault(key, None)
 
     def _search(
         self, task: HostTask, settings: Settings, known: Sequence[Rings]
     ) -> SearchResult | None:
         """Search with a part of the budget that is left; KeyboardInterrupt if interrupted."""
         result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
-        if result is not None and result.cancelled:
-            raise KeyboardInterrupt
-        self._spend(result)
+        if result is not None:
+            if result.cancelled:
+                raise KeyboardInterrupt
+            self._spend(result)
         return result
 
-    def found_chains(self, settings: Settings, pairing: Pairing, /) -> HostChains | None:
-        """Search for the best chains with just these NICs under these settings."""
-        task, pairs = self.task, pairing.pairs
+    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
+        """Return the best chains between exactly these NICs; search for them if none are known."""
+        key = settings, pairs
+        if key not in self._between:
+            rings = self._rings_between(settings, pairs)
+            found = None if rings is None else measured_well(self.task.source, rings)
+            kept = self._kept(settings, rings, found) if rings and found else None
+            self._between[key] = kept
+        return self._between[key]
+
+    def _rings_between(self, settings: Settings, pairs: NicPairs) -> RingSet | None:
+        task = self.task
         if not {nic for pair in pairs for nic in pair} <= set(task.nics):
             return None
         if task.same_nic and any(entered != left for entered, left in pairs):
             return None
-        best = self._best_choice(settings, len(pairs))
-        if best is not None and nic_pairs(best.rings) == pairs:
-            return self._measured(best.rings)
+        best = self.best_under(settings, len(pairs))
+        if best is not None and best.pairs == pairs:
+            hops = list(self._hops)
+            return RingSet(tuple(Ring(tuple(hops[n] for n in chain)) for chain in best.chains))
         task = msgspec.structs.replace(
-            task, ring_counts=(len(pairs),), pairing=pairing, strategy="best-first"
+            task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
         )
         seed = paired_chain_set(task.space(settings, len(pairs)), pairs)
         known = [*([seed] if seed else []), *(one.rings.rings for one in self._searched)]
         found = self._search(task, settings, known)
-        return None if found is None else self._measured(found.rings)
+        return None if found is None else found.rings
 
-    def _measured(self, rings: RingSet, *, well: bool = True) -> HostChains:
-        """Measure a set of chains; `well` as the rate in a plan must be."""
-        source = self.task.source
-        found = measured_well(source, rings) if well else source.measure([rings.flows])[0]
-        return HostChains(
-            chains=plan_chains(rings.rings, found),
+    def _kept(self, settings: Settings, rings: RingSet, found: Measurement) -> KeptChains:
+        """Return measured chains by the table's numbers of settings and hops."""
+        rates = dealt(found.transfers.flows, found.gbps)
+        return KeptChains(
+            under=self._settings.setdefault(settings, len(self._settings)),
+            pairs=nic_pairs(rings),
+            chains=tuple(
+                tuple(self._hops.setdefault(hop, len(self._hops)) for hop in chain.hops)
+                for chain in rings.rings
+            ),
+            gbps=tuple(tuple(rates[hop.flow].pop() for hop in one.hops) for one in rings.rings),
             rate_gbps=rings.rate(found),
             error=interval(found),
-            simulated=found.simulated,
             assumed=found.assumed,
         )
-
-
-def _chain_set(choice: Choice, *, chosen: bool = False) -> ChainSet:
-    return ChainSet(
-        pairs=nic_pairs(choice.rings),
-        rate_gbps=choice.rate_gbps,
-        bound_gbps=choice.bound_gbps,
-        chosen=chosen,
-    )
 
 
 def _own_chains(found: Stock) -> OwnChains:
@@ -300,16 +287,8 @@ def _own_chains(found: Stock) -> OwnChains:
     )
 
 
-def _graph_settings(own: DefaultChoice) -> Settings:
-    """Return NCCL's own settings as for a graph file.
-
-    NCCL's doubling of its search's channels is undone: `hop_space` doubles a file's channels.
-    """
-    return msgspec.structs.replace(own.settings, channels=max(1, own.channels // 2))
-
-
-def nic_pairs(rings: RingSet) -> tuple[NicPair, ...]:
-    """Return the NIC pairs of a set of chains, in order, as `pairing_of`."""
+def nic_pairs(rings: RingSet) -> NicPairs:
+    """Return the NIC pairs of a set of chains, in order."""
     return tuple(sorted(nic_pair(one.hops) for one in rings.rings))
 
 

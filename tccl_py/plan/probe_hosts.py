@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from statistics import median
 from typing import Any
 
 import msgspec
 
+from tccl_py.errors import MeasurementError
 from tccl_py.model.cluster import Cluster, SwitchTree
+from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.reports import part_of
-from tccl_py.model.transfer import (
-    Flow,
-    Place,
-    Transfer,
-    TransferSet,
-    entering,
-    joined,
-    leaving,
-    on_host,
-    receiving_nic,
-    sending_nic,
-    transfer_set,
-)
+from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.plan.host_class import used_nics
-from tccl_py.plan.plan import Plan
-from tccl_py.sources.pairs import gpus_beside_nics
 from tccl_py.sources.remembering import AnewSource, RememberingSource
 
 MOST_SAMPLED = 16
@@ -46,34 +37,48 @@ _LEAST_NOISE = 1e-3
 SLOWER = 0.9
 """Pairs across an uplink below this share of those beside it are bound by it."""
 
+MOST_PAIRS = 48
+"""Pairs of hosts that are measured for uplinks."""
+_BLOCKS, _FIFO = 4, Fifo(bytes=512 << 10)
+"""Of these pairs: a slow network moves slices often."""
+
 PairRate = tuple[str, str, float]
-"""Sender, receiver, and what one carries to the other, GB/s."""
+"""Sender, receiver, and GB/s from one to the other."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The far end of a NIC: the partner's NIC, the NUMA node beside the NIC, and a GPU or None.
+
+    Bytes end in the GPU where NCCL carries them, else in the node's memory. `assumed` is the rate
+    in GB/s of flows that cannot be measured, None if unknown; a NIC without an address for TCP is
+    not `reached`.
+    """
+
+    nic: int
+    numa: int
+    gpu: int | None = None
+    assumed: float | None = None
+    reached: bool = True
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The hosts for measuring a class: `host`, with `partner` at the other end.
-
-    `ends[i]` is the partner's NIC for NIC i of the host, and the NUMA node of the partner's memory
-    beside it. `unmeasured[i]` is the speed of NIC i's port in GB/s, assumed for flows to or from
-    GPU memory, which cannot be measured, and for all flows of NICs in `unreached`, without an
-    address for TCP.
-
-    Where NCCL carries the bytes, `gpus[i]` is the partner's GPU at the other end of NIC i; only
-    flows through another GPU's memory cannot be measured then.
-    """
+    """The hosts for measuring a class: `host`, with `partner` at the other end of each NIC."""
 
     host: str
     partner: str
-    ends: Mapping[int, tuple[int, int]]
-    unmeasured: Mapping[int, float] = {}
-    unreached: frozenset[int] = frozenset()
-    gpus: Mapping[int, int] = {}
+    ends: Mapping[int, End]
 
-    def measures(self, flow: Flow, nic: int) -> bool:
-        """Return whether the rate of a flow by a NIC can be measured."""
-        if self.gpus:
-            return not _is_relayed(flow)
-        return not (_lands_in_gpus(flow) or nic in self.unreached)
+    def assumed(self, flow: Flow, nic: int) -> float | None:
+        """Return the rate of a flow by a NIC that cannot be measured; None for any other.
+
+        NCCL cannot take bytes through another GPU's memory, TCP to or from GPU memory.
+        """
+        end = self.ends[nic]
+        if end.gpu is None:
+            measured = end.reached and not _lands_in_gpus(flow)
+        else:
+            measured = not _is_relayed(flow)
+        return None if measured else end.assumed
 
 
 class PlacedSource:
@@ -104,33 +109,38 @@ class PlacedSource:
     def _answer(self, wanted: TransferSet) -> Measurement:
         taken = self._taken(wanted)
         left = [one for one in wanted.flows if one not in taken]
-        flows = [self._placed(one, left) for one in left]
-        if not flows:
-            nothing = Measurement(
-                transfers=TransferSet(()), samples_gbps=(), simulated=self.simulated
+        if not left:
+            rates = tuple((taken[flow],) for flow in wanted.flows)
+            return Measurement(
+                transfers=wanted, samples_gbps=rates, simulated=self.simulated, assumed=True
             )
-            return _of_node(wanted, [], nothing, taken)
+        flows = [self._placed(one, left) for one in left]
         placed = transfer_set(flows)
         self._asked[placed] += 1
         # A journal below gives its n-th measurement of a set for the n-th time it is listed.
-        answers = self._source.measure([placed] * self._asked[placed])
-        return _of_node(wanted, flows, answers[-1], taken)
+        answer = self._source.measure([placed] * self._asked[placed])[-1]
+        # Equal flows share their rates out.
+        rows = dealt(answer.transfers.flows, answer.samples_gbps)
+        there, repeats = iter(flows), len(answer.samples_gbps[0])
+        samples = tuple(
+            (taken[flow],) * repeats if flow in taken else rows[next(there)].pop(0)
+            for flow in wanted.flows
+        )
+        assumed = answer.assumed or bool(taken)
+        return msgspec.structs.replace(
+            answer, transfers=wanted, samples_gbps=samples, assumed=assumed
+        )
 
     def _taken(self, wanted: TransferSet) -> dict[Flow, float]:
         """Return the assumed rates of flows without measurement: they share their NIC's port."""
-        nics = {
-            flow: (way, nic)
+        found = {
+            flow: (gbps, way, nic)
             for flow in wanted.flows
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
-            if nic is not None
-            and nic in self.placement.unmeasured
-            and not self.placement.measures(flow, nic)
+            if nic is not None and (gbps := self.placement.assumed(flow, nic)) is not None
         }
-        users = Counter(nics[flow] for flow in wanted.flows if flow in nics)
-        return {
-            flow: self.placement.unmeasured[nic] / users[way, nic]
-            for flow, (way, nic) in nics.items()
-        }
+        users = Counter(found[flow][1:] for flow in wanted.flows if flow in found)
+        return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in found.items()}
 
     def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
         here = self.placement
@@ -149,19 +159,26 @@ class PlacedSource:
         NCCL has one rule for all receivers, on both hosts, and one for all senders: a GPU there
         sends or receives as other flows `beside` this flow, or without any, as its own GPU.
         """
-        other, numa = self.placement.ends[nic]
-        sends, port = sending_nic(flow) is None, Place("N", other)
-        gpu = self.placement.gpus.get(nic)
-        if gpu is None:
-            memory = Place("C", numa)
-            ends = (memory, port, port) if sends else (port, port, memory)
-            return Flow((Transfer(*ends),), flow.blocks, flow.fifo)
+        end = self.placement.ends[nic]
+        sends = sending_nic(flow) is None
         way = sending_nic if sends else receiving_nic
         alike = next((one for one in beside if way(one) is not None), flow)
-        through = None if _lands_in_gpus(alike) else numa
-        if sends:
-            return leaving(gpu, other, through=through, blocks=flow.blocks, fifo=flow.fifo)
-        return entering(other, gpu, through=through, blocks=flow.blocks, fifo=flow.fifo)
+        direct = end.gpu is not None and _lands_in_gpus(alike)
+        return _by_nic(end, flow.blocks, flow.fifo, sends=sends, direct=direct)
+
+
+def _by_nic(
+    end: End, blocks: int | None, fifo: Fifo | None, *, sends: bool, direct: bool = False
+) -> Flow:
+    """Return a GPU, if not `direct` through host memory, or the memory, sending or receiving."""
+    if end.gpu is None:
+        memory, port = Place("C", end.numa), Place("N", end.nic)
+        places = (memory, port, port) if sends else (port, port, memory)
+        return Flow((Transfer(*places),), blocks, fifo)
+    through = None if direct else end.numa
+    if sends:
+        return leaving(end.gpu, end.nic, through=through, blocks=blocks, fifo=fifo)
+    return entering(end.nic, end.gpu, through=through, blocks=blocks, fifo=fifo)
 
 
 def _lands_in_gpus(flow: Flow) -> bool:
@@ -175,24 +192,6 @@ def _is_relayed(flow: Flow) -> bool:
     ends = {flow.source, flow.destination}
     places = (place for one in flow.transfers for place in (one.source, one.destination))
     return any(place.kind == "G" and place not in ends for place in places)
-
-
-def _of_node(
-    wanted: TransferSet, placed: Sequence[Flow], answer: Measurement, taken: Mapping[Flow, float]
-) -> Measurement:
-    """Return a measurement on hosts as that of the class's set; equal flows share their rates out.
-
-    Flows in `taken` were not measured, and have these rates.
-    """
-    rows = dealt(answer.transfers.flows, answer.samples_gbps)
-    repeats = len(answer.samples_gbps[0]) if answer.samples_gbps else 1
-    there = iter(placed)
-    samples = tuple(
-        (taken[flow],) * repeats if flow in taken else rows[next(there)].pop(0)
-        for flow in wanted.flows
-    )
-    assumed = answer.assumed or bool(taken)
-    return msgspec.structs.replace(answer, transfers=wanted, samples_gbps=samples, assumed=assumed)
 
 
 def placements(
@@ -221,23 +220,40 @@ def placements(
         used, known = used_nics(own), used_nics(theirs)
         # The same rail where there is one; else NICs in turn.
         nics = {nic: nic if nic in known else known[at % len(known)] for at, nic in enumerate(used)}
-        unreached = set[int]()
-        if over_sockets and addressed is not None:
-            here, there = addressed[host], addressed[partner]
-            unreached = {n for n, other in nics.items() if n not in here or other not in there}
         speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
         beside = gpus_beside_nics(theirs, known) if carried else {}
+        by_tcp = addressed if over_sockets else None
         return Placement(
             host=host,
             partner=partner,
-            ends={nic: (other, theirs.numa_of(f"N{other}")) for nic, other in nics.items()},
-            unmeasured=speeds if over_sockets or carried else {},
-            unreached=frozenset(unreached),
-            gpus={nic: beside[other] for nic, other in nics.items() if carried},
+            ends={
+                nic: End(
+                    nic=other,
+                    numa=theirs.numa_of(f"N{other}"),
+                    gpu=beside.get(other),
+                    assumed=speeds.get(nic) if over_sockets or carried else None,
+                    reached=by_tcp is None or (nic in by_tcp[host] and other in by_tcp[partner]),
+                )
+                for nic, other in nics.items()
+            },
         )
 
     firsts = {number: host for host, number in reversed(of.items())}
     return tuple(placement(firsts[number]) for number in range(len(cluster.classes)))
+
+
+def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
+    """Return a GPU for each NIC: below as many common bridges as possible, its own if possible."""
+    users: Counter[int] = Counter()
+    found = {}
+    for nic in nics:
+        above = set(machine.ancestors(f"N{nic}"))
+        found[nic] = min(
+            (-len(above.intersection(machine.ancestors(f"G{gpu}"))), users[gpu], gpu)
+            for gpu in machine.gpu_indices
+        )[-1]
+        users[found[nic]] += 1
+    return found
 
 
 # Hosts compared with the measured rates of their class.
@@ -300,20 +316,45 @@ def difference(source: BandwidthSource, samples: Sequence[Sample]) -> str:
     return ""
 
 
-def whole_ring(plan: Plan) -> TransferSet:
-    """Return every flow of every ring of a plan on its own host, all at the same time.
+def uplink_pairs(tree: SwitchTree) -> Iterator[tuple[str, str]]:
+    """Yield pairs for unknown uplinks: below each switch, and from it to the next one and back.
 
-    Raises InputError: the plan's flows do not fit together.
+    >>> tree = SwitchTree(name="top", switches=(
+    ...     SwitchTree(name="a", hosts=("h0", "h1")), SwitchTree(name="b", hosts=("h2",))))
+    >>> list(uplink_pairs(tree))
+    [('h0', 'h1'), ('h0', 'h2'), ('h2', 'h0')]
     """
-    flows = []
-    for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):
-        chains = plan.paths[host.path].chains
-        onward = plan.paths[following.path].chains
-        for chain, then in zip(chains, onward, strict=True):
-            flows += [on_host(hop.flow, host.name) for hop in chain.hops[1:-1]]
-            out, into = chain.hops[-1].flow, then.hops[0].flow
-            flows.append(joined(out, into, sender=host.name, receiver=following.name))
-    return transfer_set(flows)
+    beside = [list(islice(switch.all_hosts, 2)) for switch in tree.switches]
+    beside += [[host] for host in tree.hosts]
+    for at, switch in enumerate(tree.switches):
+        if switch.uplink_gbps is None and len(beside[at]) > 1 and len(beside) > 1:
+            own, near = beside[at]
+            away = beside[(at + 1) % len(beside)][0]
+            yield from ((own, near), (own, away), (away, own))
+        yield from uplink_pairs(switch)
+
+
+def pair_rates(source: BandwidthSource, cluster: Cluster, **measurable: Any) -> list[PairRate]:
+    """Measure pairs of hosts by which uplinks can be estimated; `measurable` as of `placements`.
+
+    Bytes go from host memory to host memory, or by NCCL from the GPU beside the NIC. Pairs that
+    cannot be measured are left out.
+    """
+    assert cluster.switches is not None
+    found: list[PairRate] = []
+    for pair in islice(dict.fromkeys(uplink_pairs(cluster.switches)), MOST_PAIRS):
+        part = part_of(cluster, pair)
+        place, machine = placements(part, **measurable)[0], part.classes[0].machine
+        nic = min((nic for nic, end in place.ends.items() if end.reached), default=None)
+        if nic is None:
+            continue
+        gpu = None if place.ends[nic].gpu is None else gpus_beside_nics(machine, [nic])[nic]
+        here = End(nic, machine.numa_of(f"N{nic}"), gpu)
+        out = _by_nic(here, _BLOCKS, _FIFO, sends=True)
+        with suppress(MeasurementError):
+            (answer,) = PlacedSource(source, place).measure([transfer_set([out])])
+            found.append((*pair, answer.rate_gbps))
+    return found
 
 
 def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:

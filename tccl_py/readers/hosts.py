@@ -32,6 +32,7 @@ NODE_NAME = "SLURMD_NODENAME"  # SLURM's name of a task's node; can differ from 
 _MAX_WORDS = 64
 
 _SEPARATORS = re.compile(r"[,\s]+")
+_LIKE_A_FILE = re.compile(r"/|\.(txt|text|hosts|lst|list|conf|cfg|ya?ml|json|csv|xml)\s*$", re.I)
 _HOST_ENTRY = re.compile(r"(?:[^][,\s]|\[[^][]*\])+")
 _PART = re.compile(r"\[(?P<ranges>[^][]*)\]|[^][]+")
 _RUN = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?", re.ASCII)
@@ -57,13 +58,16 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
     """
     hosts: list[str] = []
     for entry in _entries(expression, where=where):
-        parts = _parts(entry, where)
-        count = math.prod(sum(len(run) for run, _ in part) for part in parts)
-        if len(hosts) + count > MAX_HOSTS:
+        parts: list[list[str]] = []
+        for part in _PART.finditer(entry):
+            parts.append(_texts(part, entry, where))
+            if len(parts) > MAX_PARTS:
+                what = f"{shown(entry)} has more than {MAX_PARTS} parts"
+                raise InputError(where, what, "a few brackets are enough for any name")
+        if len(hosts) + math.prod(map(len, parts)) > MAX_HOSTS:
             what = f"{shown(entry)} makes it more than {MAX_HOSTS} hosts"
             raise InputError(where, what, "give the hosts of one job")
-        texts = ([form.format(n) for run, form in part for n in run] for part in parts)
-        for name in itertools.product(*texts):
+        for name in itertools.product(*parts):
             hosts.append(check_host_name("".join(name), where=where))
     return tuple(hosts)
 
@@ -106,24 +110,15 @@ def _entries(expression: str, *, where: str) -> Iterator[str]:
         at = match.end()
 
 
-_Runs = list[tuple[range, str]]  # Numbers in a row, and the format of each
+def _texts(part: re.Match[str], entry: str, where: str) -> list[str]:
+    """Return the texts that a part of an entry stands for, if too many only the first of them."""
+    if part["ranges"] is None:
+        return [part[0]]
+    runs = (_run(text, entry, where) for text in part["ranges"].split(","))
+    return list(itertools.islice(itertools.chain.from_iterable(runs), MAX_HOSTS + 1))
 
 
-def _parts(entry: str, where: str) -> list[_Runs]:
-    """Return the runs of numbers for each part of an entry; a plain text has a run of 1."""
-    parts: list[_Runs] = []
-    for match in _PART.finditer(entry):
-        if match["ranges"] is None:
-            parts.append([(range(1), match[0].replace("{", "{{").replace("}", "}}"))])
-        else:
-            parts.append([_run(text, entry, where) for text in match["ranges"].split(",")])
-        if len(parts) > MAX_PARTS:
-            what = f"{shown(entry)} has more than {MAX_PARTS} parts"
-            raise InputError(where, what, "a few brackets are enough for any name")
-    return parts
-
-
-def _run(text: str, entry: str, where: str) -> tuple[range, str]:
+def _run(text: str, entry: str, where: str) -> Iterator[str]:
     match = _RUN.fullmatch(text)
     if match is None:
         raise InputError(where, f"{shown(text)} in {shown(entry)} is no range", _RANGE)
@@ -131,7 +126,7 @@ def _run(text: str, entry: str, where: str) -> tuple[range, str]:
     if low > high:
         what = f"the range {shown(text)} in {shown(entry)} goes down"
         raise InputError(where, what, "the lower number is first")
-    return range(low, high + 1), f"{{:0{len(match['low'])}d}}"
+    return (f"{number:0{len(match['low'])}d}" for number in range(low, high + 1))
 
 
 class HostSlots(msgspec.Struct, frozen=True):
@@ -149,8 +144,12 @@ def read_host_list(path: Path) -> tuple[HostSlots, ...]:
 def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     """Return the hosts of a list's file, or of a list as its text, as SLURM_JOB_NODELIST has it."""
     # Path.exists raises for lists that are longer than a file's name may be.
-    is_path = os.path.exists(text)  # noqa: PTH110
-    return read_host_list(Path(text)) if is_path else parse_host_list(text, where=where)
+    if os.path.exists(text):  # noqa: PTH110
+        return read_host_list(Path(text))
+    if _LIKE_A_FILE.search(text):
+        right = "name a file of hosts, or hosts, as in node[1-8]"
+        raise InputError(f"{where} {shown(text)}", "is no file", right)
+    return parse_host_list(text, where=where)
 
 
 def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:

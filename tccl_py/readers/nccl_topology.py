@@ -50,21 +50,12 @@ _LinkKind = Literal["nvlink", "xgmi", "c2c"]
 class _Device:
     """A GPU or NIC of the file: its place, and its element or the bare `<pci>`."""
 
-    bus_id: str
+    kind: Literal["gpu", "nic"] = "nic"
+    bus_id: str = ""
     parent: str
     numa: str
     element: _Element
     link: PciLink = field(default_factory=PciLink)
-
-
-@dataclass(kw_only=True)
-class _Found:
-    """The devices of a walk over the file so far, in the file's order."""
-
-    bridges: list[PciBridge] = field(default_factory=list)
-    gpus: list[_Device] = field(default_factory=list)
-    bare_gpus: list[_Device] = field(default_factory=list)
-    nics: list[_Device] = field(default_factory=list)
 
 
 def read_nccl_topology(path: Path) -> Machine:
@@ -79,27 +70,23 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     NVML and the IB plugin. All NVLink switches of a file are a single `NvSwitch`. InputError: no
     topology, or an unknown element or value; unknown attributes are ignored, as by NCCL.
     """
-    root = _parse_elements(text, where=where)
-    found, nodes = _Found(), []
-    for index, cpu in enumerate(_cpus_in_order(root)):
-        nodes.append(_numa_node(cpu, index))
-        parent = f"C{index}"
-        for child in cpu.only("pci", "nic"):
-            if child.tag == "pci":
-                _walk_pci(child, "", parent, found)
-            else:
-                place = _Device(bus_id="", parent=parent, numa=parent, element=child)
-                _note_nets(child, place, found)
+    cpus = _cpus_in_order(_parse_elements(text, where=where))
+    found = [one for i, cpu in enumerate(cpus) for one in _below(cpu, f"C{i}", f"C{i}")]
+    devices = [one for one in found if isinstance(one, _Device)]
+    displays = [one for one in devices if one.kind == "gpu"]
     # Bare display devices beside real GPUs are none.
-    gpus = _numbered(found.gpus or found.bare_gpus, "every GPU has its own dev", most=255)
-    nics = _numbered(found.nics, "every net has its own dev")
+    real = [gpu for gpu in displays if gpu.element.tag == "gpu"] or displays
+    gpus = _numbered(real, "every GPU has its own dev", most=255)
+    nics = [one for one in devices if one.kind == "nic"]
     links, switches = _nvlinks(gpus)
     machine = Machine(
         name=Path(where).stem,
-        numa_nodes=tuple(nodes),
-        bridges=tuple(found.bridges),
+        numa_nodes=tuple(_numa_node(cpu, index) for index, cpu in enumerate(cpus)),
+        bridges=tuple(one for one in found if isinstance(one, PciBridge)),
         gpus=tuple(_gpu(index, gpu) for index, gpu in gpus.items()),
-        nics=tuple(_nic(index, nic) for index, nic in nics.items()),
+        nics=tuple(
+            _nic(index, nic) for index, nic in _numbered(nics, "every net has its own dev").items()
+        ),
         nvswitches=switches,
         nvlinks=links,
     )
@@ -154,35 +141,41 @@ def _numa_node(cpu: _Element, index: int) -> NumaNode:
     )
 
 
-def _walk_pci(pci: _Element, above: str, numa: str, found: _Found) -> None:
-    """Note a `<pci>` and the devices below; the parent is the bridge `above` or the NUMA node."""
-    kind = _kind(pci)
-    bus_id, link, parent = normal_bus_id(pci.text("busid")), _link(pci), above or numa
+def _below(above: _Element, parent: str, numa: str) -> Iterator[PciBridge | _Device]:
+    """Yield the bridges and devices below a `<cpu>` or a bridge."""
+    for child in above.only("pci", "nic" if above.tag == "cpu" else "pcilink"):
+        if child.tag == "pci":
+            yield from _pci(child, parent, numa)
+        elif child.tag == "nic":
+            yield from _nets(child, _Device(parent=parent, numa=numa, element=child))
+        # A <pcilink> joins two virtual switches of one chip; it is Knowledge, not structure.
+
+
+def _pci(pci: _Element, parent: str, numa: str) -> Iterator[PciBridge | _Device]:
+    """Yield the bridge or the devices of a `<pci>`, and what is below a bridge."""
+    kind, bus_id, link = _kind(pci), normal_bus_id(pci.text("busid")), _link(pci)
     if bus_id is None:
         raise pci.refused(f"has busid={shown(pci.text('busid'))}", "such as 0000:1a:00.0")
     if kind == "bridge":
         names = ("vendor", "device", "subsystem_vendor", "subsystem_device")
         ids = {n: pci.matching(n, _HEX, "hexadecimal such as 0x1000").lower() for n in names}
-        found.bridges.append(PciBridge(bus_id=bus_id, parent=parent, link=link, **ids))
-        for child in pci.only("pci", "pcilink"):
-            # A <pcilink> joins two virtual switches of one chip; it is Knowledge, not structure.
-            if child.tag == "pci":
-                _walk_pci(child, bus_id, numa, found)
-        return
-    device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa, element=pci)
-    if kind == "gpu":
+        yield PciBridge(bus_id=bus_id, parent=parent, link=link, **ids)
+        yield from _below(pci, bus_id, numa)
+    elif kind == "gpu":
         elements = list(pci.only("gpu"))
         if len(elements) > 1:
             raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
-        if elements:
-            found.gpus.append(replace(device, element=elements[0]))
-        elif pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
-            found.bare_gpus.append(device)
+        if elements or pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
+            own = elements[0] if elements else pci
+            yield _Device(
+                kind="gpu", bus_id=bus_id, parent=parent, link=link, numa=numa, element=own
+            )
     elif kind == "nic":
+        device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa, element=pci)
         if not pci.children:
-            found.nics.append(device)
+            yield device
         for nic in pci.only("nic"):
-            _note_nets(nic, device, found)
+            yield from _nets(nic, device)
 
 
 def _kind(pci: _Element) -> Literal["bridge", "gpu", "nic", "nothing"]:
@@ -215,12 +208,12 @@ def _link(pci: _Element) -> PciLink:
     return PciLink(speed_gts=gts, width=None if width in _UNKNOWN_WIDTHS else width)
 
 
-def _note_nets(nic: _Element, device: _Device, found: _Found) -> None:
+def _nets(nic: _Element, device: _Device) -> Iterator[_Device]:
     for net in nic.only("net", "gin", "rma"):
         net.only_none()
         # gin and rma are further faces of a net; net="0" marks a port fused into another NIC.
         if net.tag == "net" and net.attributes.get("net") != "0":
-            found.nics.append(replace(device, element=net))
+            yield replace(device, element=net)
 
 
 def _gpu(index: int, gpu: _Device) -> Gpu:

@@ -46,9 +46,8 @@ from tccl_py.model.cluster import (
 from tccl_py.model.reports import restricted
 from tccl_py.readers.hosts import MAX_BYTES, expand
 
-MAX_SWITCHES = 65_536
 MAX_LEVELS = 32
-MAX_NAMES = 2 * MAX_HOSTS  # Below the switches of one file, all together
+MAX_NAMES = 2 * MAX_HOSTS  # Switches, and names below the switches, of one file
 MAX_DEPTH = 64
 MAX_VALUES = 500_000
 
@@ -58,6 +57,8 @@ _RIGHT = "a line is SwitchName=NAME with Nodes=LIST or Switches=LIST"
 _FIRST = re.compile(r"^\s*(switchname|blockname)\s*=", re.IGNORECASE | re.MULTILINE)
 
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Found = tuple[str, SwitchTree, tuple[str, ...]]
+"""The place of a switch in a file, the switch with its hosts, and the switches below by name."""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,14 +68,20 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     rails: Rails = "any"
 
 
-class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A switch of a file, the switches below by name; `where` is the place in the file."""
+class _Switch(msgspec.Struct, forbid_unknown_fields=True):
+    """A switch as described, in the YAML form or by SLURM."""
 
-    name: str
-    where: str
-    hosts: tuple[str, ...] = ()
-    switches: tuple[str, ...] = ()
-    uplink_gbps: float | None = None
+    name: _Text
+    uplink_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    hosts: _Text | list[_Text] = []
+    switches: _Text | list[_Text | _Switch] = []
+
+
+class _Switches(msgspec.Struct, forbid_unknown_fields=True):
+    """A document of the YAML form."""
+
+    switches: list[_Switch]
+    rails: Rails = "any"
 
 
 def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
@@ -97,60 +104,14 @@ def parse_slurm_topology(
     text: str, *, where: str, hosts: Iterable[str] | None = None
 ) -> SwitchTree:
     """Return the tree of a topology.conf; LinkSpeed has no unit, so uplinks have no limit."""
-    lines = (_slurm_line(_pairs(content, place), place) for place, content in _lines(text, where))
-    return _joined(lines, where=where, hosts=hosts)
+    switches = ((_slurm_switch(line, place), place) for place, line in _lines(text, where))
+    return _joined((one for found in switches for one in _flat(*found)), where=where, hosts=hosts)
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
     """Return the network of the YAML form."""
-    document = _plain_yaml(text, where)
     try:
-        form = msgspec.convert(document, _Switches, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
-        place = f"{where} {path.strip('.`')}".strip()
-        right = "write switches: and a list of them, each with name: and hosts: or switches:"
-        raise InputError(place, f"is of another form ({what})", right) from error
-    described = enumerate(form.switches)
-    lines = (line for i, switch in described for line in _flat(switch, f"{where} switches[{i}]"))
-    return Network(switches=_joined(lines, where=where, hosts=hosts), rails=form.rails)
-
-
-class _Switch(msgspec.Struct, forbid_unknown_fields=True):
-    """A switch of the YAML form."""
-
-    name: _Text
-    uplink_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
-    hosts: _Text | list[_Text] = []
-    switches: _Text | list[_Text | _Switch] = []
-
-
-class _Switches(msgspec.Struct, forbid_unknown_fields=True):
-    """A document of the YAML form."""
-
-    switches: list[_Switch]
-    rails: Rails = "any"
-
-
-class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
-    """A loader that leaves every scalar a text, and refuses doubled fields."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a name is needed", problem_mark=key.start_mark)
-            if key.value in seen:
-                problem = f"{shown(key.value)} is there twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _plain_yaml(text: str, where: str) -> Any:
-    try:
-        _check_events(text, where)
-        return yaml.load(text, Loader=_Loader)
+        form = msgspec.convert(_plain_yaml(text, where), _Switches, strict=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -158,52 +119,79 @@ def _plain_yaml(text: str, where: str) -> Any:
         raise InputError(place, f"is not YAML ({error.problem})", right) from error
     except yaml.YAMLError as error:
         raise InputError(where, "has characters not allowed in YAML", "save it as text") from error
+    except msgspec.ValidationError as error:
+        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
+        place = f"{where} {path.strip('.`')}".strip()
+        right = "write switches: and a list of them, each with name: and hosts: or switches:"
+        raise InputError(place, f"is of another form ({what})", right) from error
+    places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
+    found = (one for switch, place in places for one in _flat(switch, place))
+    return Network(switches=_joined(found, where=where, hosts=hosts), rails=form.rails)
 
 
-def _check_events(text: str, where: str) -> None:
-    depth = documents = 0
-    # Events come one by one, so that what is too deep or too much is never read whole.
-    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        place = f"{where}:{event.start_mark.line + 1}"
-        documents += isinstance(event, yaml.DocumentStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
+def _plain_yaml(text: str, where: str) -> Any:
+    """Return the document of YAML text: every scalar is a text, and every field stands once.
+
+    Events come one by one, so text that is too deep or too long is never read whole.
+    """
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    events = enumerate(yaml.parse(text, Loader=loader))
+
+    def problem(event: yaml.Event, what: str, right: str) -> InputError:
+        return InputError(f"{where}:{event.start_mark.line + 1}", what, right)
+
+    def following(depth: int = 0) -> yaml.Event:
+        count, event = next(events)
         if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise InputError(place, "has an anchor or alias", "write the value out")
+            raise problem(event, "has an anchor or alias", "write the value out")
         if getattr(event, "tag", None) is not None:
-            raise InputError(place, f"has the tag {shown(event.tag)}", "leave it out")
-        if depth > MAX_DEPTH or count > MAX_VALUES or documents > 1:
-            what = "has several documents" if documents > 1 else "is too deep or too long"
-            raise InputError(place, what, "describe the switches of one cluster")
+            raise problem(event, f"has the tag {shown(event.tag)}", "leave it out")
+        if depth > MAX_DEPTH or count > MAX_VALUES:
+            raise problem(event, "is too deep or too long", "describe the switches of one cluster")
+        return event
+
+    def value(event: yaml.Event, depth: int) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            return event.value
+        parts = []
+        while not isinstance(part := following(depth), yaml.CollectionEndEvent):
+            parts.append((part, value(part, depth + 1)))
+        if isinstance(event, yaml.SequenceStartEvent):
+            return [found for _, found in parts]
+        fields: dict[str, Any] = {}
+        for (begun, key), (_, found) in zip(parts[::2], parts[1::2], strict=True):
+            if not isinstance(key, str) or key in fields:
+                what = (
+                    f"{shown(key)} is there twice" if isinstance(key, str) else "a name is needed"
+                )
+                raise problem(begun, what, "write each field once, by its name")
+            fields[key] = found
+        return fields
+
+    document = None
+    for _, event in events:
+        if isinstance(event, yaml.DocumentStartEvent):
+            if document is not None:
+                raise problem(event, "has several documents", "describe one cluster")
+            document = value(following(), 1)
+    return document
 
 
-def _flat(switch: _Switch, where: str) -> Iterator[_Line]:
+def _flat(switch: _Switch, where: str) -> Iterator[_Found]:
     """Yield a switch, and then the switches described inside it."""
-    below = [switch.switches] if isinstance(switch.switches, str) else switch.switches
-    texts = (child if isinstance(child, str) else child.name for child in below)
-    yield _Line(
+    hosts, below = (
+        [names] if isinstance(names, str) else names for names in (switch.hosts, switch.switches)
+    )
+    names = (child if isinstance(child, str) else child.name for child in below)
+    found = SwitchTree(
         name=check_host_name(switch.name, where=where),
-        where=where,
-        hosts=_expanded([switch.hosts] if isinstance(switch.hosts, str) else switch.hosts, where),
-        switches=_expanded(texts, where),
+        hosts=expand(",".join(map(str, hosts)), where=where),
         uplink_gbps=switch.uplink_gbps,
     )
+    yield where, found, expand(",".join(names), where=where)
     for i, child in enumerate(below):
         if isinstance(child, _Switch):
             yield from _flat(child, f"{where}.switches[{i}]")
-
-
-def _expanded(expressions: Iterable[str], where: str) -> tuple[str, ...]:
-    names: list[str] = []
-    for expression in expressions:
-        names += expand(expression, where=where)
-        if len(names) > MAX_NAMES:
-            raise _too_many(where)
-    return tuple(names)
-
-
-def _too_many(where: str) -> InputError:
-    return InputError(where, f"makes it more than {MAX_NAMES} names", "describe one cluster")
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
@@ -222,14 +210,14 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
             yield f"{where}:{start}", whole
 
 
-def _pairs(content: str, place: str) -> dict[str, str]:
-    """Return the values of a line by their keys, in small letters."""
+def _slurm_switch(line: str, place: str) -> _Switch:
+    """Return the switch of a line; keys may be in any case."""
     pairs: dict[str, str] = {}
     at = 0
-    while at < len(content):
-        match = _PAIR.match(content, at)
+    while at < len(line):
+        match = _PAIR.match(line, at)
         if match is None:
-            raise InputError(place, f"{shown(content[at:].strip())} is not understood", _RIGHT)
+            raise InputError(place, f"{shown(line[at:].strip())} is not understood", _RIGHT)
         key = match["key"].lower()
         if key not in _KEYS:
             blocks = " (topology/block is no tree of switches)" if key == "blockname" else ""
@@ -238,47 +226,34 @@ def _pairs(content: str, place: str) -> dict[str, str]:
             raise InputError(place, f"{shown(match['key'])} is there twice", "once is right")
         pairs[key] = match["plain"] or match["quoted"] or ""
         at = match.end()
-    return pairs
-
-
-def _slurm_line(pairs: dict[str, str], place: str) -> _Line:
     if not pairs.get("switchname"):
         raise InputError(place, "has no SwitchName", _RIGHT)
-    name = check_host_name(pairs["switchname"], where=place)
     if "nodes" in pairs and "switches" in pairs:
-        raise InputError(place, f"switch {name} has both nodes and switches", "one is right")
-    if not re.fullmatch(r"[0-9]{1,10}", pairs.get("linkspeed", "1"), re.ASCII):
-        raise InputError(place, f"LinkSpeed is {shown(pairs['linkspeed'])}", "it is a whole number")
-    return _Line(
-        name=name,
-        where=place,
-        hosts=expand(pairs.get("nodes", ""), where=place),
-        switches=expand(pairs.get("switches", ""), where=place),
-    )
+        raise InputError(place, "has both nodes and switches", "one is right")
+    nodes, below = pairs.get("nodes", ""), pairs.get("switches", "")
+    return _Switch(name=pairs["switchname"], hosts=nodes, switches=below)
 
 
-def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
+def _joined(found: Iterable[_Found], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
     """Return the tree of all these switches, or of the switches above `hosts`."""
-    by_name: dict[str, _Line] = {}
+    by_name: dict[str, _Found] = {}
     names = 0
-    for line in lines:
-        names += len(line.hosts) + len(line.switches)
+    for place, switch, below in found:
+        names += 1 + len(switch.hosts) + len(below)
         if names > MAX_NAMES:
-            raise _too_many(line.where)
-        if line.name in by_name:
-            what = f"switch {shown(line.name)} is also at {by_name[line.name].where}"
-            raise InputError(line.where, what, "describe each switch once")
-        by_name[line.name] = line
-        if len(by_name) > MAX_SWITCHES:
-            raise InputError(where, "has too many switches", f"at most {MAX_SWITCHES} are read")
+            raise InputError(place, f"makes it more than {MAX_NAMES} names", "describe one cluster")
+        if switch.name in by_name:
+            what = f"switch {shown(switch.name)} is also at {by_name[switch.name][0]}"
+            raise InputError(place, what, "describe each switch once")
+        by_name[switch.name] = (place, switch, below)
     if not by_name:
         raise InputError(where, "has no switch", "describe one at least")
     above = _above(by_name)
     tops = tuple(_tree(by_name, name, 1) for name in by_name if name not in above)
     hanging = {switch.name for top in tops for switch in top.all_switches}
-    for name in (name for name in by_name if name not in hanging):
+    for name in by_name.keys() - hanging:
         what = f"switch {shown(name)} is below itself, or below such a switch"
-        raise InputError(by_name[name].where, what, "every switch hangs from a root")
+        raise InputError(by_name[name][0], what, "every switch hangs from a root")
     tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
     if hosts is not None:
         return restricted(tree, hosts, where=where)
@@ -286,23 +261,25 @@ def _joined(lines: Iterable[_Line], *, where: str, hosts: Iterable[str] | None) 
     return tree
 
 
-def _above(by_name: dict[str, _Line]) -> dict[str, str]:
+def _above(by_name: dict[str, _Found]) -> dict[str, str]:
+    """Return the name of the switch above each switch."""
     above: dict[str, str] = {}
-    for line in by_name.values():
-        for name in line.switches:
+    for place, switch, below in by_name.values():
+        for name in below:
             if name not in by_name:
-                raise InputError(line.where, f"there is no switch {shown(name)}", "describe it")
+                raise InputError(place, f"there is no switch {shown(name)}", "describe it")
             if name in above:
                 what = f"switch {shown(name)} is also below {shown(above[name])}"
-                raise InputError(line.where, what, "a switch is below one other at most")
-            above[name] = line.name
+                raise InputError(place, what, "a switch is below one other at most")
+            above[name] = switch.name
     return above
 
 
-def _tree(by_name: dict[str, _Line], name: str, level: int) -> SwitchTree:
-    line = by_name[name]
+def _tree(by_name: dict[str, _Found], name: str, level: int) -> SwitchTree:
+    place, switch, below = by_name[name]
     if level > MAX_LEVELS:
         what = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
-        raise InputError(line.where, what, f"at most {MAX_LEVELS} levels are read")
-    below = tuple(_tree(by_name, switch, level + 1) for switch in line.switches)
-    return SwitchTree(name=name, hosts=line.hosts, switches=below, uplink_gbps=line.uplink_gbps)
+        raise InputError(place, what, f"at most {MAX_LEVELS} levels are read")
+    return msgspec.structs.replace(
+        switch, switches=tuple(_tree(by_name, child, level + 1) for child in below)
+    )

@@ -20,14 +20,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version
-from tccl_py.model.machine import (
-    Knowledge,
-    Machine,
-    PciDevice,
-    Provenance,
-    check,
-    check_knowledge,
-)
+from tccl_py.model.machine import Knowledge, Machine, PciDevice, Provenance, check, check_knowledge
 
 MODEL_VERSION = 1
 MAX_FIGURE = 1e6  # A petabyte a second; more is a malformed file

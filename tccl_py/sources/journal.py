@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
@@ -31,12 +30,11 @@ from tccl_py.files import (
 )
 from tccl_py.model.measurement import Measurement, NoRateError, faults
 from tccl_py.model.transfer import TransferSet
-from tccl_py.sources.remembering import FORMAT_VERSION, PART, JournalHeader
+from tccl_py.sources.remembering import FORMAT_VERSION, JournalHeader
 
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
-_OF_HOST = re.compile(r"host (?P<name>[A-Za-z0-9_.-]{1,240}): ")
 _UNWRITABLE = "cannot be written", SPACE
 
 
@@ -151,7 +149,7 @@ class JournalFile:
             self._write(header)
             return {}
         contents = read_journal(self._path)
-        if not covers(contents.header, header):
+        if not contents.header.covers(header):
             raise InputError(
                 str(self._path),
                 f"belongs to {_described(contents.header)}, not to {_described(header)}",
@@ -189,15 +187,15 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
     """Put a header into a journal's file that holds for the hosts of another header as well.
 
     Raises:
-        InputError: as `joined`, or the file cannot be read or written.
+        InputError: as `JournalHeader.joined`, or the file cannot be read or written.
     """
     known = read_journal(path).header
-    if covers(known, header):
+    if known.covers(header):
         return
     with reading(path) as old, refused(path, *_UNWRITABLE):
         old.readline(MAX_LINE_BYTES)
         with replacement(path, mode=stat.S_IMODE(path.stat().st_mode)) as new:
-            new.write(encode_line(joined(known, header)))
+            new.write(encode_line(known.joined(header)))
             shutil.copyfileobj(old, new)
 
 
@@ -219,50 +217,11 @@ def _is_resumable(path: Path, header: JournalHeader) -> bool:
     if not path.is_file() or path.stat().st_size == 0:
         return True
     try:
-        return covers(read_journal(path).header, header)
+        return read_journal(path).header.covers(header)
     except InputError:
         return False
 
 
 def _described(header: JournalHeader) -> str:
     kind = "simulated" if header.simulated else "measured"
-    return f"machine {header.machine} ({header.identity}, {kind})"
-
-
-# Headers of several hosts
-
-
-def _parts(header: JournalHeader) -> dict[str, str]:
-    """Return what measurements are valid for, by host, and "" for what all hosts share."""
-    parts = [(_OF_HOST.match(part), part) for part in header.identity.split(PART)]
-    return {"" if match is None else match["name"]: part for match, part in parts}
-
-
-def covers(known: JournalHeader, wanted: JournalHeader) -> bool:
-    """Return whether a journal's header holds for the wanted hosts.
-
-    Sets of several hosts name them, so measurements of further hosts do no harm.
-    """
-    parts = _parts(wanted)
-    if known == wanted or not parts.keys() - {""}:
-        return known == wanted
-    same = (known.simulated, known.format_version) == (wanted.simulated, wanted.format_version)
-    return same and parts.items() <= _parts(known).items()
-
-
-def joined(known: JournalHeader, more: JournalHeader) -> JournalHeader:
-    """Return the header of measurements of the hosts of both.
-
-    Raises:
-        InputError: a host is not as it was, or options differ.
-    """
-    here, there = _parts(known), _parts(more)
-    for name in here.keys() & there.keys():
-        if here[name] != there[name]:
-            where = f"host {name}" if name else "this job"
-            what = f"is {there[name]}, and was {here[name]}"
-            raise InputError(where, what, "measure as before, or plan into a new directory")
-    parts = here | there
-    hosts = sorted(parts.keys() - {""})
-    identity = PART.join(parts[name] for name in (*hosts, ""))
-    return msgspec.structs.replace(known, machine=",".join(hosts), identity=identity)
+    return f"machine {header.machine} ({header}, {kind})"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from tccl_profiler.cluster.mpi import in_mpi_job as in_job
+from tccl_profiler.cluster.mpi import mpi_job as join_job
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Measurement
@@ -39,15 +39,11 @@ if TYPE_CHECKING:
     from tccl_profiler.profiler import Profiler
     from tccl_profiler.session import Session
 
-__all__ = ["HostFacts", "Job"]
+__all__ = ["HostFacts", "Job", "in_job", "join_job"]
 _UNSETTLED = 0.1
 """A share of unsettled sets above this gets a notice."""
 _SHOWN = 5
 """Failed sets, and sets of unknown overlap, that notices name."""
-_NOISE = re.compile(
-    r", noise ([0-9](?:\.[0-9]{1,12})?(?:e-[0-9]{1,3})?), seed (-?[0-9]{1,999})", re.ASCII
-)
-"""How the identity of a noisy simulation ends; a journal may be edited, so only numbers fit."""
 
 
 def open_source(
@@ -83,15 +79,15 @@ def open_source(
 
     Raises InputError: no such machine, no GPU, options out of range, or another machine's journal.
     """
-    found: OpenedSource
     if isinstance(machine, (str, MachineModel)):
         model = load_machine(machine) if isinstance(machine, str) else machine
         header = simulation_header(model, noise=noise, seed=seed)
-        found = OpenedSource(Simulator(model, noise=noise, seed=seed), lambda: header)
+        found = OpenedSource(Simulator(model, noise=noise, seed=seed), header)
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
-        found = MeasuredSource(open_session(place, gpus, options), options, place.notices)
+        session = open_session(place, gpus, options)
+        found = OpenedSource(session=session, options=options, limits=place.notices)
     if journal is not None:
         found.keep_in(journal)
     return found
@@ -115,32 +111,76 @@ def open_session(
 class OpenedSource(RememberingSource):
     """A source of `open_source`; a context manager.
 
-    `conditions` are clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if
-    nothing was measured.
+    A `session` measures: workers, of this host or of a job's hosts, start with the first set, and
+    `limits` are notices on every rate measured here. Else `source` simulates under this `header`.
     """
 
-    conditions = ""
-
-    def __init__(self, source: Simulator | None, header: Callable[[], JournalHeader]) -> None:
+    def __init__(
+        self,
+        source: Simulator | None = None,
+        header: JournalHeader | None = None,
+        *,
+        session: Session | ClusterSession | None = None,
+        options: MeasurementOptions | None = None,
+        limits: Sequence[str] = (),
+    ) -> None:
         super().__init__(source)
-        self._header = header
+        self._header, self._session, self._options = header, session, options
+        self._limits = tuple(limits)
+        self._entered = False
+        self._on_set: Callable[[int], None] = lambda _: None
+        self._failures: list[str] = []
 
     @property
     def header(self) -> JournalHeader:
         """Header of journals of these measurements."""
-        return self._header()
+        if self._session is not None:
+            return self._session.header
+        assert self._header is not None
+        return self._header
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices for the user on what is measured; closing the source may add some."""
-        return ()
+        return () if self._session is None else (*self._limits, *self._session.notices)
 
-    def summary(self, conditions: str) -> tuple[str, ...]:  # noqa: ARG002 (a model has none)
+    @property
+    def conditions(self) -> str:
+        """Clocks and links of the GPUs under load, or errors of the hosts' clocks.
+
+        "" if nothing was measured.
+        """
+        return self._session.conditions if self._session and self.sets_measured else ""
+
+    def watch(self, on_set: Callable[[int], None]) -> None:
+        """Call `on_set` with the number of sets that hardware measured, before and after each."""
+        self._on_set = on_set
+
+    def summary(self, conditions: str) -> tuple[str, ...]:
         """Return notices for a plan of the measurements; `conditions` are from before closing."""
-        return ()
+        if self._options is None:
+            return ()
+        notices, new = list(self.notices), [one for found in self._new.values() for one in found]
+        if conditions:
+            notices.append(f"while it was measured: {conditions}")
+        unsettled = sum(not measurement.settled for measurement in new)
+        if unsettled > len(new) * _UNSETTLED:
+            notices.append(
+                f"rates vary: {unsettled} of {len(new)} sets measured did not reach "
+                f"--target {self._options.target:g}; other work, clocks or heat may disturb them"
+            )
+        for measurement in [one for one in new if one.overlap_at_least][:_SHOWN]:
+            notices += overlap_notices(str(measurement.transfers), measurement)
+        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
+        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
+        return tuple(dict.fromkeys(notices))
 
     def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
-        """Measure each set; a set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`."""
+        """Measure each set; a set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`.
+
+        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
+        host is gone, or sets that were measured cannot be any more.
+        """
         given = [sets] if isinstance(sets, str) else sets
         return super().measure([parse_set(one) if isinstance(one, str) else one for one in given])
 
@@ -163,73 +203,11 @@ class OpenedSource(RememberingSource):
             self._source.resume(self.times_of)
         return found.notices
 
-    def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of sets that hardware measured, before and after each."""
-
-
-class MeasuredSource(OpenedSource):
-    """Hardware as a source.
-
-    Workers, of this host or of a job's hosts, start with the first set. `notices` tell limits of
-    every rate measured here.
-    """
-
-    def __init__(
-        self,
-        session: Session | ClusterSession,
-        options: MeasurementOptions,
-        notices: Sequence[str] = (),
-    ) -> None:
-        super().__init__(None, lambda: session.header)
-        self._session, self._options, self._limits = session, options, tuple(notices)
-        self._entered = False
-        self._on_set: Callable[[int], None] = lambda _: None
-        self._failures: list[str] = []
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user; closing the source may add some."""
-        return (*self._limits, *self._session.notices)
-
-    @property
-    def conditions(self) -> str:  # type: ignore[override] # read only
-        """Clocks and links of the GPUs under load, or errors of the hosts' clocks; "" if idle."""
-        return self._session.conditions if self.sets_measured else ""
-
-    def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of sets measured, before and after each."""
-        self._on_set = on_set
-
-    def summary(self, conditions: str) -> tuple[str, ...]:
-        """Return notices for a plan of the measurements; `conditions` are from before closing."""
-        notices, new = list(self.notices), [one for found in self._new.values() for one in found]
-        if conditions:
-            notices.append(f"while it was measured: {conditions}")
-        unsettled = sum(not measurement.settled for measurement in new)
-        if unsettled > len(new) * _UNSETTLED:
-            notices.append(
-                f"rates vary: {unsettled} of {len(new)} sets measured did not reach "
-                f"--target {self._options.target:g}; other work, clocks or heat may disturb them"
-            )
-        for measurement in [one for one in new if one.overlap_at_least][:_SHOWN]:
-            notices += overlap_notices(str(measurement.transfers), measurement)
-        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
-        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
-        return tuple(dict.fromkeys(notices))
-
-    def measure_anew(self, transfers: TransferSet) -> Measurement:
-        """Measure a set once more, whatever is known of it, and keep the result.
-
-        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
-        host is gone, or sets that were measured cannot be any more.
-        """
-        self._on_set(self.sets_measured)
-        measurement = super().measure_anew(transfers)
-        self._on_set(self.sets_measured)
-        return measurement
-
     def _measured(self, transfers: TransferSet) -> Measurement:
-        self._enter()
+        if self._session is None:
+            return super()._measured(transfers)
+        self._on_set(self.sets_measured)
+        self._enter(self._session)
         profiler = self._session.profiler
         try:
             (measurement,) = profiler.measure([transfers])
@@ -237,11 +215,12 @@ class MeasuredSource(OpenedSource):
             self._check_alive(profiler, error)
             self._failures.append(str(error))
             raise
+        self._on_set(self.sets_measured + 1)
         return measurement
 
-    def _enter(self) -> None:
+    def _enter(self, session: Session | ClusterSession) -> None:
         if not self._entered:
-            self._session.__enter__()
+            session.__enter__()
             self._entered = True
 
     def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
@@ -257,7 +236,7 @@ class MeasuredSource(OpenedSource):
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-        if self._entered:
+        if self._session is not None and self._entered:
             self._session.__exit__(*exception)
 
 
@@ -265,35 +244,18 @@ def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0)
     """Return the header of a simulation's journal: its model and parameters, at this noise."""
     content = encode_json(model) + encode_json(bundled_parameters())
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-    noisy = f", noise {noise:g}, seed {seed}" if noise else ""
-    return JournalHeader(machine=model.name, identity=f"model {digest}{noisy}", simulated=True)
-
-
-def simulation_noise(header: JournalHeader) -> tuple[float, int]:
-    """Return noise and seed of the simulation that a header is of; 0 and 0 without noise."""
-    found = _NOISE.search(header.identity)
-    if found is None or found.end() != len(header.identity):
-        return (0.0, 0)
-    return (float(found[1]), int(found[2]))
+    return JournalHeader(
+        machine=model.name,
+        identity=f"model {digest}",
+        simulated=True,
+        noise=noise,
+        seed=seed if noise else 0,
+    )
 
 
 # The hosts of an MPI job as a source, and as places for jobs of real collectives.
 
 Network = Literal["tcp", "nccl"]
-
-
-def in_job() -> bool:
-    """Return whether this process is one of several MPI ranks."""
-    from tccl_profiler.cluster.mpi import in_mpi_job  # noqa: PLC0415
-
-    return in_mpi_job()
-
-
-def join_job() -> AbstractContextManager[Job]:
-    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once."""
-    from tccl_profiler.cluster.mpi import mpi_job  # noqa: PLC0415
-
-    return mpi_job()
 
 
 def open_hosts(
@@ -347,18 +309,17 @@ def _network(asked: str | None, backend: Backend) -> Network:
     return "tcp" if asked == "tcp" or backend == "host" else "nccl"
 
 
-class HostsSource(MeasuredSource):
+class HostsSource(OpenedSource):
     """A source over the hosts of a job; `session` has the hosts."""
 
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
         self.session, self.dry_run = session, dry_run
-        notices = (DRY_RUN,) if dry_run else ()
-        super().__init__(session, options, notices)
+        super().__init__(session=session, options=options, limits=(DRY_RUN,) if dry_run else ())
 
     def __enter__(self) -> HostsSource:
-        self._enter()
+        self._enter(self.session)
         return self
 
     def _measured(self, transfers: TransferSet) -> Measurement:
