@@ -24,19 +24,14 @@ from tccl_py.merge.walks import (
     Rates,
     Relation,
     Walk,
-    could_close,
     highest,
     host_piece,
-    not_ruled_out,
     path,
     power,
     product,
     worthwhile,
 )
 from tccl_py.model.cluster import SwitchTree
-
-LOOSE = (2, 4, 16, math.inf)
-"""Groups come apart whose uplinks carry so many times the rate; 2 is the least that helps."""
 
 
 class ChainTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -193,16 +188,11 @@ def _uplink(switch: SwitchTree) -> float:
 def _best_order(rates: Rates, classes: Mapping[str, int], root: SwitchTree) -> Best:
     """Find the fastest ring over hosts of these classes; the bound is for all orders."""
     hosts = tuple(root.all_hosts)
-    counts = np.bincount([classes[host] for host in hosts], minlength=len(rates))
-    used = np.flatnonzero(counts)
+    used = sorted({classes[host] for host in hosts})
     # A ring passes every uplink once at least, so no chain is of use beyond that.
     capped = np.minimum(rates[used], uplink_limit(root, hosts))
-    candidates = not_ruled_out(
-        np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min())),
-        lambda asked: could_close(capped >= asked, counts[used].tolist()),
-    )
     return highest(
-        candidates,
+        np.union1d(worthwhile(capped), _shares(root, capped.max(axis=(1, 2)).min())),
         lambda asked: _decided(rates >= asked, classes, root, asked),
         lambda walk: min(
             _ring_rate(rates, [classes[host] for host in walk.hosts], walk.crossings),
@@ -242,22 +232,17 @@ def _decided(
     1. The hosts of every group stay together, which passes every uplink once.
     2. Groups behind uplinks that carry the ring twice come apart. Without a ring then, no order has
        one, because the hosts of all other groups have to stay together.
-    3. If the ring found passes an uplink too often, groups behind narrow uplinks stay together.
     """
     together = _closed(relations, classes, root)
-    loosened = [_loosened(root, share * asked) for share in LOOSE]
-    if together.walk is not None or loosened[0] == root:
+    loose = _loosened(root, 2 * asked)
+    if together.walk is not None or loose == root:
         return together
-    for number, loose in enumerate(loosened):
-        if loose == root or loose in loosened[:number]:
-            continue
-        decision = _closed(relations, classes, loose)
-        if decision.walk is None:
-            return decision if number == 0 else Decision(certain=False)
-        walk = _with_few_exits(decision.walk, classes, root, loose)
-        if uplink_limit(root, walk.hosts) >= asked:
-            return Decision(walk=walk)
-    return Decision(certain=False)
+    apart = _closed(relations, classes, loose)
+    if apart.walk is None:
+        return apart
+    walk = _with_few_exits(apart.walk, classes, root, loose)
+    fits = uplink_limit(root, walk.hosts) >= asked
+    return Decision(walk=walk) if fits else Decision(certain=False)
 
 
 def _loosened(root: SwitchTree, wide: float) -> SwitchTree:

@@ -3,7 +3,7 @@
 A relation says by which crossings a piece (a host, or hosts that stay together) is entered and
 left. Hosts with equal relations are of one kind. All orders of a group are a dynamic program over
 the number of hosts passed of each kind: exact, while the kinds are few. A larger group is dealt
-into smaller groups that stay together, which may miss orders; `could_close` bounds all orders.
+into smaller groups that stay together, which may miss orders.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import scipy  # lazy submodules: commands start without them
 
 Rates = npt.NDArray[np.float64]
 Relation = npt.NDArray[np.bool_]
@@ -31,10 +30,6 @@ PART_PRODUCTS = 256
 """Matrix products for one part of a group that is dealt into parts."""
 PART = 5
 """Pieces in a part whose pieces all differ."""
-MAX_PAIRS = 400_000
-"""Variables of a linear program; larger programs rule nothing out."""
-_INFEASIBLE = 2
-"""Status of scipy.optimize.linprog."""
 
 
 class Walk(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,53 +125,6 @@ def _reached(candidates: Rates, rate: float) -> int:
     return int(np.searchsorted(candidates, rate, side="right")) - 1
 
 
-def not_ruled_out(candidates: Rates, could: Callable[[float], bool]) -> Rates:
-    """Return the candidates (ascending) up to the last for which `could` holds, by bisection."""
-    low, high = -1, len(candidates)
-    while low + 1 < high:
-        middle = high - 1 if high == len(candidates) else (low + high) // 2
-        low, high = (middle, high) if could(float(candidates[middle])) else (low, middle)
-    return candidates[: low + 1]
-
-
-def could_close(relations: Relation, counts: Sequence[int]) -> bool:
-    """Return false only if no order of `counts[k]` hosts of each relation k makes a ring.
-
-    1. A ring lies within a strongly connected part of the crossings, with a step of every kind.
-    2. If every host may take any kind's step, a closed walk of the right length is needed.
-    3. If hosts may be split between steps, each crossing must still be left as often as entered:
-       a linear program.
-    """
-    union: Relation = np.logical_or.reduce(relations)
-    _, labels = scipy.sparse.csgraph.connected_components(union, directed=True, connection="strong")
-    for label in np.unique(labels):
-        part = np.flatnonzero(labels == label)
-        inside = relations[:, part][:, :, part]
-        if not inside.any(axis=(1, 2)).all():
-            continue
-        closed = np.diagonal(power(union[np.ix_(part, part)], sum(counts)))
-        if closed.any() and _balanced_in_fractions(inside, np.asarray(counts)):
-            return True
-    return False
-
-
-def _balanced_in_fractions(relations: Relation, counts: npt.NDArray[np.int64]) -> bool:
-    kinds, tails, heads = np.nonzero(relations)
-    if len(kinds) > MAX_PAIRS or np.diagonal(relations, axis1=1, axis2=2).all(axis=0).any():
-        return True
-    # Rows: the count of every kind, then exits less entries of every crossing.
-    each, moving = np.arange(len(kinds)), np.flatnonzero(tails != heads)
-    rows = [kinds, len(counts) + tails[moving], len(counts) + heads[moving]]
-    values = [np.ones(len(each)), np.ones(len(moving)), -np.ones(len(moving))]
-    matrix = scipy.sparse.coo_array(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate([each, moving, moving]))),
-        shape=(len(counts) + relations.shape[1], len(each)),
-    )
-    right = np.concatenate([counts, np.zeros(relations.shape[1])])
-    result = scipy.optimize.linprog(np.zeros(len(each)), A_eq=matrix.tocsr(), b_eq=right)
-    return bool(result.status != _INFEASIBLE)
-
-
 # Pieces: hosts that stay together.
 @dataclass(frozen=True)
 class Piece:
@@ -215,12 +163,8 @@ class Joiner:
         kinds = Kinds(relations, [self._bits(relation) for relation in relations])
         if kinds.products() <= MAX_PRODUCTS:
             return self._in_all_orders(pieces, kinds)
-        ways = []
-        for parts in kinds.deals():
-            ways.append(self.join([self.join([pieces[i] for i in part]) for part in parts]))
-            if ways[-1].relation.all():
-                break
-        return _union(ways)
+        whole = self.join([self.join([pieces[i] for i in part]) for part in kinds.dealt()])
+        return replace(whole, exact=False)
 
     def _bits(self, relation: Relation) -> bytes:
         """Return a relation as bytes; many pieces share one relation object."""
@@ -239,15 +183,6 @@ class Joiner:
                 yield from pieces[next(pools[kind])].steps(before, after)
 
         return Piece(orders.relation, steps, all(piece.exact for piece in pieces))
-
-
-def _union(ways: Sequence[Piece]) -> Piece:
-    """Return several joins of the same hosts as one piece, which may miss orders."""
-
-    def steps(entry: int, leave: int) -> Iterator[Step]:
-        return next(way for way in ways if way.relation[entry, leave]).steps(entry, leave)
-
-    return Piece(np.logical_or.reduce([way.relation for way in ways]), steps, exact=False)
 
 
 class Kinds:
@@ -274,17 +209,15 @@ class Kinds:
             return 0
         return math.prod(count + 1 for count in counts) * len(counts) * self._weight
 
-    def deals(self) -> Iterator[list[list[int]]]:
-        """Yield divisions of the pieces into parts: runs of a kind, then even shares of all."""
+    def dealt(self) -> list[list[int]]:
+        """Return the pieces in parts: even shares of all kinds, or a few of many different ones."""
         order = list(itertools.chain.from_iterable(self.members))
         if len(order) == len(self.members):
-            yield [order[start : start + PART] for start in range(0, len(order), PART)]
-            return
-        yield self.members
+            return [order[start : start + PART] for start in range(0, len(order), PART)]
         parts = 2
         while 2 * parts < len(order) and self._part_products(parts) > PART_PRODUCTS:
             parts *= 2
-        yield [order[start::parts] for start in range(parts)]
+        return [order[start::parts] for start in range(parts)]
 
     def _part_products(self, parts: int) -> float:
         size = -(-sum(self.counts) // parts)

@@ -108,7 +108,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def dealt(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Value]]:
     """Return the values of each different flow, in order: equal flows take one each, in turn.
 
-    >>> from tccl_py.model.transfer import direct_write
+    >>> from tccl_py.model.rings import direct_write
     >>> one, other = direct_write(0, 1), direct_write(1, 0)
     >>> dealt([one, other, one], [10, 20, 30]) == {one: [10, 30], other: [20]}
     True

@@ -1,14 +1,19 @@
-"""Hops, spaces of hops for a search, and rings of hops."""
+"""Hops, spaces of hops for a search, rings of hops, and the flows that hops are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Flow, TransferSet, receiving_nic, sending_nic, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, linked, transfer_set
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Hop(msgspec.Struct, frozen=True, order=True):
@@ -38,7 +43,6 @@ class HopSpace(msgspec.Struct, frozen=True, kw_only=True):
 class Ring(msgspec.Struct, frozen=True, order=True):
     """A closed sequence of hops over all GPUs, beginning at the lowest index.
 
-    >>> from tccl_py.model.transfer import direct_write
     >>> ring([Hop(1, 0, direct_write(1, 0)), Hop(0, 1, direct_write(0, 1))]).gpus
     (0, 1)
     """
@@ -84,8 +88,8 @@ def ring_set(rings: Sequence[Ring]) -> RingSet:
 def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
     """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
 
-    A bounce keeps its NUMA node, if the space has that. Of an order of GPUs each hop is by the
-    space's first mechanism. Raises SearchError: the space has no such hop.
+    A hop keeps its transfers, or a bounce its NUMA node, if the space has that. Of an order of
+    GPUs each hop is by the space's first mechanism. Raises SearchError: the space has no such hop.
     """
     order = known.gpus if isinstance(known, Ring) else known
     before = known.hops if isinstance(known, Ring) else [None] * len(order)
@@ -94,8 +98,9 @@ def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
         choices = space.between(source, target)
         if hop is not None:
             choices = tuple(one for one in choices if nics_of(one) == nics_of(hop))
-            same = tuple(one for one in choices if one.flow.through == hop.flow.through)
-            choices = same or choices
+            near = tuple(one for one in choices if one.flow.through == hop.flow.through)
+            same = tuple(one for one in near if one.flow.transfers == hop.flow.transfers)
+            choices = same or near or choices
         if not choices:
             raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
         hops.append(choices[0])
@@ -105,3 +110,106 @@ def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
 def nics_of(hop: Hop) -> tuple[int | None, int | None]:
     """Return the NICs by which a hop leaves and enters a node; None within a node."""
     return sending_nic(hop.flow), receiving_nic(hop.flow)
+
+
+# Flows by the numbers of devices.
+class Options(TypedDict, total=False):
+    """Options of a flow; of a direct flow `fifo` counts only where blocks are given."""
+
+    blocks: int | None
+    fifo: Fifo | None
+
+
+def _flow(*places: Place, **options: Unpack[Options]) -> Flow:
+    return Flow(linked(places), **options)
+
+
+def direct_write(source: int, target: int, **options: Unpack[Options]) -> Flow:
+    """Return GPU `source` writing to GPU `target`."""
+    writer = Place("G", source)
+    return _flow(writer, writer, Place("G", target), **options)
+
+
+def direct_read(source: int, target: int, **options: Unpack[Options]) -> Flow:
+    """Return GPU `target` reading from GPU `source`."""
+    reader = Place("G", target)
+    return _flow(Place("G", source), reader, reader, **options)
+
+
+def bounce(source: int, target: int, numa: int, **options: Unpack[Options]) -> Flow:
+    """Return the bounce from GPU `source` to `target` through host memory of NUMA node `numa`."""
+    writer, reader = Place("G", source), Place("G", target)
+    return _flow(writer, writer, Place("C", numa), reader, reader, **options)
+
+
+def leaving(
+    gpu: int,
+    nic: int,
+    *,
+    through: int | None = None,
+    relay: int | None = None,
+    **options: Unpack[Options],
+) -> Flow:
+    """Return GPU `gpu` sending by NIC `nic`, through NUMA node `through` or GPU `relay` if given.
+
+    >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
+    ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
+    """
+    own, port = Place("G", gpu), Place("N", nic)
+    if through is None and relay is None:
+        return _flow(own, port, port, **options)
+    halfway = Place("C", through) if through is not None else Place("G", relay or 0)
+    return _flow(own, own, halfway, port, port, **options)
+
+
+def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpack[Options]) -> Flow:
+    """Return GPU `gpu` receiving by NIC `nic`, through memory of NUMA node `through` if given.
+
+    >>> str(entering(0, 3)), str(entering(0, 3, through=1))
+    ('N0->N0->G3', 'N0->N0->C1->G3->G3')
+    """
+    own, port = Place("G", gpu), Place("N", nic)
+    if through is None:
+        return _flow(port, port, own, **options)
+    return _flow(port, port, Place("C", through), own, own, **options)
+
+
+def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
+    """Return the flow over the network that is `out` on host `sender`, `into` on `receiver`.
+
+    >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
+    'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
+    """
+    arrived = on_host(into, receiver)
+    *before, last = on_host(out, sender).transfers
+    over = Transfer(last.source, last.executor, arrived.source)
+    return Flow((*before, over, *arrived.transfers), out.blocks, out.fifo)
+
+
+def on_host(flow: Flow, host: str) -> Flow:
+    """Return the flow with all its places on `host`."""
+    return elsewhere(flow, lambda place: Place(place.kind, place.index, host))
+
+
+def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
+    """Return the flow with `moved(place)` in each place's stead."""
+    places = [moved(place) for place in flow.places]
+    starts = range(0, len(places), 3)
+    transfers = tuple(Transfer(*places[at : at + 3]) for at in starts)
+    return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
+
+
+def sending_nic(flow: Flow) -> int | None:
+    """Return the NIC by which a flow leaves a node, or None."""
+    return _nic_that(flow, "read")
+
+
+def receiving_nic(flow: Flow) -> int | None:
+    """Return the NIC by which a flow enters a node, or None."""
+    return _nic_that(flow, "write")
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for the same few hops again and again
+def _nic_that(flow: Flow, operation: str) -> int | None:
+    moves = (t for t in flow.transfers if t.executor.kind == "N" and t.operation == operation)
+    return next((transfer.executor.index for transfer in moves), None)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.rings import Hop
-from tccl_py.model.transfer import Flow, Place, elsewhere
+from tccl_py.model.rings import Hop, elsewhere
+from tccl_py.model.transfer import Flow, Place
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -230,16 +230,18 @@ class FlowCodes:
         """Return the numbers of the flows' images under each element, a row an element."""
         # The number of points stands for places that no symmetry moves.
         fixed = len(self._position)
-        codes = np.empty((len(elements), len(flows)), dtype=np.int64)
+        columns = elements.T.astype(np.int64, order="C")
+        codes = np.empty((len(flows), len(elements)), dtype=np.int64)
         for at, flow in enumerate(flows):
             # A relabelling keeps the kinds of places and the options.
             form = (*(place.kind for place in flow.places), flow.blocks, flow.fifo, flow.buffer)
             found = np.full(len(elements), self._forms.setdefault(form, len(self._forms) + 1))
             for place in flow.places:
                 column = self._position.get(place.device)
-                found = found * (fixed + 1) + (fixed if column is None else elements[:, column])
-            codes[:, at] = found
-        return codes
+                found *= fixed + 1
+                found += fixed if column is None else columns[column]
+            codes[at] = found
+        return np.ascontiguousarray(codes.T)
 
 
 def smallest_row(rows: npt.NDArray[Any]) -> tuple[int, ...]:

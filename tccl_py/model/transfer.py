@@ -25,16 +25,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, get_args
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, counted, require
 from tccl_py.files import TextValue
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Side = Literal["sender", "receiver"]
 
@@ -50,9 +47,8 @@ _SHORT = re.compile(r"([0-9]{1,5})([:<]|:C[0-9]{1,5}:)([0-9]{1,5})(?:,(.+))?", r
 _SIZE = re.compile(r"(?P<number>[1-9][0-9]{0,9})(?P<unit>[KM]?)")
 _UNIT = {"": 1, "K": 1024, "M": 1024 * 1024}
 _MAX_TEXT = 65536
-_LEAVES = "G(?:G[CG])?N|CN"
 _ENTERS = "NN(?:C(?:GG)?|G)"
-_NETWORK = re.compile(f"(?:{_LEAVES})(?:N|{_ENTERS})|{_ENTERS}")
+_NETWORK = re.compile(f"(?:G(?:G[CG])?|C)N(?:N|{_ENTERS})|{_ENTERS}")
 """Kinds of the places of a network flow: both hosts' parts, or one host's part."""
 
 
@@ -110,7 +106,7 @@ class Flow(TextValue):
     None for a direct flow's default and for plain transfers; `buffer` a plain transfer's bytes.
     """
 
-    __slots__ = ("blocks", "buffer", "fifo", "transfers")
+    __slots__ = ("blocks", "buffer", "fifo", "kind", "transfers")
 
     def __init__(
         self,
@@ -130,6 +126,7 @@ class Flow(TextValue):
         self.blocks: Final = blocks
         self.fifo: Final = fifo
         self.buffer: Final = buffer
+        self.kind: Final = kind
         more = "".join(f"->{part.executor}->{part.destination}" for part in transfers[1:])
         options = _options_text(blocks, fifo or Fifo(), buffer)
         self._text = f"{transfers[0]}{more}{{{options}}}" if options else f"{transfers[0]}{more}"
@@ -142,18 +139,17 @@ class Flow(TextValue):
     @property
     def is_bounce(self) -> bool:
         """True if the bytes go through host memory to another GPU of the node."""
-        return len(self.transfers) == 2 and not self.is_network
+        return self.kind == "bounce"
 
     @property
     def through(self) -> int | None:
         """The NUMA node of a bounce's host memory; None for other flows."""
-        host = self.transfers[0].destination
-        return host.index if self.is_bounce and host.kind == "C" else None
+        return self.transfers[0].destination.index if self.is_bounce else None
 
     @property
     def is_network(self) -> bool:
         """True if a NIC moves the bytes."""
-        return any(transfer.executor.kind == "N" for transfer in self.transfers)
+        return self.kind == "network"
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -252,20 +248,29 @@ def parse_flow(text: str) -> Flow:
     """
     where = f"flow {text[:60]!r}"
     body, brace, options = _long_form(text).partition("{")
-    if brace and not options.endswith("}"):
-        raise InputError(where, "the options do not end", "close them with }")
+    closed = not brace or options.endswith("}")
+    require(closed, where, "the options do not end", "close them with }")
     places = [_parse_place(part, where) for part in body.split("->")]
     network = any(place.kind == "N" for place in places)
     if network:
         _check_network(places, where)
-    elif len(places) not in (3, 5):
-        right = "a transfer is SRC->EXE->DST or 0:4, a bounce SRC->EXE->HOST->EXE->DST or 0:C1:4"
-        raise InputError(where, f"has {counted(len(places), 'place')}", right)
-    starts = range(0, len(places) - 2, 2)
-    transfers = tuple(_parse_transfer(*places[at : at + 3], where=where) for at in starts)
-    if len(places) == 5 and not network:
-        _check_bounce(places, where)
+    right = "a transfer is SRC->EXE->DST or 0:4, a bounce SRC->EXE->HOST->EXE->DST or 0:C1:4"
+    counts = network or len(places) in (3, 5)
+    require(counts, where, f"has {counted(len(places), 'place')}", right)
+    transfers = linked(places)
+    for transfer in transfers:
+        _check_transfer(transfer, where)
+    if len(transfers) == 2 and not network:
+        kinds = "".join(place.kind for place in places[::2])
+        require(kinds == "GCG", where, "is no bounce", "a bounce goes GPU, host memory, GPU")
+        other = places[0] != places[-1]
+        require(other, where, "returns to its source", "a bounce ends at another GPU")
     return _with_options(transfers, options[:-1], where)
+
+
+def linked(places: Sequence[Place]) -> tuple[Transfer, ...]:
+    """Return the transfers of a path, each from where the one before ends."""
+    return tuple(Transfer(*places[at : at + 3]) for at in range(0, len(places) - 2, 2))
 
 
 def parse_set(text: str) -> TransferSet:
@@ -276,11 +281,10 @@ def parse_set(text: str) -> TransferSet:
 
     Raises InputError: empty, too long, or a part is not a flow.
     """
-    if len(text) > _MAX_TEXT:
-        raise InputError("transfer set", f"has {len(text)} characters", "name at most a few flows")
+    what = f"has {len(text)} characters"
+    require(len(text) <= _MAX_TEXT, "transfer set", what, "name at most a few flows")
     parts = flow_texts(text)
-    if not parts:
-        raise InputError("transfer set", "is empty", "name at least one flow, as G0->G0->G1")
+    require(parts, "transfer set", "is empty", "name at least one flow, as G0->G0->G1")
     return transfer_set(map(parse_flow, parts))
 
 
@@ -298,10 +302,11 @@ def _long_form(text: str) -> str:
     if match is None:
         return text
     first, between, second, more = match.groups()
-    middle = f"G{first}->{between[1:-1]}->G{second}" if len(between) > 1 else f"G{first}"
-    path = f"G{first}->{middle}->G{second}"
+    path = f"G{first}->G{first}->G{second}"
     if between == "<":
         path = f"G{second}->G{first}->G{first}"
+    elif between != ":":
+        path = f"G{first}->G{first}->{between[1:-1]}->G{second}->G{second}"
     return f"{path}{{{more}}}" if more else f"{path}{brace}{options}"
 
 
@@ -313,58 +318,41 @@ def _parse_place(text: str, where: str) -> Place:
     return Place(match["kind"], int(match["index"]), match["host"] or "")  # type: ignore[arg-type]
 
 
-def _parse_transfer(source: Place, executor: Place, destination: Place, *, where: str) -> Transfer:
+def _check_transfer(transfer: Transfer, where: str) -> None:
+    source, executor, destination = transfer.source, transfer.executor, transfer.destination
     for end in (source, destination):
-        if end.kind == "D":
-            raise InputError(where, f"{end} holds no bytes", "bytes lie in G, C or N places")
-    if source == destination:
-        raise InputError(where, f"{source} sends to itself", "source and destination differ")
-    own = Place("G", executor.index, executor.host) if executor.kind == "D" else executor
-    if executor.kind == "C" or not (own in (source, destination) or executor.kind == "N"):
-        right = "the executor is the G or D of one of the two ends"
-        raise InputError(where, f"{executor} cannot move it", right)
-    return Transfer(source, executor, destination)
+        require(end.kind != "D", where, f"{end} holds no bytes", "bytes lie in G, C or N places")
+    right = "source and destination differ"
+    require(source != destination, where, f"{source} sends to itself", right)
+    ends = [(end.device, end.host) for end in (source, destination)]
+    beside = executor.kind != "C" and (executor.device, executor.host) in ends
+    right = "the executor is the G or D of one of the two ends"
+    require(beside or executor.kind == "N", where, f"{executor} cannot move it", right)
 
 
-def _check_bounce(places: list[Place], where: str) -> None:
-    source, writer, host, reader, target = places
-    if (source.kind, host.kind, target.kind) != ("G", "C", "G"):
-        raise InputError(where, "is no bounce", "a bounce goes GPU, host memory, GPU")
-    if writer.index != source.index or reader.index != target.index:
-        raise InputError(where, "is no bounce", "the sender writes and the receiver reads")
-    if source == target:
-        raise InputError(where, "returns to its source", "a bounce ends at another GPU")
-
-
-def _check_network(places: list[Place], where: str) -> None:
+def _check_network(places: Sequence[Place], where: str) -> None:
     """Check a way out of a node, a way into one, or both, each along places of one host."""
-    if not _NETWORK.fullmatch("".join(place.kind for place in places)):
-        right = "name both NICs, as h0.G0->h0.N0->h1.N1->h1.N1->h1.G0, or one, as G0->N0->N0"
-        raise InputError(where, "is no way over the network", right)
-    first = next(at for at, place in enumerate(places) if place.kind == "N")
-    out, into = places[: first + 1], places[first + 1 :]
-    if len(out) == 1:  # only a way in
-        out, into = [], places
-    elif len(into) == 1:  # only a way out
-        out, into = places, []
-    for part in (out, into):
-        if len({place.host for place in part}) > 1:
-            raise InputError(where, "changes hosts without a NIC", "a NIC is on the host it serves")
-        relayed = "".join(place.kind for place in part).startswith("GGG")
-        gpus = [place.index for place in part if place.kind == "G"][: 2 if relayed else None]
-        if len(set(gpus)) > 1:
-            raise InputError(where, "changes GPUs on its way", "one GPU fills or empties the FIFO")
-    if (out and not into and out[-1] != out[-2]) or (into and into[0] != into[1]):
-        raise InputError(where, "changes NICs on its way", "name each NIC twice, as G0->N0->N0")
-    if out and into and out[0].host == into[0].host:
-        raise InputError(where, "stays on its host", "the two NICs are on different hosts")
+    kinds = "".join(place.kind for place in places)
+    right = "name both NICs, as h0.G0->h0.N0->h1.N1->h1.N1->h1.G0, or one, as G0->N0->N0"
+    require(_NETWORK.fullmatch(kinds), where, "is no way over the network", right)
+    nics = [place for place in places if place.kind == "N"]
+    cut = kinds.index("N") + 1 if len(nics) == 3 else 0
+    out, into = ({place.host for place in part} for part in (places[:cut], places[cut:]))
+    right = "a NIC is on the host it serves"
+    require(max(len(out), len(into)) == 1, where, "changes hosts without a NIC", right)
+    right = "one GPU fills or empties the FIFO"
+    same = kinds[:2] != "GG" or places[0] == places[1]
+    require(same, where, "changes GPUs on its way", right)
+    right = "name each NIC twice, as G0->N0->N0"
+    require(nics[-2] == nics[-1], where, "changes NICs on its way", right)
+    require(out != into, where, "stays on its host", "the two NICs are on different hosts")
 
 
 def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flow:
     kind = _kind(transfers)
-    numbers = {"blocks": MAX_BLOCKS}
-    numbers |= {"buffer": MAX_FIFO_BYTES} if kind == "plain" else {"fifo": MAX_FIFO_BYTES}
-    numbers |= {} if kind == "plain" else {"slots": 1024}
+    numbers = {"fifo": MAX_FIFO_BYTES, "slots": 1024}
+    numbers = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else numbers
+    numbers |= {"blocks": MAX_BLOCKS}
     given: dict[str, int] = {}
     side = Fifo().side
     for item in text.split(",") if text else ():
@@ -380,117 +368,14 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
             )
             raise InputError(where, f"option {item[:40]!r} is not known here", right)
     fifo = Fifo(given.get("fifo", DEFAULT_FIFO_BYTES), given.get("slots", FIFO_SLOTS), side)
-    if kind == "direct" and fifo != Fifo() and "blocks" not in given:
-        raise InputError(where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
+    filled = kind != "direct" or fifo == Fifo() or "blocks" in given
+    require(filled, where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
     return Flow(transfers, given.get("blocks"), fifo, given.get("buffer"))
 
 
 def _parse_size(name: str, text: str, high: int, where: str) -> int:
     match = _SIZE.fullmatch(text)
     value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
-    if not 1 <= value <= high:
-        raise InputError(where, f"{name}={text[:20]} is out of range", f"1 to {_size_text(high)}")
+    what = f"{name}={text[:20]} is out of range"
+    require(1 <= value <= high, where, what, f"1 to {_size_text(high)}")
     return value
-
-
-class Options(TypedDict, total=False):
-    """Options of a flow; of a direct flow `fifo` counts only where blocks are given."""
-
-    blocks: int | None
-    fifo: Fifo | None
-
-
-def _flow(*places: Place, **options: Unpack[Options]) -> Flow:
-    starts = range(0, len(places) - 2, 2)
-    return Flow(tuple(Transfer(*places[at : at + 3]) for at in starts), **options)
-
-
-def direct_write(source: int, target: int, **options: Unpack[Options]) -> Flow:
-    """Return GPU `source` writing to GPU `target`."""
-    writer = Place("G", source)
-    return _flow(writer, writer, Place("G", target), **options)
-
-
-def direct_read(source: int, target: int, **options: Unpack[Options]) -> Flow:
-    """Return GPU `target` reading from GPU `source`."""
-    reader = Place("G", target)
-    return _flow(Place("G", source), reader, reader, **options)
-
-
-def bounce(source: int, target: int, numa: int, **options: Unpack[Options]) -> Flow:
-    """Return the bounce from GPU `source` to `target` through host memory of NUMA node `numa`."""
-    writer, reader = Place("G", source), Place("G", target)
-    return _flow(writer, writer, Place("C", numa), reader, reader, **options)
-
-
-def leaving(
-    gpu: int,
-    nic: int,
-    *,
-    through: int | None = None,
-    relay: int | None = None,
-    **options: Unpack[Options],
-) -> Flow:
-    """Return GPU `gpu` sending by NIC `nic`, through NUMA node `through` or GPU `relay` if given.
-
-    >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
-    ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
-    """
-    own, port = Place("G", gpu), Place("N", nic)
-    if through is None and relay is None:
-        return _flow(own, port, port, **options)
-    halfway = Place("C", through) if through is not None else Place("G", relay or 0)
-    return _flow(own, own, halfway, port, port, **options)
-
-
-def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpack[Options]) -> Flow:
-    """Return GPU `gpu` receiving by NIC `nic`, through memory of NUMA node `through` if given.
-
-    >>> str(entering(0, 3)), str(entering(0, 3, through=1))
-    ('N0->N0->G3', 'N0->N0->C1->G3->G3')
-    """
-    own, port = Place("G", gpu), Place("N", nic)
-    if through is None:
-        return _flow(port, port, own, **options)
-    return _flow(port, port, Place("C", through), own, own, **options)
-
-
-def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
-    """Return the flow over the network that is `out` on host `sender`, `into` on `receiver`.
-
-    >>> str(joined(leaving(3, 0), entering(1, 0), sender="h0", receiver="h1"))
-    'h0.G3->h0.N0->h1.N1->h1.N1->h1.G0'
-    """
-    arrived = on_host(into, receiver)
-    *before, last = on_host(out, sender).transfers
-    over = Transfer(last.source, last.executor, arrived.source)
-    return Flow((*before, over, *arrived.transfers), out.blocks, out.fifo)
-
-
-def on_host(flow: Flow, host: str) -> Flow:
-    """Return the flow with all its places on `host`."""
-    return elsewhere(flow, lambda place: Place(place.kind, place.index, host))
-
-
-def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
-    """Return the flow with `moved(place)` in each place's stead."""
-    places = [moved(place) for place in flow.places]
-    starts = range(0, len(places), 3)
-    transfers = tuple(Transfer(*places[at : at + 3]) for at in starts)
-    return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
-
-
-def sending_nic(flow: Flow) -> int | None:
-    """Return the NIC by which a flow leaves a node, or None."""
-    return _nic_that(flow, "read")
-
-
-def receiving_nic(flow: Flow) -> int | None:
-    """Return the NIC by which a flow enters a node, or None."""
-    return _nic_that(flow, "write")
-
-
-@functools.lru_cache(maxsize=4096)  # a search asks for the same few hops again and again
-def _nic_that(flow: Flow, operation: str) -> int | None:
-    moves = (t for t in flow.transfers if t.executor.kind == "N" and t.operation == operation)
-    return next((transfer.executor.index for transfer in moves), None)

@@ -12,13 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.nccl.versions import (
-    LATEST,
-    MAX_ATTRIBUTES,
-    TYPES,
-    VersionFacts,
-    version_facts,
-)
+from tccl_py.nccl.versions import LATEST, MAX_ATTRIBUTES, TYPES, VersionFacts, version_facts
 
 MAX_TEXT = 8 * 1024 * 1024
 """Several times the largest file within NCCL's limit on elements."""

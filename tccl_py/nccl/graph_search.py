@@ -6,6 +6,7 @@ Source: ncclTopoCompute (search.cc) and ncclTopoPostset (connect.cc) of NCCL 2.3
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
-from tccl_py.nccl.paths import local_nets
+from tccl_py.nccl.paths import Path, local_nets
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.transport import final_channels
@@ -35,16 +36,12 @@ _DUPLICATE_FROM = 25.0
 class _Compute:
     """The ladder of NCCL's searches: down until one finds channels, then up again."""
 
-    def __init__(
-        self, seen: NcclView, *, pattern: Pattern, nodes: int, low: int, high: int
-    ) -> None:
+    def __init__(self, seen: NcclView, pattern: Pattern, nodes: int, low: int, high: int) -> None:
         self.seen, self.system, self.pattern = seen, seen.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
         self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
-        self.crossed = seen.system.rules.crossed
-        self.speeds = speeds(
-            self.system.sm_min, nodes=2 if self.inter else 1, facts=self.system.rules
-        )
+        ends = 2 if self.inter else 1
+        self.speeds = speeds(self.system.sm_min, nodes=ends, facts=self.system.rules)
         self._bounds()
         self._totals()
         if len(self.system.gpus) == 1 and pattern != "ring":
@@ -176,7 +173,7 @@ class _Compute:
                 return True
         trial = replace(trial, type_inter=self.least_inter)
         if self.cross_nic == _IF_NEED_BE and trial.cross_nic == 0 and best.pattern != "tree":
-            self.trial = replace(trial, cross_nic=self.crossed)
+            self.trial = replace(trial, cross_nic=self.system.rules.crossed)
             return True
         self.trial = replace(trial, cross_nic=int(self.cross_nic == _ALWAYS))
         return False
@@ -202,7 +199,7 @@ class _Compute:
         self.best = replace(
             best,
             orders=(best.orders * 2)[:count],
-            ports=(best.ports * 2)[:count],
+            nics=(best.nics * 2)[:count],
             rate_intra=best.rate_intra / share,
             rate_inter=best.rate_inter / share,
         )
@@ -232,18 +229,18 @@ class _Compute:
 
     def _simple_order(self) -> Graph:
         """Return the GPUs in NCCL's order, between the NICs that the end GPUs prefer."""
-        ports = ("", "")
-        if self.inter:
-            ends = self.system.gpus[0], self.system.gpus[-1]
-            if self.system.rules.falls_back_to_local_nets:
-                first, last = (local_nets(self.system, self.seen.paths, gpu)[0] for gpu in ends)
-                ports = (first, last)
-            else:
-                ports = (min(self.system.nets, key=lambda net: int(net[1:])),) * 2
+        system = self.system
+        nics: tuple[int, ...] = ()
+        if self.inter and system.rules.falls_back_to_local_nets:
+            ends = system.gpus[0], system.gpus[-1]
+            near = (local_nets(system, self.seen.paths, gpu)[0] for gpu in ends)
+            nics = tuple(int(net[1:]) for net in near)
+        elif self.inter:
+            nics = (self.seen.nics[0],) * 2
         return replace(
             self.best,
-            orders=(self.system.gpus,),
-            ports=(ports,),
+            orders=(tuple(int(gpu[1:]) for gpu in system.gpus),),
+            nics=(nics,),
             rate_intra=FALLBACK_GBPS,
             type_intra=PathType.SYS,
             rate_inter=FALLBACK_GBPS,
@@ -276,13 +273,47 @@ def _two_nvlink_islands(seen: NcclView) -> bool:
 
 def search_ring(seen: NcclView, *, nodes: int = 1) -> Graph:
     """NCCL's ring search."""
-    high = seen.system.rules.max_channels
-    return _Compute(seen, pattern="ring", nodes=nodes, low=1, high=high).run()
+    return _searched(seen, "ring", nodes, low=1, high=seen.system.rules.max_channels)
 
 
 def search_tree(seen: NcclView, *, nodes: int = 1, channels: int) -> Graph:
     """NCCL's tree search for exactly as many channels as the ring has."""
-    return _Compute(seen, pattern="balanced tree", nodes=nodes, low=channels, high=channels).run()
+    return _searched(seen, "balanced tree", nodes, low=channels, high=channels)
+
+
+def _searched(seen: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> Graph:
+    """Search, inside a node once for all sets of GPUs that are alike."""
+    if nodes > 1:
+        return _Compute(seen, pattern, nodes, low, high).run()
+    own, key = [int(gpu[1:]) for gpu in seen.system.gpus], (_shape(seen), pattern, low, high)
+    if key not in _KNOWN:
+        _KNOWN[key] = own, _Compute(seen, pattern, nodes, low, high).run()
+    gpus, graph = _KNOWN[key]
+    names = dict(zip(gpus, own, strict=True))
+    return replace(graph, orders=tuple(tuple(names[g] for g in order) for order in graph.orders))
+
+
+_KNOWN: dict[object, tuple[list[int], Graph]] = {}
+
+
+def _shape(seen: NcclView) -> tuple[object, ...]:
+    """Return all that a search inside a node depends on, with GPUs and links by their places."""
+    system = seen.system
+    places: dict[int, int] = {}
+
+    def described(path: Path) -> tuple[object, ...]:
+        links = (
+            (places.setdefault(x.index, len(places)), x.type, x.gbps, system.nodes[x.target].kind)
+            for x in path.links
+        )
+        return path.type, path.gbps, *links
+
+    tables = product((seen.paths, seen.plain), system.gpus, system.gpus)
+    ways = [described(paths[source, target]) for paths, source, target in tables]
+    gpus = [(system.sm[gpu], _leaving(system, gpu)) for gpu in system.gpus]
+    cross_nic = seen.settings.cross_nic if len(system.nets) > 1 else 0
+    kinds = bool(system.nvs), system.amd, system.intel, system.rules
+    return tuple(ways), tuple(gpus), cross_nic, kinds
 
 
 # Default NCCL's choice.
@@ -337,15 +368,10 @@ def _choice(
     # A tree always has one channel: for one ring channel there is no need to search.
     trees = len(search_tree(seen, nodes=nodes, channels=count).orders) if count > 1 else 1
     used = min(count, trees)
-    rings = tuple(tuple(int(gpu[1:]) for gpu in order) for order in ring.orders)
-    chains = tuple(
-        DefaultChain(int(entry[1:]), order, int(leave[1:]))
-        for order, (entry, leave) in zip(rings[:used], ring.ports, strict=False)
-        if nodes > 1
-    )
+    ends = zip(ring.orders[:used], ring.nics, strict=False) if nodes > 1 else ()
     return DefaultChoice(
-        rings=rings,
-        chains=chains,
+        rings=ring.orders,
+        chains=tuple(DefaultChain(entry, order, leave) for order, (entry, leave) in ends),
         bw_intra=ring.rate_intra,
         type_intra=ring.type_intra.name,
         type_inter=ring.type_inter.name,

@@ -17,9 +17,18 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError, SearchError, require
-from tccl_py.model.rings import Hop, HopSpace, Ring, ring
+from tccl_py.model.rings import (
+    Hop,
+    HopSpace,
+    Ring,
+    entering,
+    leaving,
+    receiving_nic,
+    ring,
+    sending_nic,
+)
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.model.transfer import Fifo, Flow, entering, leaving, receiving_nic, sending_nic
+from tccl_py.model.transfer import Fifo, Flow
 from tccl_py.nccl.graph_writer import GraphRings
 from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings

@@ -16,6 +16,15 @@ from tccl_py.nccl.versions import LOCAL_GBPS
 
 Direction = Literal["send", "receive"]
 
+Step = tuple[int, int]
+"""What a way takes of the links' fields (`Room`), and how many hops it has."""
+
+SCALE = 1000
+"""Bandwidths are whole thousandths of a GB/s: NCCL rounds to them what it takes and gives back."""
+_MOST_TAKEN = 500_000
+"""More than any path takes of a link."""
+_NO_ANSWER_FROM = 80
+"""GPUs below this sm answer a NIC's transfers with an eighth of the rate back."""
 _READS_BESIDE_PCI = 80
 """From this sm on a NIC reads GPU memory even where GPUs talk to each other over PCI."""
 
@@ -43,10 +52,9 @@ _LONGEST_NVB = 1
 
 def shortest_paths(system: System) -> Paths:
     """Return paths to every CPU, GPU, NIC port and NVSwitch, before policy."""
-    reverse = {(link.source, link.target, link.type): link for link in system.links}
     paths = Paths()
     for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
-        for device, path in _paths_to(system, base, reverse).items():
+        for device, path in _paths_to(system, base).items():
             paths[device, base] = path
     return paths
 
@@ -64,9 +72,7 @@ def path_types(machine: Machine) -> dict[tuple[str, str], PathType]:
     return found
 
 
-def _paths_to(
-    system: System, base: str, reverse: dict[tuple[str, str, PathType], Link]
-) -> dict[str, Path]:
+def _paths_to(system: System, base: str) -> dict[str, Path]:
     """Search breadth first from `base`; a better path replaces a known path."""
     found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
     frontier = [base]
@@ -76,7 +82,7 @@ def _paths_to(
             for link in system.nodes[name].links:
                 if not _may_pass(system, base, found[name], link):
                     continue
-                path = _extended(system, found[name], link, reverse)
+                path = _extended(system, found[name], link)
                 known = found.get(link.target)
                 if known is None or _better(system, path, known):
                     found[link.target] = path
@@ -100,10 +106,7 @@ def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
     return onward and len(path.links) <= _LONGEST_NVB
 
 
-def _extended(
-    system: System, path: Path, link: Link, reverse: dict[tuple[str, str, PathType], Link]
-) -> Path:
-    back = reverse[link.target, link.source, link.type]
+def _extended(system: System, path: Path, link: Link) -> Path:
     near, far = system.nodes[link.source].kind, system.nodes[link.target].kind
     kind = PathType.LOC if link.type == PathType.NET else link.type
     if near == far == "pci":
@@ -112,7 +115,7 @@ def _extended(
         kind = PathType.PHB
     if near == "gpu" and path.links and path.type == kind == PathType.NVL:
         kind = PathType.NVB
-    return Path((back, *path.links), min(path.gbps, link.gbps), max(path.type, kind))
+    return Path((system.back(link), *path.links), min(path.gbps, link.gbps), max(path.type, kind))
 
 
 def local_cpu(system: System, paths: Paths, gpu: str) -> str:
@@ -286,3 +289,62 @@ class NetPorts:
         close = nearest(self._paths, port, self._system.gpus)
         order = dict.fromkeys((first, *close) if first else close)
         return tuple(self._system.gpus.index(gpu) for gpu in order)
+
+
+class Room:
+    """The bandwidth left on all links and NIC ports as one integer; `whole` is all of it.
+
+    Each has a field of bits below a guard bit. Taking a path is one subtraction; a guard bit
+    (`guards`) that it clears means a link with too little left.
+    """
+
+    def __init__(self, system: System, paths: Paths, nets: NetPorts) -> None:
+        self._system, self._paths = system, paths
+        gbps = [link.gbps for link in system.links.values()]
+        scaled = [round(each * SCALE) for each in gbps + [nets.gbps[net] for net in system.nets]]
+        self._bits = max(_MOST_TAKEN, *scaled).bit_length() + 1
+        guard = 1 << (self._bits - 1)
+        self.guards = sum(guard << self._bits * index for index in range(len(scaled)))
+        self.whole = sum(guard + left << self._bits * at for at, left in enumerate(scaled))
+        unit = {net: 1 << self._bits * at for at, net in enumerate(system.nets, len(gbps))}
+        self.port_units = {net: sum(unit[twin] for twin in nets.names[net]) for net in system.nets}
+        self._field = guard - 1
+        self._pci = [[self._bits * index for index in self._pci_links(gpu)] for gpu in system.gpus]
+        self.use = cache(self._use)
+        self.unused_pci = cache(self._unused_pci)
+
+    def _pci_links(self, gpu: str) -> list[int]:
+        """Return the PCI link from a GPU up, and the link down to the GPU."""
+        nodes = self._system.nodes
+        for up in nodes[gpu].links:
+            if up.type == PathType.PIX:
+                down = next(link for link in nodes[up.target].links if link.target == gpu)
+                return [up.index, down.index]
+        return []
+
+    def pci_left(self, state: int, gpu: int) -> int:
+        """Return the whole GB/s left on a GPU's PCI link, -1 without one."""
+        left = (state >> shift & self._field for shift in self._pci[gpu])
+        return min(left, default=-1) // SCALE
+
+    def _unused_pci(self, used: int) -> int:
+        """Return the fields of the PCI links of the GPUs outside a set of bits."""
+        shifts = (both for gpu, both in enumerate(self._pci) if not used >> gpu & 1)
+        return sum(self._field << shift for both in shifts for shift in both)
+
+    def _use(self, source: str, target: str, rate: float) -> Step:
+        """A fifth more is taken of PCI links below Intel CPUs, and an eighth back from old GPUs."""
+        system, path, sm = self._system, self._paths[source, target], self._system.sm
+        over_cpu = any(system.nodes[link.target].kind == "cpu" for link in path.links)
+        costly = path.type == PathType.PHB and source in sm and over_cpu and system.intel
+        need, use = round(rate * SCALE), 0
+        for link in path.links:
+            takes = need * 6 // 5 if costly and link.type == PathType.PIX else need
+            use += takes << self._bits * link.index
+            if source not in sm and sm.get(link.target, _NO_ANSWER_FROM) < _NO_ANSWER_FROM:
+                use += takes // 8 << self._bits * system.back(link).index
+        hops = len(path.links)
+        if hops and system.rules.device_nodes:
+            # One link more between a rank's GPU and its device, and two at a relay.
+            hops += sum(end in sm for end in (source, target)) + 2 * (path.type == PathType.PXN)
+        return use, hops

@@ -90,7 +90,7 @@ class System:
     cpus: tuple[str, ...]
     nvs: tuple[str, ...]
     sm: dict[str, int]
-    links: list[Link]
+    links: dict[tuple[str, str, PathType], Link]
     rules: VersionFacts
     gpu_direct: frozenset[tuple[str, str]] = frozenset()
 
@@ -116,10 +116,11 @@ class System:
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
         links = self.nodes[source].links
-        found = next((link for link in links if (link.target, link.type) == (target, kind)), None)
+        found = self.links.get((source, target, kind))
         if found is None:
-            found = Link(len(self.links), kind, 0.0, source, target)
-            self.links.append(found)
+            found = self.links[source, target, kind] = Link(
+                len(self.links), kind, 0.0, source, target
+            )
         else:
             links.remove(found)
         found.gbps += gbps
@@ -127,6 +128,10 @@ class System:
         while place and links[place - 1].gbps < found.gbps:
             place -= 1
         links.insert(place, found)
+
+    def back(self, link: Link) -> Link:
+        """Return the link backwards, of the same type."""
+        return self.links[link.target, link.source, link.type]
 
     def join(self, one: str, other: str, kind: PathType, gbps: float) -> None:
         """Add links in both directions, or widen them."""
@@ -225,7 +230,7 @@ def _nodes(
         cpus=tuple(below[""]),
         nvs=tuple(switches),
         sm={gpu.id: gpu.sm or _UNKNOWN_SM for gpu in machine.gpus if gpu.id in chosen},
-        links=[],
+        links={},
         rules=rules,
         gpu_direct=frozenset(
             (gpu.id, nic.id) for gpu in machine.gpus if gpu.gdr for nic in ports if nic.gdr
@@ -327,8 +332,7 @@ def _sort_links(system: System, name: str, up: str | None) -> None:
 
 
 def _check_both_ways(system: System) -> None:
-    ways = {(link.source, link.target, link.type) for link in system.links}
     where, right = f"machine {system.machine.name}", "NCCL fails at init without both directions"
-    for source, target, kind in ways:
+    for source, target, kind in system.links:
         what = f"an NVLink goes from {source} to {target} but not back"
-        require((target, source, kind) in ways, where, what, right)
+        require((target, source, kind) in system.links, where, what, right)

@@ -14,23 +14,9 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.rings import Hop, HopSpace
-from tccl_py.model.transfer import (
-    DEFAULT_FIFO_BYTES,
-    Fifo,
-    Flow,
-    Place,
-    Side,
-    Transfer,
-    direct_read,
-    direct_write,
-)
-from tccl_py.nccl.settings import (
-    CopyEngineSide,
-    Settings,
-    check_settings,
-    environment,
-)
+from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
+from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
+from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
@@ -206,31 +192,21 @@ def candidates(
     FIFO sizes vary only where a pair bounces. `p2p_level` fixes the level (None: any).
     """
     distinct: dict[tuple[object, ...], tuple[Settings, bool]] = {}
-    known: dict[tuple[Level | None, bool], tuple[NcclView, list[tuple[int, int]]]] = {}
+    views: dict[tuple[Level | None, bool], NcclView] = {}
     for settings in expressible(version, p2p_level=p2p_level):
         # No other switch changes the paths, and defaults come first.
         key = settings.p2p_level, settings.net_disable_intra
-        if key not in known:
-            plain = view(machine, knowledge, settings, gpus=gpus)
-            known[key] = plain, _different_pairs(plain)
-        seen, pairs = replace(known[key][0], settings=settings), known[key][1]
-        outcome = [_outcome(seen, pair) for pair in pairs]
+        if key not in views:
+            views[key] = view(machine, knowledge, settings, gpus=gpus)
+        seen = replace(views[key], settings=settings)
+        outcome = tuple(_outcome(seen, pair) for pair in permutations(seen.gpus, 2))
         bounces = any(kind == "bounce" for kind, _, _ in outcome)
-        distinct.setdefault(tuple(outcome), (settings, bounces))
+        distinct.setdefault(outcome, (settings, bounces))
     return tuple(
         check_settings(msgspec.structs.replace(settings, channels=count, buffsize=size))
         for settings, bounces in distinct.values()
         for count, size in product(channels, buffsizes if bounces else buffsizes[:1])
     )
-
-
-def _different_pairs(seen: NcclView) -> list[tuple[int, int]]:
-    """Return a pair of each mechanism and NUMA nodes: switches treat pairs of a kind alike."""
-    pairs: dict[tuple[object, ...], tuple[int, int]] = {}
-    for pair in permutations(seen.gpus, 2):
-        nodes = (seen.machine.numa_of(f"G{gpu}") for gpu in pair)
-        pairs.setdefault((pair_mechanism(seen, *pair), *nodes), pair)
-    return list(pairs.values())
 
 
 def _outcome(

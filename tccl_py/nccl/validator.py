@@ -159,11 +159,8 @@ class _Node:
             found = search_ring(seen, nodes=count)
             self.rate, self.crossnic = found.rate_intra, found.cross_nic
             self.orders = tuple(
-                Channel(
-                    tuple(int(gpu[1:]) for gpu in order),
-                    tuple(devices[int(net[1:])] for net in ends if net),
-                )
-                for order, ends in zip(found.orders, found.ports, strict=True)
+                Channel(order, tuple(devices[nic] for nic in nics))
+                for order, nics in zip(found.orders, found.nics, strict=True)
             )
         else:
             self.rate, self.crossnic = self.ring.speedintra, self.ring.crossnic

@@ -129,13 +129,18 @@ def known_versions() -> tuple[str, ...]:
     return (VersionFacts().name, *later)
 
 
+def has_rules(version: str) -> bool:
+    """Return whether plans can be made for a version."""
+    return _release(f"{known_versions()[0]}.0") <= _release(version) < (3,)
+
+
 def asked_version(version: str) -> str:
     """Return a version that a user names; InputError if it has no rules here.
 
     Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
     """
     oldest, *_, newest = known_versions()
-    if not _release(f"{oldest}.0") <= _release(version) < (3,):
+    if not has_rules(version):
         right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
         raise InputError(f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
