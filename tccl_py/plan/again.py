@@ -1,4 +1,4 @@
-"""Sources for more measurements of a plan: its model, its machine, its hosts, or its journal."""
+"""Sources for more measurements of a plan: its model, its machine, or its hosts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,9 @@ from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, place
 from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.journal import JournalContents, covers, read_journal
-from tccl_py.sources.opening import (
-    HostsSource,
-    OpenedSource,
-    open_hosts,
-    open_source,
-    simulation_noise,
-)
-from tccl_py.sources.profiled import (
-    MeasuredMachine,
-    is_dry_run,
-    measured_machine,
-    search_options,
-)
+from tccl_py.sources.journal import JournalContents, read_journal
+from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
+from tccl_py.sources.profiled import MeasuredMachine, is_dry_run, measured_machine, search_options
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 if TYPE_CHECKING:
@@ -54,11 +43,6 @@ class NoSource:
         raise MeasurementError(f"{sets[0]} is not in the journal")
 
 
-def journal_source(contents: JournalContents) -> RememberingSource:
-    """Return a source with the measurements of a journal, which fails for every other set."""
-    return RememberingSource(NoSource(simulated=contents.header.simulated), contents.measurements)
-
-
 def journal_of(plan: Plan, directory: Path) -> JournalContents:
     """Read the journal of a plan; refuse that of another machine."""
     journal = directory / JOURNAL_FILE
@@ -74,23 +58,21 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
     return contents
 
 
-def source_again(
-    plan: Plan, directory: Path, *, verb: str, also: str = ""
-) -> tuple[OpenedSource, tuple[str, ...]]:
+def source_again(plan: Plan, directory: Path) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return a source of a simulated plan, or of one host's, with its journal, and notices on it.
 
-    On another machine the remedy is to `verb` it there; `also` is another remedy. Raises
-    InputError: as `measured_again`, the plan has no model, or its journal is of another model.
+    Raises InputError: as `measured_again`, the plan has no model, or its journal is of another
+    model.
     """
     if not plan.simulated:
-        return measured_again(plan, directory, otherwise=f"{verb} it there{also}")
-    model, journal = known_model(plan, directory, otherwise=also), directory / JOURNAL_FILE
+        return measured_again(plan, directory, otherwise="explain it there")
+    model, journal = known_model(plan, directory), directory / JOURNAL_FILE
     header = read_journal(journal).header if journal.is_file() else None
-    noise, seed = (0.0, 0) if header is None else simulation_noise(header)
+    noise, seed = (0.0, 0) if header is None else (header.noise, header.seed)
     source = open_source(model, noise=noise, seed=seed)
     if header not in (None, source.header):
         what = f"is not of the model of {model.name} as this program has it"
-        raise InputError(str(journal), what, f"plan again{also}")
+        raise InputError(str(journal), what, "plan again")
     return source, source.keep_in(journal, optional=True)
 
 
@@ -120,11 +102,10 @@ def measured_again(
         source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
         if source.header == header:
             return source, source.keep_in(directory / JOURNAL_FILE, optional=True)
-        here = f"this is {place.machine.name} ({source.header.identity})"
+        here = f"this is {place.machine.name} ({source.header})"
     raise InputError(
         f"the plan of {machine.name}",
-        f"was measured on other GPUs or with other software ({header.identity}) than there are "
-        f"here: {here}",
+        f"was measured on other GPUs or with other software ({header}) than there are here: {here}",
         otherwise,
     )
 
@@ -154,15 +135,15 @@ def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel | None
     return {one.name: planned_model(plan, directory, number) for number, one in classes}
 
 
-def known_model(plan: Plan, directory: Path, *, otherwise: str = "") -> MachineModel:
+def known_model(plan: Plan, directory: Path) -> MachineModel:
     """Return the model of a plan whose hosts are all equal.
 
-    Raises InputError: as `planned_model`, or there is none; `otherwise` is another remedy.
+    Raises InputError: as `planned_model`, or there is none.
     """
     found = planned_model(plan, directory)
     if found is None:
         where, right = str(machine_file(plan, directory)), "plan again with `tccl plan --simulate`"
-        raise InputError(where, "holds no model to simulate by", f"{right}{otherwise}")
+        raise InputError(where, "holds no model to simulate by", right)
     return found
 
 
@@ -197,9 +178,9 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
     options = search_options(dry_run.get("backend"))
     with open_hosts(job, options=options, **dry_run) as source:
         missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
-        if missing or not covers(journal, source.header):
-            found = f"was measured on other hosts ({journal.identity}) than these"
-            what, right = f"{found} ({source.header.identity})", "plan these hosts"
+        if missing or not journal.covers(source.header):
+            found = f"was measured on other hosts ({journal}) than these"
+            what, right = f"{found} ({source.header})", "plan these hosts"
             raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
         yield source
 
@@ -211,7 +192,7 @@ def journal_by_class(
 
     A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
     """
-    base = journal_source(journal)
+    base = RememberingSource(NoSource(simulated=journal.header.simulated), journal.measurements)
     # By NCCL, between GPUs by TCP, and between host memories by TCP.
     carriers = ((True, False), (False, False), (False, True))
     known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
@@ -242,7 +223,7 @@ def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Ite
     Hosts that a plan was extended by had the partners at hand.
     """
     classes = cluster.host_classes
-    measured = [name for name in header.machine.split(",") if name in classes]
+    measured = [name for name in header.hosts if name in classes]
     own = [name for name in measured if classes[name] == number][:MOST_ODD]
     for host, partner in product(own, measured[:MOST_SAMPLED]):
         if host != partner:
@@ -258,15 +239,3 @@ def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measureme
             if found[-1].assumed:
                 break  # Assumed rates have no end.
     return found
-
-
-def sources_of_journal(
-    plan: Plan, directory: Path
-) -> tuple[list[RememberingSource], tuple[str, ...]]:
-    """Return a source for each class of hosts by the journal of a plan alone, and its notices."""
-    journal = journal_of(plan, directory)
-    base = journal_source(journal)
-    if plan.simulated or not plan.is_cluster:
-        return [base] * len(plan.cluster.classes), journal.notices
-    known = journal_by_class(plan, journal)
-    return [RememberingSource(base, found) for found in known], journal.notices

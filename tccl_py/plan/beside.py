@@ -222,9 +222,8 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
 
     With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
 
-    Raises:
-        InputError: the plan has no index, there is no library beside it, or the plugin would not
-            trust the files.
+    Raises InputError: the plan has no index, there is no library beside it, or the plugin would not
+    trust the files.
     """
     folder = directory.resolve() / "nccl"
     index, library = folder / INDEX_FILE, folder / LIBRARY
@@ -314,7 +313,11 @@ def _check_held(directory: Path, *, force: bool) -> None:
     held = {entry.name for entry in directory.iterdir()}
     where = str(directory)
     if PLAN_FILE in held:
-        if not force and not _is_interrupted(directory):
+        # The search of an interrupted plan goes on.
+        resumed = False
+        with suppress(InputError):
+            resumed = load_plan(directory).cancelled
+        if not force and not resumed:
             raise InputError(where, "already holds a plan", "add --force to replace it")
         return
     if held - {JOURNAL_FILE} and not force:
@@ -324,10 +327,3 @@ def _check_held(directory: Path, *, force: bool) -> None:
     for name in sorted(held & set(FOLDERS)):
         where = str(directory / name)
         raise InputError(where, "belongs to no plan", "name a directory without it")
-
-
-def _is_interrupted(directory: Path) -> bool:
-    """Return whether a directory holds the plan of an interrupted search."""
-    with suppress(InputError):
-        return load_plan(directory).cancelled
-    return False

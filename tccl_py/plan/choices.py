@@ -261,7 +261,10 @@ def own_choices(task: Task) -> OwnChoices:
         cancelled = True
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
-    best = _least(tried)
+    # Of those within 1 % of the best, the one that sets the fewest variables.
+    most = max(one.rate_gbps for one in tried)
+    near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= most]
+    best = min(near, key=lambda one: (len(environment(one.settings)), one.nccl.channels))
     if best is not default and not cancelled:
         best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
     return OwnChoices(
@@ -304,30 +307,20 @@ def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stoc
 def _try_variables(task: Task, tried: list[Stock]) -> None:
     """Rate NCCL's own rings under environment variables, and add them to `tried`."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
-    compared: list[tuple[float, int, Settings]] = []
+    compared: list[tuple[float, Stock]] = []
     for settings in mechanisms(task):
-        plain = msgspec.structs.replace(settings, channels=1)
-        found = own_rings(task, plain)
+        found, before = own_rings(task, settings), len(tried)
         counts = [one for one in _counts(found) if one <= COMPARED_CHANNELS]
-        before = len(tried)
-        _rate_all(task, plain, found, counts[:1] + counts[1:][-1:], tried)
-        if tried[before:]:
-            compared.append((max(one.rate_gbps for one in tried[before:]), before, plain))
+        _rate_all(task, settings, found, counts[:1] + counts[1:][-1:], tried)
+        if rated := tried[before:]:
+            compared.append((max(one.rate_gbps for one in rated), rated[0]))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
     compared.sort(key=lambda one: -one[0])
-    for _, place, plain in compared[:FINALISTS]:
-        bounces = any(hop.flow.is_bounce for ring in tried[place].rings.rings for hop in ring.hops)
-        found = own_rings(task, plain)
+    for _, first in compared[:FINALISTS]:
+        bounces = any(hop.flow.is_bounce for ring in first.rings.rings for hop in ring.hops)
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
-            sized = msgspec.structs.replace(plain, buffsize=size)
-            _rate_all(task, sized, found, _counts(found), tried)
-
-
-def _least(tried: Sequence[Stock]) -> Stock:
-    """Return the choice within 1 % of the best that sets the fewest variables."""
-    best = max(one.rate_gbps for one in tried)
-    near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= best]
-    return min(near, key=lambda one: (len(environment(one.settings)), one.nccl.channels))
+            sized = msgspec.structs.replace(first.settings, buffsize=size)
+            _rate_all(task, sized, first.nccl, _counts(first.nccl), tried)
 
 
 def _counts(found: DefaultChoice) -> list[int]:

@@ -6,7 +6,7 @@ Classes are searched and measured while this asks them, or answer from kept tabl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import chain
 
 import msgspec
 
@@ -16,11 +16,11 @@ from tccl_py.model.cluster import Cluster
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING, version_facts
-from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.cluster_rings import ClusterRings, cluster_rings
+from tccl_py.plan.cluster_rings import ClusterRings, RingSearch
 from tccl_py.plan.parts import AS_GOOD as WORTH
 from tccl_py.plan.parts import (
     HostPath,
+    PlanChain,
     PlanChoice,
     PlannedHost,
     is_proven,
@@ -48,13 +48,43 @@ def plan_over(
 
     KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
 
-    Raises:
-        SearchError: no ring exists.
-        MeasurementError: a source cannot measure a needed set.
+    Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=keep_order)
-    plan = _assembled(cluster, nodes, best, strategy=strategy, ib_gid_index=ib_gid_index)
-    return msgspec.structs.replace(plan, pinned_env=dict(pinned_env or {}), cancelled=cancelled)
+    numbers: dict[tuple[int, tuple[PlanChain, ...]], int] = {}
+    hosts: list[PlannedHost] = []
+    rank = 0
+    for name, chains in zip(best.hosts, best.chains, strict=True):
+        node_class = cluster.host_classes[name]
+        path = numbers.setdefault((node_class, chains), len(numbers))
+        hosts.append(PlannedHost(name=name, path=path, first_rank=rank))
+        rank += len(nodes[node_class].gpus)
+    paths = tuple(_path(number, nodes[number], best.settings, chains) for number, chains in numbers)
+    stock, variables = _own_choices(cluster, nodes)
+    settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
+    return Plan(
+        cluster=cluster,
+        class_gpus=tuple(node.gpus for node in nodes),
+        hosts=tuple(hosts),
+        paths=paths,
+        settings=settings,
+        settings_verified=version_facts(settings.version).verified,
+        rate_gbps=best.rate_gbps,
+        error=best.error,
+        bound_gbps=best.bound_gbps,
+        proven=is_proven(best.rate_gbps, best.bound_gbps),
+        simulated=any(nodes[number].kept.simulated for number, _ in numbers),
+        assumed=best.assumed,
+        strategy=strategy,
+        sets_measured=0,
+        sets_remembered=0,
+        sets_by_symmetry=0,
+        stock=stock,
+        variables=variables,
+        notices=tuple(_notices(best, nodes, settings)),
+        pinned_env=dict(pinned_env or {}),
+        cancelled=cancelled,
+    )
 
 
 def best_rings(
@@ -62,9 +92,7 @@ def best_rings(
 ) -> tuple[ClusterRings, bool]:
     """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
 
-    Raises:
-        SearchError: no ring exists.
-        MeasurementError: a source cannot measure a needed set.
+    Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
     best: ClusterRings | None = None
     cancelled = False
@@ -72,8 +100,15 @@ def best_rings(
         for settings, count, promise in _candidates(nodes):
             if best is not None and promise <= best.rate_gbps * (1 + WORTH):
                 break
-            found = _realisable(cluster, nodes, settings, count, keep_order=keep_order)
-            if found is not None and (best is None or _preferred(found, best)):
+            search = RingSearch(
+                cluster=cluster, nodes=nodes, settings=settings, keep_order=keep_order
+            )
+            found = _realisable(search, count)
+            if found is None:
+                continue
+            cost = found.rings, found.settings.channels
+            less = best is not None and cost < (best.rings, best.settings.channels)
+            if best is None or preferred(found.rate_gbps, best.rate_gbps, less=less):
                 best = found
     except KeyboardInterrupt:
         if best is None:
@@ -100,26 +135,20 @@ def _candidates(nodes: Sequence[HostTable]) -> Iterator[tuple[Settings, int, flo
     known = [one for one in ranked if all(node.may_answer(*one[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
     own = {(node.stock.settings, node.stock.distinct) for node in nodes}
-    chosen = known[:CANDIDATES] + [one for one in known[CANDIDATES:] if one[0] in own]
-    for (settings, count), promise in chosen:
-        yield settings, count, min(promise, least)
+    for number, ((settings, count), promise) in enumerate(known):
+        if number < CANDIDATES or (settings, count) in own:
+            yield settings, count, min(promise, least)
 
 
-def _realisable(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    settings: Settings,
-    count: int,
-    *,
-    keep_order: bool,
-) -> ClusterRings | None:
+def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
     """Return the best rings under settings with which NCCL runs the measured channels.
 
     Between hosts NCCL doubles few and quick channels once more. Then the file asks for as many.
     """
-    sm, hosts = min(_view(one, settings).system.sm_min for one in nodes), len(cluster.hosts)
+    settings, hosts = search.settings, len(search.cluster.hosts)
+    sm = min(node.view(settings).system.sm_min for node in search.nodes)
     while True:
-        found = cluster_rings(cluster, nodes, settings, count, keep_order=keep_order)
+        found = msgspec.structs.replace(search, settings=settings).rings(count)
         if found is None or ends_as_measured(
             settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps
         ):
@@ -127,61 +156,11 @@ def _realisable(
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
-def _preferred(one: ClusterRings, other: ClusterRings) -> bool:
-    less = (one.rings, one.settings.channels) < (other.rings, other.settings.channels)
-    return preferred(one.rate_gbps, other.rate_gbps, less=less)
-
-
-def _view(node: HostTable, settings: Settings) -> NcclView:
-    one = node.node_class
-    return view(one.machine, one.knowledge, settings, gpus=node.gpus)
-
-
-def _assembled(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    best: ClusterRings,
-    *,
-    strategy: str,
-    ib_gid_index: int | None,
-) -> Plan:
-    kinds: dict[tuple[int, tuple[object, ...]], int] = {}
-    paths: list[HostPath] = []
-    hosts: list[PlannedHost] = []
-    rank = 0
-    for name, host_chains in zip(best.hosts, best.chains, strict=True):
-        number = cluster.host_classes[name]
-        key = (number, host_chains.chains)
-        if key not in kinds:
-            kinds[key] = len(paths)
-            intra, inter = path_types(_view(nodes[number], best.settings), host_chains.chains)
-            types = {"type_intra": intra, "type_inter": inter}
-            paths.append(HostPath(node_class=number, chains=host_chains.chains, **types))
-        hosts.append(PlannedHost(name=name, path=kinds[key], first_rank=rank))
-        rank += len(nodes[number].gpus)
-    settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
-    stock, variables = _own_choices(cluster, nodes)
-    return Plan(
-        cluster=cluster,
-        class_gpus=tuple(node.gpus for node in nodes),
-        hosts=tuple(hosts),
-        paths=tuple(paths),
-        settings=settings,
-        settings_verified=version_facts(settings.version).verified,
-        rate_gbps=best.rate_gbps,
-        error=max(one.error for one in best.chains),
-        bound_gbps=best.bound_gbps,
-        proven=is_proven(best.rate_gbps, best.bound_gbps),
-        simulated=any(one.simulated for one in best.chains),
-        assumed=any(one.assumed for one in best.chains),
-        strategy=strategy,
-        sets_measured=0,
-        sets_remembered=0,
-        sets_by_symmetry=0,
-        stock=stock,
-        variables=variables,
-        notices=tuple(_notices(best, nodes, settings)),
-    )
+def _path(
+    number: int, node: HostTable, settings: Settings, chains: tuple[PlanChain, ...]
+) -> HostPath:
+    intra, inter = path_types(node.view(settings), chains)
+    return HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter)
 
 
 def _with_nics(
@@ -235,31 +214,22 @@ def _own_choice(
             p2p_level=stock.settings.p2p_level or settings.p2p_level,
             net_disable_intra=stock.settings.net_disable_intra or settings.net_disable_intra,
         )
+    # For each host the ranks of each channel that every class has.
+    ranks: list[list[list[int]]] = []
+    first = 0
+    for number, host in enumerate(cluster.hosts):
+        at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
+        chains = _chains_on(own[host.node_class], number)
+        ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
+        first += host.slots
     fallback = any(stock.fallback for stock in own)
     return PlanChoice(
         settings=settings,
-        rings=_own_rings(cluster, nodes, own),
+        rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=False)),
         rate_gbps=rate,
         error=max(stock.error for stock in own),
         assumed=any(stock.assumed for stock in own),
         note="NCCL's search finds no rings and takes its simple order" if fallback else "",
-    )
-
-
-def _own_rings(
-    cluster: Cluster, nodes: Sequence[HostTable], own: Sequence[OwnChains]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of NCCL's own rings for each channel that every class has."""
-    chains = [_chains_on(own[host.node_class], number) for number, host in enumerate(cluster.hosts)]
-    ranks = [{gpu: at for at, gpu in enumerate(node.gpus)} for node in nodes]
-    firsts = [0, *accumulate(host.slots for host in cluster.hosts)][:-1]
-    return tuple(
-        tuple(
-            first + ranks[host.node_class][gpu]
-            for host, first, channels in zip(cluster.hosts, firsts, chains, strict=True)
-            for gpu in channels[channel].gpus
-        )
-        for channel in range(min(map(len, chains)))
     )
 
 
@@ -269,10 +239,9 @@ def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so
     that each stays on its rail between hosts (ncclTopoPostset in connect.cc of NCCL 2.30.7).
     """
-    chains = own.chains
-    if own.cross_nic != SWAPPING or number % 2 == 0 or len(chains) % 2:
-        return chains
-    return tuple(chains[channel ^ 1] for channel in range(len(chains)))
+    count = len(own.chains)
+    swapped = own.cross_nic == SWAPPING and number % 2 == 1 and count % 2 == 0
+    return tuple(own.chains[channel ^ swapped] for channel in range(count))
 
 
 def _notices(best: ClusterRings, nodes: Sequence[HostTable], settings: Settings) -> Iterator[str]:

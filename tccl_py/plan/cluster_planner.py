@@ -17,7 +17,7 @@ from tccl_py.nccl.versions import LATEST
 from tccl_py.plan.cluster_choices import best_rings, plan_over
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, half, other_count_notices
+from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.remembering import remembering
@@ -69,15 +69,18 @@ def make_cluster_plan(
     """
     gpus = _gpus(cluster)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
-    counts, level = tuple(ring_counts or _ring_counts(cluster)), pinned_level(pinned)
+    # A ring on each NIC, among others.
+    ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
+    counts = tuple(ring_counts or sorted({1, 2, FEW_RINGS} | ports))
+    level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
-    budget = msgspec.structs.replace(budget, sets=half(budget.sets))
+    budget = msgspec.structs.replace(budget, sets=budget.sets and max(1, budget.sets // 2))
     common: dict[str, Any] = {"version": version, "p2p_level": level, "budget": budget}
     common |= {"strategy": check_strategy(strategy), "reporter": reporter, "ring_counts": counts}
     of_classes = zip(cluster.classes, sources, gpus, strict=True)
     classes = [_Class(*one, common, kept) for one in of_classes]
-    wanted = [job_gpus(gpus_per_job, all_)[1:] for all_ in gpus]
-    growing = not all(one.table_for(one.gpus) for one in classes)
+    wanted = [sets[1:] for sets in job_gpus(gpus_per_job, *gpus)]
+    growing = not all(one.gpus in one.tables for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
     plan = plan_over(
         cluster,
@@ -111,7 +114,7 @@ def make_cluster_plan(
 
 
 class _Class:
-    """A class of hosts: its `gpus` in the plan, its `tables`, and its task if it has a source."""
+    """A class of hosts: `gpus` in the plan, `tables` by GPUs, and its task if it has a source."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class _Class:
         kept: Sequence[HostTable],
     ) -> None:
         self.known, self.gpus = known, gpus
-        self.tables = [table for table in kept if table.node_class.name == known.name]
+        self.tables = {one.gpus: one for one in kept if one.node_class.name == known.name}
         self.task = None
         if source is not None:
             self.task = HostTask(
@@ -134,23 +137,18 @@ class _Class:
                 nics=used_nics(known.machine),
                 **common,
             )
-        if self.task is None and self.table_for(gpus) is None:
+        elif gpus not in self.tables:
             what, right = "has no table, and no host to measure", "start a rank on a host of it"
             raise InputError(f"class {known.name}", what, right)
-
-    def table_for(self, gpus: tuple[int, ...]) -> HostTable | None:
-        """Return the table for these GPUs."""
-        return next((table for table in self.tables if table.gpus == gpus), None)
 
     def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> HostTable:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
 
         While the cluster is `growing`, tables may grow as well.
         """
-        table = self.table_for(gpus)
+        table = self.tables.get(gpus)
         if self.task is None or (table is not None and not growing):
-            assert table is not None
-            return table
+            return self.tables[gpus]
         sets = self.task.budget.sets
         few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
         task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
@@ -163,25 +161,26 @@ class _Class:
 
         The notices get the reason where a search fails.
         """
-        new = [gpus for gpus in wanted if self.table_for(gpus) is None]
+        new = [gpus for gpus in wanted if gpus not in self.tables]
         for gpus in new:
+            name = f"{self.known.name}, GPUs {gpus_text(gpus)}"
             try:
+                if self.task is None:
+                    raise MeasurementError("no host of the class is at hand")
                 node = self.node(gpus, growing, parts=len(new))
             except (InputError, SearchError, MeasurementError) as error:
-                name = f"{self.known.name}, GPUs {gpus_text(gpus)}"
                 notices.append(f"{name}: no jobs can be planned ({error})")
                 continue
             yield node
             if node.cancelled:
                 raise KeyboardInterrupt
-        yield from (self.node(t.gpus, growing) for t in self.tables if t.gpus != self.gpus)
+        yield from (self.node(gpus, growing) for gpus in self.tables if gpus != self.gpus)
 
 
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs of each class: the lowest indices, as many as its hosts have ranks.
 
-    Raises:
-        InputError: hosts of a class have unequal numbers of ranks, or there is one host.
+    Raises InputError: hosts of a class have unequal numbers of ranks, or there is one host.
     """
     if len(cluster.hosts) < 2:
         what = f"has {len(cluster.hosts)} host"
@@ -199,16 +198,6 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
         one.machine.gpu_indices[: slots[number][1]] if number in slots else ()
         for number, one in enumerate(cluster.classes)
     )
-
-
-def _ring_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Return 1, 2, 4, and the number of NICs, for a ring on each.
-
-    Raises:
-        InputError: a class without NIC.
-    """
-    ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
-    return tuple(sorted({1, 2, FEW_RINGS} | ports))
 
 
 def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostTable]) -> None:

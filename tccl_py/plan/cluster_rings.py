@@ -6,9 +6,9 @@ for each ring. On a network of rails NIC i reaches only NIC i, so both tuples ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache
-from itertools import combinations, islice
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from tccl_py.errors import SearchError
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
-from tccl_py.nccl.network import NicPair, Pairing
+from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.parts import AS_GOOD as WORTH
-from tccl_py.plan.tables import ChainSet, HostChains, HostTable
+from tccl_py.plan.parts import PlanChain
+from tccl_py.plan.tables import HostTable, KeptChains, NicPairs
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -35,13 +36,13 @@ class NicMap(msgspec.Struct, frozen=True, order=True):
     entries: Nics
 
 
-def pairing_of(entries: Nics, exits: Nics) -> Pairing:
+def pairs_of(entries: Nics, exits: Nics) -> NicPairs:
     """Return the NIC pairs of a host's chains, whichever ring takes which.
 
-    >>> pairing_of((1, 0), (0, 1)).pairs
+    >>> pairs_of((1, 0), (0, 1))
     ((0, 1), (1, 0))
     """
-    return Pairing(tuple(sorted(zip(entries, exits, strict=True))))
+    return tuple(sorted(zip(entries, exits, strict=True)))
 
 
 def free_maps(pairings: Sequence[Sequence[NicPair]]) -> tuple[NicMap, ...]:
@@ -67,7 +68,8 @@ def rail_tuples(
     ((0, 1), (1, 0))
     """
     rings = len(pairings[0])
-    even = {found for each in set(map(tuple, nics)) for found in _even_tuples(each, rings)}
+    rules = [EvenUse(nics=each, chains=rings) for each in sorted(set(map(tuple, nics)))]
+    even = {found for one in rules for found in islice(_even_tuples(one), MANY_TUPLES + 1)}
     if len(even) <= MANY_TUPLES:
         return tuple(sorted(even))
     known = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
@@ -79,30 +81,14 @@ def rail_tuples(
     return tuple(known)
 
 
-def _even_tuples(nics: Sequence[int], rings: int) -> Iterator[Nics]:
-    """Tuples in which no NIC comes twice more often than another; at most MANY_TUPLES and one."""
-    least, more = divmod(rings, len(nics))
-    several = (
-        permutation
-        for extra in combinations(nics, more)
-        for permutation in multiset_permutations([*nics] * least + [*extra])
-    )
-    return islice(several, MANY_TUPLES + 1)
-
-
-def multiset_permutations(items: Sequence[int]) -> Iterator[Nics]:
-    """Yield every different order of these items, lazily: there may be very many.
-
-    >>> list(multiset_permutations([0, 1, 0]))
-    [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
-    """
-    if not items:
-        yield ()
-    for first in sorted(set(items)):
-        rest = list(items)
-        rest.remove(first)
-        for others in multiset_permutations(rest):
-            yield (first, *others)
+def _even_tuples(rule: EvenUse, begun: Nics = ()) -> Iterator[Nics]:
+    """Yield the tuples in which no NIC comes twice more often than another."""
+    if len(begun) == rule.chains:
+        yield begun
+        return
+    for nic in rule.nics:
+        if rule.even((*begun, nic)):
+            yield from _even_tuples(rule, (*begun, nic))
 
 
 def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
@@ -119,9 +105,10 @@ def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
 
 
 class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings over all hosts: the order of hosts, and the chains of each.
+    """Rings over all hosts: the order of hosts, and the chains of each, in the order of rings.
 
-    `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together.
+    `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together,
+    and `error` half its 95 % interval, relative.
     No set of as many rings under these settings exceeds `bound_gbps`, in any order of hosts and
     over any NICs, if NICs carry equal numbers of rings or one more; None is not known.
     No order of hosts exceeds `order_bound_gbps` with these chains; None: no order is better, or the
@@ -132,166 +119,135 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
     rings: int
     hosts: tuple[str, ...]
     nic_maps: tuple[NicMap, ...]
-    chains: tuple[HostChains, ...]
+    chains: tuple[tuple[PlanChain, ...], ...]
     rate_gbps: float
+    error: float
+    assumed: bool
     bound_gbps: float | None
     order_bound_gbps: float | None
 
 
-def cluster_rings(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    settings: Settings,
-    count: int,
-    *,
-    keep_order: bool,
-) -> ClusterRings | None:
-    """Return the best rings over all hosts under these settings; None if a class has none.
+class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """The search for rings over all hosts, with a node for each class, under some settings."""
 
-    Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains more
-    than WORTH and the network lets any NIC reach any other.
-    """
-    choices = [node.best_under(settings, count) for node in nodes]
-    found = [choice for choice in choices if choice is not None]
-    if len(found) < len(nodes):
-        return None
-    pairs = [choice.pairs for choice in found]
-    ceiling = min(choice.rate_gbps for choice in found)
-    limits = [choice.bound_gbps for choice in found if choice.bound_gbps is not None]
-    bound = min(limits) if len(limits) == len(nodes) else None
-    rails = [NicMap(nics, nics) for nics in rail_tuples(pairs, [node.nics for node in nodes])]
-    merged = _merged(cluster, nodes, settings, found, rails, keep_order=keep_order)
-    if cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling * (1 - WORTH)):
-        free = _merged(cluster, nodes, settings, found, free_maps(pairs), keep_order=keep_order)
-        if free is not None and (
-            merged is None or free[0].rate_gbps > merged[0].rate_gbps * (1 + WORTH)
-        ):
-            merged = free
-    if merged is None:
-        return None
-    ring, nic_maps = merged
-    chains = _chains_of_hosts(cluster, nodes, settings, ring, nic_maps)
-    carried = most = np.inf
-    if cluster.switches is not None:
-        carried = uplink_limit(cluster.switches, ring.hosts)
-        most = uplink_limit(cluster.switches, tuple(cluster.switches.all_hosts))
-    rate = min(ring.rate_gbps, carried, *(one.rate_gbps for one in chains))
-    return ClusterRings(
-        settings=settings,
-        rings=count,
-        hosts=ring.hosts,
-        nic_maps=nic_maps,
-        chains=chains,
-        rate_gbps=float(rate),
-        # With noise, chains with other NICs may do better than the best of all were thought to.
-        bound_gbps=None if bound is None else float(max(min(bound, most), rate)),
-        order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
-    )
+    cluster: Cluster
+    nodes: Sequence[HostTable]
+    settings: Settings
+    keep_order: bool = False
 
+    def rings(self, count: int) -> ClusterRings | None:
+        """Return the best rings over all hosts; None if a class has none.
 
-def _merged(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    settings: Settings,
-    choices: Sequence[ChainSet],
-    nic_maps: Sequence[NicMap],
-    *,
-    keep_order: bool,
-) -> tuple[MergedRing, tuple[NicMap, ...]] | None:
-    """Return the best ring of hosts over these NIC maps, and its maps.
+        Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains
+        more than WORTH and the network lets any NIC reach any other.
+        """
+        choices = [node.best_under(self.settings, count) for node in self.nodes]
+        best = [choice for choice in choices if choice is not None]
+        if len(best) < len(choices):
+            return None
+        pairs = [choice.pairs for choice in best]
+        ceiling = min(choice.rate_gbps for choice in best) * (1 - WORTH)
+        rails = rail_tuples(pairs, [node.nics for node in self.nodes])
+        merged = self._merged(pairs, ceiling, [NicMap(nics, nics) for nics in rails])
+        if self.cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling):
+            free = self._merged(pairs, ceiling, free_maps(pairs))
+            worth = 0.0 if merged is None else merged[0].rate_gbps * (1 + WORTH)
+            merged = free if free is not None and free[0].rate_gbps > worth else merged
+        if merged is None:
+            return None
+        ring, nic_maps = merged
+        bounds = [choice.bound_gbps for choice in best if choice.bound_gbps is not None]
+        bound = min(bounds) if len(bounds) == len(best) else None
+        if bound is not None and (tree := self.cluster.switches) is not None:
+            bound = min(bound, uplink_limit(tree, tuple(tree.all_hosts)))
+        ways = list(zip(ring.order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
+        found = {way: self._between(*way) for way in dict.fromkeys(ways)}
+        chains = {way: self._in_order(*way, one) for way, one in found.items() if one is not None}
+        rate = float(ring.rate_gbps)
+        return ClusterRings(
+            settings=self.settings,
+            rings=count,
+            hosts=ring.hosts,
+            nic_maps=nic_maps,
+            chains=tuple(chains[way] for way in ways),
+            rate_gbps=rate,
+            error=max(one.error for one in found.values() if one is not None),
+            assumed=any(one.assumed for one in found.values() if one is not None),
+            # With noise, chains with other NICs may do better than the best of all were thought to.
+            bound_gbps=None if bound is None else float(max(bound, rate)),
+            order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
+        )
 
-    The best chains of every class are tried alone first: if they close, no other chains between the
-    same NICs need be searched.
-    """
-    pairings = [{Pairing(choice.pairs)} for choice in choices]
-    ceiling = min(choice.rate_gbps for choice in choices)
-    found = None
-    for allowed in (pairings, [None] * len(nodes)):
-        tables = [
-            _table(node, settings, nic_maps, only)
-            for node, only in zip(nodes, allowed, strict=True)
-        ]
+    def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
+        return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))
+
+    def _in_order(
+        self, node_class: int, into: NicMap, out: NicMap, found: KeptChains
+    ) -> tuple[PlanChain, ...]:
+        """Return the chains in the order of the rings that take them."""
+        left = list(self.nodes[node_class].plan_chains(found))
+        chains = []
+        for wanted in zip(into.entries, out.exits, strict=True):
+            chains.append(next(c for c in left if (c.entry_nic, c.exit_nic) == wanted))
+            left.remove(chains[-1])
+        return tuple(chains)
+
+    def _merged(
+        self, best: Sequence[NicPairs], enough: float, nic_maps: Sequence[NicMap]
+    ) -> tuple[MergedRing, tuple[NicMap, ...]] | None:
+        """Return the best ring of hosts over these NIC maps, and its maps.
+
+        The `best` chains of every class are tried alone first: if they close to a ring fast
+        `enough`, no other chains between the same NICs need be searched.
+        """
+        found = None
+        for only in (best, [None] * len(best)):
+            tables = [self._table(number, nic_maps, pairs) for number, pairs in enumerate(only)]
+            with suppress(SearchError):
+                ring = self._ordered(tables)
+                found = ring, tuple(nic_maps[number] for number in ring.crossings)
+                if ring.rate_gbps >= enough:
+                    break
+        return found
+
+    def _table(
+        self, node_class: int, nic_maps: Sequence[NicMap], only: NicPairs | None
+    ) -> ChainTable:
+        """Return the bandwidth of all rings together on a host, by NIC map in and out, GB/s.
+
+        Where `only` is given, chains between other NICs have none.
+        """
+        rates = np.zeros((len(nic_maps), len(nic_maps)))
+        for x, into in enumerate(nic_maps):
+            for y, out in enumerate(nic_maps):
+                if only in (None, pairs_of(into.entries, out.exits)):
+                    found = self._between(node_class, into, out)
+                    rates[x, y] = 0.0 if found is None else found.rate_gbps
+        return ChainTable(name=self.nodes[node_class].node_class.name, rates=rates)
+
+    def _ordered(self, tables: Sequence[ChainTable]) -> MergedRing:
+        """Return the ring in the given order of hosts, unless another order is better.
+
+        Raises SearchError: there is no ring.
+        """
+        names, classes = self.cluster.names, self.cluster.host_classes
+        tree = self.cluster.switches or SwitchTree(name="", hosts=names)
+        crossed = passes(tree, names)
         try:
-            ring = _ordered(cluster, tables, keep_order=keep_order)
+            given = merge_with_switches(tables, classes, tree, given_order=names)
         except SearchError:
-            continue
-        found = ring, tuple(nic_maps[number] for number in ring.crossings)
-        if ring.rate_gbps >= ceiling * (1 - WORTH):
-            break
-    return found
+            if self.keep_order:
+                raise
+            given = None
+        if given is not None and (self.keep_order or (not crossed and _is_best(given, tables))):
+            return given
+        free = merge_with_switches(tables, classes, tree)
+        if given is None or given.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
+            return free
+        return msgspec.structs.replace(given, bound_gbps=free.bound_gbps)
 
 
-def _table(
-    node: HostTable,
-    settings: Settings,
-    nic_maps: Sequence[NicMap],
-    only: Collection[Pairing] | None,
-) -> ChainTable:
-    """The bandwidth of all rings together on a host, by NIC map in and out, GB/s.
-
-    Where `only` is given, other pairings have none.
-    """
-    rates = np.zeros((len(nic_maps), len(nic_maps)))
-    for x, into in enumerate(nic_maps):
-        for y, out in enumerate(nic_maps):
-            pairing = pairing_of(into.entries, out.exits)
-            if only is None or pairing in only:
-                host_chains = node.chains_with(settings, pairing)
-                rates[x, y] = host_chains.rate_gbps if host_chains is not None else 0.0
-    return ChainTable(name=node.node_class.name, rates=rates)
-
-
-def _ordered(cluster: Cluster, tables: Sequence[ChainTable], *, keep_order: bool) -> MergedRing:
-    """The order of hosts: the given order, unless another is better.
-
-    Raises:
-        SearchError: there is no ring.
-    """
-    tree = cluster.switches or SwitchTree(name="", hosts=cluster.names)
-    crossed = passes(tree, cluster.names)
-    try:
-        given = merge_with_switches(tables, cluster.host_classes, tree, given_order=cluster.names)
-    except SearchError:
-        if keep_order:
-            raise
-        given = None
-    if given is not None and (keep_order or (not crossed and _cannot_improve(given, tables))):
-        return given
-    free = merge_with_switches(tables, cluster.host_classes, tree)
-    if given is None or given.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
-        return free
-    return msgspec.structs.replace(given, bound_gbps=free.bound_gbps)
-
-
-def _cannot_improve(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
+def _is_best(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
     """Return whether no order is better: equal hosts, or a class whose best chain is no faster."""
     used = set(ring.order)
     return len(used) == 1 or ring.rate_gbps >= min(tables[one].rates.max() for one in used)
-
-
-def _chains_of_hosts(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    settings: Settings,
-    ring: MergedRing,
-    nic_maps: Sequence[NicMap],
-) -> tuple[HostChains, ...]:
-    """The chains of each host, in ring order."""
-
-    @cache
-    def between(node_class: int, into: NicMap, out: NicMap) -> HostChains:
-        pairing = pairing_of(into.entries, out.exits)
-        found = nodes[node_class].chains_with(settings, pairing)
-        assert found is not None
-        # In the order of the rings that take them.
-        left, chains = list(found.chains), []
-        for wanted in zip(into.entries, out.exits, strict=True):
-            chain = next(one for one in left if (one.entry_nic, one.exit_nic) == wanted)
-            left.remove(chain)
-            chains.append(chain)
-        return msgspec.structs.replace(found, chains=tuple(chains))
-
-    return tuple(
-        between(cluster.host_classes[host], nic_maps[number - 1], nic_maps[number])
-        for number, host in enumerate(ring.hosts)
-    )

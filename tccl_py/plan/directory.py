@@ -14,17 +14,12 @@ from tccl_py.files import encode_json
 from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.plugin import LIBRARY, found_library
-from tccl_py.nccl.plugin.index import (
-    INDEX_FILE,
-    IndexedGpu,
-    IndexedSet,
-    PluginIndex,
-)
+from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.parts import SubsetRings, per_channel
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import PLAN_FILE, Files, with_manifest, write_new_directory
+from tccl_py.plan.staging import PLAN_FILE, Files
 
 GRAPH_FILE = "graph.xml"
 HOSTS_FOLDER = "hosts"
@@ -112,12 +107,16 @@ def graph_text(
     Channels share `rate_gbps` evenly: NCCL's tuner reads a channel's speed. Raises InputError:
     orders or channels that NCCL would not take.
     """
-    rings = GraphRings(
-        orders=tuple(orders), speed_gbps=rate_gbps / len(orders), type_intra=type_intra
-    )
-    gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
-    note = f"rates {provenance}; only for communicators over exactly GPUs {gpus}"
-    return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=settings.version)
+    speed = rate_gbps / len(orders)
+    rings = GraphRings(orders=tuple(orders), speed_gbps=speed, type_intra=type_intra)
+    note = f"rates {provenance}; only for communicators over exactly GPUs"
+    return noted_graph(rings, note, version=settings.version)
+
+
+def noted_graph(rings: GraphRings, note: str, *, version: str) -> str:
+    """Return a graph file with a comment: a note that the GPUs of its rings end."""
+    gpus = ", ".join(str(gpu) for gpu in sorted(rings.orders[0]))
+    return f"<!-- tccl-py: {note} {gpus} -->\n" + graph_xml(rings, version=version)
 
 
 def conf_text(settings: Settings, *, provenance: str) -> str:
@@ -150,21 +149,13 @@ ALIKE_INDEX_FILE = "plugin-alike.index"
 """The index of a measured plan for hosts of the same kind, whose GPUs have other UUIDs."""
 
 
-Models = Mapping[str, msgspec.Struct | None]
-"""Models behind the rates of a simulated plan, by the names of its classes."""
+Models = Mapping[str, msgspec.Struct | str | None]
+"""Models behind the rates of a simulated plan, or their texts, by the names of its classes."""
 
 
 def machine_file(plan: Plan, directory: Path, number: int = 0) -> Path:
     """Return the file of a class's machine, by the number of the class, in a plan's directory."""
     return directory / "machines" / f"{plan.cluster.classes[number].name}.json"
-
-
-def write_new_plan(plan: Plan, output: Path) -> None:
-    """Write all files of a machine's plan to the new directory `output`.
-
-    Raises InputError: it exists, or cannot be written; nothing is left then.
-    """
-    write_new_directory(output, lambda place: with_manifest(machine_plan_files(plan, place)))
 
 
 def machine_plan_files(
@@ -181,11 +172,7 @@ def machine_plan_files(
 
 
 def plan_files(
-    plan: Plan,
-    nccl: Files,
-    *,
-    models: Models | None = None,
-    fingerprint: Fingerprint | None = None,
+    plan: Plan, nccl: Files, *, models: Models | None = None, fingerprint: Fingerprint | None = None
 ) -> dict[str, str | bytes]:
     """Return names and contents of a plan's files, with `nccl`, those below `nccl/`.
 
@@ -195,11 +182,10 @@ def plan_files(
     files: dict[str, str | bytes] = {f"nccl/{name}": content for name, content in nccl.items()}
     for number, one in enumerate(plan.cluster.classes):
         found = (models or {}).get(one.name)
-        files[str(machine_file(plan, Path(), number))] = (
-            description_to_json(one.machine, one.knowledge, fingerprint)
-            if found is None
-            else encode_json(found)
-        )
+        if found is None:
+            found = description_to_json(one.machine, one.knowledge, fingerprint)
+        text = found if isinstance(found, str) else encode_json(found)
+        files[str(machine_file(plan, Path(), number))] = text
     return {**files, PLAN_FILE: encode_json(plan)}
 
 
@@ -229,53 +215,45 @@ def plugin_files(
     uuids = {} if known is None else known.uuids(plan.machine)
     if plan.is_cluster or not (plan.simulated or set(plan.gpus) <= set(uuids)):
         return files
+    named = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
+    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+    sets = []
+    for gpus, name in named.items():
+        found = plan.subset(gpus)
+        placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
+        nodes = {gpu: numa_ids[node] for gpu, node in placed}
+        # NCCL reads it for each communicator: without a graph file it stays NCCL's own.
+        algo = environment(plan.job_settings).get("NCCL_ALGO")
+        text = texts[name].encode()
+        sets.append(IndexedSet(gpus=gpus, file=name, text=text, nodes=nodes, algo=algo))
     with suppress(InputError):
-        index = _index(plan, texts, known, tables or {})
+        index = plugin_index(plan, 0, sets, known)
+        index = msgspec.structs.replace(index, tables=tables or {})
         files[INDEX_FILE] = index.encode().decode()
         if known is not None:
-            gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
-            alike = msgspec.structs.replace(index, gpus=gpus)
-            files[ALIKE_INDEX_FILE] = alike.encode().decode()
+            alike = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
+            index = msgspec.structs.replace(index, gpus=alike)
+            files[ALIKE_INDEX_FILE] = index.encode().decode()
         if library := found_library(directory / "nccl"):
             files[LIBRARY] = library.read_bytes()
     return files
 
 
-def _index(
-    plan: Plan, texts: Mapping[str, str], known: Fingerprint | None, tables: Tables
+def plugin_index(
+    plan: Plan, number: int, sets: Sequence[IndexedSet], known: Fingerprint | None = None
 ) -> PluginIndex:
-    variables = environment(plan.job_settings)
-    names = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
-    # NCCL reads it for each communicator: without a graph file it stays NCCL's own.
-    algo = variables.pop("NCCL_ALGO", None) if names else None
+    """Return the plugin's index for hosts of a class, with graph files for `sets` of GPUs.
+
+    `known` is the measured host: its GPUs, driver and NUMA nodes have to be there.
+    """
+    machine = plan.cluster.classes[number].machine
+    gpus = sorted(machine.gpus, key=lambda gpu: gpu.index)
+    uuids = {} if known is None else known.uuids(machine)
     major = "" if known is None else known.driver.partition(".")[0]
-    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
-
-    def nodes(gpus: tuple[int, ...]) -> dict[int, int]:
-        found = plan.subset(gpus)
-        placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
-        return {gpu: numa_ids[node] for gpu, node in placed}
-
-    sets = tuple(
-        IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes(gpus), algo=algo)
-        for gpus, name in names.items()
-    )
-    index = index_of_class(plan, 0, sets, {} if known is None else known.uuids(plan.machine))
-    return msgspec.structs.replace(
-        index,
-        variables=variables,
-        driver=int(major) if major.isdecimal() else None,
-        numa=None if known is None else known.numa_count,
-        tables=tables,
-    )
-
-
-def index_of_class(
-    plan: Plan, number: int, sets: tuple[IndexedSet, ...], uuids: Mapping[int, str]
-) -> PluginIndex:
-    """Return the plugin's index for hosts of a class, with graph files for `sets`."""
-    gpus = sorted(plan.cluster.classes[number].machine.gpus, key=lambda gpu: gpu.index)
     must, forbid = env_rules(plan.job_settings)
+    variables = environment(plan.job_settings)
+    if any(one.algo for one in sets):
+        variables.pop("NCCL_ALGO")
     return PluginIndex(
         simulated=plan.simulated,
         gpus=tuple(
@@ -283,10 +261,12 @@ def index_of_class(
             for gpu in gpus
             if gpu.index in plan.class_gpus[number]
         ),
-        sets=sets,
-        variables=environment(plan.job_settings),
+        sets=tuple(sets),
+        variables=variables,
         must=must,
         forbid=forbid,
         # Rates of a model do not depend on the version, and measured plans hold for their own.
         nccl="" if plan.simulated else ".".join(plan.settings.version.split(".")[:2]),
+        driver=int(major) if major.isdecimal() else None,
+        numa=None if known is None else known.numa_count,
     )

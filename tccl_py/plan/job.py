@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split
-from tccl_py.model.transfer import transfer_set
-from tccl_py.nccl.network import Pairing
+from tccl_py.model.rings import joined, on_host
+from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import class_sources, measurable
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan
@@ -26,7 +26,7 @@ from tccl_py.plan.probe_hosts import (
     difference,
     estimate_uplinks,
     odd_hosts,
-    whole_ring,
+    pair_rates,
 )
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.variants import TUNED_NOTE
@@ -34,15 +34,12 @@ from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.opening import HostsSource
-from tccl_py.sources.pairs import links_check
 
 Say = Callable[[Iterable[str]], None]
 MANY_NODES = 16_384
 _SETS = 3
 """Sets of a class that a new host is compared by."""
 _95_PERCENT = 1.96
-SPOT_CHECKS = 16
-"""Pairs of hosts measured beside one for each kind, to find hosts that differ from their class."""
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
 _ASSUMED = {
@@ -67,23 +64,30 @@ class KnownPlan(msgspec.Struct, frozen=True):
         common = {"version": plan.settings.version, "strategy": plan.strategy}
         return {**common, "ib_gid_index": gid, "pinned_env": pinned}
 
-    def samples(self) -> dict[int, list[Sample]]:
-        """Return the best sets of each class's search over all GPUs that are planned."""
-        found: dict[int, list[Sample]] = {}
-        for number, one in enumerate(self.plan.cluster.classes):
-            for table in self.tables:
-                if (table.node_class.name, table.gpus) == (one.name, self.plan.class_gpus[number]):
-                    chosen = (table.chains_with(s, Pairing(b.pairs)) for s, b in table.choices)
-                    sets = [_sample(c.chains, c.error) for c in chosen if c is not None]
-                    found[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
-        return found
+
+def known_hosts(known: KnownPlan | None) -> tuple[dict[str, int], dict[int, list[Sample]]]:
+    """Return the classes of a plan's hosts, and the best sets of each class's search by its number.
+
+    The sets are over all GPUs that are planned.
+    """
+    found: dict[int, list[Sample]] = {}
+    if known is None:
+        return {}, found
+    cluster = known.plan.cluster
+    numbers = {one.name: number for number, one in enumerate(cluster.classes)}
+    for table in known.tables:
+        number = numbers[table.node_class.name]
+        if table.gpus == known.plan.class_gpus[number]:
+            kept = (table.between(settings, best.pairs) for settings, best in table.choices)
+            sets = [_sample(table.plan_chains(c), c.error) for c in kept if c is not None]
+            found[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
+    return cluster.host_classes, found
 
 
 def read_known_plan(directory: Path) -> KnownPlan:
     """Read a cluster's plan with all its tables.
 
-    Raises:
-        InputError: there is none, or files were changed.
+    Raises InputError: there is none, or files were changed.
     """
     plan = load_plan(directory)
     if not plan.is_cluster:
@@ -106,11 +110,11 @@ def simulated_cluster(
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    listed = _listed(nodes, hosts)
-    machine, knowledge = model.machine, model.knowledge
     reports = [
-        HostReport(host=host.name, machine=machine, knowledge=knowledge, slots=host.slots)
-        for host in listed
+        HostReport(
+            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
+        )
+        for host in _listed(nodes, hosts)
     ]
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
@@ -124,14 +128,10 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
     if others:
         what = f"are of one of {1 + len(others)} classes"
         raise InputError("--hosts", what, "start ranks on them: then their class is found out")
+    slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
     reports = [
-        HostReport(
-            host=host.name,
-            machine=one.machine,
-            knowledge=one.knowledge,
-            slots=len(gpus) if host.slots is None else host.slots,
-        )
-        for host in hosts
+        HostReport(host=name, machine=one.machine, knowledge=one.knowledge, slots=count)
+        for name, count in slots.items()
     ]
     return _cluster(reports, switches, known, where="--hosts")
 
@@ -197,16 +197,15 @@ def plan_job(
     class, and those that differ get classes of their own. `say` is told at once what is odd about
     hosts; `task` is as `make_cluster_plan` takes it.
 
-    Raises:
-        InputError: hosts do not fit the known plan.
-        SourceLostError: a host is gone.
+    Raises InputError: hosts do not fit the known plan. SourceLostError: a host is gone.
     """
     odd: tuple[str, ...] = ()
+    old, kept = known_hosts(known)
     if known is None:
-        cluster, odd = _sampled(source, cluster)
+        cluster, odd = _with_uplinks(source, cluster)
         say(odd)
     made = _planned(source, cluster, known, task)
-    found = {} if made.cancelled else _odd_in_classes(source, made, known)
+    found = {} if made.cancelled else _odd_in_classes(source, made, old, kept)
     if found:
         cluster, named = _split(cluster, found)
         say(named)
@@ -214,10 +213,8 @@ def plan_job(
         # The other classes are answered from memory.
         task.get("tables", []).clear()
         made = _planned(source, cluster, known, task)
-    if known is not None:
-        kept, old = known.samples(), known.plan.cluster.host_classes
-        alike = [n for n, c in cluster.host_classes.items() if n not in old and c in kept]
-        odd += _told("added as equal to their class, by samples", alike)
+    alike = [name for name, n in cluster.host_classes.items() if name not in old and n in kept]
+    odd += _told("added as equal to their class, by samples", alike)
     return _finished(made, source, odd)
 
 
@@ -241,8 +238,7 @@ def extended_plan(
     `sources` are those of classes with a host at hand, by name; `task` is as `make_cluster_plan`
     takes it.
 
-    Raises:
-        InputError: a class has neither table nor source.
+    Raises InputError: a class has neither table nor source.
     """
     kept = () if known is None else known.tables
     of_classes = [sources.get(one.name) for one in cluster.classes]
@@ -265,14 +261,13 @@ def grown_plan(
     `source` simulates these, and `others` the known classes. Hosts whose rates differ from those of
     their class get a class of their own. Without a source they are taken as equal to the class.
     """
-    old = 0 if known is None else len(known.plan.cluster.hosts)
-    new, number = list(cluster.names[old:]), cluster.hosts[-1].node_class
+    old, samples = known_hosts(known)
+    new, number = list(cluster.names[len(old) :]), cluster.hosts[-1].node_class
     sources, told = dict(others), tuple[str, ...]()
     if source is None:
         name = cluster.classes[number].name
         told = _told(f"added as equal to {name}, without any sample", new)
     elif new:
-        samples = {} if known is None else known.samples()
         if why := difference(source, samples.get(number, ())):
             cluster = split(cluster, [new])
             told = (f"the new hosts: {why}; planned as a class of their own",)
@@ -292,33 +287,26 @@ def _split(cluster: Cluster, odd: Mapping[str, str]) -> tuple[Cluster, tuple[str
     return split(cluster, [[name] for name in apart]), told
 
 
-def _odd_in_classes(source: HostsSource, made: Plan, known: KnownPlan | None) -> dict[str, str]:
+def _odd_in_classes(
+    source: HostsSource, made: Plan, old: Collection[str], kept: Mapping[int, Sequence[Sample]]
+) -> dict[str, str]:
     """Return how new hosts differ from the rates of their class, kept or of its first host."""
     cluster, given = made.cluster, measurable(source)
-    old = {} if known is None else known.plan.cluster.host_classes
-    kept = {} if known is None else known.samples()
     partners = [host.name for host in source.session.hosts if host.name in old]
     odd: dict[str, str] = {}
-    for number, samples in _samples_of(made).items():
+    for number, path in {path.node_class: path for path in reversed(made.paths)}.items():
         new = [h.name for h in cluster.hosts if h.node_class == number and h.name not in old]
         if number in kept:
             odd |= odd_hosts(source, cluster, new, kept[number], partners, **given)
         elif new:
             first, some = new[0], new[1 : 1 + MOST_SAMPLED]
-            found = odd_hosts(source, cluster, some, samples[:1], [first], **given)
+            sample = _sample(path.chains, made.error)
+            found = odd_hosts(source, cluster, some, [sample], [first], **given)
             if len(found) > max(1, len(some) / 2):
                 why = next(iter(found.values()))
                 found = {first: f"most hosts of its class differ from it: {why}"}
             odd |= found
     return odd
-
-
-def _samples_of(plan: Plan) -> dict[int, list[Sample]]:
-    """Return the sets by which a plan was decided, the chains of its paths, for each class."""
-    found: dict[int, list[Sample]] = {}
-    for path in plan.paths:
-        found.setdefault(path.node_class, []).append(_sample(path.chains, plan.error))
-    return found
 
 
 def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
@@ -343,34 +331,21 @@ def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
     )
 
 
-def _sampled(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """Measure some pairs of hosts; return the cluster with rates of uplinks, and what is odd.
-
-    Pairs across switches give the bandwidth of uplinks, where no file does.
-    """
+def _with_uplinks(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster with measured rates of unknown uplinks, and a notice on each."""
     session, tree = source.session, cluster.switches
-    if session.network == "tcp" and not all(host.addresses for host in session.hosts):
-        return cluster, ("hosts have NICs without an address for TCP: no network was sampled",)
-    measured, named = links_check(
-        source,
-        session.hosts,
-        [cluster.host_classes[host.name] for host in session.hosts],
-        switches=cluster.switch_of,
-        spot_checks=min(SPOT_CHECKS, len(cluster.hosts) // 2),
-        network=session.network,
-    )
-    cluster, odd = _split(cluster, named)
     if tree is None:
-        return cluster, odd
-    pairs = [(pair.sender, pair.receiver, pair.gbps) for pair in measured]
-    known = estimate_uplinks(tree, pairs)
-    odd += tuple(
+        return cluster, ()
+    if session.network == "tcp" and not all(host.addresses for host in session.hosts):
+        return cluster, ("hosts have NICs without an address for TCP: no uplink was measured",)
+    known = estimate_uplinks(tree, pair_rates(source, cluster, **measurable(source)))
+    told = tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
         "pairs of hosts across it were measured"
         for old, new in zip(tree.all_switches, known.all_switches, strict=True)
         if new.uplink_gbps != old.uplink_gbps
     )
-    return msgspec.structs.replace(cluster, switches=known), odd
+    return msgspec.structs.replace(cluster, switches=known), told
 
 
 def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
@@ -384,3 +359,19 @@ def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
         text = f"the rings could not be measured all at once: {error}"
         return msgspec.structs.replace(made, notices=(*made.notices, text))
     return msgspec.structs.replace(made, whole_ring_gbps=made.ring_count * answer.rate_gbps)
+
+
+def whole_ring(plan: Plan) -> TransferSet:
+    """Return every flow of every ring of a plan on its own host, all at the same time.
+
+    Raises InputError: the plan's flows do not fit together.
+    """
+    flows = []
+    for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):
+        chains = plan.paths[host.path].chains
+        onward = plan.paths[following.path].chains
+        for chain, then in zip(chains, onward, strict=True):
+            flows += [on_host(hop.flow, host.name) for hop in chain.hops[1:-1]]
+            out, into = chain.hops[-1].flow, then.hops[0].flow
+            flows.append(joined(out, into, sender=host.name, receiver=following.name))
+    return transfer_set(flows)

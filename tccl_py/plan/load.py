@@ -17,7 +17,7 @@ from tccl_py.errors import InputError, require
 from tccl_py.files import decode_json, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
-from tccl_py.model.transfer import receiving_nic, sending_nic
+from tccl_py.model.rings import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
 from tccl_py.plan.parts import WORLD, HostPath, Number, PlanChain, PlanHop

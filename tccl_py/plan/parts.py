@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from tccl_py.model.machine import Machine
-from tccl_py.model.rings import Hop, Ring
-from tccl_py.model.transfer import Flow, receiving_nic, sending_nic
+from tccl_py.model.rings import Hop, Ring, receiving_nic, sending_nic
+from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import version_facts
@@ -192,7 +192,7 @@ def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[i
     """Return the NUMA node through which each GPU's bounces go, by GPU; its own without a bounce.
 
     >>> from tccl_py.model.rings import Hop, Ring
-    >>> from tccl_py.model.transfer import bounce
+    >>> from tccl_py.model.rings import bounce
     >>> from tccl_py.simulator.descriptions import load_bundled
     >>> ring = Ring((Hop(0, 1, bounce(0, 1, 2)), Hop(1, 0, bounce(1, 0, 0))))
     >>> sender_nodes(load_bundled("amd-3090").machine, [ring])

@@ -12,16 +12,9 @@ from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.rings import Ring, RingSet
+from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
-from tccl_py.model.transfer import (
-    Fifo,
-    Flow,
-    Place,
-    Transfer,
-    TransferSet,
-    transfer_set,
-)
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import LATEST, version_facts
@@ -37,7 +30,6 @@ from tccl_py.plan.parts import (
     AS_GOOD,
     Alternative,
     HostPath,
-    PlanChain,
     PlannedHost,
     SubsetRings,
     is_proven,
@@ -55,7 +47,8 @@ ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
 SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
 SUBSET_RING_COUNTS = (1, 2)
-DEFAULT_BUDGET = Budget(sets=2000, idle_sets=100)
+MOST_SETS = 2000
+DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 _CUT_SHORT = (
     "the limit of sets or seconds was reached: with more of them (--max-sets, --max-seconds) rings "
     "may be faster, and known for more sets of GPUs"
@@ -137,17 +130,12 @@ def make_plan(
         search = SettingsSearch(task, as_graph(own.rated[0]), known)
         search.cancelled = own.cancelled
         if not own.cancelled:
-            search.run(sets=half(budget.sets or DEFAULT_BUDGET.sets) or 1, allow=allow)
+            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allow)
         allow(1)
         plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     short = (_CUT_SHORT,) * task.source.cut_short
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd, *short), pinned_env=pinned)
-
-
-def half(sets: int | None) -> int | None:
-    """Return half of the sets of a budget, one at least; None is no limit."""
-    return sets and max(1, sets // 2)
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
@@ -196,9 +184,13 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
     notes = (note for result in results for note in result.notices)
     cluster = single_host(task.machine, task.knowledge, task.gpus)
     hops = ((hop.source, hop.target) for ring in best.rings.rings for hop in ring.hops)
+    rates = dealt(measurement.transfers.flows, measurement.gbps)
     path = HostPath(
         node_class=0,
-        chains=plan_chains(best.rings.rings, measurement),
+        chains=tuple(
+            plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
+            for ring in best.rings.rings
+        ),
         type_intra=task.view(best.settings).farthest(hops),
     )
     plan = Plan(
@@ -261,22 +253,12 @@ def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
 
 def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
-    try:
+    with suppress(BudgetSpentError):
         measurement = measured_well(task.source, best.rings)
-    except BudgetSpentError:
-        return as_graph(own), own.measurement
-    rate = best.rings.rate(measurement)
-    if rate >= own.rate_gbps:
-        return msgspec.structs.replace(best, rate_gbps=rate), measurement
+        rate = best.rings.rate(measurement)
+        if rate >= own.rate_gbps:
+            return msgspec.structs.replace(best, rate_gbps=rate), measurement
     return as_graph(own), own.measurement
-
-
-def plan_chains(chains: Sequence[Ring], measurement: Measurement) -> tuple[PlanChain, ...]:
-    """Return rings or chains with the rate of each hop in a measurement of all of them."""
-    waiting = dealt(measurement.transfers.flows, measurement.gbps)
-    return tuple(
-        plan_chain(one.hops, [waiting[hop.flow].pop() for hop in one.hops]) for one in chains
-    )
 
 
 # Rings for communicators over some of the GPUs, planned once for each class of equal subsets.

@@ -24,12 +24,7 @@ from tccl_py.plan.job import (
     read_known_plan,
     simulated_cluster,
 )
-from tccl_py.plan.nccl_here import (
-    graph_file_notices,
-    not_pinned,
-    rings_here,
-    version_to_plan,
-)
+from tccl_py.plan.nccl_here import graph_file_notices, not_pinned, rings_here, version_to_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import chosen_gpus, make_plan
 from tccl_py.readers.hosts import listed_hosts

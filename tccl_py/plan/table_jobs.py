@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import msgspec
 
@@ -15,23 +14,16 @@ from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
-from tccl_py.nccl.graph_search import DefaultChain, default_choice_or_sys
-from tccl_py.nccl.network import NicPair, chain_hop_space
+from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice_or_sys
+from tccl_py.nccl.network import chain_hop_space
+from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.directory import conf_text, env_text
-from tccl_py.plan.parts import ChoiceName, PlanChoice
+from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import write_new_directory
-from tccl_py.plan.tables import (
-    ChainSet,
-    HostTable,
-    KeptChains,
-    KeptTable,
-    OwnChains,
-    gpus_text,
-    read_tables,
-)
+from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import order_files
 from tccl_py.readers.hosts import HostSlots, compress
@@ -67,10 +59,9 @@ def plan_of_job(
         gpus: of the job on a host, by its name; hosts that are not named use the plan's GPUs.
         keep_order: leave the hosts in the given order.
 
-    Raises:
-        NoTableError: no table of a host's class is for its GPUs; see `write_bounded_job`.
-        InputError: a plan of one host, an unknown host, or fewer than 2 hosts.
-        SearchError: no ring exists.
+    Raises NoTableError: no table of a host's class is for its GPUs; see `write_bounded_job`.
+    InputError: a plan of one host, an unknown host, or fewer than 2 hosts. SearchError: no ring
+    exists.
     """
     keys, cluster = job_cluster(plan, hosts, gpus or {})
     known = plan.cluster.classes
@@ -98,19 +89,11 @@ def as_achieved(
     of a tuned plan's choice. The job takes the winner, or variables where its rings cannot be run
     under the winner's settings.
     """
-    shares = {
-        name: achieved[name] / choice.rate_gbps
-        for name, choice in plan.choices.items()
-        if name in achieved and choice.rate_gbps
-    }
+    replace, known = msgspec.structs.replace, plan.choices
+    shares = {n: got / rate for n, got in achieved.items() if (rate := known[n].rate_gbps)}
     # Equal variables share an arm with default NCCL.
     shares.setdefault("variables", shares.get("default", 1.0))
-    replace = msgspec.structs.replace
-
-    def shared(name: ChoiceName, choice: PlanChoice, **fields: Any) -> PlanChoice:
-        rate = choice.rate_gbps and choice.rate_gbps * shares.get(name, 1.0)
-        return replace(choice, rate_gbps=rate, **fields)
-
+    rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
     tuned = made
     if plan.winner is not None:
         nics = {name: getattr(made.settings, name) for name in _OF_THE_JOB}
@@ -123,13 +106,13 @@ def as_achieved(
     told = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
     return replace(
         tuned,
-        rate_gbps=made.rate_gbps * shares.get("graph", 1.0),
+        rate_gbps=rates["graph"],
         bound_gbps=None,
         proven=False,
-        stock=shared("default", made.stock),
-        variables=shared(
-            "variables",
+        stock=replace(made.stock, rate_gbps=rates["default"]),
+        variables=replace(
             made.variables,
+            rate_gbps=rates["variables"],
             settings=plan.variables.settings,
             note=plan.variables.note or made.variables.note,
         ),
@@ -145,51 +128,38 @@ def job_cluster(
 
     Raises InputError: as `plan_of_job`.
     """
-    used = _used(plan, hosts, gpus)
+    odd = sorted(gpus.keys() - {host.name for host in hosts})
+    if odd:
+        raise InputError("--gpus", f"names {shown(odd[0])}", "name hosts of --hosts")
+    used = {host.name: _class_and_gpus(plan, host, gpus.get(host.name)) for host in hosts}
+    if len(hosts) < 2:
+        raise InputError("--hosts", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
     keys = list(dict.fromkeys(used.values()))
-    numbers = {key: number for number, key in enumerate(keys)}
+    of_class = Counter(number for number, _ in keys)
     classes: list[NodeClass] = []
     for number, some in keys:
         known = plan.cluster.classes[number]
-        alone = sum(other == number for other, _ in keys) == 1
-        text = known.name if alone else f"{known.name}-gpus-{gpus_text(some)}"
+        text = known.name if of_class[number] == 1 else f"{known.name}-gpus-{gpus_text(some)}"
         name = class_name(text, {one.name for one in classes})
         classes.append(msgspec.structs.replace(known, name=name))
+    numbers = {key: number for number, key in enumerate(keys)}
     tree = plan.cluster.switches
-    placed = tuple(
-        Host(name=name, node_class=numbers[key], slots=len(key[1])) for name, key in used.items()
-    )
-    switches = None if tree is None else restricted(tree, used)
     return keys, Cluster(
-        hosts=placed, classes=tuple(classes), switches=switches, rails=plan.cluster.rails
+        hosts=tuple(Host(name=n, node_class=numbers[k], slots=len(k[1])) for n, k in used.items()),
+        classes=tuple(classes),
+        switches=None if tree is None else restricted(tree, used),
+        rails=plan.cluster.rails,
     )
 
 
-def _used(
-    plan: Plan, hosts: Sequence[HostSlots], gpus: Mapping[str, tuple[int, ...]]
-) -> dict[str, _Key]:
-    """Return the class and the GPUs of each host of a job."""
-    names = {host.name for host in hosts}
-    odd = next((name for name in gpus if name not in names), None)
-    if odd is not None:
-        raise InputError("--gpus", f"names {shown(odd)}", "name hosts of --hosts")
-    found: dict[str, _Key] = {}
-    for host in hosts:
-        number = plan.cluster.host_classes.get(host.name)
-        if number is None:
-            right = f"name hosts of the plan, {shown(compress(plan.cluster.names))}, or plan again"
-            raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
-        found[host.name] = number, _gpus(plan, number, host, gpus.get(host.name))
-    if len(hosts) < 2:
-        raise InputError("--hosts", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
-    return found
-
-
-def _gpus(
-    plan: Plan, number: int, host: HostSlots, given: tuple[int, ...] | None
-) -> tuple[int, ...]:
+def _class_and_gpus(plan: Plan, host: HostSlots, some: tuple[int, ...] | None) -> _Key:
+    """Return the class of a job's host and the job's GPUs on it, `some` if they are named."""
+    number = plan.cluster.host_classes.get(host.name)
+    if number is None:
+        right = f"name hosts of the plan, {shown(compress(plan.cluster.names))}, or plan again"
+        raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
     machine = plan.cluster.classes[number].machine
-    known, some = machine.gpu_indices, given
+    known = machine.gpu_indices
     if some is None:
         some = plan.class_gpus[number] if host.slots is None else known[: host.slots]
     for gpu in some:
@@ -197,7 +167,7 @@ def _gpus(
     if not some or host.slots not in (None, len(some)):
         what = f"has {len(known)} GPUs, and {host.slots or len(some)} ranks for {len(some)} of them"
         raise InputError(f"host {host.name}", what, "name GPUs that it has, one for each rank")
-    return tuple(sorted(some))
+    return number, tuple(sorted(some))
 
 
 def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
@@ -227,70 +197,44 @@ def image_of(table: KeptTable, one: NodeClass, gpus: tuple[int, ...]) -> KeptTab
 
     NCCL has to move every hop as the mapped one, and to choose the mapped chains by itself.
     """
-    for names in islice(_mappings(table, one, gpus), _MOST_TRIED):
-        stock = _own_image(table, one, gpus, names)
-        if stock is None:
-            continue
-        found = _relabelled(table, gpus, names, stock)
-        if _is_possible(found, one):
-            return found
-    return None
-
-
-def _mappings(table: KeptTable, one: NodeClass, gpus: tuple[int, ...]) -> Iterator[Permutation]:
-    """Yield the symmetries of a machine that take a table's GPUs to these, and its NICs to them."""
+    there, here = (_own_choice(one, table.default_settings, some) for some in (table.gpus, gpus))
+    rated = isinstance(table.plain, OwnChains)
+    unlike = msgspec.structs.replace(there, rings=here.rings, chains=here.chains) != here
+    if unlike or (rated and table.plain != table.stock):
+        return None
     symmetry = automorphisms(one.machine, one.knowledge)
     nics = [f"N{nic}" for nic in table.nics]
     fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
-    for row in symmetry.elements[fits & onto(symmetry, nics, nics)]:
-        yield mapping(symmetry, row)
+    for row in symmetry.elements[fits & onto(symmetry, nics, nics)][:_MOST_TRIED]:
+        found = _relabelled(table, gpus, mapping(symmetry, row))
+        if Counter(found.stock.chains) == Counter(here.chains) and _is_possible(found, one):
+            # In NCCL's order of channels.
+            stock = msgspec.structs.replace(found.stock, chains=here.chains)
+            plain = stock if rated else table.plain
+            return msgspec.structs.replace(found, stock=stock, plain=plain)
+    return None
 
 
-def _own_image(
-    table: KeptTable, one: NodeClass, gpus: tuple[int, ...], names: Permutation
-) -> OwnChains | None:
-    """Return NCCL's own chains over the other GPUs, if they are the mapped ones."""
-    there, here = (
-        default_choice_or_sys(
-            view(one.machine, one.knowledge, table.default_settings, gpus=some), nodes=2
-        )
-        for some in (table.gpus, gpus)
-    )
-    mapped = Counter(
+def _own_choice(one: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
+    return default_choice_or_sys(view(one.machine, one.knowledge, settings, gpus=gpus), nodes=2)
+
+
+def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
+    """Return a table with all GPUs, NICs and NUMA nodes mapped; `plain` stays."""
+    replace = msgspec.structs.replace
+
+    def index(kind: str, number: int) -> int:
+        return int(names[f"{kind}{number}"][1:])
+
+    own = tuple(
         DefaultChain(
-            _index(names, "N", chain.entry),
-            tuple(_index(names, "G", gpu) for gpu in chain.gpus),
-            _index(names, "N", chain.exit),
+            index("N", chain.entry),
+            tuple(index("G", gpu) for gpu in chain.gpus),
+            index("N", chain.exit),
         )
         for chain in table.stock.chains
     )
-    alike = ("settings", "channels", "cross_nic", "fallback", "assumed_sys")
-    same = all(getattr(there, name) == getattr(here, name) for name in alike)
-    if not same or mapped != Counter(here.chains):
-        return None
-    return msgspec.structs.replace(table.stock, chains=here.chains)
-
-
-def _index(names: Permutation, kind: str, index: int) -> int:
-    return int(names[f"{kind}{index}"][1:])
-
-
-def _relabelled(
-    table: KeptTable, gpus: tuple[int, ...], names: Permutation, stock: OwnChains
-) -> KeptTable:
-    def pairs_of(found: ChainSet | KeptChains) -> tuple[NicPair, ...]:
-        moved = ((_index(names, "N", a), _index(names, "N", b)) for a, b in found.pairs)
-        return tuple(sorted(moved))
-
-    replace = msgspec.structs.replace
-    answers = tuple(
-        replace(
-            answer,
-            best=tuple(replace(found, pairs=pairs_of(found)) for found in answer.best),
-            paired=tuple(replace(found, pairs=pairs_of(found)) for found in answer.paired),
-        )
-        for answer in table.answers
-    )
+    pairs = [sorted((index("N", a), index("N", b)) for a, b in one.pairs) for one in table.answers]
     note = (
         f"{table.node_class}, GPUs {gpus_text(gpus)}: by the rates of GPUs "
         f"{gpus_text(table.gpus)}, which the machine's symmetry maps to them"
@@ -298,27 +242,27 @@ def _relabelled(
     return replace(
         table,
         gpus=gpus,
-        stock=stock,
-        plain=stock if table.plain == table.stock else table.plain,
+        stock=replace(table.stock, chains=own),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
-        answers=answers,
+        answers=tuple(
+            replace(one, pairs=tuple(each)) for one, each in zip(table.answers, pairs, strict=True)
+        ),
         notices=(*table.notices, note),
     )
 
 
 def _is_possible(table: KeptTable, one: NodeClass) -> bool:
     """Return whether NCCL moves every hop of a mapped table as the table has it."""
-    for answer in table.answers:
-        seen = view(one.machine, one.knowledge, answer.settings, gpus=table.gpus)
-        used: dict[int, set[int]] = {}
-        for found in answer.paired:
-            used.setdefault(len(found.pairs), set()).update(*found.chains)
-        for count, numbers in used.items():
-            space = chain_hop_space(seen, nics=table.nics, chains_in_set=count)
-            hops = (table.hops[n] for n in numbers)
-            if not all(hop in space.between(hop.source, hop.target) for hop in hops):
-                return False
-    return isinstance(table.plain, str) or table.plain == table.stock
+    used: dict[tuple[int, int], set[int]] = {}
+    for found in table.answers:
+        used.setdefault((found.under, len(found.pairs)), set()).update(*found.chains)
+    for (under, count), numbers in used.items():
+        seen = view(one.machine, one.knowledge, table.settings[under], gpus=table.gpus)
+        space = chain_hop_space(seen, nics=table.nics, chains_in_set=count)
+        hops = (table.hops[n] for n in numbers)
+        if not all(hop in space.between(hop.source, hop.target) for hop in hops):
+            return False
+    return True
 
 
 # Jobs over GPUs that no table is for: default NCCL, with an upper bound in place of a rate.
@@ -370,29 +314,17 @@ def bound_of(
 ) -> float | None:
     """Return an upper bound on default NCCL's bandwidth in a job, GB/s; None if nothing bounds it.
 
-    `cluster` is the job's, its hosts in rank order; of its classes are the GPUs, and all tables.
+    `cluster` is the job's, its hosts in rank order; of its classes are the GPUs, and all tables. A
+    NIC carries no more than its port. Tables for more or fewer GPUs bound nothing: chains over them
+    have other hops, and only a set of the same transfers bounds one with further transfers.
     """
-    of_classes = zip(cluster.classes, gpus, tables, strict=True)
-    found = [bound for one in of_classes for bound in _bounds_of_class(*one)]
-    if cluster.switches is not None:
-        found.append(uplink_limit(cluster.switches, cluster.names))
+    found = [inf if cluster.switches is None else uplink_limit(cluster.switches, cluster.names)]
+    for one, some, known in zip(cluster.classes, gpus, tables, strict=True):
+        rated = [table.plain for table in known if table.gpus == some]
+        found += [own.rate_gbps for own in rated if isinstance(own, OwnChains)]
+        ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in one.machine.nics}
+        chains = _own_choice(one, known[0].kept.default_settings, some).chains
+        for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
+            found += [ports[nic] * len(ends) / count for nic, count in Counter(ends).items()]
     least = min(found)
-    return least if least < float("inf") else None
-
-
-def _bounds_of_class(
-    one: NodeClass, gpus: tuple[int, ...], tables: Sequence[HostTable]
-) -> Iterator[float]:
-    """Yield bounds on the bandwidth of NCCL's own chains on hosts of a class.
-
-    A NIC carries no more than its port. Tables for more or fewer GPUs bound nothing: chains over
-    them have other hops, and only a set of the same transfers bounds one with further transfers.
-    """
-    ports = {nic.index: nic.speed_mbps / _MBPS or float("inf") for nic in one.machine.nics}
-    for table in tables:
-        if table.gpus == gpus and isinstance(table.plain, OwnChains):
-            yield table.plain.rate_gbps
-    seen = view(one.machine, one.knowledge, tables[0].kept.default_settings, gpus=gpus)
-    chains = default_choice_or_sys(seen, nodes=2).chains
-    for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
-        yield min(ports[nic] * len(ends) / count for nic, count in Counter(ends).items())
+    return least if least < inf else None

@@ -19,44 +19,22 @@ from tccl_py.model.cluster import NodeClass, shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
-from tccl_py.nccl.network import NicPair, Pairing
+from tccl_py.nccl.network import NicPair
 from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.parts import PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_TABLES = 1_024
-
-
-class ChainSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The NIC pairs of the best chains under settings, sorted, with their rate and bound, GB/s.
-
-    `chosen` marks a result of the search over settings.
-    """
-
-    pairs: tuple[NicPair, ...]
-    rate_gbps: Rate
-    bound_gbps: Rate | None = None
-    chosen: bool = False
-
-
-class HostChains(msgspec.Struct, frozen=True, kw_only=True):
-    """Chains that share a host, each hop with its rate, and the rate of all together, GB/s.
-
-    `error` is half the 95 % interval, relative.
-    """
-
-    chains: tuple[PlanChain, ...]
-    rate_gbps: float
-    error: float = 0.0
-    simulated: bool = False
-    assumed: bool = False
+NicPairs = tuple[NicPair, ...]
+"""The pairs of entry and exit NIC of a host's chains, sorted."""
 
 
 class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """NCCL's own chains on a host, under the variables without which they have no rate.
 
-    `distinct` is the number of different chains; the rest is as of DefaultChoice and HostChains.
+    `distinct` is the number of different chains; the rest is as of DefaultChoice and KeptChains.
     """
 
     settings: Settings
@@ -70,22 +48,23 @@ class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """HostChains; a chain lists numbers of the table's hops, and `gbps` their rates."""
+    """The best chains on a host between these NICs, and the rate of all together, GB/s.
 
-    pairs: tuple[NicPair, ...]
+    `under` is the number of the table's settings; a chain lists numbers of the table's hops, and
+    `gbps` their rates. `error` is half the 95 % interval, relative. `best` marks the best set of so
+    many chains under the settings, with a bound, `chosen` a result of the search over settings.
+    """
+
+    under: int
+    pairs: NicPairs
     chains: tuple[tuple[int, ...], ...]
     gbps: tuple[tuple[Rate, ...], ...]
     rate_gbps: Rate
     error: float = 0.0
     assumed: bool = False
-
-
-class KeptSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that was asked under one choice of settings."""
-
-    settings: Settings
-    best: tuple[ChainSet, ...]
-    paired: tuple[KeptChains, ...]
+    bound_gbps: Rate | None = None
+    best: bool = False
+    chosen: bool = False
 
 
 class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,8 +77,9 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     default_settings: Settings
     stock: OwnChains
     plain: OwnChains | str
-    hops: tuple[Hop, ...]
-    answers: tuple[KeptSettings, ...]
+    settings: tuple[Settings, ...] = ()
+    hops: tuple[Hop, ...] = ()
+    answers: tuple[KeptChains, ...] = ()
     notices: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -119,18 +99,22 @@ class HostTable:
         self.node_class, self.kept = node_class, kept
         self.gpus, self.nics = kept.gpus, kept.nics
         self.stock, self.plain = kept.stock, kept.plain
-        self._best: dict[tuple[Settings, int], ChainSet | None] = {
-            (answer.settings, len(one.pairs)): one for answer in kept.answers for one in answer.best
+        self._settings = {one: number for number, one in enumerate(kept.settings)}
+        self._hops = {hop: number for number, hop in enumerate(kept.hops)}
+        self._between: dict[tuple[Settings, NicPairs], KeptChains | None] = {
+            (kept.settings[one.under], one.pairs): one for one in kept.answers
         }
-        self._kept = {
-            (answer.settings, Pairing(one.pairs)): one
-            for answer in kept.answers
-            for one in answer.paired
+        self._best: dict[tuple[Settings, int], KeptChains | None] = {
+            (kept.settings[one.under], len(one.pairs)): one for one in kept.answers if one.best
         }
-        self._chains: dict[tuple[Settings, Pairing], HostChains | None] = {}
+
+    def view(self, settings: Settings) -> NcclView:
+        """Return NCCL's view of a host, with the GPUs of the table."""
+        one = self.node_class
+        return view(one.machine, one.knowledge, settings, gpus=self.gpus)
 
     @cached_property
-    def choices(self) -> Sequence[tuple[Settings, ChainSet]]:
+    def choices(self) -> Sequence[tuple[Settings, KeptChains]]:
         """Settings with the best chains that a search over settings found, best first."""
         first = {settings: at for at, (settings, _) in reversed(list(enumerate(self._best)))}
         found = [(s, one) for (s, _), one in self._best.items() if one and one.chosen]
@@ -141,74 +125,42 @@ class HostTable:
         known = self._best.get((settings, count)) is not None
         return known or (self.measures and settings.channels % count == 0)
 
-    def best_under(self, settings: Settings, count: int) -> ChainSet | None:
+    def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; None if there is none."""
         return self._best.get((settings, count))
 
-    def chains_with(self, settings: Settings, pairing: Pairing) -> HostChains | None:
+    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
-        key = settings, pairing
-        if key not in self._chains:
-            kept = self._kept.get(key)
-            self._chains[key] = self.found_chains(*key) if kept is None else self._read(kept)
-        return self._chains[key]
+        return self._between.get((settings, pairs))
 
-    def found_chains(self, _settings: Settings, _pairing: Pairing, /) -> HostChains | None:
-        """Return an answer of `chains_with` that is not kept."""
-        return None
+    def plan_chains(self, found: KeptChains) -> tuple[PlanChain, ...]:
+        """Return chains of the table with their hops."""
+        hops, rows = list(self._hops), zip(found.chains, found.gbps, strict=True)
+        return tuple(plan_chain([hops[n] for n in chain], gbps) for chain, gbps in rows)
 
-    def _read(self, kept: KeptChains) -> HostChains:
-        rows = zip(kept.chains, kept.gbps, strict=True)
-        return HostChains(
-            chains=tuple(plan_chain([self.kept.hops[n] for n in row], gbps) for row, gbps in rows),
-            rate_gbps=kept.rate_gbps,
-            error=kept.error,
-            simulated=self.kept.simulated,
-            assumed=kept.assumed,
-        )
-
-    def all_chains(self) -> Iterator[tuple[Settings, HostChains]]:
+    def all_chains(self) -> Iterator[tuple[Settings, PlanChain]]:
         """Yield all chains of the table."""
-        for settings, pairing in self._kept:
-            found = self.chains_with(settings, pairing)
-            assert found is not None
-            yield settings, found
+        for (settings, _), found in self._between.items():
+            for chain in self.plan_chains(found) if found is not None else ():
+                yield settings, chain
 
     def table(self) -> KeptTable:
         """Return the table with all answers so far."""
-        chains = {
-            key: found for key in (*self._kept, *self._chains) if (found := self.chains_with(*key))
-        }
-        best = {key: one for key, one in self._best.items() if one is not None}
-        hops: dict[Hop, int] = {}
-        answers = tuple(
-            KeptSettings(
-                settings=settings,
-                best=tuple(one for (under, _), one in best.items() if under == settings),
-                paired=tuple(
-                    _kept_chains(pairing, one, hops)
-                    for (under, pairing), one in chains.items()
-                    if under == settings
-                ),
-            )
-            for settings in dict.fromkeys(settings for settings, _ in (*best, *chains))
+        found: dict[tuple[Settings, NicPairs], KeptChains] = {}
+        for (settings, _), best in self._best.items():
+            if best is not None:
+                known = self._between.get((settings, best.pairs)) or best
+                marks = {"bound_gbps": best.bound_gbps, "best": True, "chosen": best.chosen}
+                found[settings, best.pairs] = msgspec.structs.replace(known, **marks)
+        for key, one in self._between.items():
+            if one is not None:
+                found.setdefault(key, one)
+        return msgspec.structs.replace(
+            self.kept,
+            settings=tuple(self._settings),
+            hops=tuple(self._hops),
+            answers=tuple(found.values()),
         )
-        return msgspec.structs.replace(self.kept, hops=tuple(hops), answers=answers)
-
-
-def _kept_chains(pairing: Pairing, found: HostChains, hops: dict[Hop, int]) -> KeptChains:
-    """Return chains by the numbers of their hops; `hops` takes new ones."""
-    return KeptChains(
-        pairs=pairing.pairs,
-        chains=tuple(
-            tuple(hops.setdefault(Hop(*hop.ends, hop.flow), len(hops)) for hop in chain.hops)
-            for chain in found.chains
-        ),
-        gbps=tuple(tuple(hop.gbps for hop in chain.hops) for chain in found.chains),
-        rate_gbps=found.rate_gbps,
-        error=found.error,
-        assumed=found.assumed,
-    )
 
 
 # Files.
@@ -236,8 +188,7 @@ def table_files(tables: Iterable[KeptTable]) -> dict[str, str]:
 def kept_files(directory: Path, classes: Iterable[str] | None = None) -> dict[str, str]:
     """Return the texts of tables in a plan's directory, those of some classes (None: all).
 
-    Raises:
-        InputError: no manifest, a file is missing or was changed, or there are too many.
+    Raises InputError: no manifest, a file is missing or was changed, or there are too many.
     """
     names = [name for name in read_manifest(directory).files if name.startswith(f"{TABLES}/")]
     if len(names) > MAX_TABLES:
@@ -253,14 +204,13 @@ def kept_files(directory: Path, classes: Iterable[str] | None = None) -> dict[st
 def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[HostTable]:
     """Read the tables of some classes in a plan's directory.
 
-    Raises:
-        InputError: as `kept_files`; or a damaged table.
+    Raises InputError: as `kept_files`; or a damaged table.
     """
     of_name = {one.name: one for one in classes}
     found = []
     for name, text in kept_files(directory, of_name).items():
         where = str(directory / name)
-        kept = _checked(decode_json(text, KeptTable, where=where), of_name, where)
+        kept = _checked(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
         found.append(HostTable(of_name[kept.node_class], kept))
     return found
 
@@ -273,13 +223,14 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
     machine = classes[kept.node_class].machine
     known = set(machine.gpu_indices), {nic.index for nic in machine.nics}
     fits = kept.gpus and set(kept.gpus) <= known[0] and set(kept.nics) <= known[1]
-    for answer in kept.answers:
-        check_settings(answer.settings)
-        for one in answer.paired:
-            lengths = [len(hops) for hops in one.chains]
-            fits = fits and len(lengths) == len(one.pairs) and all(lengths)
-            fits = fits and lengths == [len(rates) for rates in one.gbps]
-            fits = fits and all(0 <= n < len(kept.hops) for hops in one.chains for n in hops)
+    for settings in kept.settings:
+        check_settings(settings)
+    for one in kept.answers:
+        lengths = [len(hops) for hops in one.chains]
+        fits = fits and 0 <= one.under < len(kept.settings)
+        fits = fits and len(lengths) == len(one.pairs) and all(lengths)
+        fits = fits and lengths == [len(rates) for rates in one.gbps]
+        fits = fits and all(0 <= n < len(kept.hops) for hops in one.chains for n in hops)
     if not fits:
         raise InputError(where, f"does not fit class {shown(kept.node_class)}", AGAIN)
     return kept
@@ -288,33 +239,42 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
 # Subsets of GPUs.
 
 
-def job_gpus(text: str | None, gpus: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the sets of GPUs of jobs on a host, from a list of counts and sets; all GPUs first.
+def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return the sets of GPUs of jobs on hosts with these GPUs, all GPUs first.
 
-    A count is of the lowest GPUs; larger counts than a host has are left out. None is all GPUs,
-    half of them, a quarter, and one.
+    `text` lists counts, of the lowest GPUs, and sets; a host without the GPUs of an item leaves the
+    item out. None is all GPUs, half of them, a quarter, and one.
 
     >>> job_gpus(None, range(8))
-    [(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]
-    >>> job_gpus("2,4-7,0+2", range(8))[1:]
-    [(0, 1), (4, 5, 6, 7), (0, 2)]
+    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]]
+    >>> job_gpus("2,4-7,0+2", range(8), range(2))
+    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (4, 5, 6, 7), (0, 2)], [(0, 1)]]
 
-    Raises:
-        InputError: an item that is neither.
+    Raises InputError: an item that is neither count nor set, or beyond every host.
     """
-    count = len(gpus)
-    found: list[tuple[int, ...]] = [tuple(gpus)]
-    if text is None:
-        found += [tuple(gpus[:some]) for some in (count // 2, count // 4, 1) if some]
+    found = [[tuple(gpus)] for gpus in hosts]
+    for sets, gpus in zip(found, hosts, strict=True):
+        counts = (len(gpus) // 2, len(gpus) // 4, 1) if text is None else ()
+        sets.extend(tuple(gpus[:some]) for some in counts if some)
     for item in [] if text is None else map(str.strip, text.split(",")):
-        if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
-            found += [tuple(gpus[: int(item)])] if int(item) <= count else []
-            continue
-        try:
-            # A number alone would be a count.
-            some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
-        except InputError as error:
-            what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
-            raise InputError("--gpus-per-job", what, f"write counts or sets, {right}") from error
-        found += [tuple(sorted(some))] if set(some) <= set(gpus) else []
-    return list(dict.fromkeys(found))
+        named = [_named_gpus(item, gpus) for gpus in hosts]
+        if not any(named):
+            listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
+            what = f"{shown(item)} fits no host: their GPUs are {listed}"
+            raise InputError("--gpus-per-job", what, "name fewer, or leave it out")
+        for sets, more in zip(found, named, strict=True):
+            sets.extend(more)
+    return [list(dict.fromkeys(sets)) for sets in found]
+
+
+def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the set of GPUs of an item of --gpus-per-job; none if the host lacks one of them."""
+    if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
+        return [tuple(gpus[: int(item)])] if int(item) <= len(gpus) else []
+    try:
+        # A number alone would be a count.
+        some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
+    except InputError as error:
+        what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
+        raise InputError("--gpus-per-job", what, f"write counts or sets, {right}") from error
+    return [tuple(sorted(some))] if set(some) <= set(gpus) else []

@@ -10,28 +10,19 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.rings import (
-    Hop,
-    HopSpace,
-    Ring,
-    RingSet,
-    nics_of,
-    ring_like,
-    ring_set,
-)
+from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.plan import Plan
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.remembering import RememberingSource, remembering
+from tccl_py.sources.remembering import RememberingSource
 
 Order = tuple[int, ...]
 Rings = Sequence[Ring] | Sequence[Order]
@@ -219,12 +210,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
 
 
 def search_under(
-    task: Task,
-    settings: Settings,
-    *,
-    known: Sequence[Rings] = (),
-    floor: float,
-    sets: int,
+    task: Task, settings: Settings, *, known: Sequence[Rings] = (), floor: float, sets: int
 ) -> SearchResult | None:
     """Search for rings under one choice of settings; None where a GPU has no hop.
 
@@ -251,24 +237,3 @@ def search_under(
         return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
     except (SearchError, MeasurementError):
         return None
-
-
-def what_if(plan: Plan, order: Sequence[int], source: BandwidthSource) -> float:
-    """Return the bandwidth of another ring order under the plan's settings, GB/s.
-
-    Raises InputError: not each GPU of the plan once. SearchError: NCCL has no hop between two.
-    """
-    if sorted(order) != list(plan.gpus):
-        wanted = ", ".join(map(str, plan.gpus))
-        raise InputError("order", f"is {list(order)}", f"each of GPUs {wanted} once")
-    task = Task(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
-        source=remembering(source),
-        gpus=plan.gpus,
-        version=plan.settings.version,
-    )
-    first = order.index(plan.gpus[0])
-    rings = rings_under(task, plan.settings, [(*order[first:], *order[:first])])
-    (found,) = source.measure([rings.flows])
-    return rings.rate(found)

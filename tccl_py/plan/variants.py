@@ -1,4 +1,4 @@
-"""A plan under other settings, or for another version of NCCL: the same rings and NICs."""
+"""A plan under other settings: the same rings and NICs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import SearchError
 from tccl_py.model.rings import Hop, Ring, ring_like
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.network import chain_hop_space, farthest_end
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels, hop_space
-from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import class_view
 from tccl_py.plan.parts import WORLD, HostPath, PlanChain
@@ -136,29 +135,3 @@ def _as_measured(plan: Plan, settings: Settings, rate_gbps: float) -> bool:
     classes = {path.node_class for path in plan.paths}
     sm = min(class_view(plan, number, settings).system.sm_min for number in classes)
     return ends_as_measured(settings, sm=sm, hosts=len(plan.hosts), rate_gbps=rate_gbps)
-
-
-def for_version(plan: Plan, version: str) -> Plan:
-    """Return the plan for another version of NCCL, if that moves the rings' hops in the same way.
-
-    Raises InputError: it cannot be given these settings, or would move a hop otherwise.
-    """
-    settings = check_settings(msgspec.structs.replace(plan.settings, version=version))
-    for number in sorted({host.path for host in plan.hosts}):
-        path = plan.paths[number]
-        name = plan.cluster.classes[path.node_class].name
-        try:
-            moved = _moved(plan, path, settings)
-        except SearchError as error:
-            raise _refused(version, f"has no hop for a pair of GPUs of {name}") from error
-        for now, planned in zip(_flows(moved), _flows(path), strict=True):
-            if now != planned:
-                what = f"on {name} moves by {now}, where the plan has {planned}"
-                raise _refused(version, what)
-    verified = version_facts(version).verified
-    return msgspec.structs.replace(plan, settings=settings, settings_verified=verified)
-
-
-def _refused(version: str, what: str) -> InputError:
-    right = f"make a plan for it: tccl plan --nccl {version[:20]}"
-    return InputError(f"NCCL {version[:20]}", what, right)

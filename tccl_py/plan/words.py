@@ -323,15 +323,18 @@ def _settings_json(settings: Settings) -> dict[str, Any]:
 
 def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     """Return what differs between two plans, by name: the first plan's value and the second's."""
-    one, two = (_facts(each) for each in (plan, other))
+
+    def facts(of: Plan) -> dict[str, Any]:
+        names = ("rate_gbps", "bound_gbps", "recommended", "orders", "provenance", "pinned_env")
+        return {
+            "machines": tuple(one.machine.name for one in of.cluster.classes),
+            "hosts": of.host_order,
+            "gpus": of.class_gpus,
+            **picked(of, *names),
+            "default_gbps": of.stock.rate_gbps,
+            "variables_gbps": of.variables.rate_gbps,
+            "environment": environment(of.settings),
+        }
+
+    one, two = facts(plan), facts(other)
     return {name: (one[name], two[name]) for name in one if one[name] != two[name]}
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    names = ("rate_gbps", "bound_gbps", "recommended", "orders", "provenance", "pinned_env")
-    facts = {name: getattr(plan, name) for name in names}
-    stock, variables = plan.stock.rate_gbps, plan.variables.rate_gbps
-    rates = {"default_gbps": stock, "variables_gbps": variables}
-    hosts = {"machines": tuple(one.machine.name for one in plan.cluster.classes)}
-    gpus = {"hosts": plan.host_order, "gpus": plan.class_gpus}
-    return {**hosts, **gpus, **facts, **rates, "environment": environment(plan.settings)}

@@ -15,11 +15,10 @@ import msgspec
 from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.graph_writer import graph_xml
 from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
-from tccl_py.nccl.settings import Settings, env_sh
+from tccl_py.nccl.settings import env_sh
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.directory import (
     HOSTS_FOLDER,
@@ -27,17 +26,16 @@ from tccl_py.plan.directory import (
     class_view,
     env_text,
     host_graph_file,
-    index_of_class,
-    machine_file,
     machine_files,
     machine_plan_files,
+    noted_graph,
     plan_files,
+    plugin_index,
     settings_files,
 )
 from tccl_py.plan.load import check_plan, load_plan
-from tccl_py.plan.parts import HostPath
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import with_manifest, write_new_directory, write_with_plan
+from tccl_py.plan.staging import Files, with_manifest, write_new_directory, write_with_plan
 
 ORDER_FOLDER = "order"
 LAUNCH_NOTES = "launch.txt"
@@ -65,8 +63,12 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
     files = {host_graph_file(name): text for name, text in host_graphs(plan).items()}
     files |= order_files(hosts, place, provenance=plan.provenance)
-    folder = place / HOSTS_FOLDER if plan.names_graph else None
-    env = cluster_env_text(plan.plain_settings, folder, provenance=plan.provenance)
+    env = env_text(plan.plain_settings, None, provenance=plan.provenance)
+    if plan.names_graph:
+        check_path(place)
+        head = f"# tccl-py, rates {plan.provenance}. {_ENV_NOTE}"
+        choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)))
+        env = head + env_sh(plan.plain_settings) + choice
     return files | settings_files(plan, env)
 
 
@@ -122,12 +124,11 @@ def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
     """
     check_plan(plan, where=str(output))
 
-    def files_of(place: Path) -> Mapping[str, str | bytes]:
+    def files_of(place: Path) -> Files:
         texts = nccl_files(plan, place)
-        nccl = {**texts, **_plugin_files(plan, texts)}
-        classes = enumerate(plan.cluster.classes)
-        named = {str(machine_file(plan, Path(), n)): machines[one.name] for n, one in classes}
-        return with_manifest({**plan_files(plan, nccl), **named})
+        return with_manifest(
+            plan_files(plan, {**texts, **_plugin_files(plan, texts)}, models=machines)
+        )
 
     return write_new_directory(output, files_of)
 
@@ -144,7 +145,7 @@ def _plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes
         if host.path not in made:
             text = texts[host_graph_file(host.name)]
             found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-            index = index_of_class(plan, plan.class_number(host), (found,), {})
+            index = plugin_index(plan, plan.class_number(host), [found])
             try:
                 index = msgspec.structs.replace(index, job=plan.cluster.ranks)
                 made[host.path] = index.encode().decode()
@@ -163,22 +164,19 @@ def host_graphs(plan: Plan) -> dict[str, str]:
     Hosts with equal paths share a text. Raises InputError: chains that NCCL would not take as
     meant.
     """
-    used = {host.path for host in plan.hosts}
-    texts = {number: _path_text(plan, plan.paths[number]) for number in sorted(used)}
+    texts: dict[int, str] = {}
+    for number in sorted({host.path for host in plan.hosts}):
+        path = plan.paths[number]
+        dealt = [path.chains[at % len(path.chains)] for at in range(plan.settings.channels)]
+        texts[number] = node_graph_text(
+            class_view(plan, path.node_class, plan.settings),
+            [chain.gpus for chain in dealt],
+            [(chain.entry_nic or 0, chain.exit_nic or 0) for chain in dealt],
+            # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
+            rate_gbps=plan.best_known_gbps,
+            provenance=plan.provenance,
+        )
     return {host.name: texts[host.path] for host in plan.hosts}
-
-
-def _path_text(plan: Plan, path: HostPath) -> str:
-    dealt = [path.chains[at % len(path.chains)] for at in range(plan.settings.channels)]
-    ends = [(chain.entry_nic, chain.exit_nic) for chain in dealt]
-    return node_graph_text(
-        class_view(plan, path.node_class, plan.settings),
-        [chain.gpus for chain in dealt],
-        [(into, out) for into, out in ends if into is not None and out is not None],
-        # Rings are as fast as the slowest host lets them be, and NCCL takes the least of all.
-        rate_gbps=plan.best_known_gbps,
-        provenance=plan.provenance,
-    )
 
 
 def node_graph_text(
@@ -200,16 +198,18 @@ def node_graph_text(
 
     Raises InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    speed = rate_gbps / len(orders)
-    rings = node_rings(seen, orders, ends, speed_gbps=speed)
-    gpus = ", ".join(str(gpu) for gpu in sorted(orders[0]))
-    note = f"rates {provenance}; for one node of several, with exactly these GPUs of it: {gpus}"
-    return f"<!-- tccl-py: {note} -->\n" + graph_xml(rings, version=seen.settings.version)
+    rings = node_rings(seen, orders, ends, speed_gbps=rate_gbps / len(orders))
+    note = f"rates {provenance}; for one node of several, with exactly these GPUs of it:"
+    return noted_graph(rings, note, version=seen.settings.version)
 
 
-# Read by whatever shell a job has: POSIX only, no function, all names its own. `hostname -f` asks
-# the name service, which may take long, so only where the names at hand are none of the plan's.
-# SLURM's nodes may have other names than their hosts, and lists of a job's hosts have SLURM's.
+# Read by whatever shell a job has: POSIX only, no function, all names its own. Files are found by
+# SLURM's name of the host, as lists of a job's hosts have it, then by its own name as it is,
+# without its domain, and with it: `hostname -f` asks the name service, which may take long.
+_ENV_NOTE = f"""\
+For jobs over all hosts and GPUs of the plan, with ranks
+# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.
+"""
 _CHOICE = """\
 unset NCCL_GRAPH_FILE
 _tccl_hosts={hosts}
@@ -229,27 +229,6 @@ if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
 fi
 unset _tccl_hosts _tccl_name _tccl_host
 """
-
-
-def cluster_env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str) -> str:
-    """Return a script to source on every host of a job; it names the graph file of its host.
-
-    Files are found by SLURM's name of the host, then by its own name as it is, without its domain,
-    and with it. Without a file no graph is named, and stderr says so. `graph` is the absolute
-    folder of the graph files; None names no graph. Raises InputError: the folder is not absolute or
-    cannot be named in an environment, or settings that the version does not have.
-    """
-    if graph is None:
-        return env_text(settings, None, provenance=provenance)
-    check_path(graph)
-    if not graph.is_absolute():
-        right = "jobs start in other directories: give a path from the root"
-        raise InputError(f"folder {str(graph)[:80]!r}", "is no absolute path", right)
-    head = (
-        f"# tccl-py, rates {provenance}. For jobs over all hosts and GPUs of the plan, with ranks\n"
-        f"# in its order of hosts ({ORDER_FOLDER}/{LAUNCH_NOTES}); to be sourced on each host.\n"
-    )
-    return head + env_sh(settings) + _CHOICE.format(hosts=shlex.quote(str(graph)))
 
 
 # The order of hosts, as the files that launchers take it from.
