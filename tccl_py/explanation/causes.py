@@ -9,7 +9,6 @@ Reiter (Artificial Intelligence 32, 1987), depth first.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, combinations
@@ -22,7 +21,6 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.bounds import smallest_slow_part
-from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import RememberingSource
 
 HURT = 0.95
@@ -58,12 +56,10 @@ class SymmetryKeys:
 
     def __init__(self, symmetry: Symmetry) -> None:
         self._codes, self._elements = FlowCodes(symmetry), symmetry.elements[:_ROWS]
-        self.trusted = True
 
     def trust_nothing(self) -> None:
         """From here on let each set be the image of itself alone."""
         self._elements = self._elements[:1]
-        self.trusted = False
 
     def key(self, flows: Flows) -> Key:
         """Return the key of a set; the order of its flows has no meaning."""
@@ -88,7 +84,7 @@ class SymmetryKeys:
 
 
 class Prober:
-    """Asks a source for sets within a budget, and remembers the answers.
+    """Asks a source for up to `max_sets` sets (None: any number), and remembers the answers.
 
     `symmetry` has keys of sets with equal rates. Without `network`, for rings without NICs, sets
     with NICs, as for a cluster, are ignored.
@@ -99,15 +95,14 @@ class Prober:
         source: RememberingSource,
         symmetry: SymmetryKeys,
         *,
-        budget: Budget,
+        max_sets: int | None = None,
         network: bool = False,
     ) -> None:
         self.source, self.symmetry = source, symmetry
         self.assumed = False
         self.known: list[TransferSet] = []
         self._before = source.sets_measured
-        self._limit = self._share = budget.sets
-        self._until = time.monotonic() + (budget.seconds or float("inf"))
+        self._limit = self._share = max_sets
         self._rates: dict[TransferSet, Measurement] = {}
         self._images: dict[Key, TransferSet] = {}
         for known in source.times_known:
@@ -118,11 +113,6 @@ class Prober:
     def sets_measured(self) -> int:
         """The number of sets measured, beyond the known ones."""
         return self.source.sets_measured - self._before
-
-    @property
-    def state(self) -> tuple[int, bool]:
-        """A value that changes when a rate is new, or images are no longer trusted."""
-        return self.sets_measured, self.symmetry.trusted
 
     def share_out(self, parts: int) -> None:
         """From here on allow one of `parts` equal parts of the rest of the budget."""
@@ -148,8 +138,7 @@ class Prober:
     def again(self, flows: Flows) -> Measurement:
         """Measure exactly these flows once more, and return the rate over all measurements."""
         wanted = transfer_set(flows)
-        spent = self._share is not None and self.sets_measured >= self._share
-        if spent or time.monotonic() > self._until:
+        if self._share is not None and self.sets_measured >= self._share:
             raise BudgetSpentError("the sets of this explanation are used up")
         self.source.measure_anew(wanted)
         self._rates.pop(wanted, None)
@@ -330,22 +319,14 @@ class _Level:
         raise ContradictionError(f"{names} is slow in some measurements and fast in others")
 
     def _slow_pair(self, rest: Sequence[int]) -> tuple[int, ...] | None:
-        shared = {
-            pair: self._related(self._flows[pair[0]], self._flows[pair[1]])
-            for pair in combinations(rest, 2)
-        }
-        likely = sorted((pair for pair in shared if shared[pair]), key=lambda pair: -shared[pair])
-        tried: set[tuple[int, ...]] = set()
-        for pair in likely:
-            key = self._prober.symmetry.key([self._flows[i] for i in pair])
-            if key in tried:
-                continue
-            if len(tried) >= PAIRS:
-                break
-            tried.add(key)
-            if self._slow(pair):
-                return pair
-        return None
+        """Return a slow pair of flows that share a part, if few measurements tell one."""
+        pairs: dict[Key, tuple[int, int, int]] = {}
+        for one, other in combinations(rest, 2):
+            flows = self._flows[one], self._flows[other]
+            if shared := self._related(*flows):
+                pairs.setdefault(self._prober.symmetry.key(flows), (-shared, one, other))
+        likely = (pair[1:] for pair in sorted(pairs.values())[:PAIRS])
+        return next((pair for pair in likely if self._slow(pair)), None)
 
     def _slow(self, part: Sequence[int]) -> bool:
         if len(part) < 2:

@@ -1,49 +1,58 @@
-"""Slowdowns among a plan's transfers, among default NCCL's, and among those the plan avoids."""
+"""Slowdowns among a plan's transfers, among default NCCL's, and writes that the plan avoids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import suppress
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
 
 from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
-from tccl_py.explanation.build import Builder
 from tccl_py.explanation.causes import (
     HURT,
+    Cause,
     Causes,
     ContradictionError,
+    Flows,
     Prober,
     SymmetryKeys,
     find_causes,
     is_hurt,
 )
 from tccl_py.explanation.findings import (
+    COLLAPSE,
     Explanation,
     Finding,
+    Instead,
     RingExplanation,
     described,
+    finding_of,
+    finding_sentence,
     instead_text,
+    kind_of,
     short,
 )
+from tccl_py.explanation.paths import Paths, Shared, collapse_patterns
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import ring_like, ring_set
+from tccl_py.model.rings import bounce, direct_read, direct_write, ring_like, ring_set
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.view import view
-from tccl_py.plan.again import sources_of_journal
+from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
-from tccl_py.search.problem import Budget
 from tccl_py.sources.remembering import remembering
 
-Sources = Sequence[BandwidthSource]
-DEFAULT_BUDGET = Budget(sets=200)
+MOST_SETS = 200
 MOST_FINDINGS = 4
 _NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
 _NO_DEFAULT = "default NCCL is not explained: a cluster's plan keeps its rate, not its chains"
+_MECHANISMS = ("direct write", "direct read", "bounce")
+_MOST_FLOWS = 6
+"""Larger known sets say little about a mechanism."""
 _MUCH = 1.1
 """Transfers that lose less than a tenth slow each other only a little."""
 
@@ -55,6 +64,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     flows: tuple[Flow, ...]
     rings: int
+    rate_gbps: float
 
 
 def subjects(plan: Plan) -> Iterator[Subject]:
@@ -64,7 +74,8 @@ def subjects(plan: Plan) -> Iterator[Subject]:
         flows = tuple(hop.flow for chain in path.chains for hop in chain.hops)
         if (path.node_class, transfer_set(flows)) not in seen:
             seen.add((path.node_class, transfer_set(flows)))
-            yield Subject(name="plan", number=path.node_class, flows=flows, rings=plan.ring_count)
+            facts: dict[str, Any] = {"rings": plan.ring_count, "rate_gbps": plan.rate_gbps}
+            yield Subject(name="plan", number=path.node_class, flows=flows, **facts)
     default = None if plan.is_cluster else _default(plan)
     if default is not None and sorted(default.flows) != sorted(flows):
         yield default
@@ -73,31 +84,31 @@ def subjects(plan: Plan) -> Iterator[Subject]:
 def _default(plan: Plan) -> Subject | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
     orders = condensed(plan.stock.rings)
-    space = hop_space(
-        view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus),
-        rings_in_set=len(orders),
-    )
+    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    space = hop_space(seen, rings_in_set=len(orders))
     try:
         rings = ring_set([ring_like(space, order) for order in orders])
     except SearchError:
         return None
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
-    return Subject(name="stock", flows=flows, rings=len(orders))
+    # Rings that cannot be rated have a rate of 0.
+    gbps = plan.stock.rate_gbps or 0.0
+    return Subject(name="stock", flows=flows, rings=len(orders), rate_gbps=gbps)
 
 
 def explain(
     plan: Plan,
-    source: BandwidthSource | Sources | Path | str,
+    source: BandwidthSource | Sequence[BandwidthSource],
     *,
-    budget: Budget = DEFAULT_BUDGET,
+    max_sets: int = MOST_SETS,
     most: int = MOST_FINDINGS,
 ) -> Explanation:
     """Find the smallest sets of transfers that show each slowdown of a plan's and default's rings.
 
     `source` answers sets, or one source for each class of hosts, whose flows over the network are
-    those of one host; a RememberingSource's known sets are not measured again. The plan's directory
-    as `source` answers by its journal alone. `budget` limits sets beyond these, `most` the findings
-    for each set of rings. Raises MeasurementError: the source cannot measure the rings themselves.
+    those of one host; a RememberingSource's known sets are not measured again. At most `max_sets`
+    are measured beyond these, and `most` findings made for each set of rings. Raises
+    MeasurementError: the source cannot measure the rings themselves.
 
     >>> import tccl_py
     >>> model = tccl_py.load_machine("amd-v100")
@@ -106,137 +117,232 @@ def explain(
     >>> explain(plan, source).rings[1].findings[0].kinds
     ('bounce',)
     """
-    told: tuple[str, ...] = ()
-    given: Any = source
-    if isinstance(given, (str, Path)):
-        given, told = sources_of_journal(plan, Path(given))
-        budget = msgspec.structs.replace(budget, sets=0)
-    sources: Sources = given if isinstance(given, Sequence) else [given]
-    builders = [_builder(plan, number, one, budget) for number, one in enumerate(sources)]
+    sources = source if isinstance(source, Sequence) else [source]
+    hosts = [
+        _Host(plan, number, one, max_sets // len(sources)) for number, one in enumerate(sources)
+    ]
     chosen = list(subjects(plan))
-    explained: list[RingExplanation] = []
+    rings: list[RingExplanation] = []
     pitfalls: list[Finding] = []
-    for number, builder in enumerate(builders):
+    for number, host in enumerate(hosts):
         # Each class has a budget of its own, with a share left for pitfalls.
         own = [subject for subject in chosen if subject.number == number]
-        rings = []
+        found = []
         for place, subject in enumerate(own):
-            builder.prober.share_out(len(own) - place + 1)
-            rings.append(_ring(builder, subject, most, plan))
-        builder.prober.share_out(1)
-        known = [finding for ring in rings for finding in ring.findings]
-        pitfalls += builder.pitfalls(known, most=most)
-        explained += rings
-    if plan.is_cluster:
-        told += (_NO_DEFAULT,)
-    elif len(chosen) == 1:
-        told += (_NO_STOCK,)
+            host.prober.share_out(len(own) - place + 1)
+            found.append(host.ring(subject, most))
+        host.prober.share_out(1)
+        pitfalls += host.pitfalls([finding for ring in found for finding in ring.findings])
+        rings += found
+    notices = (_NO_STOCK,) if len(chosen) == 1 else ()
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
-        simulated=builders[0].prober.source.simulated,
-        assumed=plan.assumed or any(builder.prober.assumed for builder in builders),
-        rings=tuple(explained),
+        simulated=hosts[0].prober.source.simulated,
+        assumed=plan.assumed or any(host.prober.assumed for host in hosts),
+        rings=tuple(rings),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
-        sets_measured=sum(builder.prober.sets_measured for builder in builders),
-        notices=told,
+        sets_measured=sum(host.prober.sets_measured for host in hosts),
+        notices=(_NO_DEFAULT,) if plan.is_cluster else notices,
     )
 
 
-def _builder(plan: Plan, number: int, source: BandwidthSource, budget: Budget) -> Builder:
-    part, classes = plan.cluster.classes[number], len(plan.cluster.classes)
-    group = automorphisms(part.machine, part.knowledge, gpus=plan.class_gpus[number])
-    if budget.sets is not None:
-        budget = msgspec.structs.replace(budget, sets=budget.sets // classes)
-    known, symmetry = remembering(source), SymmetryKeys(group)
-    return Builder(plan, number, Prober(known, symmetry, budget=budget, network=plan.is_cluster))
+class _Host:
+    """Explains rings on the hosts of a class, with at most `sets` measurements by `source`."""
 
+    def __init__(self, plan: Plan, number: int, source: BandwidthSource, sets: int) -> None:
+        self._plan, self._number, self._class = plan, number, plan.cluster.classes[number]
+        self._machine = self._class.machine
+        self._paths = Paths(self._machine, self._class.knowledge)
+        gpus = plan.class_gpus[number]
+        keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
+        self.prober = Prober(remembering(source), keys, max_sets=sets, network=plan.is_cluster)
+        self._mark = "simulated" if source.simulated else "measured"
+        self._kinds_of_places = cache(self._uncached_kinds_of_places)
 
-def _ring(builder: Builder, subject: Subject, most: int, plan: Plan) -> RingExplanation:
-    prober, flows = builder.prober, subject.flows
-    found = RingExplanation(
-        name=subject.name,
-        node_class=plan.cluster.classes[subject.number].name if plan.is_cluster else "",
-        rings=subject.rings,
-        # Rings that cannot be rated are no subject.
-        rate_gbps=plan.rate_gbps if subject.name == "plan" else plan.stock.rate_gbps or 0.0,
-        slowest=None,
-        findings=(),
-        unexplained="the hops of these rings were not all measured alone",
-        sentence="",
-    )
-    try:
-        whole = prober.best(flows)
-        slowest = builder.slowest(flows, whole.rate_gbps)
-        hurt = is_hurt(prober, flows)
-    except BudgetSpentError:
-        return found
-    related, label, trouble = builder.paths.related, builder.label, ""
-    try:
-        causes = find_causes(prober, flows, most=most, related=related, label=label)
-    except (ContradictionError, MeasurementError) as error:
-        causes, trouble = Causes(found=(), rest=flows, spent=False), str(error)
-    findings, open_question = _findings(builder, causes)
-    return msgspec.structs.replace(
-        found,
-        rate_gbps=subject.rings * whole.rate_gbps,
-        slowest=slowest,
-        findings=findings,
-        unexplained=trouble or open_question or _left(builder, causes),
-        sentence=_hurting(builder, slowest, findings) if hurt else _as_alone(builder, slowest),
-    )
-
-
-def _findings(builder: Builder, causes: Causes) -> tuple[tuple[Finding, ...], str]:
-    """Return a finding for each cause, the worst first, and a cause without rates, or ""."""
-    found: list[Finding] = []
-    unknown = ""
-    for cause in causes.found:
+    def ring(self, subject: Subject, most: int) -> RingExplanation:
+        """Explain a set of rings by up to `most` findings."""
+        prober, flows = self.prober, subject.flows
+        found = RingExplanation(
+            name=subject.name,
+            node_class=self._class.name if self._plan.is_cluster else "",
+            rings=subject.rings,
+            rate_gbps=subject.rate_gbps,
+            slowest=None,
+            findings=(),
+            unexplained="the hops of these rings were not all measured alone",
+            sentence="",
+        )
         try:
-            found.append(builder.finding(cause))
-        except MeasurementError:
-            names = ", ".join(map(short, cause.flows))
-            unknown = f"{names} are slow together, but not all of them were measured alone"
-            break
-    # Fewer flows at the same places are the rest of a worse finding.
-    first: dict[tuple[object, ...], Finding] = {}
-    for finding in sorted(found, key=lambda finding: -finding.slowdown):
-        first.setdefault((finding.kinds, finding.shares), finding)
-    return tuple(first.values()), unknown
+            whole = prober.best(flows)
+            slowest = self._slowest(flows, whole.rate_gbps)
+            hurt = is_hurt(prober, flows)
+        except BudgetSpentError:
+            return found
+        trouble, findings, related = "", list[Finding](), self._paths.related
+        try:
+            causes = find_causes(prober, flows, most=most, related=related, label=self._label)
+            findings = sorted(map(self._finding, causes.found), key=lambda one: -one.slowdown)
+        except (ContradictionError, MeasurementError) as error:
+            causes, trouble = Causes(found=(), rest=flows, spent=False), str(error)
+        # Fewer flows at the same places are the rest of a worse finding.
+        first: dict[object, Finding] = {}
+        for finding in findings:
+            first.setdefault((finding.kinds, finding.shares), finding)
+        findings = list(first.values())
+        return msgspec.structs.replace(
+            found,
+            rate_gbps=subject.rings * whole.rate_gbps,
+            slowest=slowest,
+            findings=tuple(findings),
+            unexplained=trouble or self._left(causes),
+            sentence=self._hurting(slowest, findings) if hurt else self._as_alone(slowest),
+        )
+
+    def pitfalls(self, told: Sequence[Finding]) -> Iterator[Finding]:
+        """Yield writes above switches that collapse, for other reasons than `told` findings."""
+        labels = {self._label(finding.flows) for finding in told}
+        for transfers in collapse_patterns(self._plan, (), number=self._number):
+            label = self._label(transfers.flows)
+            if label not in labels:
+                with suppress(MeasurementError):
+                    found = self._finding(Cause(flows=transfers.flows, minimal=True))
+                    if found.is_collapse:
+                        labels.add(label)
+                        yield found
+
+    def _finding(self, cause: Cause) -> Finding:
+        """Return a finding about a set that is slow together."""
+        flows = sorted(cause.flows, key=str)
+        alone = [self.prober.best([flow]).rate_gbps for flow in flows]
+        together = self.prober.best(flows)
+        of_image = sorted(flows) != sorted(together.transfers.flows)
+        each = (together.rate_gbps,) * len(flows) if of_image else together.in_order(flows)
+        found = finding_of(
+            flows,
+            min(together.rate_gbps, *alone),
+            alone,
+            each_gbps=each,
+            error=together.relative_error,
+            shares=tuple(shared.words for shared in self._suspects(flows)),
+            instead=self._instead(flows),
+            alike=cause.alike,
+            minimal=cause.minimal,
+        )
+        sentence = finding_sentence(self._machine, found, mark=self._mark)
+        return msgspec.structs.replace(found, sentence=sentence)
+
+    def _slowest(self, flows: Flows, gbps: float) -> Finding:
+        """Return the hop that is slowest alone, in rings whose slowest hop gets `gbps`."""
+        rates = {flow: self.prober.rate([flow]).rate_gbps for flow in flows}
+        flow = min(rates, key=lambda flow: (rates[flow], str(flow)))
+        alone = self.prober.best([flow]).rate_gbps
+        more = {"each_gbps": (gbps,), "instead": self._instead([flow])}
+        return finding_of([flow], gbps, [alone], **more)
+
+    def _instead(self, flows: Flows) -> tuple[Instead, ...]:
+        """Return the rates of the flows' GPU pairs by each mechanism within budget and hardware."""
+        found = []
+        for kind in _MECHANISMS:
+            variants = (by_mechanism(self._plan, f, kind, number=self._number) for f in flows)
+            changed = [flow for flow in variants if flow is not None]
+            if len(changed) == len(flows) and changed != list(flows):
+                with suppress(MeasurementError):
+                    found.append(Instead(kind=kind, gbps=self.prober.rate(changed).rate_gbps))
+        return tuple(found)
+
+    def _label(self, flows: Flows) -> object:
+        """Return equal labels for sets with the same mechanisms and kinds of shared places."""
+        return _kinds(flows), tuple(shared.kind for shared in self._paths.shared(flows))
+
+    def _suspects(self, flows: Flows) -> tuple[Shared, ...]:
+        """Return the shared places, without those that equal mechanisms share unharmed."""
+        alone = min(self.prober.best([flow]).rate_gbps for flow in flows)
+        share = min(1.0, self.prober.best(flows).rate_gbps / alone)
+        innocent = self._innocent(_kinds(flows), share**0.5)
+        shared = self._paths.shared(flows)
+        gpus = self._paths.busy(flows) if share < COLLAPSE else ()
+        left = [place for place in (*gpus, *shared) if place.kind not in innocent]
+        return tuple(left) or shared
+
+    def _innocent(self, kinds: tuple[str, ...], above: float) -> set[str]:
+        """Return the kinds of places of known sets with these mechanisms and so high a share.
+
+        The share is the set's rate over the rate of its slowest flow alone.
+        """
+        found: set[str] = set()
+        for flows in (known.flows for known in self.prober.known):
+            if 1 < len(flows) <= _MOST_FLOWS and _kinds(flows) == kinds:
+                alone = [self.prober.if_known([flow]) for flow in flows]
+                rates = [rate.rate_gbps for rate in alone if rate is not None]
+                known_alone = len(rates) == len(flows)
+                if known_alone and self.prober.exact(flows).rate_gbps >= above * min(rates):
+                    found |= self._kinds_of_places(flows)
+        return found
+
+    def _uncached_kinds_of_places(self, flows: tuple[Flow, ...]) -> frozenset[str]:
+        places = (*self._paths.shared(flows), *self._paths.busy(flows))
+        return frozenset(place.kind for place in places)
+
+    def _left(self, causes: Causes) -> str:
+        """Return the state of the flows outside all causes, if something slows them."""
+        try:
+            together = self.prober.rate(causes.rest)
+            alone = self.prober.slowest_alone(causes.rest)
+            hurt = is_hurt(self.prober, causes.rest)
+        except BudgetSpentError:
+            return "the budget of measurements ended before all was explained"
+        if not hurt:
+            return ""
+        why = "the budget of measurements ended first" if causes.spent else "there are more causes"
+        return (
+            f"the other {len(causes.rest)} transfers together get {together.rate_gbps:.2f} GB/s "
+            f"({self._mark}), the slowest of them alone {alone.rate_gbps:.2f}: {why}"
+        )
+
+    def _hurting(self, slowest: Finding, findings: Sequence[Finding]) -> str:
+        what = "slow each other"
+        if findings and not any(finding.is_collapse for finding in findings):
+            little = slowest.slowdown <= _MUCH
+            what = "slow each other a little" if little else "share links, and lose no more"
+        return (
+            f"Transfers {what}: the slowest hop gets {slowest.gbps:.2f} GB/s ({self._mark}), and "
+            f"none gets less than {slowest.alone_gbps:.2f} alone."
+        )
+
+    def _as_alone(self, slowest: Finding) -> str:
+        doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
+        return (
+            f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
+            f"{short(slowest.flows[0])} ({described(self._machine, slowest.flows)}), "
+            f"{slowest.gbps:.2f} GB/s ({self._mark})."
+            f"{instead_text(slowest.gbps, slowest.instead)}"
+        )
 
 
-def _left(builder: Builder, causes: Causes) -> str:
-    """Return the state of the flows outside all causes, if something slows them."""
-    try:
-        together = builder.prober.rate(causes.rest)
-        alone = builder.prober.slowest_alone(causes.rest)
-        hurt = is_hurt(builder.prober, causes.rest)
-    except BudgetSpentError:
-        return "the budget of measurements ended before all was explained"
-    if not hurt:
-        return ""
-    why = "the budget of measurements ended first" if causes.spent else "there are more causes"
-    return (
-        f"the other {len(causes.rest)} transfers together get {together.rate_gbps:.2f} GB/s "
-        f"({builder.mark}), the slowest of them alone {alone.rate_gbps:.2f}: {why}"
-    )
+def _kinds(flows: Flows) -> tuple[str, ...]:
+    return tuple(sorted(map(kind_of, flows)))
 
 
-def _hurting(builder: Builder, slowest: Finding, findings: Sequence[Finding]) -> str:
-    what = "slow each other"
-    if findings and not any(finding.is_collapse for finding in findings):
-        little = slowest.slowdown <= _MUCH
-        what = "slow each other a little" if little else "share links, and lose no more"
-    return (
-        f"Transfers {what}: the slowest hop gets {slowest.gbps:.2f} GB/s ({builder.mark}), and "
-        f"none gets less than {slowest.alone_gbps:.2f} alone."
-    )
+def by_mechanism(plan: Plan, flow: Flow, kind: str, *, number: int = 0) -> Flow | None:
+    """Return the flow between the same GPUs by a mechanism; None without such access.
 
-
-def _as_alone(builder: Builder, slowest: Finding) -> str:
-    doubt = ", as far as such varying rates tell" if slowest.slowdown > 1 / HURT else ""
-    return (
-        f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
-        f"{short(slowest.flows[0])} ({described(builder.machine, slowest.flows)}), "
-        f"{slowest.gbps:.2f} GB/s ({builder.mark})."
-        f"{instead_text(slowest.gbps, slowest.instead)}"
-    )
+    `number` is the class of hosts.
+    """
+    if kind_of(flow) == kind:
+        return flow
+    part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
+    source, target = flow.source.index, flow.destination.index
+    if flow.source.kind != "G" or flow.destination.kind != "G":
+        return None
+    if kind == "bounce":
+        numa = part.machine.numa_of(f"G{target}")
+        return bounce(source, target, numa, blocks=flow.blocks, fifo=flow.fifo)
+    level = pinned_level(plan.pinned_env)
+    direct = direct_pairs(part.machine, part.knowledge, level, gpus=gpus)
+    if direct is not None and (source, target) not in direct:
+        return None
+    reach = (source, target) if kind == "direct write" else (target, source)
+    if not part.knowledge.can_access(part.machine, *reach):
+        return None
+    make = direct_write if kind == "direct write" else direct_read
+    return make(source, target, blocks=flow.blocks, fifo=flow.fifo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -67,6 +67,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.total_gbps < COLLAPSE * max(self.each_alone_gbps)
 
 
+def finding_of(flows: Sequence[Flow], gbps: float, alone: Sequence[float], **more: Any) -> Finding:
+    """Return a finding without its sentence; `alone` has each flow's rate alone."""
+    return Finding(
+        flows=tuple(flows),
+        gbps=gbps,
+        alone_gbps=min(alone),
+        slowdown=min(alone) / gbps,
+        each_alone_gbps=tuple(alone),
+        kinds=tuple(sorted(set(map(kind_of, flows)))),
+        **more,
+    )
+
+
 class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of a set of rings, the worst first.
 
@@ -86,10 +99,9 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Explanation(Kept, frozen=True, kw_only=True):
-    """The slowdowns of a plan's rings, of default NCCL's, and of rings that the plan avoids.
+    """The slowdowns of a plan's rings, of default NCCL's, and of writes that the plan avoids.
 
-    `pitfalls` are slow sets of other rings in the plan's journal. `plan_digest` is the digest of
-    plan.json.
+    `pitfalls` are writes that collapse above a switch. `plan_digest` is the digest of plan.json.
     """
 
     FILE = "explanation.json"
@@ -120,7 +132,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
                 yield f"Left open: {ring.unexplained}"
         if self.pitfalls:
             yield ""
-            yield "Worst sets of other rings in the search, for other reasons than above:"
+            yield "Avoided by these rings, for other reasons than above:"
             yield self.pitfalls
 
     def __repr__(self) -> str:

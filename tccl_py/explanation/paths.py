@@ -1,21 +1,20 @@
-"""The links, memories and CPUs on the paths of flows, and the parts that flows share."""
+"""The parts of a machine on the paths of flows, parts that flows share, and collapsing writes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.transfer import Flow, Transfer
+from tccl_py.model.rings import direct_write
+from tccl_py.model.transfer import Flow, Transfer, TransferSet, transfer_set
+from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.routes import Edge, Network
 
 Kind = Literal["uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "switch", "cpu"]
-_RANK: tuple[Kind, ...] = (
-    "uplink", "chip", "socket", "numa", "memory", "nvlink", "own", "switch", "cpu",
-)  # fmt: skip
-"""The order in which shared parts are named."""
+"""The kinds of parts, in the order in which shared parts are named."""
 _VAGUE = ("switch", "cpu")
 """Parts named only where flows share nothing else."""
 _DIRECTIONS = ("upwards", "downwards")
@@ -95,7 +94,7 @@ class Paths:
             if part.kind not in ("uplink", "own")
             or not uplinks.intersection(self.machine.ancestors(part.device))
         ]
-        parts.sort(key=lambda part: (_RANK.index(part.kind), part.device))
+        parts.sort(key=lambda part: (get_args(Kind).index(part.kind), part.device))
         return tuple(_shared({one for one in passings if one.part == part}) for part in parts)
 
     def _of(self, transfer: Transfer) -> Iterator[Passing]:
@@ -137,19 +136,15 @@ class Paths:
         return Passing(part, "up" if upwards else "down")
 
     def _between_nodes(self, edge: Edge) -> Passing:
-        sockets = {node.id: node.socket for node in self.machine.numa_nodes}
-        kind: Kind = "numa"
-        ends = [int(node[1:]) for node in edge]
-        if self._network.between_sockets(edge):
-            kind = "socket"
-            known = [sockets[node] for node in edge]
-            ends = [
-                end if socket is None else socket for end, socket in zip(ends, known, strict=True)
-            ]
-        low, high = sorted(ends)
-        what = "sockets" if kind == "socket" else "NUMA nodes"
-        part = Part(kind, f"{low}-{high}", f"the link between {what} {low} and {high}")
-        return Passing(part, "up" if ends[0] == low else "down")
+        apart = self._network.between_sockets(edge)
+        sockets = {node.id: node.socket if apart else None for node in self.machine.numa_nodes}
+        places = ((int(node[1:]), sockets[node]) for node in edge)
+        start, end = (index if socket is None else socket for index, socket in places)
+        low, high = sorted((start, end))
+        what = "sockets" if apart else "NUMA nodes"
+        words = f"the link between {what} {low} and {high}"
+        part = Part("socket" if apart else "numa", f"{low}-{high}", words)
+        return Passing(part, "up" if start == low else "down")
 
     def busy(self, flows: Sequence[Flow]) -> Iterator[Shared]:
         """Yield GPUs that move bytes of all flows, some over host memory and some directly."""
@@ -192,3 +187,40 @@ def _shared(passings: set[Passing]) -> Shared:
     kind = f"{first.part.kind} {'+'.join(sorted(one.direction for one in passings))}"
     words = first.words if len(passings) == 1 else f"{first.part.words} (in both directions)"
     return Shared(kind, words)
+
+
+def collapse_patterns(
+    plan: Plan, small: Iterable[TransferSet], *, number: int = 0
+) -> Iterator[TransferSet]:
+    """Yield a set for each PCIe uplink of GPUs that write to several root ports at once.
+
+    Such writes collapse on some switches (`wrx90-16gpu-4switch` is a model of one). The first set
+    of `small` with the pattern is taken, else two writes of the plan's number of blocks.
+    """
+    node, gpus = plan.cluster.classes[number], plan.class_gpus[number]
+    machine, known = node.machine, tuple(small)
+    above = {gpu: (f"G{gpu}", *machine.ancestors(f"G{gpu}")) for gpu in gpus}
+    ports = {gpu: chain[-2] for gpu, chain in above.items()}
+    uplinks = [tuple(gpu for gpu in gpus if one.id in above[gpu]) for one in machine.bridges]
+    chain = next(path for path in plan.paths if path.node_class == number).chains[0]
+    for below in dict.fromkeys(uplinks):
+        near = {ports[gpu] for gpu in below}
+        far = {ports[gpu]: gpu for gpu in reversed(gpus) if ports[gpu] not in near}
+        pairs = tuple(zip(below, far.values(), strict=False))[:2]
+        if len(pairs) == 2 and all(node.knowledge.can_access(machine, *ends) for ends in pairs):
+            away = {gpu: port for gpu, port in ports.items() if port not in near}
+            blocks = chain.hops[0].flow.blocks
+            new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)
+            yield next((one for one in known if _leaves(one, below, away)), new)
+
+
+def _leaves(transfers: TransferSet, below: Sequence[int], away: Mapping[int, str]) -> bool:
+    """Return whether two GPUs of `below` write to two root ports, by GPU, of `away`."""
+    writes = {
+        (flow.source.index, away[flow.destination.index])
+        for flow in transfers.flows
+        if flow.source.kind == flow.destination.kind == "G" and not flow.is_bounce
+        if flow.transfers[0].operation == "write"
+        if flow.source.index in below and flow.destination.index in away
+    }
+    return all(len({ends[at] for ends in writes}) > 1 for at in (0, 1))

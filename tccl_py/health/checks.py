@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
@@ -344,3 +344,17 @@ def check_virtual(host: Host) -> Found:
         what = "PCI switches, ACS and the IOMMU of the physical machine"
         why = "a virtual machine shows its own; run it on the hypervisor as well"
         yield Unseen(what=what, why=why)
+
+
+HOST_CHECKS: Mapping[str, Callable[[Host], Found]] = {
+    "acs": check_acs,
+    "iommu": check_iommu,
+    "links": check_links,
+    "peers": check_peers,
+    "gpus": check_gpus,
+    "numa": check_numa,
+    "shared memory": check_shared_memory,
+    "limits": check_limits,
+    "container": check_container,
+    "virtual machine": check_virtual,
+}

@@ -15,36 +15,11 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.health.checks import (
-    check_acs,
-    check_container,
-    check_gpus,
-    check_iommu,
-    check_limits,
-    check_links,
-    check_numa,
-    check_peers,
-    check_shared_memory,
-    check_virtual,
-)
-from tccl_py.health.host import (
-    SEVERITIES,
-    DriverState,
-    Finding,
-    Found,
-    Host,
-    Unseen,
-    defect,
-    rules,
-)
+from tccl_py.health.checks import HOST_CHECKS
+from tccl_py.health.host import SEVERITIES, DriverState, Finding, Found, Host, Unseen, defect, rules
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.plugin.index import (
-    INDEX_VARIABLE,
-    MAX_GRAPH_BYTES,
-    MAX_INDEX_BYTES,
-    digest,
-)
+from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
 from tccl_py.nccl.versions import version_facts, why_no_plugin
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
@@ -302,21 +277,11 @@ def check_own_rings(host: Host) -> Found:
         yield defect("own-rings", where, what=what)
 
 
-CHECKS: Mapping[str, Callable[[Host], Iterator[Finding | Unseen]]] = {
-    "acs": check_acs,
-    "iommu": check_iommu,
-    "links": check_links,
-    "peers": check_peers,
-    "gpus": check_gpus,
-    "numa": check_numa,
-    "shared memory": check_shared_memory,
-    "limits": check_limits,
+_NCCL_CHECKS: Mapping[str, Callable[[Host], Found]] = {
     "settings": check_settings,
     "nccl": check_nccl,
     "plugin": check_plugin,
     "nccl-rings": check_own_rings,
-    "container": check_container,
-    "virtual machine": check_virtual,
 }
 
 
@@ -336,7 +301,7 @@ def examine(host: Host) -> Diagnosis:
     """Run all checks; nothing is changed."""
     found = [
         msgspec.structs.replace(result, check=name)
-        for name, check in CHECKS.items()
+        for name, check in (*HOST_CHECKS.items(), *_NCCL_CHECKS.items())
         for result in check(host)
     ]
     findings = [result for result in found if isinstance(result, Finding)]

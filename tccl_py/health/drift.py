@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.explanation.paths import Paths
+from tccl_py.explanation.paths import Paths, collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift_statistics import (
     FALSE_ALARM_RATE,
@@ -27,11 +27,11 @@ from tccl_py.health.drift_statistics import (
 from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.transfer import TransferSet, direct_write, transfer_set
+from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.opening import OpenedSource, open_source, simulation_noise
+from tccl_py.sources.opening import OpenedSource, open_source
 from tccl_py.sources.profiled import search_options
 from tccl_py.sources.remembering import JournalHeader
 
@@ -94,7 +94,7 @@ def measuring_again(
     Raises InputError: this machine has other GPUs, another driver or other NUMA nodes.
     """
     if plan.simulated:
-        model, (noise, used) = known_model(plan, directory), simulation_noise(journal)
+        model, noise, used = known_model(plan, directory), journal.noise, journal.seed
         same = open_source(model, noise=noise, seed=used).header == journal
         text = (
             "the model, or this program's parameters, are not those that the plan was simulated "
@@ -187,7 +187,7 @@ class _Bench:
     def measure_rounds(self, sets: Sequence[TransferSet]) -> None:
         """Measure each set `ROUNDS` times, or fewer sets where time is short."""
         # 1. In order of weight, so that a lack of time drops the least important sets.
-        first = self._round(sets, _FOR_FIRST)
+        first = list(self._round(sets, _FOR_FIRST))
         spent = self.elapsed
         # 2. In random order, so that drift meanwhile favours no set. The first round includes the
         # start of workers, so the estimate errs to the safe side.
@@ -198,26 +198,23 @@ class _Bench:
 
     def again(self, sets: Sequence[TransferSet]) -> dict[TransferSet, list[Measurement]]:
         """Return new measurements of some sets, `CONFIRMATIONS` each while there is time."""
-        before = {transfers: len(self.found[transfers]) for transfers in sets}
-        for _ in range(CONFIRMATIONS):
-            self._round(sets, 1.0)
-        return {transfers: self.found[transfers][count:] for transfers, count in before.items()}
+        rounds = [self._round(sets, 1.0) for _ in range(CONFIRMATIONS)]
+        new = {one: [done[one] for done in rounds if one in done] for one in sets}
+        return {transfers: found for transfers, found in new.items() if found}
 
-    def _round(self, sets: Sequence[TransferSet], share: float) -> list[TransferSet]:
-        """Measure each set once until `share` of the time is spent; return the sets measured."""
-        done = []
+    def _round(self, sets: Sequence[TransferSet], share: float) -> dict[TransferSet, Measurement]:
+        """Measure each set once until `share` of the time is spent; return the measurements."""
+        done: dict[TransferSet, Measurement] = {}
         for transfers in sets:
             if self.found and self.elapsed > self._limit * share:
                 break
-            if transfers in self.lost:
-                continue
-            try:
-                (measurement,) = self._source.measure([transfers])
-            except MeasurementError as error:
-                self.lost[transfers] = str(error)
-                continue
-            self.found.setdefault(transfers, []).append(measurement)
-            done.append(transfers)
+            if transfers not in self.lost:
+                try:
+                    (done[transfers],) = self._source.measure([transfers])
+                except MeasurementError as error:
+                    self.lost[transfers] = str(error)
+                else:
+                    self.found.setdefault(transfers, []).append(done[transfers])
         return done
 
 
@@ -229,8 +226,7 @@ def _confirmed(
     spread = common_spread([logs for found in measured for logs in log_rates(found).values()])
     rows = compared(journal, now, spread, families=families)
     alarmed = {row.transfers for row in rows if row.alarming}
-    fresh = bench.again([one for one in chosen if one in alarmed])
-    again = {one: new for one, new in fresh.items() if new}
+    again = bench.again([one for one in chosen if one in alarmed])
     confirming = compared(journal, again, spread, families=families)
     second = {(row.transfers, row.flow): row for row in confirming}
     found = []
@@ -248,17 +244,15 @@ def chosen_sets(
     """Return at most `most` sets of the journal of a class of hosts, the most important first.
 
     In this order: the plan's rings together and each alone, its slowest hop alone, writes that
-    collapse above switches, one set of each kind of link, small sets until every GPU is in
-    several, and a random sample of the rest.
-    Sets with many measurements come first, because their rates are known best.
+    collapse above switches, small sets with each kind of link and several for each GPU, and a
+    random sample of the rest. Sets with many measurements come first: their rates are known best.
     """
     often = sorted(journal, key=lambda one: (-len(journal[one]), len(one), str(one)))
     small = sorted(often, key=len)
     order = (
         *_of_the_plan(plan, number),
         *collapse_patterns(plan, small, number=number),
-        *_one_of_each_kind(plan.cluster.classes[number].machine, small),
-        *_each_gpu(plan.class_gpus[number], small),
+        *_covering(plan.cluster.classes[number].machine, plan.class_gpus[number], small),
         *random.Random(seed).sample(sorted(often, key=str), len(often)),
     )
     return tuple(transfers for transfers in dict.fromkeys(order) if transfers in journal)[:most]
@@ -274,60 +268,20 @@ def _of_the_plan(plan: Plan, number: int) -> Iterator[TransferSet]:
             yield transfer_set([slowest.flow])
 
 
-def collapse_patterns(
-    plan: Plan, small: Iterable[TransferSet], *, number: int = 0
+def _covering(
+    machine: Machine, indices: Sequence[int], small: Sequence[TransferSet]
 ) -> Iterator[TransferSet]:
-    """Yield a set for each PCIe uplink of GPUs that write to several root ports at once.
-
-    Such writes collapse on some switches (`wrx90-16gpu-4switch` is a model of one). The first set
-    of `small` with the pattern is taken, else two writes of the plan's number of blocks.
-    """
-    node, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    machine, known = node.machine, tuple(small)
-    above = {gpu: (f"G{gpu}", *machine.ancestors(f"G{gpu}")) for gpu in gpus}
-    ports = {gpu: chain[-2] for gpu, chain in above.items()}
-    uplinks = [tuple(gpu for gpu in gpus if one.id in above[gpu]) for one in machine.bridges]
-    chain = next(path for path in plan.paths if path.node_class == number).chains[0]
-    for below in dict.fromkeys(uplinks):
-        near = {ports[gpu] for gpu in below}
-        far = {ports[gpu]: gpu for gpu in reversed(gpus) if ports[gpu] not in near}
-        pairs = tuple(zip(below, far.values(), strict=False))[:2]
-        if len(pairs) == 2 and all(node.knowledge.can_access(machine, *ends) for ends in pairs):
-            away = {gpu: port for gpu, port in ports.items() if port not in near}
-            blocks = chain.hops[0].flow.blocks
-            new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)
-            yield next((one for one in known if _leaves(one, below, away)), new)
-
-
-def _leaves(transfers: TransferSet, below: Sequence[int], away: Mapping[int, str]) -> bool:
-    """Return whether two GPUs of `below` write to two root ports, by GPU, of `away`."""
-    writes = {
-        (flow.source.index, away[flow.destination.index])
-        for flow in transfers.flows
-        if flow.source.kind == flow.destination.kind == "G" and not flow.is_bounce
-        if flow.transfers[0].operation == "write"
-        if flow.source.index in below and flow.destination.index in away
-    }
-    return all(len({ends[at] for ends in writes}) > 1 for at in (0, 1))
-
-
-def _one_of_each_kind(machine: Machine, small: Sequence[TransferSet]) -> Iterator[TransferSet]:
-    seen: set[str] = set()
-    for transfers in small:
-        classes = {link_class(machine, flow) for flow in transfers.flows}
-        if not classes <= seen:
-            seen |= classes
-            yield transfers
-
-
-def _each_gpu(indices: Sequence[int], small: Sequence[TransferSet]) -> Iterator[TransferSet]:
+    """Yield sets until each kind of link is in one of them, and each GPU in several."""
+    kinds: set[str] = set()
     times = dict.fromkeys(indices, 0)
     seen: set[frozenset[int]] = set()
     for transfers in small:
+        new = {link_class(machine, flow) for flow in transfers.flows} - kinds
         gpus = frozenset(gpus_of(transfers) & times.keys())
         few = any(times[gpu] < _TIMES_EACH_GPU for gpu in gpus)
         # The same GPUs by another mechanism add nothing about a GPU.
-        if few and len(gpus) < len(times) and gpus not in seen:
+        if new or (few and len(gpus) < len(times) and gpus not in seen):
+            kinds |= new
             seen.add(gpus)
             for gpu in gpus:
                 times[gpu] += 1

@@ -172,13 +172,12 @@ _SEVERAL = "no one link or memory explains all of it: more than one thing change
 
 
 class Suspect(NamedTuple):
-    """A part on a flow's path; of tied suspects of one `device` the lowest `rank` is named.
+    """A part on a flow's path, in words; of suspects alike those of the lowest `rank` are named.
 
-    A link explains more than one direction of it, and both more than the whole GPU.
+    A link explains more than one direction of it, and both more than a whole GPU.
     """
 
     words: str
-    device: str
     rank: int = 0
 
 
@@ -187,32 +186,32 @@ def points_to(paths: Paths, rows: Sequence[Comparison]) -> str:
     changed = [row for row in rows if row.alarming]
     if not changed:
         return ""
-    if all(row.ratio > 1 for row in changed):
+    ratios = [row.ratio for row in changed]
+    if min(ratios) > 1:
         return _FASTER
     sets, hit = ({row.transfers for row in part} for part in (rows, changed))
     users = _sets_by_suspect(paths, rows)
     blamed = _sets_by_suspect(paths, changed)
     # The suspects: parts of all changed sets, and of the fewest unchanged sets.
-    shares = {part: len(hit) / len(users[part]) for part, used in blamed.items() if used == hit}
-    share = max(shares.values(), default=0.0)
-    tied = [part for part in shares if shares[part] == share]
+    left = {part: len(users[part] - hit) for part, used in blamed.items() if used == hit}
+    fewest = min(left.values(), default=len(sets))
     # A part of the changed sets alone explains more than "nearly everything".
-    exact = share == 1 and len(hit) < len(sets)
-    ratios = [row.ratio for row in changed]
+    exact = fewest == 0 and len(hit) < len(sets)
     alike = max(ratios) <= min(ratios) * (1 + _EVEN)
     if not exact and len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and alike:
         return _EVERYTHING
-    if not tied:
+    if not left:
         return _SEVERAL
-    ranks = {part.device: min(p.rank for p in tied if p.device == part.device) for part in tied}
-    best = [part for part in tied if part.rank == ranks[part.device]]
-    best.sort(key=lambda part: not part.words.startswith("GPU"))
-    words = " or ".join(part.words for part in best[:_NAMED])
-    used = len(users[best[0]])
+    tied = [part for part in left if left[part] == fewest]
+    rank = min(part.rank for part in tied)
+    best = [part.words for part in tied if part.rank == rank]
+    best.sort(key=lambda words: not words.startswith("GPU"))
+    named = " or ".join(best[:_NAMED])
+    used = len(hit) + fewest
     if used == 1:
-        return f"{words}: the changed set uses it, and no other measured set does"
-    share_text = f"{len(hit)} of the {used} that use it changed"
-    return f"{words}: all sets that changed use it, and {share_text}"
+        return f"{named}: the changed set uses it, and no other measured set does"
+    share = f"{len(hit)} of the {used} that use it changed"
+    return f"{named}: all sets that changed use it, and {share}"
 
 
 def _sets_by_suspect(paths: Paths, rows: Sequence[Comparison]) -> dict[Suspect, set[TransferSet]]:
@@ -228,17 +227,15 @@ def _suspects(paths: Paths, flow: Flow) -> Iterator[Suspect]:
     passes = paths.passes(flow)
     between = any(passing.part.kind in ("socket", "numa") for passing in passes)
     for passing in passes:
-        kind, device, words = passing.part
+        kind, _, words = passing.part
         if kind == "cpu" and between:
             continue  # The link between CPUs says more than either CPU.
-        of_gpu = kind in ("own", "nvlink")
-        device = device if of_gpu else words
-        yield Suspect(words + _DOWNTRAINED * (kind in ("own", "uplink")), device)
-        if of_gpu:
-            yield Suspect(passing.words, device, 1)
+        yield Suspect(words + _DOWNTRAINED * (kind in ("own", "uplink")))
+        if kind in ("own", "nvlink"):
+            yield Suspect(passing.words, 1)
     for end in dict.fromkeys(place.device for place in flow.places):
         if end[0] == "G":
-            yield Suspect(f"{device_words(end)} by any path{_HOT}", end, 2)
+            yield Suspect(f"{device_words(end)} by any path{_HOT}", 2)
 
 
 def link_class(machine: Machine, flow: Flow) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +15,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings, job_environment
-from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl.versions import has_rules, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_variables
 from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, machine_file, subset_file
@@ -28,66 +28,51 @@ from tccl_py.readers.live import GpuFacts, driver_facts, fingerprint_of
 Say = Callable[[str], None]
 
 
-class Differences(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences between a machine and a plan's, a clause each.
-
-    Rates are not comparable with any of `another`; `notes` may explain a change.
-    """
-
-    another: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
 def differences(
-    machine: Machine, planned: Fingerprint, here: Fingerprint, *, gpus: tuple[int, ...]
-) -> Differences:
-    """Compare this machine with the plan's, by the plan's GPUs."""
-    another = [*_replaced_gpus(machine, planned, here, gpus)]
-    old, new = planned.driver, here.driver
-    if old.partition(".")[0] != new.partition(".")[0]:
-        another.append(f"the driver was {old} and is {new}")
+    machine: Machine, planned: Fingerprint, here: Fingerprint, *, gpus: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """Compare this machine with the plan's by the plan's GPUs; return two lists of clauses.
+
+    By the first this is another machine, whose rates are not comparable; the second may explain a
+    change of rates.
+    """
+    another: list[str] = []
+    notes: list[str] = []
+    for place, (index, uuid) in enumerate(planned.uuids(machine).items()):
+        now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
+        if index in gpus and now != uuid:
+            changed = f"GPU {index} was {uuid} and is {now}"
+            if now is None:
+                changed = f"GPU {index} ({uuid}) is gone"
+            elif uuid in here.gpu_uuids:
+                changed = f"GPU {index} ({uuid}) has another index"
+            another.append(changed)
+    if planned.driver != here.driver:
+        same = planned.driver.partition(".")[0] == here.driver.partition(".")[0]
+        clause = f"the driver was {planned.driver} and is {here.driver}"
+        (notes if same else another).append(clause)
     if planned.numa_count != here.numa_count:
         another.append(
             f"it had {planned.numa_count} NUMA node(s) and has {here.numa_count} (the BIOS's "
             "NPS or SNC setting?)"
         )
-    notes = []
-    if not another and old != new:
-        notes.append(f"the driver was {old} and is {new}")
     if planned.kernel != here.kernel:
         notes.append(f"the kernel was {planned.kernel} and is {here.kernel}")
-    return Differences(another=tuple(another), notes=tuple(notes))
+    return another, notes
 
 
-def check_same_machine(
-    plan: Plan, directory: Path, here: Fingerprint, *, right: str
-) -> tuple[str, ...]:
+def check_same_machine(plan: Plan, directory: Path, here: Fingerprint, *, right: str) -> list[str]:
     """Check that a plan was measured on this machine; return notes on smaller differences.
 
     Raises InputError: it is another machine, with the remedy `right`, or the plan has no
     fingerprint.
     """
     planned = known_fingerprint(plan, directory)
-    found = differences(plan.machine, planned, here, gpus=plan.gpus)
-    if found.another:
-        what = f"was measured on another machine: {'; '.join(found.another)}"
+    another, notes = differences(plan.machine, planned, here, gpus=plan.gpus)
+    if another:
+        what = f"was measured on another machine: {'; '.join(another)}"
         raise InputError(str(directory), what, right)
-    return found.notes
-
-
-def _replaced_gpus(
-    machine: Machine, planned: Fingerprint, here: Fingerprint, gpus: tuple[int, ...]
-) -> Iterator[str]:
-    for place, (index, uuid) in enumerate(planned.uuids(machine).items()):
-        now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
-        if index not in gpus or now == uuid:
-            continue
-        if now is None:
-            yield f"GPU {index} ({uuid}) is gone"
-        elif uuid in here.gpu_uuids:
-            yield f"GPU {index} ({uuid}) has another index"
-        else:
-            yield f"GPU {index} was {uuid} and is {now}"
+    return notes
 
 
 ALIKE_VARIABLE = "TCCL_ALIKE"
@@ -112,11 +97,11 @@ def why_not_here(
     if planned is None:
         return f"{machine_file(plan, directory)} has no fingerprint of its host"
     if alike is None:
-        return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus).another)
+        return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus)[0])
     now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in alike}
     was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
     # Without GPUs only the driver and the NUMA nodes are compared.
-    rest = differences(plan.machine, planned, here, gpus=()).another
+    rest, _ = differences(plan.machine, planned, here, gpus=())
     return "; ".join([*_changed(was, now, plan.gpus), *rest])
 
 
@@ -154,8 +139,8 @@ def why_not_with(settings: Settings, nccl: str) -> str:
         raise InputError(where, "is no version", "give a number such as 2.28.9")
     if planned is not None and planned.groups() == used.groups():
         return ""
-    again = ".".join(used.groups())
-    return f"it is for NCCL {settings.version} and this is {nccl} (plan again with --nccl {again})"
+    again = f" (plan again with --nccl {'.'.join(used.groups())})" if has_rules(nccl) else ""
+    return f"it is for NCCL {settings.version} and this is {nccl}{again}"
 
 
 def why_elsewhere(

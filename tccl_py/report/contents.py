@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +20,8 @@ from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Flow, TransferSet, bounce, transfer_set
+from tccl_py.model.rings import bounce
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import Kept, plan_in, planned_fingerprint
 from tccl_py.plan.plan import Plan
@@ -226,13 +229,9 @@ def _readings(journal: Journal, hosts: Collection[str]) -> list[Reading]:
 
 
 def _usual_channels(alone: Sequence[Reading]) -> int | None:
-    """Return the number of channels by which most pairs were measured."""
-    pairs: dict[int | None, set[tuple[int, int]]] = {}
-    for one in alone:
-        pairs.setdefault(one.flow.blocks, set()).add(_ends(one.flow))
-    counted = ((len(ends), blocks is None, blocks or 0) for blocks, ends in pairs.items())
-    _, unlimited, blocks = max(counted, default=(0, True, 0))
-    return None if unlimited else blocks
+    """Return the number of channels by which most pairs were measured; None is unlimited."""
+    counts = Counter(blocks for blocks, _ in {(one.flow.blocks, _ends(one.flow)) for one in alone})
+    return max(counts, key=lambda blocks: (counts[blocks], blocks or math.inf), default=None)
 
 
 def _ends(flow: Flow) -> tuple[int, int]:

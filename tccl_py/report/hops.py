@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import order_words
-from tccl_py.report.machine import Layout, Wire, depth, wires
+from tccl_py.report.machine import Layout, Wire, depth, row_of, wires
 
 _SAME = 1e-6
 _PORT = 9.0
@@ -105,41 +106,27 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             if chain.entry_nic is not None:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
-            rates = [(hop.flow, hop.gbps) for hop in chain.hops]
-            drawn = HopsView(
-                id=f"ring-{place}-{at}",
-                title=f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else ""),
-                layout=layout,
-                hops=drawn_hops(machine, flow_ends(rates), layout),
-                order=order,
-                rate=chain.rate,
-            )
-            views.append(drawn)
-    return views if plan.is_cluster else views + _default_views(plan, layout)
+            title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
+            hops = flow_ends((hop.flow, hop.gbps) for hop in chain.hops)
+            shown = {"order": order, "rate": chain.rate}
+            views.append(_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
+    return views if plan.is_cluster else [*views, *_default_views(plan, layout)]
 
 
-def _default_views(plan: Plan, layout: Layout) -> list[HopsView]:
+def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:
     turned = Counter(
         ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
     )
     seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    views = []
     for at, (ring, channels) in enumerate(turned.items()):
-        pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True)) if len(ring) > 1 else []
-        kinds = [pair_mechanism(seen, *pair).replace("network", "net") for pair in pairs]
-        ends: list[Ends] = [
-            (f"G{one}", f"G{other}", kind, None, None)
-            for (one, other), kind in zip(pairs, kinds, strict=True)
+        pairs = zip(ring, (*ring[1:], ring[0]), strict=True) if len(ring) > 1 else ()
+        hops: list[Ends] = [
+            (f"G{a}", f"G{b}", pair_mechanism(seen, a, b).replace("network", "net"), None, None)
+            for a, b in pairs
         ]
-        drawn = HopsView(
-            id=f"default-{at}",
-            title="Default NCCL's ring" + f" on {channels} channels" * (channels > 1),
-            layout=layout,
-            hops=drawn_hops(plan.machine, ends, layout),
-            order=order_words(ring),
-        )
-        views.append(drawn)
-    return views
+        title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
+        shown = {"order": order_words(ring)}
+        yield _view(f"default-{at}", title, plan.machine, hops, layout, **shown)
 
 
 def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) -> HopsView | None:
@@ -147,8 +134,26 @@ def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) ->
     ends = flow_ends(zip(finding.flows, finding.each_gbps, strict=True))
     if not all(end in layout.boxes for one in ends for end in one[:2]):
         return None
+    return _view(name, "Flows that run together", machine, ends, layout)
+
+
+def ring_view(hops: Iterable[tuple[Flow, float | None]]) -> HopsView:
+    """Return a ring's hops, each with its rate, below its devices in the order of the ring."""
+    ends = flow_ends(hops)
+    layout = row_of(list(dict.fromkeys(name for one in ends for name in one[:2])))
+    return _view("ring", "Ring", None, ends, layout)
+
+
+def _view(
+    name: str,
+    title: str,
+    machine: Machine | None,
+    ends: Sequence[Ends],
+    layout: Layout,
+    **more: Any,
+) -> HopsView:
     hops = drawn_hops(machine, ends, layout)
-    return HopsView(id=name, title="Flows that run together", layout=layout, hops=hops)
+    return HopsView(id=name, title=title, layout=layout, hops=hops, **more)
 
 
 def cause_words(finding: Finding) -> str:
@@ -163,10 +168,12 @@ def cause_words(finding: Finding) -> str:
 
 def flow_ends(flows: Iterable[tuple[Flow, float | None]]) -> list[Ends]:
     """Return flows, each with its rate, as hops between devices."""
-    return [
-        (flow.source.device, flow.destination.device, line_kind(flow), flow, gbps)
-        for flow, gbps in flows
-    ]
+    found: list[Ends] = []
+    for flow, gbps in flows:
+        kind: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
+        kind = "net" if flow.is_network else kind
+        found.append((flow.source.device, flow.destination.device, kind, flow, gbps))
+    return found
 
 
 def drawn_hops(
@@ -192,13 +199,6 @@ def drawn_hops(
         )
         for (source, target, kind, flow, gbps), wire in zip(ends, found, strict=True)
     )
-
-
-def line_kind(flow: Flow) -> str:
-    """Return the kind of a flow's line: write, read, bounce or net."""
-    if flow.is_network:
-        return "net"
-    return "bounce" if flow.is_bounce else flow.transfers[0].operation
 
 
 def _path(machine: Machine, source: str, target: str, flow: Flow | None) -> str:

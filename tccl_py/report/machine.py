@@ -8,7 +8,6 @@ allows. `templates/macros.html` turns the geometry, in pixels, into SVG.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import count, pairwise
 
@@ -252,19 +251,13 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     >>> [wire.lane for wire in wires([(10, 90), (30, 50), (60, 80)], [40, 70])]
     [1, 0, 0]
     """
-    lanes: list[list[tuple[float, float]]] = []
+    taken: list[tuple[int, float, float]] = []
     found: dict[int, Wire] = {}
     for index in sorted(range(len(ends)), key=lambda i: (abs(ends[i][1] - ends[i][0]), i)):
         low, high = sorted(ends[index])
-        free = (
-            number
-            for number, taken in enumerate(lanes)
-            if all(high + _APART < start or end + _APART < low for start, end in taken)
-        )
-        lane = next(free, len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
-        lanes[lane].append((low, high))
+        near = {at for at, start, end in taken if start <= high + _APART and low <= end + _APART}
+        lane = next(number for number in count() if number not in near)
+        taken.append((lane, low, high))
         middle = (low + high) / 2
         inside = [gap for gap in gaps if low < gap < high] or [middle]
         label = min(inside, key=lambda gap: (abs(gap - middle), gap))
@@ -302,8 +295,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
             lines.append(Line(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
     ports = _ports(list(counts), layout)
     found = wires(
-        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts],
-        layout.gaps("G"),
+        [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("G")
     )
     switches: list[Box] = []
     y = layout.bottom + depth(found)
@@ -338,14 +330,15 @@ def _ports(
 
 def machine_sentence(machine: Machine) -> str:
     """Return the number of devices of each kind in words."""
-    parts = {
+    kinds = {
         "NUMA nodes": machine.numa_nodes,
         "PCI bridges": machine.bridges,
         "GPUs": machine.gpus,
         "NICs": machine.nics,
         "NVLink switches": machine.nvswitches,
     }
-    kinds = Counter({words: len(found) for words, found in parts.items()})
     unknown = any(node.socket is None for node in machine.numa_nodes)
     sockets = " In which sockets the CPUs are is not reported." if unknown else ""
-    return ", ".join(f"{words}: {count}" for words, count in kinds.items() if count) + f".{sockets}"
+    return (
+        ", ".join(f"{kind}: {len(found)}" for kind, found in kinds.items() if found) + f".{sockets}"
+    )

@@ -41,34 +41,18 @@ from tccl_py.plan.words import (
     settings_words,
     summary,
 )
-from tccl_py.report.contents import (
-    Contents,
-    HeatMap,
-    cell_style,
-    cell_text,
-    heat_maps,
-    viridis,
-)
+from tccl_py.report.contents import Contents, HeatMap, cell_style, cell_text, heat_maps, viridis
 from tccl_py.report.hops import (
     HopsView,
     Load,
     cause_view,
     cause_words,
-    drawn_hops,
     drawn_kinds,
-    flow_ends,
     link_loads,
+    ring_view,
     ring_views,
 )
-from tccl_py.report.machine import (
-    Layout,
-    NvLinks,
-    lay_out,
-    link_words,
-    machine_sentence,
-    nvlinks,
-    row_of,
-)
+from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import MachineModel, gpu_names
@@ -136,7 +120,7 @@ def report_html(contents: Contents) -> str:
             rates=rate_bars(plan, verified.achieved if verified else {}),
             searched=settings_bars(plan),
             ratios=[ratio_map(seen, arm) for arm in seen.summaries] if seen else [],
-            charts=size_charts(contents.sizes),
+            charts=list(size_charts(contents.sizes)),
             entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
             entry_columns=ENTRY_COLUMNS,
             gradient=[viridis(step / 10) for step in range(11)],
@@ -213,7 +197,7 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
         yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:
         header = contents.journal.header
-        yield f"Maps: the journal of {header.machine} ({header.identity})."
+        yield f"Maps: the journal of {header.machine} ({header})."
     for part in plan.cluster.classes:
         known = part.knowledge
         kinds = [known.peer_access_provenance, *(fact.provenance for fact in known.peer_access)]
@@ -336,7 +320,7 @@ def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
     if isinstance(subject, MachineModel):
         subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):
-        ring = _row(subject)
+        ring = ring_view((hop.flow, getattr(hop, "gbps", None)) for hop in subject.hops)
         height = ring.bottom + 90
         lines = [" → ".join(ring.layout.boxes)]
         lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
@@ -350,13 +334,6 @@ def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
     page = templates().get_template("drawing.html").render(nodes=nodes, ring=ring, lines=lines)
     style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
     return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
-
-
-def _row(ring: PlanChain | Ring) -> HopsView:
-    """Return a ring's hops below its devices, in the order of the ring."""
-    ends = flow_ends((hop.flow, getattr(hop, "gbps", None)) for hop in ring.hops)
-    layout = row_of(list(dict.fromkeys(name for one in ends for name in one[:2])))
-    return HopsView(id="ring", title="Ring", layout=layout, hops=drawn_hops(None, ends, layout))
 
 
 for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):

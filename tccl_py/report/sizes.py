@@ -150,60 +150,41 @@ class SizeChart(msgspec.Struct, frozen=True, kw_only=True):
 
 Spans = dict[str, Interval]
 """Intervals by kind of series."""
+_TITLES = ("Speed over default NCCL", "Latency in us", "Bus bandwidth in GB/s")
 
 
-def size_charts(tunings: Sequence[SizeTuning]) -> list[SizeChart]:
-    """Return charts of speed, latency and bus bandwidth for each set of GPUs and collective."""
-    found = []
+def size_charts(tunings: Sequence[SizeTuning]) -> Iterator[SizeChart]:
+    """Yield charts of speed, latency and bus bandwidth for each set of GPUs and collective."""
     for number, tuning in enumerate(tunings):
-        rows = [row for row in tuning.rows if row.row.dtype == "bfloat16" and row.tuned_seconds]
-        for collective in dict.fromkeys(row.row.collective for row in rows):
-            own = sorted(
-                (row for row in rows if row.row.collective == collective),
-                key=lambda row: row.row.bytes,
-            )
-            of = f"{collective.replace('_', '-')}, bfloat16, GPUs {','.join(map(str, tuning.gpus))}"
-            ranks = len(tuning.gpus)
-            spans = {
-                "Speed over default NCCL": [_over_default(row) for row in own],
-                "Latency in us": [_values(row, lambda _, seconds: seconds * 1e6) for row in own],
-                "Bus bandwidth in GB/s": [
-                    _values(row, lambda size, s: bus_gbps(collective, ranks, size, s))  # noqa: B023
-                    for row in own
-                ],
-            }
-            for at, (title, each) in enumerate(spans.items()):
-                points = {row.row.bytes: span for row, span in zip(own, each, strict=True)}
-                if any(points.values()):
-                    found.append(
-                        _chart(f"size-{number}-{collective}-{at}", f"{title}: {of}", points)
-                    )
-    return found
+        gpus = ",".join(map(str, tuning.gpus))
+        found: dict[tuple[str, int], dict[int, Spans]] = {}
+        for row in sorted(tuning.rows, key=lambda row: row.row.bytes):
+            if row.row.dtype == "bfloat16" and row.tuned_seconds:
+                for at, spans in enumerate(_spans(row, len(tuning.gpus))):
+                    found.setdefault((row.row.collective, at), {})[row.row.bytes] = spans
+        for (collective, at), points in found.items():
+            if any(points.values()):
+                title = f"{_TITLES[at]}: {collective.replace('_', '-')}, bfloat16, GPUs {gpus}"
+                yield _chart(f"size-{number}-{collective}-{at}", title, points)
 
 
-def _seconds(row: SizeRow) -> dict[str, tuple[float, ...]]:
-    found = {kind: row.seconds.get(kind, ()) for kind in ("default", "variables")}
+def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
+    """Return the intervals of a row in each chart, in the order of `_TITLES`."""
+    seconds = {kind: row.seconds.get(kind, ()) for kind in ("default", "variables")}
     if row.plan == "variables":
-        del found["variables"]
-    found |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
-    return {kind: values for kind, values in found.items() if values}
-
-
-def _values(row: SizeRow, value: Callable[[int, float], float]) -> Spans:
-    return {
-        kind: median_interval([value(row.row.bytes, one) for one in values])
-        for kind, values in _seconds(row).items()
+        del seconds["variables"]
+    seconds |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
+    known = {kind: values for kind, values in seconds.items() if values}
+    ratios = {kind: ratios_of(known.get("default", ()), values) for kind, values in known.items()}
+    speed = {kind: ratio_interval(found) for kind, found in ratios.items() if found}
+    speed.pop("default", None)
+    latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in known.items()}
+    collective, size = row.row.collective, row.row.bytes
+    bandwidth = {
+        kind: median_interval([bus_gbps(collective, ranks, size, s) for s in values])
+        for kind, values in known.items()
     }
-
-
-def _over_default(row: SizeRow) -> Spans:
-    seconds = _seconds(row)
-    default = seconds.pop("default", ())
-    return {
-        kind: ratio_interval(ratios_of(default, values))
-        for kind, values in seconds.items()
-        if default
-    }
+    return speed, latency, bandwidth
 
 
 def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:
