@@ -215,11 +215,12 @@ def parsed(kind: type[Any], value: object) -> Any:
 
 
 def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
-    """Decode JSON into a msgspec type, strictly (InputError); messages call the type `name`."""
+    """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:
-        what = f"does not fit {name or kind.__name__} ({error})"
+        words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name or kind.__name__.strip("_")).lower()
+        what = f"does not fit the {words} format ({error})"
         if isinstance(error, RecursionError):
             what = "is nested too deep"
         elif not text.strip():

@@ -7,12 +7,11 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import flag, gpus_argument, one_of, opt, refuse
+from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
 from tccl_py.errors import InputError
 from tccl_py.files import refused
@@ -26,27 +25,24 @@ from tccl_py.nccl.settings import env_conflicts, export_lines
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.parts import CHOICES
 
-Gpus = Annotated[str | None, opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")]
-HostName = Annotated[str | None, opt("NAME", "A cluster's host; this one if not given.")]
-Version = Annotated[str | None, opt("VERSION", "The job's; if not given, as installed.")]
-Chosen = Annotated[str | None, opt("|".join(CHOICES), "The recommended one if not given.")]
-Plugin = Annotated[bool, flag("--plugin", "Load NCCL's plugin: any communicators.")]
-Alike = Annotated[
-    bool,
-    typer.Option("--alike", metavar=" ", envvar=ALIKE_VARIABLE, help="GPUs' UUIDs may differ."),
-]
+GPUS = opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")
+HOST = opt("NAME", "A cluster's host; this one if not given.")
+VERSION = opt("VERSION", "The job's; if not given, as installed.")
+CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
+PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
+ALIKE = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
 
 
 def env(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    gpus: Gpus = None,
-    host: HostName = None,
-    nccl: Version = None,
-    choice: Chosen = None,
-    plugin: Plugin = False,
-    alike: Alike = False,
-    json: options.Json = False,
+    gpus: str | None = GPUS,
+    host: str | None = HOST,
+    nccl: str | None = VERSION,
+    choice: str | None = CHOICE,
+    plugin: bool = PLUGIN,
+    alike: bool = ALIKE,
+    json: bool = options.JSON,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
@@ -93,17 +89,15 @@ def env(
 
 
 def run(
-    directory: options.Directory,
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="The job and its arguments, after --.")
-    ],
+    directory: Path = options.DIRECTORY,
+    command: list[str] = arg("COMMAND", "The job and its arguments, after --."),
     *,
-    gpus: Gpus = None,
-    host: HostName = None,
-    nccl: Version = None,
-    choice: Chosen = None,
-    plugin: Plugin = False,
-    alike: Alike = False,
+    gpus: str | None = GPUS,
+    host: str | None = HOST,
+    nccl: str | None = VERSION,
+    choice: str | None = CHOICE,
+    plugin: bool = PLUGIN,
+    alike: bool = ALIKE,
 ) -> None:
     """Run a job with the plan's recommended choice, in the environment of `tccl env`.
 

@@ -1,18 +1,22 @@
-"""`tccl export`: a plan's files for a runtime, elsewhere or for another version."""
+"""`tccl export`, `install` and `uninstall`: a plan's files elsewhere, and its lines for jobs."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from tccl_py.cli import options
-from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
+from tccl_py.cli.options import arg, flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import ProgressLine
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.files import read_text
-from tccl_py.nccl.versions import asked_version
+from tccl_py.installation.blocks import HEADS, Kind
+from tccl_py.installation.install import body_of, plan_to_install
+from tccl_py.installation.install import install as put
+from tccl_py.installation.install import uninstall as take_out
+from tccl_py.nccl_library import user_file
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.directory import GRAPH_FILE, machine_file
 from tccl_py.plan.load import load_plan
@@ -22,23 +26,20 @@ from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
 
 def export(
-    directory: options.PlanPath,
+    directory: Path = options.PLAN_PATH,
     *,
-    runtime: Annotated[
-        str, opt("nccl|tccl|tuner", "NCCL, TCCL's fork of 2.18, or NCCL's example tuner.")
-    ] = "nccl",
-    output: Annotated[
-        Path | None, opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output")
-    ] = None,
-    nccl: Annotated[str | None, opt("VERSION", "The jobs' NCCL; the plan's if not given.")] = None,
-    subsets: Annotated[str | None, opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'.")] = None,
-    nic: Annotated[int | None, opt("N", "For tccl: the NIC between nodes, as N0 is 0.")] = None,
-    max_sets: Annotated[int | None, opt("N", "For tccl: sets to measure at most.")] = None,
-    hosts: Annotated[str | None, opt("LIST", "A job's hosts: a list, or a file of one.")] = None,
-    gpus: Annotated[
-        str | None, opt("LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'.")
-    ] = None,
-    keep_order: Annotated[bool, flag("--keep-order", "Keep the order of --hosts.")] = False,
+    runtime: str = opt(
+        "nccl|tccl|tuner", "NCCL, TCCL's fork of 2.18, or NCCL's example tuner.", default="nccl"
+    ),
+    output: Path | None = opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output"),
+    subsets: str | None = opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'."),
+    nic: int | None = opt("N", "For tccl: the NIC between nodes, as N0 is 0."),
+    max_sets: int | None = opt("N", "For tccl: sets to measure at most."),
+    hosts: str | None = opt("LIST", "A job's hosts: a list, or a file of one."),
+    gpus: str | None = opt(
+        "LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'."
+    ),
+    keep_order: bool = flag("--keep-order", "Keep the order of --hosts."),
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
 
@@ -71,14 +72,13 @@ def export(
     """
     one_of("--runtime", runtime, ("nccl", "tccl", "tuner"))
     of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
-    of_nccl = {"--nccl": nccl, "--hosts": hosts}
+    of_nccl = {"--hosts": hosts}
     for other, given in (("tccl", of_tccl), ("nccl", of_nccl)):
         right = f"add --runtime {other}, or leave it out"
         refuse({} if runtime == other else given, ("", f"is for another runtime, {other}", right))
     if hosts is None:
         refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
     else:
-        refuse({"--nccl": nccl}, ("beside --hosts", "is another version", "plan for it"))
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
     if runtime == "tccl":
@@ -88,10 +88,6 @@ def export(
         _export_tuner(directory, output)
         return
     plan = load_plan(directory)
-    if nccl is not None:
-        from tccl_py.plan.variants import for_version  # noqa: PLC0415 (slow)
-
-        plan = for_version(plan, asked_version(nccl))
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return
@@ -157,12 +153,7 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
-    from tccl_py.plan.table_jobs import (  # noqa: PLC0415 (slow)
-        NoTableError,
-        as_achieved,
-        plan_of_job,
-        write_bounded_job,
-    )
+    from tccl_py.plan.table_jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job  # noqa: PLC0415 (slow)
     from tccl_py.verify.record import Verification  # noqa: PLC0415 (slow)
 
     if output is None:
@@ -197,3 +188,96 @@ def _export_job(
     notice(made.advice)
     notice_each(made.notices)
     notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {output}/nccl/env.sh`")
+
+
+# `tccl install` and `tccl uninstall`
+
+_PRINTED = "-"
+
+
+def install(
+    directory: Path = options.DIRECTORY,
+    *,
+    conf: Path | None = opt("PATH", "A file in NCCL's form; yours by default."),
+    slurm_prolog: Path | None = opt("PATH", "A TaskProlog of SLURM, or -."),
+    module: Path | None = opt("PATH", "An environment module in Tcl, or -."),
+    dry_run: bool = options.DRY_RUN,
+    alike: bool = flag("--alike", "For hosts like the plan's, with other UUIDs."),
+    plugin: bool = flag(
+        "--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True
+    ),
+    force: bool = flag("--force", "Also if not verified, or of another machine."),
+) -> None:
+    """Put a verified plan where jobs find it.
+
+    The plan's lines stand between two marker lines; others stay, byte for byte. They load the
+    plan's plugin: NCCL 2.28.7 and later asks it for each communicator, and gets the graph file of
+    exactly its GPUs, or none, and the variables of the recommended choice. Any doubt is default
+    NCCL, and a user's own variables win.
+
+    For an older NCCL, for a plan of several hosts, without the plugin's library, and with
+    --no-plugin the lines set the variables alone. No line names a graph file: communicators over
+    other GPUs would fail. `tccl_py.torch` finds the plan by TCCL_PLAN of the prolog and the module.
+
+    Without an option the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
+    reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
+    environment comes before both. The prolog sets nothing on hosts with other GPUs, driver or NUMA
+    nodes, and no variable that the job has set. With - for PATH lines are printed.
+
+    Examples:
+
+        tccl install my-plan
+        tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.0
+        tccl install my-plan --slurm-prolog - --force
+    """
+    how = {"alike": alike, "plugin": plugin, "force": force}
+    installed = plan_to_install(directory, **how, say=notice)
+    named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
+    targets = {kind: path for kind, path in named.items() if path is not None}
+    if conf is not None and str(conf) == _PRINTED:
+        raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
+    printed: list[Kind] = [kind for kind, path in targets.items() if str(path) == _PRINTED]
+    files = {kind: path for kind, path in targets.items() if kind not in printed}
+    if not targets:
+        files = {"conf": user_file()}
+    changes = put(installed, files, dry_run=dry_run)
+    for kind in printed:
+        print(HEADS[kind] + body_of(installed, kind), end="")
+    made, changed = ("would make", "would change") if dry_run else ("made", "changed")
+    for kind, change in zip(files, changes, strict=True):
+        done = f"{made if change.before is None else changed} {change.path} ({kind})"
+        notice(done if change.needed else f"{change.path} has the plan's lines already")
+    if "conf" in files and not dry_run:
+        what = "the plugin is loaded by" if installed.plugin else "the settings hold for"
+        notice(
+            f"{what} all NCCL jobs of yours, on every host that has "
+            f"{files['conf']}; one that runs now keeps what it has"
+        )
+
+
+def uninstall(
+    files: list[Path] | None = arg("FILE", "Files to take it out of; all recorded if none.", None),
+    *,
+    dry_run: bool = options.DRY_RUN,
+) -> None:
+    """Take out the lines of `tccl install`; files that it made are removed.
+
+    Other lines stay. ~/.local/state/tccl (XDG_STATE_HOME) records the files, and goes with the
+    last.
+
+    Examples:
+
+        tccl uninstall
+        tccl uninstall /etc/slurm/task_prolog.sh
+    """
+    found = take_out(files or (), dry_run=dry_run)
+    for change in found:
+        if not change.needed:
+            notice(f"{change.path} has no lines of a plan")
+        elif change.after is None:
+            done = "would remove" if dry_run else "removed"
+            notice(f"{done} {change.path}, which was new")
+        else:
+            notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
+    if not found:
+        notice("nothing is installed")

@@ -7,25 +7,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.padding import Padding
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import job_of_plan
-from tccl_py.cli.options import MACHINE_HELP, flag, in_range, opt
+from tccl_py.cli.options import MACHINE_HELP, arg, check_seed, flag, in_range, opt
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.files import encode_json
 from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_host
-from tccl_py.health.drift import (
-    Drift,
-    Effort,
-    drift_json,
-    prometheus_text,
-)
+from tccl_py.health.drift import Drift, Effort, drift_json, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import DriverState, Host
 from tccl_py.plan.beside import plan_in
@@ -34,8 +29,8 @@ from tccl_py.plan.words import plan_name
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import measured_machine
+from tccl_py.verify.jobs import Launcher
 from tccl_py.verify.nccl_tests import find_program
-from tccl_py.verify.plans import JobOptions
 from tccl_py.verify.preflight import (
     FAMILIES,
     Preflight,
@@ -53,19 +48,17 @@ _SHOWN_FLOWS = 3
 
 
 def check(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    preflight: Annotated[bool, flag("--preflight", "Check NCCL's collectives as well.")] = False,
-    max_seconds: Annotated[
-        float | None, opt("S", "Seconds at most; 120 if not given, 60 with --preflight.")
-    ] = None,
-    with_: Annotated[
-        str | None, opt("PROGRAM", "For --preflight: one of nccl-tests; needs no torch.", "--with")
-    ] = None,
-    seed: Annotated[int, opt("N", "Seed of the sample; another each day sees more sets.")] = 0,
-    prometheus: Annotated[bool, flag("--prometheus", "Print metrics for Prometheus.")] = False,
-    output: options.Output = None,
-    json: options.Json = False,
+    preflight: bool = flag("--preflight", "Check NCCL's collectives as well."),
+    max_seconds: float | None = opt("S", "Seconds at most; 120 if not given, 60 with --preflight."),
+    with_: str | None = opt(
+        "PROGRAM", "For --preflight: one of nccl-tests; needs no torch.", "--with"
+    ),
+    seed: int = opt("N", "Seed of the sample; another each day sees more sets.", default=0),
+    prometheus: bool = flag("--prometheus", "Print metrics for Prometheus."),
+    output: Path | None = options.OUTPUT,
+    json: bool = options.JSON,
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
@@ -107,24 +100,22 @@ def check(
     in_range("--max-seconds", seconds, _MAX_SECONDS, least=0)
     if with_ is not None and not preflight:
         raise InputError("--with", "is for --preflight", "add --preflight")
-    if seed < 0:
-        raise InputError("--seed", f"is {seed}", "0 or more")
+    check_seed(seed)
     plan = plan_in(directory)
     notice_each(plugin_complaints())
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
-    begun = time.monotonic()
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
         several = plan.is_cluster and not plan.simulated
         job = job_of_plan(plan, stack) if several else None
-        drift, jobs = measure_plan_again(
+        found = measure_plan_again(
             plan,
             directory,
             effort,
-            JobOptions(job=job, program=None if with_ is None else find_program(with_), say=notice),
+            Launcher(job=job, nccl_tests=find_program(with_) if with_ else None, say=notice),
             preflight=preflight,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )
-    found = Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
+    drift = found.drift
     if prometheus:
         own: dict[str, Any] = {"machine": plan_name(plan), "simulated": plan.simulated}
         text = prometheus_text(drift, **own, now=time.time())
@@ -212,8 +203,8 @@ _STYLES = {"hang": BAD, "slow": DOUBT, "note": "bold"}
 
 def doctor(
     *,
-    root: Annotated[Path | None, opt("DIR", "Look at a copy of another host's files.")] = None,
-    json: options.Json = False,
+    root: Path | None = opt("DIR", "Look at a copy of another host's files."),
+    json: bool = options.JSON,
 ) -> None:
     """Look for causes on this host that hang NCCL, slow it, or spoil measurements.
 
@@ -247,11 +238,9 @@ def doctor(
 
 
 def advise(
-    machine: Annotated[
-        str | None, typer.Argument(metavar="MACHINE", help=f"This one if not given. {MACHINE_HELP}")
-    ] = None,
+    machine: str | None = arg("MACHINE", f"This one if not given. {MACHINE_HELP}", None),
     *,
-    json: options.Json = False,
+    json: bool = options.JSON,
 ) -> None:
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
 

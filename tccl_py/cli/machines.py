@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import MACHINE_HELP, gpus_argument, opt, refuse
+from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json, write_result
 from tccl_py.errors import InputError
@@ -22,20 +21,14 @@ from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
-from tccl_py.simulator.model import (
-    MachineModel,
-    device_table,
-    facts,
-    model_cells,
-    summary,
-)
+from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summary
 
 
 def discover(
     *,
-    nccl_topology: Annotated[Path | None, opt("FILE", "Read an NCCL topology XML.")] = None,
-    nvidia_smi: Annotated[Path | None, opt("FILE", "Read output of `nvidia-smi topo -m`.")] = None,
-    output: options.Output = None,
+    nccl_topology: Path | None = opt("FILE", "Read an NCCL topology XML."),
+    nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m`."),
+    output: Path | None = options.OUTPUT,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
 
@@ -64,11 +57,8 @@ def discover(
 
 
 def machines(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="MACHINE", help="A machine to show in detail; without it, a list."),
-    ] = None,
-    json: options.Json = False,
+    name: str | None = arg("MACHINE", "A machine to show in detail; without it, a list.", None),
+    json: bool = options.JSON,
 ) -> None:
     """List the bundled machine models, or show one machine in detail.
 
@@ -103,22 +93,18 @@ _OF_MACHINES = ("", "is about a described machine", "add --machine MACHINE")
 
 
 def validate(
-    graph: Annotated[
-        Path, typer.Argument(metavar="GRAPH.xml", help="The file meant for NCCL_GRAPH_FILE.")
-    ],
+    graph: Path = arg("GRAPH.xml", "The file meant for NCCL_GRAPH_FILE."),
     *,
-    machine: Annotated[
-        str | None,
-        opt("MACHINE", f"What every node is; if not given, NCCL here is asked. {MACHINE_HELP}"),
-    ] = None,
-    gpus: Annotated[str | None, opt("LIST", "The job's GPUs on every node, in rank order.")] = None,
-    nodes: Annotated[int | None, opt("N", "How many equal nodes; one if not given.")] = None,
-    nccl: Annotated[
-        str | None,
-        opt("VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."),
-    ] = None,
-    env: Annotated[list[str] | None, opt("NAME=VALUE", "Variables of the job.")] = None,
-    json: options.Json = False,
+    machine: str | None = opt(
+        "MACHINE", f"What every node is; if not given, NCCL here is asked. {MACHINE_HELP}"
+    ),
+    gpus: str | None = opt("LIST", "The job's GPUs on every node, in rank order."),
+    nodes: int | None = opt("N", "How many equal nodes; one if not given."),
+    nccl: str | None = opt(
+        "VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."
+    ),
+    env: list[str] | None = opt("NAME=VALUE", "Variables of the job."),
+    json: bool = options.JSON,
 ) -> None:
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
+from tccl_py.cli.options import flag, one_of, opt
 from tccl_py.cli.process import (
     INTERRUPTED,
     NO_READER,
@@ -42,8 +43,8 @@ COMMANDS = {
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
-    "install": ("install:install", "Put a verified plan's settings where jobs find them."),
-    "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),
+    "install": ("export:install", "Put a verified plan's settings where jobs find them."),
+    "uninstall": ("export:uninstall", "Take out the lines of `tccl install`."),
     "doctor": ("health:doctor", "Look for what hangs or slows NCCL on this host."),
     "verify": ("verify:verify", "Run real collectives by each choice of a plan; name the winner."),
     "evaluate": ("verify:evaluate", "Time all collectives over sets of GPUs, in every choice."),
@@ -158,12 +159,12 @@ def _said(how: Verbosity, text: str) -> Any:
 
     names = how.value, f"--{how.name.lower()}"
     hidden: dict[str, Any] = {"is_eager": True, "expose_value": False}
-    return typer.Option(*names, metavar=" ", help=text, callback=chosen, **hidden)
+    return typer.Option(False, *names, metavar=" ", help=text, callback=chosen, **hidden)
 
 
 def _common(
-    quiet: Annotated[bool, _said(Verbosity.QUIET, "Print results and errors alone.")] = False,
-    verbose: Annotated[bool, _said(Verbosity.VERBOSE, "Print progress and traces.")] = False,
+    quiet: bool = _said(Verbosity.QUIET, "Print results and errors alone."),
+    verbose: bool = _said(Verbosity.VERBOSE, "Print progress and traces."),
 ) -> None:
     """Hold the options of all commands."""
 
@@ -220,15 +221,10 @@ app = typer.Typer(
 @app.callback()
 def _frame(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", metavar=" ", help="Print the version and exit.")
-    ] = False,
-    completion: Annotated[
-        str | None,
-        typer.Option(
-            metavar="bash|fish|zsh", help="Print a script that completes command lines, and exit."
-        ),
-    ] = None,
+    version: bool = flag("--version", "Print the version and exit."),
+    completion: str | None = opt(
+        "bash|fish|zsh", "Print a script that completes command lines, and exit."
+    ),
 ) -> None:
     """Find fast communication rings for a machine's GPUs by measuring, and hand them to NCCL.
 
@@ -244,7 +240,6 @@ def _frame(
         raise typer.Exit(0)
     if completion is not None:
         from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
-        from tccl_py.cli.options import one_of  # noqa: PLC0415
 
         one_of("--completion", completion, SHELLS)
         commands = {name: load_command(name) for name in COMMANDS}

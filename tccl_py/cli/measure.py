@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, flag, gpus_argument, opt, refuse
+from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt, refuse
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
@@ -23,13 +23,7 @@ from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.opening import (
-    OpenedSource,
-    in_job,
-    join_job,
-    open_hosts,
-    open_source,
-)
+from tccl_py.sources.opening import OpenedSource, in_job, join_job, open_hosts, open_source
 from tccl_py.sources.pairs import Pair, matrix, pairs_csv
 from tccl_py.sources.pairs import all_pairs as all_pairs_of
 from tccl_py.sources.profiled import (
@@ -50,36 +44,29 @@ if TYPE_CHECKING:
 
 
 def measure(
-    sets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SET]...",
-            help="Flows that run at the same time, as 0:4+4:0, or apart by spaces in quotes.",
-            show_default=False,
-        ),
-    ] = None,
+    sets: list[str] | None = arg(
+        "[SET]...",
+        "Flows that run at the same time, as 0:4+4:0, or apart by spaces in quotes.",
+        None,
+    ),
     *,
-    all_pairs: Annotated[bool, flag("--all-pairs", "Measure every pair of GPUs alone.")] = False,
-    bidirectional: Annotated[
-        bool, flag("--bidirectional", "All pairs: both directions together.")
-    ] = False,
-    via: Annotated[str | None, opt("host", "All pairs: through host memory.")] = None,
-    gpus: Annotated[str | None, opt("LIST", "All pairs: of these GPUs, as 0,2,5 or 0-3.")] = None,
-    csv: Annotated[bool, flag("--csv", "All pairs: print CSV.")] = False,
-    simulate: options.Simulate = None,
-    backend: options.Backend = None,
-    devices: options.Devices = None,
-    target: options.Target = None,
-    meeting: Annotated[
-        str | None, opt("pass-on|independent", "Pace of flows that meet at a GPU.")
-    ] = None,
-    check: Annotated[bool, flag("--check", "Compare the data of every repeat.")] = False,
-    interfaces: options.Interfaces = None,
-    network: options.Network = None,
-    noise: options.Noise = None,
-    seed: options.Seed = None,
-    journal: Annotated[Path | None, opt("FILE", "Keep measurements; none is repeated.")] = None,
-    json: options.Json = False,
+    all_pairs: bool = flag("--all-pairs", "Measure every pair of GPUs alone."),
+    bidirectional: bool = flag("--bidirectional", "All pairs: both directions together."),
+    via: str | None = opt("host", "All pairs: through host memory."),
+    gpus: str | None = opt("LIST", "All pairs: of these GPUs, as 0,2,5 or 0-3."),
+    csv: bool = flag("--csv", "All pairs: print CSV."),
+    simulate: str | None = options.SIMULATE,
+    backend: str | None = options.BACKEND,
+    devices: int | None = options.DEVICES,
+    target: float | None = options.TARGET,
+    meeting: str | None = opt("pass-on|independent", "Pace of flows that meet at a GPU."),
+    check: bool = flag("--check", "Compare the data of every repeat."),
+    interfaces: str | None = options.INTERFACES,
+    network: str | None = options.NETWORK,
+    noise: float | None = options.NOISE,
+    seed: int | None = options.SEED,
+    journal: Path | None = opt("FILE", "Keep measurements; none is repeated."),
+    json: bool = options.JSON,
 ) -> None:
     """Measure how fast transfers are that run at the same time, in GB/s for each flow.
 

@@ -4,74 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tccl_py.errors import InputError
-from tccl_py.model.machine import Machine, parse_gpus
+
+if TYPE_CHECKING:
+    from tccl_py.model.machine import Machine
 
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
 )
 
 
-def opt(metavar: str, text: str, *names: str, panel: str | None = None) -> Any:
-    """Return an option with a value."""
-    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
+def arg(metavar: str, text: str, default: Any = ...) -> Any:
+    """Return an argument, needed without a default, as the default of a command's parameter."""
+    return typer.Argument(default, metavar=metavar, help=text)
 
 
-ADVANCED = "Advanced"
-advanced = partial(opt, panel=ADVANCED)
+def opt(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """Return an option with a value, as the default of a command's parameter."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **more)
+
+
+def flag(name: str, text: str, *, default: bool | None = False, **more: Any) -> Any:
+    """Return an option without a value."""
+    return opt(" ", text, name, default=default, **more)
+
+
+advanced = partial(opt, rich_help_panel="Advanced")
+advanced_flag = partial(flag, rich_help_panel="Advanced")
 """The same for options that few users need."""
 
-
-def flag(name: str, text: str, panel: str | None = None) -> Any:
-    """Return an option without a value."""
-    return opt(" ", text, name, panel=panel)
-
-
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan's directory.")]
-PlanPath = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A plan's directory, or its plan.json.")
-]
-Json = Annotated[bool, flag("--json", "Print JSON, not text.")]
-DryRun = Annotated[bool, flag("--dry-run", "Say what would change, and change nothing.")]
-Output = Annotated[
-    Path | None, opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
-]
-Simulate = Annotated[
-    str | None, opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
-]
+DIRECTORY = arg("DIR", "A plan's directory.")
+PLAN_PATH = arg("DIR", "A plan's directory, or its plan.json.")
+JSON = flag("--json", "Print JSON, not text.")
+DRY_RUN = flag("--dry-run", "Say what would change, and change nothing.")
+OUTPUT = opt("FILE", "Write to FILE, whole or not at all.", "-o", "--output")
+SIMULATE = opt("MACHINE", f"Take rates from a model, not from hardware. {MACHINE_HELP}")
 BACKEND_HELP = "GPUs (the default), or processes in host memory in their place: a dry run."
-Backend = Annotated[str | None, opt("cuda|host", BACKEND_HELP)]
-Devices = Annotated[
-    int | None, advanced("N", "Devices of the host backend; if not given one a core, 2 to 8.")
-]
-Target = Annotated[
-    float | None,
-    advanced(
-        "F",
-        "Repeat a set until the 95 % interval of every flow's rate is narrower than this share of "
-        "it, at most 30 times (a plan's search 10); 0.01 by default.",
-    ),
-]
-Interfaces = Annotated[
-    str | None,
-    advanced(
-        "LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."
-    ),
-]
-Network = Annotated[
-    str | None,
-    advanced(
-        "tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."
-    ),
-]
-Noise = Annotated[float | None, advanced("F", "Spread of simulated samples, 0 to 1.")]
-Seed = Annotated[int | None, advanced("N", "Seed of the noise.")]
-Gpus = Annotated[str | None, opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")]
+BACKEND = opt("cuda|host", BACKEND_HELP)
+DEVICES = advanced("N", "Devices of the host backend; if not given one a core, 2 to 8.")
+TARGET = advanced(
+    "F",
+    "Repeat a set until the 95 % interval of every flow's rate is narrower than this share of "
+    "it, at most 30 times (a plan's search 10); 0.01 by default.",
+)
+INTERFACES = advanced(
+    "LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."
+)
+NETWORK = advanced(
+    "tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."
+)
+NOISE = advanced("F", "Spread of simulated samples, 0 to 1.")
+SEED = advanced("N", "Seed of the noise.")
+GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")
 
 _OF_MODEL = ("noise", "seed")
 _OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
@@ -92,6 +80,7 @@ def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
 def check_source(given: Mapping[str, object], *, in_job: bool) -> None:
     """Refuse options, given by their names, that are of another source than is asked for."""
     simulated = given["simulate"] is not None
+    check_seed(given.get("seed"))
     for names, of_this, why in (
         (_OF_MODEL, simulated, _WITHOUT_MODEL),
         ((*_OF_HARDWARE, *_OF_JOB), not simulated, _WITH_MODEL),
@@ -99,6 +88,12 @@ def check_source(given: Mapping[str, object], *, in_job: bool) -> None:
     ):
         if not of_this:
             refuse({f"--{name}": given.get(name) for name in names}, why)
+
+
+def check_seed(seed: Any) -> None:
+    """Check that a seed, if given, is not negative."""
+    if seed is not None and seed < 0:
+        raise InputError("--seed", f"is {seed}", "0 or more")
 
 
 def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
@@ -120,6 +115,8 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
     """Parse a list of a machine's GPUs, in the order given; None stays None."""
     if text is None:
         return None
+    from tccl_py.model.machine import parse_gpus  # noqa: PLC0415 (slow)
+
     indices = parse_gpus(text)
     for index in indices:
         machine.gpu(index)

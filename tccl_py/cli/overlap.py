@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
-import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import check_quoted, gpus_argument, in_range, one_of, opt, refuse
+from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_of, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
@@ -25,23 +24,21 @@ _DRY_RUN = "add --backend gloo for a dry run in host memory"
 
 
 def overlap(
-    sets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SET]...",
-            help="Pairs to run one after the other and together, as 'G0->G2 G0->G3'; both ways, "
-            "out of one GPU, into one and through one if not given.",
-        ),
-    ] = None,
+    sets: list[str] | None = arg(
+        "[SET]...",
+        "Pairs to run one after the other and together, as 'G0->G2 G0->G3'; both ways, out of one "
+        "GPU, into one and through one if not given.",
+        None,
+    ),
     *,
-    backend: Annotated[str, opt("nccl|gloo", "GPUs, or a dry run in host memory.")] = "nccl",
-    gpus: options.Gpus = None,
-    ranks: Annotated[int | None, opt("N", "With gloo: how many ranks; 2 if not given.")] = None,
-    size: Annotated[int, opt("MIB", "Size of one message in MiB.")] = 64,
-    messages: Annotated[int, opt("N", "Messages of one transfer.")] = 5,
-    repeats: Annotated[int, opt("N", "How often all is timed.")] = 11,
-    timeout: Annotated[float, opt("SECONDS", "How long each of the two jobs may take.")] = 300.0,
-    json: options.Json = False,
+    backend: str = opt("nccl|gloo", "GPUs, or a dry run in host memory.", default="nccl"),
+    gpus: str | None = options.GPUS,
+    ranks: int | None = opt("N", "With gloo: how many ranks; 2 if not given."),
+    size: int = opt("MIB", "Size of one message in MiB.", default=64),
+    messages: int = opt("N", "Messages of one transfer.", default=5),
+    repeats: int = opt("N", "How often all is timed.", default=11),
+    timeout: float = opt("SECONDS", "How long each of the two jobs may take.", default=300.0),
+    json: bool = options.JSON,
 ) -> None:
     """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
 

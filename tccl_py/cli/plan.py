@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import ADVANCED, advanced, flag, in_range, opt, refuse
+from tccl_py.cli.options import advanced, advanced_flag, arg, flag, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import INTERRUPTED, notice, notice_each
 from tccl_py.cli.show import print_plan, print_plan_json
@@ -50,53 +50,43 @@ _OF_PLAN = ("with --extend", "is the plan's own", "leave it out, or plan into a 
 
 
 def plan(
-    directory: Annotated[
-        Path | None,
-        typer.Argument(metavar="DIR", help="Where the plan's files go; a new one, or resumed."),
-    ] = None,
+    directory: Path | None = arg("DIR", "Where the plan's files go; a new one, or resumed.", None),
     *,
-    simulate: options.Simulate = None,
-    gpus: options.Gpus = None,
-    nccl: Annotated[str | None, opt("VERSION", f"{', '.join(known_versions())} checked.")] = None,
-    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "A variable of all jobs.")] = None,
-    nodes: Annotated[int | None, opt("N", "How many equal nodes to simulate.")] = None,
-    hosts: Annotated[str | None, opt("LIST", "Hosts expected: a list, or a file of one.")] = None,
-    tune: Annotated[
-        bool | None,
-        flag(
-            "--tune/--no-tune",
-            "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
-            "more. The default only of hosts that talk over sockets.",
-        ),
-    ] = None,
-    force: Annotated[bool, flag("--force", "Replace a plan that is already in DIR.")] = False,
-    json: options.Json = False,
-    output: Annotated[Path | None, advanced("DIR", "The same as DIR.", "-o", "--output")] = None,
-    backend: Annotated[str | None, advanced("cuda|host", options.BACKEND_HELP)] = None,
-    devices: options.Devices = None,
-    target: options.Target = None,
-    rings: Annotated[str | None, advanced("LIST", "Rings together; 1,2,4 if not given.")] = None,
-    strategy: Annotated[str, advanced("NAME", f"One of {', '.join(STRATEGIES)}.")] = "best-first",
-    max_sets: Annotated[
-        int | None,
-        advanced("N", f"Sets to measure at most; {_SETS} if not given, {_DRY_SETS} in a dry run."),
-    ] = None,
-    max_seconds: Annotated[float | None, advanced("S", "Seconds to measure at most.")] = None,
-    noise: options.Noise = None,
-    seed: options.Seed = None,
-    switches: Annotated[Path | None, advanced("FILE", "Switches: topology.conf, or YAML.")] = None,
-    extend: Annotated[
-        bool, flag("--extend", "Add hosts to the plan in DIR (see above).", ADVANCED)
-    ] = False,
-    keep_order: Annotated[
-        bool, flag("--keep-order", "Keep the order of the hosts.", ADVANCED)
-    ] = False,
-    gpus_per_job: Annotated[
-        str | None, advanced("LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see above).")
-    ] = None,
-    gid_index: Annotated[int | None, advanced("N", "NCCL_IB_GID_INDEX of RoCE ports.")] = None,
-    interfaces: options.Interfaces = None,
-    network: options.Network = None,
+    simulate: str | None = options.SIMULATE,
+    gpus: str | None = options.GPUS,
+    nccl: str | None = opt("VERSION", f"{', '.join(known_versions())} checked."),
+    pin_env: list[str] | None = opt("NCCL_NAME", "A variable of all jobs."),
+    nodes: int | None = opt("N", "How many equal nodes to simulate."),
+    hosts: str | None = opt("LIST", "Hosts expected: a list, or a file of one."),
+    tune: bool | None = flag(
+        "--tune/--no-tune",
+        "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
+        "more. The default only of hosts that talk over sockets.",
+        default=None,
+    ),
+    force: bool = flag("--force", "Replace a plan that is already in DIR."),
+    json: bool = options.JSON,
+    output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
+    backend: str | None = advanced("cuda|host", options.BACKEND_HELP),
+    devices: int | None = options.DEVICES,
+    target: float | None = options.TARGET,
+    rings: str | None = advanced("LIST", "Rings together; 1,2,4 if not given."),
+    strategy: str = advanced("NAME", f"One of {', '.join(STRATEGIES)}.", default="best-first"),
+    max_sets: int | None = advanced(
+        "N", f"Sets to measure at most; {_SETS} if not given, {_DRY_SETS} in a dry run."
+    ),
+    max_seconds: float | None = advanced("S", "Seconds to measure at most."),
+    noise: float | None = options.NOISE,
+    seed: int | None = options.SEED,
+    switches: Path | None = advanced("FILE", "Switches: topology.conf, or YAML."),
+    extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR (see above)."),
+    keep_order: bool = advanced_flag("--keep-order", "Keep the order of the hosts."),
+    gpus_per_job: str | None = advanced(
+        "LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see above)."
+    ),
+    gid_index: int | None = advanced("N", "NCCL_IB_GID_INDEX of RoCE ports."),
+    interfaces: str | None = options.INTERFACES,
+    network: str | None = options.NETWORK,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 
@@ -15,11 +14,11 @@ from tccl_py.cli.options import flag, in_range, opt
 from tccl_py.cli.output import GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
-from tccl_py.explanation.explain import DEFAULT_BUDGET, MOST_FINDINGS
+from tccl_py.explanation.explain import MOST_FINDINGS, MOST_SETS
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.again import class_sources, hosts_again, source_again, sources_of_journal
+from tccl_py.plan.again import class_sources, hosts_again, source_again
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -35,7 +34,6 @@ from tccl_py.plan.words import (
     used_paths,
 )
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
-from tccl_py.search.problem import Budget
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource
 from tccl_py.sources.profiled import is_dry_run
@@ -46,11 +44,11 @@ _DRY_SETS = 20
 
 
 def show(
-    directory: options.PlanPath,
+    directory: Path = options.PLAN_PATH,
     *,
-    hops: Annotated[bool, flag("--hops", "List every hop with its rate.")] = False,
-    sets: Annotated[bool, flag("--sets", "List what communicators get by the plugin.")] = False,
-    json: options.Json = False,
+    hops: bool = flag("--hops", "List every hop with its rate."),
+    sets: bool = flag("--sets", "List what communicators get by the plugin."),
+    json: bool = options.JSON,
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
@@ -112,10 +110,10 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def report(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    output: options.Output = None,
-    force: Annotated[bool, flag("--force", "Replace FILE even if it is no report.")] = False,
+    output: Path | None = options.OUTPUT,
+    force: bool = flag("--force", "Replace FILE even if it is no report."),
 ) -> None:
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
@@ -142,19 +140,15 @@ def report(
 
 
 def explain(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    max_sets: Annotated[
-        int | None,
-        opt(
-            "N",
-            "Sets to measure at most that the journal does not hold; "
-            f"{DEFAULT_BUDGET.sets} if not given, {_DRY_SETS} in a dry run.",
-        ),
-    ] = None,
-    max_causes: Annotated[int, opt("N", "Different slow sets to find at most.")] = MOST_FINDINGS,
-    no_measure: Annotated[bool, flag("--no-measure", "Use the plan's journal alone.")] = False,
-    json: options.Json = False,
+    max_sets: int | None = opt(
+        "N",
+        "Sets to measure at most that the journal does not hold; "
+        f"{MOST_SETS} if not given, {_DRY_SETS} in a dry run.",
+    ),
+    max_causes: int = opt("N", "Different slow sets to find at most.", default=MOST_FINDINGS),
+    json: bool = options.JSON,
 ) -> None:
     """Explain a plan: which transfers hurt which, in its rings and in default NCCL's.
 
@@ -162,12 +156,12 @@ def explain(
     memory, and the bandwidth of the same GPUs by writes, reads or bounces. Transfers are left out
     and the rest is measured again: by the model of a simulated plan, on the machine itself of a
     measured plan, or in an MPI job of its hosts. Sets of the journal in DIR are not measured again.
-    The result goes to DIR/explanation.json.
+    Where GPUs share a PCIe switch, writes to several root ports, which collapse on some machines,
+    are measured as well. The result goes to DIR/explanation.json.
 
-    Examples:
+    Example:
 
         tccl explain my-plan
-        tccl explain my-plan --no-measure
     """
     if max_sets is not None:
         in_range("--max-sets", max_sets, 1_000_000)
@@ -176,30 +170,22 @@ def explain(
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
-        source: OpenedSource | None = None
-        if no_measure:
-            sources: Sequence[BandwidthSource]
-            sources, notices = sources_of_journal(plan, directory)
-            notice_each(notices)
-        elif plan.is_cluster and not plan.simulated:
+        source: OpenedSource
+        sources: Sequence[BandwidthSource]
+        if plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header
             hosts = stack.enter_context(hosts_again(plan, header, job_of_plan(plan, stack)))
-            hosts.watch(line.measured)
-            notice_each(hosts.keep_in(journal, optional=True))
             source, sources = hosts, class_sources(hosts, plan.cluster)
+            told = source.keep_in(journal, optional=True)
         else:
-            again, notices = source_again(
-                plan, directory, verb="explain", also=", or add --no-measure"
-            )
-            again.watch(line.measured)
-            notice_each(notices)
-            source = stack.enter_context(again)
+            source, told = source_again(plan, directory)
+            stack.enter_context(source)
             sources = [source] * len(plan.cluster.classes)
-        dry_run = source is not None and is_dry_run(source.header)
-        usual = _DRY_SETS if dry_run else DEFAULT_BUDGET.sets
-        budget = Budget(sets=0 if no_measure else max_sets or usual)
-        found = explanation_of(plan, sources, budget=budget, most=max_causes)
-    notice_each(source.notices if source is not None else ())
+        source.watch(line.measured)
+        notice_each(told)
+        most = max_sets or (_DRY_SETS if is_dry_run(source.header) else MOST_SETS)
+        found = explanation_of(plan, sources, max_sets=most, most=max_causes)
+    notice_each(source.notices)
     found = found.keep(directory, notice)
     if json:
         print_json(found)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 from msgspec.structs import replace
@@ -42,8 +42,9 @@ from tccl_py.report.verification import (
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
 from tccl_py.verify.evaluation import EVALUATED, csv_text
+from tccl_py.verify.jobs import Launcher
 from tccl_py.verify.nccl_tests import PROGRAMS, find_program, size_options
-from tccl_py.verify.plans import JobOptions, evaluate_plan, tuning_budget, verify_plan
+from tccl_py.verify.plans import evaluate_plan, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning
 from tccl_py.verify.sizes import load_sizes
@@ -62,22 +63,20 @@ _OF_SEVERAL = (
 
 
 def verify(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    choice: Annotated[str | None, opt("variables|graph", "Compare this choice alone.")] = None,
-    rounds: Annotated[int, opt("N", "Rounds with a job of each choice.")] = RunBudget().rounds,
-    sizes: Annotated[str | None, opt("LIST", "As 4K,1M,256M; 1K to 1G if not given.")] = None,
-    seconds: Annotated[float, opt("S", "After this no round begins.")] = RunBudget().seconds,
-    collective: Annotated[str, opt("NAME", f"One of {', '.join(COLLECTIVES)}.")] = "all_reduce",
-    training: Annotated[bool, flag("--training", "Also time steps of a small GPT.")] = False,
-    tune: Annotated[bool, flag("--tune", "Keep better settings: 10 minutes or more.")] = False,
-    no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
-    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
-    with_: Annotated[
-        str | None, opt("PROGRAM", "Run this program of nccl-tests; needs no torch.", "--with")
-    ] = None,
-    backend: options.Backend = None,
-    json: options.Json = False,
+    choice: str | None = opt("variables|graph", "Compare this choice alone."),
+    rounds: int = opt("N", "Rounds with a job of each choice.", default=RunBudget().rounds),
+    sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given."),
+    seconds: float = opt("S", "After this no round begins.", default=RunBudget().seconds),
+    collective: str = opt("NAME", f"One of {', '.join(COLLECTIVES)}.", default="all_reduce"),
+    training: bool = flag("--training", "Also time steps of a small GPT."),
+    tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
+    no_checks: bool = flag("--no-checks", "Do not compare results' values."),
+    pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
+    with_: str | None = opt("PROGRAM", "Run this program of nccl-tests; needs no torch.", "--with"),
+    backend: str | None = options.BACKEND,
+    json: bool = options.JSON,
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
@@ -180,21 +179,19 @@ def verify(
 
 
 def evaluate(
-    directory: options.Directory,
+    directory: Path = options.DIRECTORY,
     *,
-    gpus_per_job: Annotated[
-        str | None, opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2.")
-    ] = None,
-    collectives: Annotated[str | None, opt("LIST", f"Of {', '.join(COLLECTIVES)}.")] = None,
-    sizes: Annotated[str | None, opt("LIST", "64K,1M,16M,256M if not given.")] = None,
-    dtype: Annotated[str, opt("NAME", "float32 or bfloat16.")] = "float32",
-    rounds: Annotated[int, opt("N", "Rounds over each set of GPUs.")] = LEAST_ROUNDS,
-    seconds: Annotated[float, opt("S", "After this no set is begun.")] = EVALUATED.seconds,
-    csv: Annotated[Path | None, opt("FILE", "Write a row of each result as CSV.")] = None,
-    no_checks: Annotated[bool, flag("--no-checks", "Do not compare results' values.")] = False,
-    pin_env: Annotated[list[str] | None, opt("NCCL_NAME", "Variables that all jobs get.")] = None,
-    backend: options.Backend = None,
-    json: options.Json = False,
+    gpus_per_job: str | None = opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2."),
+    collectives: str | None = opt("LIST", f"Of {', '.join(COLLECTIVES)}."),
+    sizes: str | None = opt("LIST", "64K,1M,16M,256M if not given."),
+    dtype: str = opt("NAME", "float32 or bfloat16.", default="float32"),
+    rounds: int = opt("N", "Rounds over each set of GPUs.", default=LEAST_ROUNDS),
+    seconds: float = opt("S", "After this no set is begun.", default=EVALUATED.seconds),
+    csv: Path | None = opt("FILE", "Write a row of each result as CSV."),
+    no_checks: bool = flag("--no-checks", "Do not compare results' values."),
+    pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
+    backend: str | None = options.BACKEND,
+    json: bool = options.JSON,
 ) -> None:
     """Evaluate a plan: all collectives by size over sets of GPUs, against default NCCL.
 
@@ -242,7 +239,8 @@ def evaluate(
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
     with _job_options(directory, backend, pin_env, by_model=True) as asked:
-        found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job)
+        by_model = backend is None
+        found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job, by_model=by_model)
     if csv is not None:
         write_result(csv_text(found), csv)
         notice(f"wrote {csv}")
@@ -265,7 +263,7 @@ def _job_options(
     *,
     program: Path | None = None,
     by_model: bool = False,
-) -> Iterator[JobOptions]:
+) -> Iterator[Launcher]:
     """Hold a plan's directory against other runs, and yield how jobs of the plan run.
 
     Plans of several hosts need an MPI job, and plans of one machine none; without a backend a
@@ -287,11 +285,11 @@ def _job_options(
             raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
         # A plan that is written into it meanwhile would get the results of another one.
         stack.enter_context(locked(directory))
-        yield JobOptions(
+        yield Launcher(
             job=job,
-            backend=kind,
-            pinned=tuple(pin_env or ()),
-            program=program,
+            backend=kind or "cuda",
+            keep=tuple(pin_env or ()),
+            nccl_tests=program,
             say=notice,
             watch=stack.enter_context(ProgressLine()).say,
         )
@@ -301,8 +299,8 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     """Verify a plan that was just written, tune it, and return it."""
     budget = tuning_budget(load_plan(directory))
     with ProgressLine() as line:
-        asked = JobOptions(job=job, backend=backend, say=notice, watch=line.say)
-        found = verify_plan(directory, budget, asked, tune=True)
+        launcher = Launcher(job=job, backend=backend, say=notice, watch=line.say)
+        found = verify_plan(directory, budget, launcher, tune=True)
     console = results(stderr=True)
     print_verification(found, console)
     print_sizes(load_sizes(directory), console)

@@ -12,7 +12,8 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_json
-from tccl_py.model.transfer import direct_write, flow_texts, parse_flow
+from tccl_py.model.rings import direct_write
+from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import (
     TORCH,

@@ -144,6 +144,8 @@ def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> 
     if gpus is None:
         # The host's name may resolve to an address of no local interface.
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # As torchrun: ranks share the cores, and idle threads of each would keep them busy.
+        found.setdefault("OMP_NUM_THREADS", "1")
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         # NVML's order, which the indices have.

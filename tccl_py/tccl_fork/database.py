@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop, Ring
-from tccl_py.model.transfer import Place, Transfer, leaving, transfer_set
+from tccl_py.model.rings import leaving
+from tccl_py.model.transfer import Place, Transfer, transfer_set
 from tccl_py.plan.again import NoSource, known_model, measured_again
 from tccl_py.plan.parts import PlanChain, is_proven
 from tccl_py.plan.plan import Plan
@@ -34,6 +34,7 @@ from tccl_py.tccl_fork.search import (
     DatabaseTask,
     Found,
     plan_channels,
+    ring_of,
     task_of,
     throughs,
 )
@@ -74,8 +75,7 @@ def kept_chains(
     every = (
         (table.gpus, settings.buffsize, chain)
         for table in tables
-        for settings, found in table.all_chains()
-        for chain in found.chains
+        for settings, chain in table.all_chains()
     )
     for gpus, fifo_bytes, chain in every:
         by, blocks = chain.entry_nic, chain.hops[0].flow.blocks or 1
@@ -84,8 +84,7 @@ def kept_chains(
             continue
         best = groups.setdefault((by or 0, blocks, fifo_bytes), {})
         if gpus not in best or chain.rate > best[gpus].rate_gbps:
-            closed = Ring(tuple(Hop(hop.source, hop.target, hop.flow) for hop in chain.hops))
-            best[gpus] = Found(ring=closed, rate_gbps=chain.rate, bound_gbps=None)
+            best[gpus] = Found(ring=ring_of(chain), rate_gbps=chain.rate, bound_gbps=None)
     if not groups:
         what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
         raise InputError("the plan's tables", what, "name another NIC, or plan the cluster again")

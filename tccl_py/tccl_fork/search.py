@@ -14,7 +14,19 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine, Nic, parse_gpus
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop, HopSpace, Ring, ring, ring_set
+from tccl_py.model.rings import (
+    Hop,
+    HopSpace,
+    Options,
+    Ring,
+    bounce,
+    direct_read,
+    direct_write,
+    entering,
+    leaving,
+    ring,
+    ring_set,
+)
 from tccl_py.model.symmetry import (
     Symmetry,
     automorphisms,
@@ -24,25 +36,17 @@ from tccl_py.model.symmetry import (
     onto,
     relabelled_hop,
 )
-from tccl_py.model.transfer import (
-    Fifo,
-    Flow,
-    Place,
-    bounce,
-    direct_read,
-    direct_write,
-    entering,
-    leaving,
-)
+from tccl_py.model.transfer import Fifo, Flow, Place
 from tccl_py.nccl.network import WORLD, chain_space
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import direct_pairs
 from tccl_py.plan.directory import class_view
+from tccl_py.plan.parts import PlanChain
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Order, measured_well
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult
+from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import AGREEMENT, find_rings
 from tccl_py.sources.remembering import RememberingSource, remembering
 
@@ -51,8 +55,7 @@ DEFAULT_MAX_SETS = 10_000
 LARGEST_INDEX = 21  # Of a GPU: the fork's table has 32-bit numbers
 ALL_SETS_UP_TO = 8  # 8 GPUs have 247 sets of two or more; above only requested sets
 LEAST_IDLE = 10  # Sets without a better ring that any search may measure before it gives up
-LARGE_BUDGET, SMALL_BUDGET = Budget(sets=2000, idle_sets=100), Budget(sets=1000, idle_sets=50)
-WORTH = 1.01  # A known ring gives way to a ring that is faster by more than this factor
+LARGE, SMALL = (2000, 100), (1000, 50)  # Sets of a search, and sets without a better ring
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +77,8 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
 
     `subsets` are the sets of GPUs that jobs use, None being all subsets, as far as those are few.
     Each hop is moved by `blocks` thread blocks through FIFOs of `fifo_bytes`. `rings` are known
-    rings. After `max_sets` measured sets only known rings are tried. `p2p_level` is pinned.
+    rings, by any blocks. After `max_sets` measured sets only known rings are tried. `p2p_level` is
+    pinned.
     """
 
     machine: Machine
@@ -89,20 +93,24 @@ class DatabaseTask(msgspec.Struct, frozen=True, kw_only=True):
     reporter: Reporter | None = None
     p2p_level: Level | None = None
 
+    @property
+    def options(self) -> Options:
+        """Blocks and FIFO of every flow."""
+        return {"blocks": self.blocks, "fifo": Fifo(bytes=self.fifo_bytes)}
+
     def hop_space(self, gpus: Sequence[int]) -> HopSpace:
         """Return direct writes and reads of the pairs that may, and all bounces, between GPUs."""
         machine, knowledge, order = self.machine, self.knowledge, tuple(sorted(gpus))
         direct = direct_pairs(machine, knowledge, self.p2p_level, gpus=self.gpus)
-        blocks, fifo = self.blocks, Fifo(bytes=self.fifo_bytes)
 
         def flows(source: int, target: int) -> Iterator[Flow]:
             if direct is None or (source, target) in direct:
                 if knowledge.can_access(machine, source, target):
-                    yield direct_write(source, target, blocks=blocks, fifo=fifo)
+                    yield direct_write(source, target, **self.options)
                 if knowledge.can_access(machine, target, source):
-                    yield direct_read(source, target, blocks=blocks, fifo=fifo)
+                    yield direct_read(source, target, **self.options)
             for node in machine.numa_nodes:
-                yield bounce(source, target, node.index, blocks=blocks, fifo=fifo)
+                yield bounce(source, target, node.index, **self.options)
 
         hops = {
             pair: tuple(Hop(*pair, flow) for flow in flows(*pair))
@@ -163,7 +171,7 @@ def task_of(
         if gpu not in gpus:
             known = ", ".join(map(str, gpus))
             raise InputError(f"GPU {gpu}", "is not in the plan", f"it has {known}")
-    task = DatabaseTask(
+    return DatabaseTask(
         machine=node.machine,
         knowledge=node.knowledge,
         source=remembering(source),
@@ -172,21 +180,15 @@ def task_of(
         blocks=min(plan_channels(plan), MOST_CHANNELS),
         fifo_bytes=plan.settings.buffsize,
         max_sets=max_sets,
+        rings=() if plan.is_cluster else tuple(map(ring_of, plan.rings)),
         reporter=reporter,
         p2p_level=pinned_level(plan.pinned_env),
     )
-    # The plan's rings with the fork's number of blocks, where the fork can use them.
-    space, rings = task.hop_space(task.gpus), []
-    for planned in () if plan.is_cluster else plan.rings:
-        hops = [
-            choice
-            for hop in planned.hops
-            for choice in space.between(*hop.ends)
-            if choice.flow.transfers == hop.flow.transfers
-        ]
-        if len(hops) == len(planned.hops):
-            rings.append(ring(hops))
-    return msgspec.structs.replace(task, rings=tuple(rings))
+
+
+def ring_of(chain: PlanChain) -> Ring:
+    """Return a plan's ring, or chain closed through the world."""
+    return Ring(tuple(Hop(*hop.ends, hop.flow) for hop in chain.hops))
 
 
 def plan_channels(plan: Plan) -> int:
@@ -210,18 +212,36 @@ class DatabaseSearch:
 
     def find_rings(self) -> None:
         """Find a ring over each set of GPUs; interrupts go on: half a database fails jobs."""
-        sets = self.task.sets_of_gpus(least=2)
-        self._find_all(sets, self._ring, self._symmetry, self.rings, self.missing_rings)
+        task = self.task
+
+        def search(gpus: Order) -> Found:
+            whole = self.rings.get(task.gpus)
+            rings = [*task.rings, *([whole.ring] if whole else [])]
+            # A plan's ring stands if no ring is faster by more than the search's tolerance.
+            planned = [one for one in task.rings if sorted(one.gpus) == sorted(gpus)]
+            orders = dict.fromkeys(tuple(gpu for gpu in one.gpus if gpu in gpus) for one in rings)
+            space, limits = task.hop_space(gpus), LARGE if gpus == task.gpus else SMALL
+            return self._searched(gpus, space, self._symmetry, [*planned, *orders], limits)
+
+        sets = task.sets_of_gpus(least=2)
+        self._find_all(sets, search, self._symmetry, self.rings, self.missing_rings)
 
     def find_chains(self, nic: Nic) -> None:
         """Find the best chain by a NIC over each set of GPUs."""
-        symmetry = fixing(self._symmetry, [nic.id])
+        task, symmetry = self.task, fixing(self._symmetry, [nic.id])
 
         def search(gpus: Order) -> Found:
-            return self._chain(gpus, nic, symmetry)
+            space = self._chain_space(gpus, nic)
+            if len(gpus) == 1:
+                return self._over_one(gpus[0], space)
+            whole = self.chains.get(task.gpus)
+            known = [tuple(gpu for gpu in whole.ring.gpus if gpu in gpus)] if whole else []
+            orders = [(WORLD, *order) for order in (*known, gpus)]
+            return self._searched(gpus, space, symmetry, orders, LARGE)
 
-        sets = self.task.sets_of_gpus(least=1)
-        self._find_all(sets, search, symmetry, self.chains, self.missing_chains)
+        self._find_all(
+            task.sets_of_gpus(least=1), search, symmetry, self.chains, self.missing_chains
+        )
 
     def _find_all(
         self,
@@ -252,63 +272,33 @@ class DatabaseSearch:
             return None
         return msgspec.structs.replace(image, rate_gbps=measured.rate_gbps)
 
-    def _ring(self, gpus: Order) -> Found:
-        task, whole = self.task, self.rings.get(self.task.gpus)
-        known = [*task.rings, *([whole.ring] if whole else [])]
-        orders = [tuple(gpu for gpu in one.gpus if gpu in gpus) for one in known]
-        space, budget = task.hop_space(gpus), LARGE_BUDGET if gpus == task.gpus else SMALL_BUDGET
-        best = self._searched(gpus, space, self._symmetry, [*dict.fromkeys(orders)], budget)
-        for planned in task.rings:
-            if tuple(sorted(planned.gpus)) == gpus:
-                rate = measured_well(task.source, ring_set([planned])).rate_gbps
-                if rate * WORTH >= best.rate_gbps:
-                    best = msgspec.structs.replace(best, ring=planned, rate_gbps=rate)
-        return best
-
-    def _chain(self, gpus: Order, nic: Nic, symmetry: Symmetry) -> Found:
-        space = self._chain_space(gpus, nic)
-        if len(gpus) == 1:
-            return self._over_one(gpus[0], space)
-        whole = self.chains.get(self.task.gpus)
-        known = [tuple(gpu for gpu in whole.ring.gpus if gpu in gpus)] if whole else []
-        orders = [(WORLD, *order) for order in (*known, gpus)]
-        return self._searched(gpus, space, symmetry, orders, LARGE_BUDGET)
-
     def _searched(
         self,
         gpus: Order,
         space: HopSpace,
         symmetry: Symmetry,
-        orders: Sequence[Order],
-        budget: Budget,
+        known: Sequence[Ring | Order],
+        limits: tuple[int, int],
     ) -> Found:
-        task = self.task
+        """Search with the sets that are left; without any, only known rings are rated."""
+        task, (sets, idle) = self.task, limits
+        left = max(0, task.max_sets - task.source.sets_measured)
+        # The fewer sets are left, the sooner a search gives up: later searches need some.
+        idle = max(LEAST_IDLE, int(idle * left / task.max_sets))
         problem = SearchProblem(
             spaces={1: space},
             source=task.source,
             symmetry=fixing(symmetry, [f"G{gpu}" for gpu in gpus]),
-            known=tuple((order,) for order in orders),
+            known=tuple((one,) for one in known),
             cuts=natural_cuts(task.machine, task.knowledge, gpus=gpus),
-            budget=budget,
+            budget=Budget(sets=min(sets, left), idle_sets=idle) if left else Budget(),
         )
-        result = self._limited(problem)
-        rate = measured_well(task.source, result.rings).rate_gbps
-        return Found(ring=result.rings.rings[0], rate_gbps=rate, bound_gbps=result.bound_gbps)
-
-    def _limited(self, problem: SearchProblem) -> SearchResult:
-        """Search with the sets that are left; without any, only known orders are rated."""
-        task, budget, strategy = self.task, Budget(), "nccl-order"
-        left = task.max_sets - task.source.sets_measured
-        if left > 0:
-            # The fewer sets are left, the sooner a search gives up: later searches need some.
-            idle = int((problem.budget.idle_sets or 0) * left / task.max_sets)
-            sets = min(problem.budget.sets or left, left)
-            budget, strategy = Budget(sets=sets, idle_sets=max(LEAST_IDLE, idle)), "best-first"
-        problem = msgspec.structs.replace(problem, budget=budget)
+        strategy = "best-first" if left else "nccl-order"
         result = find_rings(problem, strategy=strategy, reporter=task.reporter)
         if result.cancelled:
             raise KeyboardInterrupt
-        return result
+        rate = measured_well(task.source, result.rings).rate_gbps
+        return Found(ring=result.rings.rings[0], rate_gbps=rate, bound_gbps=result.bound_gbps)
 
     def _over_one(self, gpu: int, space: HopSpace) -> Found:
         found = []
@@ -323,18 +313,12 @@ class DatabaseSearch:
         return max(found, key=lambda chain: chain.rate_gbps)
 
     def _chain_space(self, gpus: Order, nic: Nic) -> HopSpace:
-        task, fifo = self.task, Fifo(bytes=self.task.fifo_bytes)
+        task, how = self.task, self.task.options
         ends = [(gpu, through) for gpu in gpus for through in throughs(task, nic, gpu)]
         return chain_space(
             task.hop_space(gpus),
-            [
-                (gpu, entering(nic.index, gpu, through=node, blocks=task.blocks, fifo=fifo))
-                for gpu, node in ends
-            ],
-            [
-                (gpu, leaving(gpu, nic.index, through=node, blocks=task.blocks, fifo=fifo))
-                for gpu, node in ends
-            ],
+            [(gpu, entering(nic.index, gpu, through=node, **how)) for gpu, node in ends],
+            [(gpu, leaving(gpu, nic.index, through=node, **how)) for gpu, node in ends],
         )
 
 
