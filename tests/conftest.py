@@ -132,8 +132,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """Leave the modules and tests alone in later collections: they stay, and are many."""
+    """Leave the modules and tests alone in later collections, which are rarer than usual."""
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items):

@@ -8,8 +8,7 @@ from tccl_profiler.execution import RunResult
 from tccl_profiler.messages import Pinged
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.rings import Hop, HopSpace
-from tccl_py.model.transfer import bounce, direct_read, direct_write
+from tccl_py.model.rings import Hop, HopSpace, bounce, direct_read, direct_write
 
 
 def space_of(gpus, *, mechanisms=1, missing=()):

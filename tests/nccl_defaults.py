@@ -69,7 +69,7 @@ def ours(case: Case) -> dict[str, Any]:
     }
     graphs = {
         name: {
-            "orders": [[int(gpu[1:]) for gpu in order] for order in graph.orders],
+            "orders": [list(order) for order in graph.orders],
             "cross nic": graph.cross_nic,
             "rate inside": round(graph.rate_intra, 3),
             "type inside": graph.type_intra.name,
@@ -85,7 +85,7 @@ def _outside(graph: Graph) -> dict[str, Any]:
     return {
         "rate outside": round(graph.rate_inter, 3),
         "type outside": graph.type_inter.name,
-        "NICs": [[int(port[1:]) for port in ports] for ports in graph.ports],
+        "NICs": [list(nics) for nics in graph.nics],
     }
 
 

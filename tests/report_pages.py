@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.model.transfer import bounce, direct_write, transfer_set
+from tccl_py.model.rings import bounce, direct_write
+from tccl_py.model.transfer import transfer_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.writing import write_plan

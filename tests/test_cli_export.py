@@ -118,8 +118,8 @@ def test_the_plan_and_its_journal_stay_as_they_are(directory, tmp_path):
     ("arguments", "said"),
     [
         (
-            ["--runtime", "tccl", "--nccl", "2.18"],
-            "--nccl: is for another runtime, nccl",
+            ["--runtime", "tccl", "--hosts", "a"],
+            "--hosts: is for another runtime, nccl",
         ),
         (
             ["--nic", "0"],
@@ -266,14 +266,13 @@ def chains_of_tables(place):
     for file in (place / "tables").glob("*.json"):
         table = json.loads(file.read_text())
         for answer in table["answers"]:
-            for part in answer["paired"]:
-                for pair, hops, rates in zip(
-                    part["pairs"], part["chains"], part["gbps"], strict=True
-                ):
-                    first = parse_flow(table["hops"][hops[0]]["flow"])
-                    if pair[0] == pair[1]:
-                        buffer = answer["settings"].get("buffsize", 4 << 20)
-                        yield tuple(table["gpus"]), (first.blocks, buffer), min(rates)
+            under = table["settings"][answer["under"]]
+            chains = zip(answer["pairs"], answer["chains"], answer["gbps"], strict=True)
+            for pair, hops, rates in chains:
+                first = parse_flow(table["hops"][hops[0]]["flow"])
+                if pair[0] == pair[1]:
+                    buffer = under.get("buffsize", 4 << 20)
+                    yield tuple(table["gpus"]), (first.blocks, buffer), min(rates)
 
 
 def test_a_measured_clusters_chains_are_the_fastest_of_its_tables_by_equal_means(

@@ -17,7 +17,6 @@ from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
@@ -189,6 +188,13 @@ BAD = {
     "10^9 rings": (("--rings", "9" * 9), "--rings '999999999': is out of range"),
     "no sets": (("--max-sets", "0"), "--max-sets: is 0; 1 to"),
     "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0"),
+    "a negative seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
+    "GPUs per job that no host has": (
+        ("--nodes", "2", "--gpus-per-job", "99"),
+        "--gpus-per-job: '99' fits no host",
+    ),
+    "a missing list of hosts": (("--hosts", "nope.txt"), "--hosts 'nope.txt': is no file"),
+    "a missing folder of lists": (("--hosts", "lists/a"), "--hosts 'lists/a': is no file"),
     "NaN noise": (("--noise", "nan"), "noise: is nan; 0 to 1"),
     "a strategy": (
         ("--strategy", "x"),
@@ -483,26 +489,3 @@ def test_export_refuses_a_directory_that_exists_and_a_runtime_it_does_not_know(d
     result = tccl("export", directory, "--runtime", "mpi")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--runtime 'mpi': is not" in result.stderr
-
-
-def test_export_for_another_version_keeps_the_flows_or_refuses(directory):
-    plan = load_plan(directory)
-    for version in ("2.18", "2.28", "2.30"):
-        result = tccl("export", directory, "--nccl", version)
-        if result.exit_code:
-            assert "it: tccl plan --nccl" in result.stderr and f"{version}" in result.stderr
-            continue
-        graph = parse_graph_file(result.stdout, where="stdout", version=version)[0]
-        wanted = per_channel([ring.gpus for ring in plan.rings], plan.settings.channels)
-        assert tuple(channel.gpus for channel in graph.channels) == wanted
-    assert done("export", directory, "--nccl", "2.30").exit_code == 0
-
-
-def test_export_does_not_claim_rates_for_a_version_that_moves_hops_otherwise(tmp_path):
-    plan = plan_of("intel-v100")
-    free = msgspec.structs.replace(plan.settings, p2p_level="LOC")
-    write_plan(msgspec.structs.replace(plan, settings=free), tmp_path)
-    result = tccl("export", tmp_path, "--nccl", "2.28")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("tccl: NCCL 2.28: on intel-v100 moves by ")
-    assert result.stderr.endswith("make a plan for it: tccl plan --nccl 2.28\n")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
-from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import digest
@@ -22,7 +21,6 @@ from tccl_py.nccl.versions import known_versions
 from tccl_py.plan.beside import plugin_variables
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.variants import for_version
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
@@ -292,32 +290,6 @@ def test_exported_files_name_their_own_place(tmp_path):
     assert f"_tccl_hosts={place}/nccl/hosts\n" in (place / "nccl" / "env.sh").read_text()
     with pytest.raises(InputError, match=r"already exists; name a new"):
         write_nccl_files(plan, place)
-
-
-def test_a_version_that_moves_hops_alike_takes_the_plan(tmp_path):
-    plan = mixed()
-    other = for_version(plan, "2.28")
-    assert other == msgspec.structs.replace(
-        plan, settings=msgspec.structs.replace(plan.settings, version="2.28")
-    )
-    check_run(other, nccl_files(other, tmp_path))
-
-
-def test_a_version_that_moves_a_hop_otherwise_is_refused():
-    plan = mixed()
-    first, *rest = plan.paths
-    chain = first.chains[0]
-    other = msgspec.structs.replace(
-        chain,
-        hops=(
-            msgspec.structs.replace(chain.hops[0], flow=parse_flow("N0->N0->C0->G1->G1")),
-            *chain.hops[1:],
-        ),
-    )
-    changed = msgspec.structs.replace(first, chains=(other, *first.chains[1:]))
-    plan = msgspec.structs.replace(plan, paths=(changed, *rest))
-    with pytest.raises(InputError, match=r"on four moves by .*"):
-        for_version(plan, "2.28")
 
 
 def runs_programs(shell):

@@ -139,7 +139,7 @@ HOPS = (*CHAIN, "hops")
         (("sets_measured",), -HUGE, "$.sets_measured"),
         # of another kind
         (("format_version",), 7, "(format version 7); this program reads"),
-        (("kind",), 5, "does not fit Plan"),
+        (("kind",), 5, "does not fit the plan format"),
         (("cluster", "rails"), "only", "has rings that change NICs"),
     ],
 )

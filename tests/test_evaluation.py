@@ -194,7 +194,7 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     jobs(by_plan(lambda _: 1.1))
     none = tccl("evaluate", place, "--gpus-per-job", "99")
     assert (none.exit_code, none.stdout) == (2, "")
-    assert "--gpus-per-job: '99' names no numbers" in none.stderr
+    assert "--gpus-per-job: '99' fits no host" in none.stderr
     words = ("--backend", "host", "--sizes", "4K", "--seconds", "0.001")
     found, done = evaluated(place, *words, "--gpus-per-job", "3,2")
     assert {len(c["gpus"]) for c in found["cells"]} == {4}

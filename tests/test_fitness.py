@@ -112,6 +112,10 @@ def test_a_plan_is_for_one_version_of_nccl(planned, used, said):
     assert bool(found) == bool(said)
 
 
+def test_no_plan_is_advised_for_a_version_without_rules():
+    assert "plan again" not in why_not_with(Settings(version="2.30"), "1.0")
+
+
 def test_no_version_of_nccl_is_a_sentence():
     with pytest.raises(InputError) as error:
         why_not_with(Settings(), "new")

@@ -21,7 +21,7 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalFile, covers, read_journal, widen_journal
+from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
@@ -260,22 +260,20 @@ def test_equal_machines_join_a_class_and_known_hosts_keep_their_machine():
 
 
 def header(*hosts, driver="1", rest="host backend, repeats 6"):
-    parts = [f"host {name}: GPUs x; driver {driver}" for name in hosts]
-    return JournalHeader(
-        machine=",".join(hosts), identity=" | ".join([*parts, rest]), simulated=False
-    )
+    parts = dict.fromkeys(hosts, f"GPUs x; driver {driver}")
+    return JournalHeader(machine=",".join(hosts), identity=rest, hosts=parts, simulated=False)
 
 
 def test_a_journal_of_more_hosts_holds_for_fewer_and_no_others():
     both = header("h0", "h1")
-    assert covers(both, header("h1"))
-    assert covers(both, both)
-    assert not covers(header("h1"), both)
-    assert not covers(both, header("h1", driver="2"))
-    assert not covers(both, header("h1", rest="host backend, repeats 7"))
-    alone = JournalHeader(machine="box", identity="GPUs x | driver 1", simulated=False)
-    assert not covers(both, alone)
-    assert not covers(alone, header("h1"))
+    assert both.covers(header("h1"))
+    assert both.covers(both)
+    assert not header("h1").covers(both)
+    assert not both.covers(header("h1", driver="2"))
+    assert not both.covers(header("h1", rest="host backend, repeats 7"))
+    alone = JournalHeader(machine="box", identity="GPUs x; driver 1", simulated=False)
+    assert not both.covers(alone)
+    assert not alone.covers(header("h1"))
 
 
 def test_a_class_is_found_in_the_journal_whatever_hosts_it_was_measured_on(two, hosts, tmp_path):

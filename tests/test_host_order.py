@@ -8,7 +8,7 @@ import subprocess
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.plan.writing import (
@@ -65,6 +65,7 @@ def hosts_of_ranks(rankfile):
     return tuple(host for _, host in found)
 
 
+@settings(max_examples=40)
 @given(orders(), st.text(max_size=30))
 def test_every_file_is_read_back(order, provenance):
     ranks = {host: len(gpus) for host, gpus in order}

@@ -5,7 +5,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
@@ -66,6 +66,7 @@ def test_a_name_is_doubled():
     refused(lambda: check_host_names(["a", "b", "a"], where="job"), "job: host a is named twice")
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=100), st.sets(names, max_size=4))
 def test_class_names_are_fit_and_new(text, taken):
     name = class_name(text, taken)

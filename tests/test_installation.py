@@ -346,7 +346,7 @@ def test_one_file_for_two_things_is_refused(tmp_path):
 def test_a_damaged_record_is_a_sentence(tmp_path):
     state_directory().mkdir(parents=True)
     (state_directory() / "installed.json").write_text('{"files": 1}')
-    with pytest.raises(InputError, match="does not fit Record"):
+    with pytest.raises(InputError, match="does not fit the record format"):
         uninstall()
 
 

@@ -94,12 +94,12 @@ def assert_planned(world, made, rank):
         assert following == order[(order.index(rank) + 1) % len(order)]
 
 
-@pytest.fixture(scope="module", params=["two hosts", "unlike GPUs"])
-def job(planned, request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def job(planned, tmp_path_factory):
     """A job that needs its graph files, its ranks as (host, GPU), and its variables."""
     plan, place = planned
-    hosts = [HostSlots(name) for name in JOBS[request.param]]
-    made = plan_of_job(plan, place, hosts, JOBS[request.param])
+    gpus = JOBS["unlike GPUs"]
+    made = plan_of_job(plan, place, [HostSlots(name) for name in gpus], gpus)
     made = needing_a_graph(made)
     folder = tmp_path_factory.mktemp("jobs") / "job"
     write_job(made, folder, {one.name: "{}" for one in made.cluster.classes})

@@ -106,7 +106,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         journal.measure([ONE, TWO])
     lines = path.read_text().split("\n")
     path.write_text("\n".join([lines[0], lines[1][:-5], lines[2], ""]))
-    with pytest.raises(InputError, match=r"m\.jsonl:2: does not fit Measurement"):
+    with pytest.raises(InputError, match=r"m\.jsonl:2: does not fit the measurement format"):
         read_journal(path)
 
 

@@ -62,21 +62,21 @@ def corrupted(path, line, field, value):
 REFUSED = [
     ("samples_gbps", [[-5.0], [1.0]], "has a rate of -5 GB/s; give a file this program wrote"),
     ("samples_gbps", [[1.0], [1e300]], "has a rate of 1e+300 GB/s"),
-    ("samples_gbps", [[1.0], [math.nan]], "does not fit Measurement"),
-    ("samples_gbps", [[1.0], [math.inf]], "does not fit Measurement"),
+    ("samples_gbps", [[1.0], [math.nan]], "does not fit the measurement format"),
+    ("samples_gbps", [[1.0], [math.inf]], "does not fit the measurement format"),
     ("samples_gbps", [], "has rates of 0 flows, but its set has 2"),
     ("samples_gbps", [[1.0]], "has rates of 1 flows, but its set has 2"),
     ("samples_gbps", [[], []], "does not have a rate of every flow in every repeat"),
     ("samples_gbps", [[1.0], [1.0, 2.0]], "does not have a rate of every flow in every repeat"),
-    ("transfers", "", "does not fit Measurement (transfer set is empty"),
-    ("transfers", "G0->G1", "does not fit Measurement (flow 'G0->G1' has 2 places"),
-    ("transfers", "G2->G2->G3 G0->G0->G1", "does not fit Measurement"),
-    ("transfers", "G0->G0->G1  G2->G2->G3", "does not fit Measurement"),
+    ("transfers", "", "does not fit the measurement format (transfer set is empty"),
+    ("transfers", "G0->G1", "does not fit the measurement format (flow 'G0->G1' has 2 places"),
+    ("transfers", "G2->G2->G3 G0->G0->G1", "does not fit the measurement format"),
+    ("transfers", "G0->G0->G1  G2->G2->G3", "does not fit the measurement format"),
     ("simulated", False, "contradicts line 1 on whether it is simulated"),
     ("overlap", 1.5, "has overlap 1.5"),
     ("skew_us", -1.0, "has skew_us -1"),
     ("outliers", [2], "has an outlier that is none of its 2 repeats"),
-    ("colour", "red", "does not fit Measurement"),
+    ("colour", "red", "does not fit the measurement format"),
 ]
 
 
@@ -291,7 +291,7 @@ def test_a_journal_where_files_have_no_locks_is_used_all_the_same(path, monkeypa
     assert measured(path)[2] == measured(path)[2] + [str(one) for one in SETS]
 
 
-LINES = 100_000
+LINES = 60_000
 READING = """
 import resource, sys, time
 from pathlib import Path

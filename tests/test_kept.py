@@ -12,12 +12,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explanation.build import by_mechanism
-from tccl_py.explanation.explain import explain, subjects
+from tccl_py.explanation.explain import by_mechanism, explain, subjects
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.model.rings import ring_like, ring_set
-from tccl_py.model.transfer import direct_write
+from tccl_py.model.rings import direct_write, ring_like, ring_set
 from tccl_py.nccl.graph_search import default_choice, default_choice_or_sys
 from tccl_py.nccl.settings import Settings, pinned_level, pinned_values
 from tccl_py.nccl.transport import (
@@ -42,17 +40,7 @@ from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import make_database
 from tccl_py.tccl_fork.search import task_of
 from tests.nccl_nodes import with_nics
-from tests.planned import (
-    ASUS,
-    FEW,
-    FOUR_GPUS,
-    PCIE,
-    SMALL,
-    WRX,
-    WRX_BUDGET,
-    plan_of,
-    through,
-)
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, WRX, WRX_BUDGET, plan_of, through
 from tests.tccl_runtime import parse_tccl_xml
 from tests.toy import toy_machine
 
@@ -333,7 +321,7 @@ def test_variables_that_limit_nothing_are_refused_before_anything_is_asked():
 
 def test_an_explanation_asks_for_no_transfer_that_jobs_cannot_have():
     source, plan = Asked(load_bundled(SMALL)), kept_plan(SMALL)
-    assert explain(plan, source, budget=Budget(sets=60)).rings
+    assert explain(plan, source, max_sets=60).rings
     assert source.sets
     assert all(flow.is_bounce for one in source.sets for flow in one.flows)
     assert by_mechanism(plan, direct_write(0, 1), "direct read") is None

@@ -56,7 +56,7 @@ def first(**changes):
         (changed(colour="red"), "Object contains unknown field `colour`"),
         (changed(name=7), "Expected `str`, got `int` - at `$.name`"),
         (changed(nvlinks=[{"source": "G0", "target": "G9", "count": 1}]), "joins G0 and G9"),
-        ('{"name": NaN}', "m.json: does not fit Machine"),
+        ('{"name": NaN}', "m.json: does not fit the machine format"),
         ('{"x": ' + "[" * 100_000, "m.json: "),
         ("", "m.json: is empty"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import SearchError
 from tccl_py.merge import walks
 from tccl_py.merge.rings import ChainTable, merge_in_order, merge_with_switches
-from tccl_py.merge.walks import Joiner, Orders, could_close, host_piece
+from tccl_py.merge.walks import Joiner, Orders, host_piece
 from tccl_py.model.cluster import SwitchTree
 
 SPARSE = (0, 0, 0, 0, 1, 2, 3)
@@ -80,10 +80,6 @@ def test_merging_in_any_order_equals_brute_force(seed, crossings, nodes):
     orders = {(nodes[0], *rest) for rest in itertools.permutations(nodes[1:])}
     best = max(brute_force(tables, order) for order in orders)
     assert rate_or_none(merge_any_order, tables, counts) == best
-    relations = np.stack([tables[number].rates for number in sorted(set(nodes))])
-    for rate in (1, 2, 3, 4, 5):
-        if best >= rate:
-            assert could_close(relations >= rate, [count for count in counts if count])
 
 
 def stays_together(tree, order):
@@ -252,9 +248,7 @@ def test_no_order_is_above_a_free_one_and_no_free_one_above_the_bound(seed, node
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 7), st.integers(2, 5), st.floats(0.05, 0.3))
-def test_parts_find_only_what_all_orders_have_and_the_bound_rules_out_no_ring(
-    seed, crossings, kinds, density
-):
+def test_parts_find_only_what_all_orders_have(seed, crossings, kinds, density):
     rng = np.random.default_rng(seed)
     relations = rng.uniform(size=(kinds, crossings, crossings)) < density
     counts = rng.integers(1, 4, kinds).tolist()
@@ -275,19 +269,6 @@ def test_parts_find_only_what_all_orders_have_and_the_bound_rules_out_no_ring(
             before = after
         assert before == leave
         assert sorted(host for host, _ in steps) == list(range(len(pieces)))
-    if np.diagonal(every).any():
-        assert could_close(relations, counts)
-
-
-def test_an_odd_number_of_nodes_that_all_change_sides_is_ruled_out():
-    side = np.arange(16) < 8
-    relations = np.stack([side[:, None] != side[None, :]] * 12)
-    relations &= np.random.default_rng(0).uniform(size=relations.shape) < 0.5
-    assert not could_close(relations, [41] * 11 + [42])
-    assert could_close(relations, [41] * 12)
-    odd = named(relations.astype(float) + 1)
-    assert merge_any_order(odd, [3] * 11 + [4]).bound_gbps == 1
-    assert merge_any_order(odd, [3] * 11 + [3]).rate_gbps == 2
 
 
 @pytest.mark.parametrize("seed", range(12))

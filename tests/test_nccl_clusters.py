@@ -261,10 +261,8 @@ def test_two_nodes_of_one_h200_search_and_connect_as_their_dump_and_log_say():
         seen = view(node.machine, NOTHING, Settings(version="2.28.9"))
         ours, trees = search_ring(seen, nodes=2), search_tree(seen, nodes=2, channels=2)
         for graph, found in ((ring, ours), (tree, trees)):
-            assert [(c.gpus, c.nets) for c in graph.channels] == [
-                (tuple(int(gpu[1:]) for gpu in order), tuple(int(net[1:]) for net in ends))
-                for order, ends in zip(found.orders, found.ports, strict=True)
-            ]
+            channels = tuple((channel.gpus, channel.nets) for channel in graph.channels)
+            assert channels == tuple(zip(found.orders, found.nics, strict=True))
             rates = found.rate_intra, found.rate_inter, found.cross_nic
             assert rates == (graph.speedintra, graph.speedinter, graph.crossnic)
             types = found.type_intra.name, found.type_inter.name

@@ -29,7 +29,7 @@ def test_a_recorded_default_is_found(name):
 
 @needs_judge
 def test_defaults_of_random_machines_are_those_of_nccl():
-    cases = [random_case(random.Random(seed)) for seed in range(30)]
+    cases = [random_case(random.Random(seed)) for seed in range(22)]
     differences = {}
     for seed, (case, answer) in enumerate(
         zip(cases, judged([case.question() for case in cases]), strict=True)
@@ -37,7 +37,7 @@ def test_defaults_of_random_machines_are_those_of_nccl():
         # A node that NCCL cuts in parts, or whose pairs go by NET, is another question.
         if answer["rc"] == 0 and answer["nNodes"] == case.nodes:
             differences[seed] = difference(ours(case), theirs(case, answer))
-    assert len(differences) >= 25
+    assert len(differences) >= 18
     assert {seed: name for seed, name in differences.items() if name not in (None, NET_PAIRS)} == {}
 
 

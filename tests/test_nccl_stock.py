@@ -157,7 +157,7 @@ def test_one_gpu_a_node_gets_what_a_log_of_three_such_nodes_shows():
     assert ends(found.chains) == [(0, 0, 0, 0)]
     assert (found.bw_intra, found.type_intra, found.type_inter) == (0.24, "LOC", "PHB")
     tree = search_tree(view(node, Knowledge(), Settings()), nodes=3, channels=1)
-    assert (tree.rate_intra, tree.rate_inter, tree.ports) == (1.2, 0.24, (("N0", "N0"),))
+    assert (tree.rate_intra, tree.rate_inter, tree.nics) == (1.2, 0.24, ((0, 0),))
 
 
 @pytest.mark.parametrize(("version", "way_out"), [("2.30.7", 1), ("2.28.9", 0)])

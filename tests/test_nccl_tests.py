@@ -112,8 +112,9 @@ def test_programs_are_known_by_their_names(tmp_path):
             find_program(name)
 
 
-def test_a_host_without_torch_is_verified_by_the_program(place):
-    result = tccl("verify", place, "--with", program(place), "--json", *FEW)
+def test_a_host_without_torch_is_verified_by_the_program_and_preflights_compare_with_that(place):
+    path = program(place)
+    result = tccl("verify", place, "--with", path, "--json", *FEW)
     found = json.loads(result.stdout)
     assert (result.exit_code, found["winner"]) == (0, "variables")
     default, variables = found["arms"][:2]
@@ -121,7 +122,16 @@ def test_a_host_without_torch_is_verified_by_the_program(place):
     assert (default["checked"], found["versions"]["nccl"]) == (5, "2.28.9")
     assert found["devices"][0] == "Tesla V100"
     assert variables["groups"] == []
-    assert Verification.load(place).at_once == 1
+    plan, verified = load_plan(place), Verification.load(place)
+    assert verified.at_once == 1
+    with module.launcher_of(plan, place, module.Launcher(nccl_tests=path)) as launcher:
+        target = read_target(plan, place)
+        healthy = check_collectives(target, launcher, verified)
+        path.write_text(path.read_text().replace("(100 +", "2 * (100 +"))
+        slow = check_collectives(target, launcher, verified)
+    assert healthy.problems == () and healthy.checked == 5
+    assert not any(row.slower for row in healthy.rates)
+    assert all(row.slower for row in slow.rates)
 
 
 def test_wrong_values_of_the_program_refuse_the_choice(place):
@@ -156,17 +166,3 @@ def test_wrong_use_is_a_sentence(place, case):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert not (place / "verify.json").exists()
-
-
-def test_a_preflight_by_the_program_compares_with_its_own_verification(place):
-    path = program(place)
-    assert tccl("verify", place, "--with", path, *FEW, *ONE).exit_code == 0
-    plan, verified = load_plan(place), Verification.load(place)
-    with module.launcher_of(plan, place, module.JobOptions(program=path)) as launcher:
-        target = read_target(plan, place)
-        healthy = check_collectives(target, launcher, verified)
-        path.write_text(path.read_text().replace("(100 +", "2 * (100 +"))
-        slow = check_collectives(target, launcher, verified)
-    assert healthy.problems == () and healthy.checked == 5
-    assert not any(row.slower for row in healthy.rates)
-    assert all(row.slower for row in slow.rates)

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.model.rings import Hop, ring, ring_like, ring_set
-from tccl_py.model.transfer import bounce
+from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment

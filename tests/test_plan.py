@@ -389,7 +389,7 @@ TAMPERED = {
         "the PCI tree turns in a circle",
     ),
     "a machine without GPUs": (changed, ((*MACHINE, "gpus"), []), "has no GPU"),
-    "no JSON": (lambda: "plan", (), "does not fit Plan (JSON is malformed"),
+    "no JSON": (lambda: "plan", (), "does not fit the plan format (JSON is malformed"),
     "nothing": (lambda: "", (), "is empty"),
     "a list": (lambda: "[]", (), "does not fit"),
     "deep nesting": (

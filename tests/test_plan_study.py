@@ -12,10 +12,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
-from tccl_py.plan.staging import JOURNAL_FILE
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tests.planned import ASUS, SMALL, as_only, plan_of
+from tests.planned import ASUS, SMALL, plan_of
 
 
 def test_a_plan_describes_itself_in_three_lines():
@@ -118,21 +116,15 @@ def test_a_ring_is_drawn_with_an_arrow_for_each_hop_and_its_slowest_marked(monke
     assert page.count('class="nic"') == page.count('class="head') == 2
 
 
-def test_a_plan_is_explained_by_a_source_or_by_its_journal_alone(tmp_path):
+def test_a_plan_is_explained_by_a_source():
     model = load_bundled("amd-v100")
-    source = tccl_py.open_source(model, journal=tmp_path / JOURNAL_FILE)
-    with source:
+    with tccl_py.open_source(model) as source:
         plan = tccl_py.make_plan(model.machine, model.knowledge, source)
         found = tccl_py.explain(plan, source)
     assert [ring.name for ring in found.rings] == ["plan", "stock"]
     lines = repr(found).splitlines()
     assert "simulated" in lines[0]
     assert all(one.sentence in repr(found) for ring in found.rings for one in ring.findings)
-    write_plan(plan, tmp_path, models=as_only(model))
-    again = tccl_py.explain(plan, tmp_path)
-    assert (again.rings, again.sets_measured) == (found.rings, 0)
-    with pytest.raises(InputError):
-        tccl_py.explain(plan, tmp_path / "nowhere")
 
 
 def test_a_name_in_a_machine_ends_no_frame():

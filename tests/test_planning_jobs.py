@@ -7,7 +7,9 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
+from tccl_py.plan.again import measurable
 from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
+from tccl_py.plan.probe_hosts import pair_rates
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.remembering import RememberingSource
@@ -109,11 +111,14 @@ def test_a_host_with_slower_nics_is_named_and_gets_a_class_of_its_own():
     assert plan.rate_gbps == pytest.approx(SLOW_GBPS * plan.ring_count)
 
 
-def test_uplinks_of_named_switches_are_known_from_the_pairs_measured(tmp_path):
-    switches = tmp_path / "switches.yaml"
-    switches.write_text(
-        "switches:\n  - {name: a, hosts: [h0, h1]}\n  - {name: b, hosts: [h2, h3]}\n"
-    )
+@pytest.fixture
+def switches(tmp_path):
+    path = tmp_path / "switches.yaml"
+    path.write_text("switches:\n  - {name: a, hosts: [h0, h1]}\n  - {name: b, hosts: [h2, h3]}\n")
+    return path
+
+
+def test_uplinks_of_named_switches_are_known_from_the_pairs_measured(switches):
     source = Hosts("h0", "h1", "h2", "h3", across=SLOW_GBPS)
     plan, told = planned(source, switches)
     tree = plan.cluster.switches
@@ -122,11 +127,39 @@ def test_uplinks_of_named_switches_are_known_from_the_pairs_measured(tmp_path):
     assert sum("the uplink of switch" in text for text in told) == 2
 
 
-def test_hosts_without_addresses_for_tcp_are_planned_for_without_samples():
-    plan, told = planned(Hosts("h0", "h1", network="tcp", addresses=False))
+@pytest.mark.parametrize(
+    ("network", "out", "into"),
+    [
+        ("tcp", "h0.C0->h0.N0->h2.N0", "h2.N0->h2.N0->h2.C0"),
+        ("nccl", "h0.G0->h0.G0->h0.C0->h0.N0->h2.N0", "h2.N0->h2.N0->h2.C0->h2.G0->h2.G0"),
+    ],
+)
+def test_pairs_send_from_host_memory_or_by_nccl_from_the_gpu_beside_the_nic(
+    network, out, into, switches
+):
+    source = Hosts("h0", "h1", "h2", "h3", network=network)
+    cluster = cluster_of_job(source, switches)
+    found = pair_rates(source, cluster, **measurable(source))
+    pairs = [("h0", "h1"), ("h0", "h2"), ("h2", "h0"), ("h2", "h3")]
+    assert sorted(found) == [(*pair, GBPS) for pair in pairs]
+    across = f"{out}{into.removeprefix('h2.N0')}{{blocks=4,fifo=512K}}"
+    assert across in [str(one) for one in source.network.sets]
+
+
+def test_a_pair_whose_nics_do_not_reach_each_other_is_left_out(switches):
+    source = Hosts("h0", "h1", "h2", "h3", network="tcp")
+    given = measurable(source) | {"over_sockets": True}
+    given["addressed"] = {"h0": (1,), "h1": (0,), "h2": (0,), "h3": (0,)}
+    found = pair_rates(source, cluster_of_job(source, switches), **given)
+    assert found == [("h2", "h3", GBPS)]
+
+
+def test_hosts_without_addresses_for_tcp_are_planned_for_without_rates_of_uplinks(switches):
+    hosts = Hosts("h0", "h1", "h2", "h3", network="tcp", addresses=False)
+    plan, told = planned(hosts, switches)
     assert len(told) == 1 and "without an address" in told[0]
     assert told[0] in plan.notices
-    assert set(plan.host_order) == {"h0", "h1"}
+    assert len(set(plan.host_order)) == 4
 
 
 def test_rings_that_cannot_be_measured_at_once_leave_a_notice():

@@ -3,7 +3,8 @@
 import pytest
 
 from tccl_py.errors import MeasurementError
-from tccl_py.health.drift import Drift, collapse_patterns
+from tccl_py.explanation.paths import collapse_patterns
+from tccl_py.health.drift import Drift
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled

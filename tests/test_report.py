@@ -14,15 +14,12 @@ from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
 from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import bounce, parse_set
+from tccl_py.model.rings import bounce
+from tccl_py.model.transfer import parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.words import limit_text
 from tccl_py.plan.writing import write_plan
-from tccl_py.report.contents import (
-    heat_maps,
-    read_contents,
-    viridis,
-)
+from tccl_py.report.contents import heat_maps, read_contents, viridis
 from tccl_py.report.hops import drawn_hops, flow_ends, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import report_html
@@ -366,7 +363,9 @@ def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     with (place / "measurements.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(InputError, match=r"measurements\.jsonl:2: does not fit Measurement"):
+    with pytest.raises(
+        InputError, match=r"measurements\.jsonl:2: does not fit the measurement format"
+    ):
         read_contents(place)
 
 

@@ -12,15 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from tccl_py.model.transfer import (
-    Fifo,
-    Flow,
-    bounce,
-    direct_read,
-    direct_write,
-    parse_flow,
-    transfer_set,
-)
+from tccl_py.model.rings import bounce, direct_read, direct_write
+from tccl_py.model.transfer import Fifo, Flow, parse_flow, transfer_set
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.routes import max_min_rates
 from tccl_py.simulator.source import Simulator

@@ -9,7 +9,8 @@ import pytest
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.transfer import bounce, direct_read, direct_write, parse_set, transfer_set
+from tccl_py.model.rings import bounce, direct_read, direct_write
+from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tests.toy import toy_machine

@@ -7,7 +7,8 @@ import itertools
 import msgspec
 import pytest
 
-from tccl_py.model.transfer import Flow, bounce, direct_read, direct_write, parse_set, transfer_set
+from tccl_py.model.rings import bounce, direct_read, direct_write
+from tccl_py.model.transfer import Flow, parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 

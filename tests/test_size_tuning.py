@@ -41,6 +41,7 @@ from tccl_py.verify.spec import (
     JobResult,
     JobSpec,
     TimedRow,
+    Variant,
 )
 from tccl_py.verify.target import read_target
 from tests.planned import SMALL, plan_of
@@ -58,6 +59,14 @@ def _plugin_built_once(monkeypatch):
 
 def row(size, dtype="bfloat16", collective="all_reduce"):
     return TimedRow(collective=collective, dtype=dtype, bytes=size)
+
+
+def contest_times(one, choices, seconds, besides, *, final=0):
+    variants = tuple(
+        Variant(choice=choice, seconds=tuple(times), beside=tuple(beside))
+        for choice, times, beside in zip(choices, seconds, besides, strict=True)
+    )
+    return ContestTimes(row=one, variants=variants, final=final)
 
 
 class Truth:
@@ -88,7 +97,7 @@ class Truth:
             ]
 
         seconds = halve(len(chosen), measure, rounds=rounds)
-        besides = []
+        besides = [()] * len(seconds)
         if self.beside is not None:
             shares = [1.0, *(self.beside(one, choice) for choice in chosen)]
             besides = [
@@ -100,13 +109,7 @@ class Truth:
                 else ()
                 for share, times in zip(shares, seconds, strict=True)
             ]
-        return ContestTimes(
-            row=one,
-            choices=chosen,
-            seconds=tuple(map(tuple, seconds)),
-            final=rounds,
-            beside=tuple(besides),
-        )
+        return contest_times(one, (None, *chosen), seconds, besides, final=rounds)
 
     def tuned(self, sizes=SIZES, jobs=8):
         """The rows and entries that a sweep and fresh jobs come to."""
@@ -202,7 +205,7 @@ def test_an_entry_ends_at_its_size_where_the_choice_is_slower_at_the_next_one_an
 
 def test_of_machines_without_a_gain_at_most_one_in_a_hundred_tables_harms():
     harmed = 0
-    for seed in range(1000):
+    for seed in range(500):
         random = np.random.default_rng(seed)
         ratios = {}
 
@@ -215,7 +218,7 @@ def test_of_machines_without_a_gain_at_most_one_in_a_hundred_tables_harms():
             for size in SIZES[:2]
             for entry in covering(found, size)
         )
-    assert harmed <= 10
+    assert harmed <= 5
 
 
 @settings(max_examples=25, deadline=None)
@@ -373,7 +376,12 @@ class FakeJobs:
         index = Path(task.environment["TCCL_INDEX"]).read_text()
         assert "NCCL_GRAPH_FILE" not in task.environment
         times = tuple(
-            ContestTimes(row=one.row, seconds=((1e-4,) * 5, (1e-4 / self.by_plugin(one.row),) * 5))
+            contest_times(
+                one.row,
+                (None, None),
+                ((1e-4,) * 5, (1e-4 / self.by_plugin(one.row),) * 5),
+                ((), ()),
+            )
             for one in spec.contests
         )
         result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", contests=times)

@@ -100,7 +100,6 @@ def test_only_the_jobs_hosts_are_kept():
         ("SwitchName=s1 Nodes=../../etc\n", ["t:1", "cannot be a name"]),
         ("SwitchName=../s1 Nodes=a\n", ["t:1", "cannot be a name"]),
         ("SwitchName=s1 Speed=4 Nodes=a\n", ["t:1", "'Speed'"]),
-        ("SwitchName=s1 LinkSpeed=fast Nodes=a\n", ["t:1", "LinkSpeed"]),
         ("BlockName=b1 Nodes=a\n", ["t:1", "topology/block"]),
         ("Include other.conf\n", ["t:1", "not understood"]),
         ("SwitchName=s1 Nodes=\n", ["t:1", "not understood"]),

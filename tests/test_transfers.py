@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.files import decode_json, encode_json
-from tccl_py.model.rings import Hop, ring, ring_like, ring_set
+from tccl_py.model.rings import (
+    Hop,
+    bounce,
+    direct_read,
+    direct_write,
+    entering,
+    joined,
+    leaving,
+    ring,
+    ring_like,
+    ring_set,
+)
 from tccl_py.model.symmetry import automorphisms, relabelled
 from tccl_py.model.transfer import (
     Fifo,
@@ -16,12 +27,6 @@ from tccl_py.model.transfer import (
     Place,
     Transfer,
     TransferSet,
-    bounce,
-    direct_read,
-    direct_write,
-    entering,
-    joined,
-    leaving,
     parse_flow,
     parse_set,
     transfer_set,
@@ -215,7 +220,7 @@ def test_files_hold_canonical_texts_only(parts, between):
         assert read == parse_set(text)
         assert encode_json(read) == written
     else:
-        with pytest.raises(InputError, match=r"^file: does not fit TransferSet"):
+        with pytest.raises(InputError, match=r"^file: does not fit the transfer set format"):
             decode_json(written, TransferSet, where="file")
 
 

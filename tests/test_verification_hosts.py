@@ -19,7 +19,7 @@ from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.verify.jobs import HostRanks, Launcher
 from tccl_py.verify.record import Verification
 from tccl_py.verify.rings import rings_found
-from tccl_py.verify.spec import JobSpec
+from tccl_py.verify.spec import JobSpec, rows_of
 from tccl_py.verify.target import Target
 from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
@@ -230,7 +230,7 @@ def test_each_host_is_told_its_ranks_gpus_graph_and_where_all_meet(tmp_path):
     plan, hosts = mixed(), FakeHosts()
     place = place_of(plan, hosts, backend="cuda")
     target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
-    (outcome,) = place.run([target.arms[1]], JobSpec(sizes=(4,)))
+    (outcome,) = place.run([target.arms[1]], JobSpec(rows=rows_of((4,))))
     assert [one.rank for one in outcome.results] == list(range(11))
     assert hosts.met == ["gpu3"]
     (tasks,) = hosts.tasks
@@ -268,7 +268,7 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     write_plan(plan, tmp_path)
     target = Target(plan=plan, directory=tmp_path, graphs=graphs_of(plan))
     found = verify_target(target, place_of(plan, hosts), RunBudget(sizes=(1024, 1 << 26)))
-    assert (found.machine, found.gpus) == ("4 hosts", ())
+    assert (found.machine.split(" of ")[0], found.gpus) == ("4 hosts", ())
     assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
     assert [one.name for one in found.arms] == ["default", "graph"]
     assert (found.winner, found.judged.name, found.accepted) == ("graph", "graph", True)

@@ -17,7 +17,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.verify.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.verify.spec import COLLECTIVES, Choice, Contest, JobSpec, TimedRow
+from tccl_py.verify.spec import COLLECTIVES, Choice, Contest, JobSpec, TimedRow, rows_of
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def ended(folder):
 
 
 def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
-    found = job("answer answer answer", tmp_path, server, sizes=(4, 8))
+    found = job("answer answer answer", tmp_path, server, rows=rows_of((4, 8)))
     assert [one.rank for one in found.results] == [0, 1, 2]
     assert all(len(one.timings) == 2 for one in found.results)
 
@@ -132,9 +132,8 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
 
 @needs_torch
 def test_collectives_over_gloo_are_right_and_timed(server):
-    world, spec = 3, JobSpec(checks=True, sizes=(1024, 100_001), seconds=0.02,
-        training=True,
-    )  # fmt: skip
+    rows = rows_of((1024, 100_001))
+    world, spec = 3, JobSpec(checks=True, rows=rows, seconds=0.02, training=True)
     found = run_job(spec, world, server=server)
     for rank, answer in enumerate(found.results):
         assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
@@ -147,9 +146,9 @@ def test_collectives_over_gloo_are_right_and_timed(server):
 @needs_torch
 def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(server):
     groups = (((0, 1),), ((0, 2), (1,)))
-    world, spec = 3, JobSpec(sizes=(1024,), groups=groups, group_sizes=(2048, 70_000),
-        seconds=0.02, collectives=("broadcast",),
-    )  # fmt: skip
+    own = ("broadcast",)
+    rows = rows_of((1024,), own) + rows_of((2048, 70_000), own, groups=groups)
+    world, spec = 3, JobSpec(rows=rows, seconds=0.02)
     told = [{}, {"NCCL_GRAPH_FILE": "/none"}, {}]
     plain, graph, other = run_jobs(spec, world, told, server=server)
     for outcome in (plain, other):
@@ -165,7 +164,7 @@ def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(ser
 
 @needs_torch
 def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(server):
-    world, spec = 2, JobSpec(sizes=(1024, 5000), seconds=0.02, training=True)
+    world, spec = 2, JobSpec(rows=rows_of((1024, 5000)), seconds=0.02, training=True)
     told = [{"NCCL_DEBUG": "WARN"}, {}, {"NCCL_ALGO": "Ring"}]
     found = run_jobs(spec, world, told, server=server)
     assert len(found) == 3
@@ -214,9 +213,11 @@ def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
 
 @needs_torch
 def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(server):
-    world, spec = 3, JobSpec(sizes=(2, 1000), seconds=0.005, collectives=COLLECTIVES,
-        dtypes=("float32", "bfloat16"), groups=(((2, 0),),), group_sizes=(1000,),
-    )  # fmt: skip
+    rows = ()
+    for dtype in ("float32", "bfloat16"):
+        rows += rows_of((2, 1000), COLLECTIVES, dtype)
+        rows += rows_of((1000,), COLLECTIVES, dtype, groups=[((2, 0),)])
+    world, spec = 3, JobSpec(rows=rows, seconds=0.005)
     found = run_job(spec, world, server=server)
     assert len(set(spec.rows)) == len(spec.rows) == 7 * 2 * 3
     assert {row.collective for row in spec.rows} == set(COLLECTIVES)
@@ -254,9 +255,10 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
         one, other = (result.contests for result in outcome.results)
         assert one == other
         assert [times.row for times in one] == [contest.row for contest in contests]
-        assert [list(map(len, times.seconds)) for times in one] == [[3, 3], [2] * 4, [2, 2]]
-        assert [len(values) for values in one[1].beside] == [12] * 4
-        assert all(value > 0 for times in one for values in times.seconds for value in values)
+        variants = [times.variants for times in one]
+        assert [[len(v.seconds) for v in of] for of in variants] == [[3, 3], [2] * 4, [2, 2]]
+        assert [len(v.beside) for v in variants[1]] == [12] * 4
+        assert all(value > 0 for of in variants for v in of for value in v.seconds)
 
 
 @needs_torch

@@ -106,11 +106,11 @@ def dry_run(plan, jobs, **more):
     return Launcher(**{"backend": "host", "hosts": (host,), "runner": jobs, **more})
 
 
-def without_gpus(plan, directory, options):
+def without_gpus(plan, directory, launcher):
     """A launcher of jobs here whatever GPUs are here; stands for `machine_launcher`."""
     ranks = tuple(range(len(plan.gpus)))
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
-    return msgspec.structs.replace(options, backend="host").launcher([host])
+    return msgspec.structs.replace(launcher, backend="host", hosts=(host,))
 
 
 def run_verification(plan, directory, launcher, budget, *, choice=None):

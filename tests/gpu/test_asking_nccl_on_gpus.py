@@ -10,14 +10,7 @@ import time
 
 import pytest
 
-from tccl_py.nccl.asked import (
-    InstalledRings,
-    RefusedError,
-    ask_each,
-    ask_nccl,
-    judged,
-    verdict_on,
-)
+from tccl_py.nccl.asked import InstalledRings, RefusedError, ask_each, ask_nccl, judged, verdict_on
 from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.load import load_plan

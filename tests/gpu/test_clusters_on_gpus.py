@@ -144,9 +144,11 @@ def test_nccl_loads_the_graph_files_of_the_nodes(planned, tmp_path):
         (Path(os.environ["TCCL_KEEP"]) / f"{len(nodes)}-nodes-plan.log").write_text(log)
 
 
-def test_the_recommended_choice_is_no_slower_and_gets_what_the_plan_says(planned, tmp_path):
+def test_the_plans_choice_is_no_slower_and_gets_what_the_plan_says(planned, tmp_path):
+    """The recommended choice, or that offered for large messages where it is default NCCL."""
     nodes, plan, directory = planned
-    name = plan.recommended
+    recommended = plan.recommended != "default"
+    name = plan.recommended if recommended else "variables"
     ratios = {size: [] for size in SIZES}
     large = []
     for turn in range(PAIRS):
@@ -160,7 +162,7 @@ def test_the_recommended_choice_is_no_slower_and_gets_what_the_plan_says(planned
     medians = {size: round(statistics.median(found), 3) for size, found in ratios.items()}
     expected = plan.choices[name].best_known_gbps
     print(f"{len(nodes)} nodes: {name} / default {medians}; expected {expected}, got {large}")
-    assert min(medians.values()) >= 0.97
+    assert all(medians[size] >= 0.97 for size in (SIZES if recommended else SIZES[-2:]))
     assert abs(statistics.median(large) / expected - 1) <= 0.2
 
 

@@ -35,7 +35,6 @@ play() {{ # NAME VERSION NCCL_CUMEM_ENABLE COMMUNICATOR...
 }}
 play at-init 2.28.9 0 planned default own
 play at-first-call 2.30.7 1 planned
-play at-first-call-of-2.28 2.28.9 1 planned
 """
 
 
@@ -76,7 +75,6 @@ EACH = pytest.mark.parametrize(
         ("at-init", "planned"),
         ("at-init", "default"),
         ("at-first-call", "planned"),
-        ("at-first-call-of-2.28", "planned"),
     ],
 )
 
