@@ -136,20 +136,10 @@ def slowed(table: KeptTable, name: str, rng: np.random.Generator) -> KeptTable:
     """Return a table of another class, every rate of it lower by a random share."""
     replace = msgspec.structs.replace
     answers = []
-    for answer in table.answers:
-        shares = {one.pairs: rng.uniform(0.5, 1.0) for one in (*answer.best, *answer.paired)}
-        best = tuple(
-            replace(one, rate_gbps=one.rate_gbps * shares[one.pairs]) for one in answer.best
-        )
-        paired = tuple(
-            replace(
-                one,
-                rate_gbps=one.rate_gbps * shares[one.pairs],
-                gbps=tuple(tuple(rate * shares[one.pairs] for rate in row) for row in one.gbps),
-            )
-            for one in answer.paired
-        )
-        answers.append(replace(answer, best=best, paired=paired))
+    for one in table.answers:
+        share = rng.uniform(0.5, 1.0)
+        gbps = tuple(tuple(rate * share for rate in row) for row in one.gbps)
+        answers.append(replace(one, rate_gbps=one.rate_gbps * share, gbps=gbps))
     return replace(table, node_class=name, answers=tuple(answers))
 
 

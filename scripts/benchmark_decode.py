@@ -31,10 +31,10 @@ from tccl_py.rank_processes.rank import (
     write_result,
 )
 from tccl_py.verify.collectives import graphed, time_calls, warm_up
-from tccl_py.verify.jobs import Arm, ConcurrentJobs
-from tccl_py.verify.plans import JobOptions, launcher_of
+from tccl_py.verify.jobs import Arm, ConcurrentJobs, Launcher, round_order
+from tccl_py.verify.plans import launcher_of
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
-from tccl_py.verify.spec import JobResult, JobSpec, size_text
+from tccl_py.verify.spec import JobResult, JobSpec, rows_of, size_text
 from tccl_py.verify.target import read_target
 
 LAYERS, REPLAYS, GRAPHS = 16, 5, 5
@@ -75,10 +75,10 @@ def control() -> None:
     tuned = msgspec.structs.replace(
         chosen, variables=variables | plugin_variables(asked.directory), graphs={}
     )
-    options = JobOptions(pinned=tuple(plan.pinned_env), say=print)
-    with launcher_of(plan, asked.directory, options) as launcher:
+    asked_for = Launcher(keep=tuple(plan.pinned_env), say=print)
+    with launcher_of(plan, asked.directory, asked_for) as launcher:
         own = msgspec.structs.replace(launcher, program="scripts.benchmark_decode")
-        jobs = ConcurrentJobs(own, (_LARGEST,))
+        jobs = ConcurrentJobs(own, JobSpec(rows=rows_of((_LARGEST,))))
         found = []
         for times in _rounds(jobs, (target.arms[0], chosen, tuned), asked.rounds):
             found.append(times)
@@ -96,15 +96,14 @@ def _rounds(jobs: ConcurrentJobs, arms: tuple[Arm, ...], count: int) -> Iterator
     """Yield the times of each arm's job, the slowest rank's, for each round."""
     for number in range(count):
         print(f"round {number + 1} of {count}", file=sys.stderr)
-        first = number % len(arms)
-        turned = jobs.run([*arms[first:], *arms[:first]], JobSpec())
-        found = []
-        for outcome in [*turned[len(arms) - first :], *turned[: len(arms) - first]]:
+        found = {}
+        for arm, outcome in jobs.run(round_order(arms, number)):
             if isinstance(outcome, MeasurementError):
                 raise InputError("a job", f"failed: {outcome}", "see NCCL's log")
             ranks = [rank.training for rank in outcome.results]
-            found.append({mode: max(median(rank[mode]) for rank in ranks) for mode in ranks[0]})
-        yield found
+            times = {mode: max(median(rank[mode]) for rank in ranks) for mode in ranks[0]}
+            found[id(arm)] = times
+        yield [found[id(arm)] for arm in arms]
 
 
 def _print(found: list[list[Times]]) -> None:

@@ -13,7 +13,8 @@ from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify.evaluation import EVALUATED, Evaluation, Summary
-from tccl_py.verify.plans import JobOptions, evaluate_plan
+from tccl_py.verify.jobs import Launcher
+from tccl_py.verify.plans import evaluate_plan
 from tccl_py.verify.spec import COLLECTIVES
 
 PAGE = Path("docs/evaluation.md")
@@ -34,7 +35,7 @@ def evaluated(name: str) -> Evaluation:
     with tempfile.TemporaryDirectory() as folder:
         one = plan.cluster.classes[0].name
         write_plan(plan, Path(folder), models={one: model})
-        return evaluate_plan(Path(folder), EVALUATED, JobOptions())
+        return evaluate_plan(Path(folder), EVALUATED, Launcher(), by_model=True)
 
 
 def tables(evaluations: list[Evaluation]) -> str:

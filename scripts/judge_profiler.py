@@ -121,7 +121,6 @@ class opened:  # noqa: N801 - reads as a function does
     def __exit__(self, *error):
         self.session.memory = {
             "device_bytes": max(one.memory_bytes for one in self.session.pool.started.values()),
-            "host_bytes": self.session.pool.host.size,
         }
         self.source.close()
         self.session.__exit__(*error)

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from tccl_py.plan.load import load_plan
 from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
-from tccl_py.verify.plans import JobOptions, launcher_of
+from tccl_py.verify.jobs import Launcher
+from tccl_py.verify.plans import launcher_of
 from tccl_py.verify.sizes import ALL_SIZES, OTHERS, arms_of, plugin_library, tune_sizes
 from tccl_py.verify.spec import parse_sizes
 from tccl_py.verify.target import read_target
@@ -35,18 +36,18 @@ def main() -> None:
     sizes = ALL_SIZES[::2] if asked.others else ALL_SIZES
     if asked.sizes:
         sizes = parse_sizes(asked.sizes)
-    options = JobOptions(
+    asked_for = Launcher(
         backend=asked.backend,
-        pinned=tuple(plan.pinned_env),
+        keep=tuple(plan.pinned_env),
         say=print,
         watch=lambda text: print(text, file=sys.stderr),
     )
     with (
-        launcher_of(plan, asked.directory, options) as launcher,
+        launcher_of(plan, asked.directory, asked_for) as launcher,
         tempfile.TemporaryDirectory() as folder,
     ):
         library = plugin_library(Path(folder)) if asked.backend == "cuda" else None
-        arms = arms_of(read_target(plan, asked.directory), library)
+        arms = arms_of(read_target(plan, asked.directory), library, plan.gpus)
         collectives = OTHERS if asked.others else ("all_reduce",)
         found, sweep = tune_sizes(launcher, arms, collectives, sizes, asked.seconds)
     if asked.out:
