@@ -21,6 +21,8 @@ from tccl_py.search.bounds import (
     Bounds,
     Evaluator,
     Floats,
+    best_connected,
+    connected_above,
     crossing_bound,
     crossings,
     smallest_slow_part,
@@ -31,6 +33,9 @@ MAX_STATES = 10_000
 """States visited for one ring count before the search gives up on a proof."""
 DIVE_SETS = 30
 """Sets without a better ring that end the first, quick look for a good answer."""
+MAX_PAIRED_HOPS = 128
+MAX_PAIR_KINDS = 64
+"""All pairs of hops are measured first if symmetry leaves no more kinds of pairs."""
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
@@ -169,10 +174,9 @@ class RingSetSearch:
         """Search a little, for a good answer before proofs are tried."""
         everyone = np.arange(len(self.index.images))
         self._push(State(bound=float("inf"), rings=(), path=(0,), hops=(), stabilizer=everyone))
-        # One hop of each kind.
-        for hop in np.unique(self.index.images.min(axis=0)).tolist():
-            self.bounds.learn((hop,), self._evaluator.upper(self.index, (hop,)))
-        self._relaxation_bound = _least_degree(self._weights(self.bounds.single))
+        for hops in self._classes():
+            self.bounds.learn(hops, self._evaluator.upper(self.index, hops))
+        self._relaxation_bound = best_connected(self._weights(self.bounds.single))
         self._search(DIVE_SETS)
 
     def enumerate_all(self) -> None:
@@ -215,6 +219,17 @@ class RingSetSearch:
         at = self._evaluator.sets_measured
         self._incumbent.offer(self.count * rate, self.index, sequences, at=at)
 
+    def _classes(self) -> list[tuple[int, ...]]:
+        """List one hop of each kind; for several rings also one pair of each kind, if few."""
+        hops = np.unique(self.index.images.min(axis=0))
+        kinds: list[tuple[int, ...]] = [(int(hop),) for hop in hops]
+        count = len(self.index.hops)
+        if self.count == 1 or count > MAX_PAIRED_HOPS:
+            return kinds
+        pairs = itertools.combinations_with_replacement(range(count), 2)
+        smallest = {self.index.canonical(pair) for pair in pairs}
+        return kinds + (sorted(smallest) if len(smallest) <= MAX_PAIR_KINDS else [])
+
     def _search(self, idle_sets: int | None) -> None:
         begun = self._evaluator.sets_measured
         for _ in range(MAX_STATES):
@@ -249,9 +264,14 @@ class RingSetSearch:
             self._discarded_bound = max(self._discarded_bound, state.bound)
             return
         hops = state.all_hops
+        depth = len(hops)
+        compatibility = 0.0
+        if depth:
+            numbers = np.array(hops)
+            compatibility = float(self.bounds.pair[numbers[:, None], numbers].sum()) / depth**2
         bounces = sum(self._bounces[hop] for hop in hops)
-        # Ties: the deeper state, then fewer bounces.
-        order = (-round(state.bound, 6), -len(hops), bounces, next(self._serial))
+        # Ties: the deeper state, then fewer bounces, then hops with little contention in pairs.
+        order = (-round(state.bound, 6), -depth, bounces, -compatibility, next(self._serial))
         heapq.heappush(self._queue, (order, state))
 
     def _measure(self, state: State) -> None:
@@ -294,7 +314,10 @@ class RingSetSearch:
             rows, columns = [*rest, state.path[-1]], [*rest, state.path[0]]
             weights = weights[np.ix_(rows, columns)].copy()
             weights[-1, -1] = 0.0
-        return min(bound, _least_degree(weights)) if rest else bound
+        bound = min(bound, _least_degree(weights)) if rest else bound
+        if rest and bound > self._enough and not connected_above(weights, self._enough):
+            bound = self._enough
+        return bound
 
     def _children(self, state: State) -> list[State]:
         rest = [i for i in range(len(self.index.gpus)) if i not in state.path]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -127,7 +128,7 @@ def smallest_slow_part(hops: Sequence[int], is_slow: IsSlow) -> tuple[int, ...]:
     >>> smallest_slow_part([1, 2, 3, 4, 5], lambda part: {2, 5} <= set(part))
     (2, 5)
     """
-    return tuple(sorted(_quickxplain([], False, list(hops), is_slow)))
+    return tuple(sorted(_quickxplain([], False, list(hops), _without_repetition(is_slow))))
 
 
 def _quickxplain(background: list[int], grown: bool, hops: list[int], is_slow: IsSlow) -> list[int]:
@@ -144,6 +145,22 @@ def _quickxplain(background: list[int], grown: bool, hops: list[int], is_slow: I
     from_second = _quickxplain(background + first, True, second, is_slow)
     from_first = _quickxplain(background + from_second, bool(from_second), first, is_slow)
     return from_first + from_second
+
+
+def _without_repetition(is_slow: IsSlow) -> IsSlow:
+    """Return `is_slow`, but without calls for subsets of sets known to be fast."""
+    fast: list[Counter[int]] = []
+
+    def known_or_asked(part: Sequence[int]) -> bool:
+        count = Counter(part)
+        if any(count <= known for known in fast):
+            return False
+        slow = is_slow(part)
+        if not slow:
+            fast.append(count)
+        return slow
+
+    return known_or_asked
 
 
 class Bounds:
@@ -254,6 +271,21 @@ Choices = npt.NDArray[np.int64]
 """Rows of hop numbers; every ring set contains at least one of the rows."""
 
 
+def distinct_cuts(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return one of the cuts that the symmetry exchanges."""
+    names = [f"G{gpu}" for gpu in index.gpus]
+    point = {name: i for i, name in enumerate(index.symmetry.points)}
+    # The world outside, which chains pass through, is no device, and stays where it is.
+    moving = [cut for cut in cuts if all(names[i] in point for i in cut)]
+    elements = index.symmetry.elements[index.inside]
+    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for cut in moving:
+        columns = [point[names[i]] for i in cut]
+        images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
+        distinct.setdefault(tuple(images[0].tolist()), cut)
+    return [cut for cut in cuts if cut not in moving] + list(distinct.values())
+
+
 def crossings(index: HopIndex, group: Iterable[int], rings: int) -> list[Choices]:
     """List the hops by which `rings` rings can leave, enter, or do both at a group of GPUs."""
     inside = np.isin(np.arange(len(index.gpus)), list(group))
@@ -307,3 +339,31 @@ def crossing_bound(
             slow = smallest_slow_part(choice, lambda part: measure(part) <= upper)  # noqa: B023
             bounds.learn(slow, upper)
             np.minimum(least, bounds.pair_bounds(choices), out=least)
+
+
+def connected_above(weights: Floats, least: float) -> bool:
+    """Return whether hops of at least this rate connect all GPUs strongly (no cut is below).
+
+    `weights[i, j]` is an upper bound on the rate of a hop from i to j, GB/s.
+    """
+    reach = (weights >= least) | np.eye(len(weights), dtype=bool)
+    steps = 1
+    while steps < len(weights):
+        reach = reach @ reach
+        steps *= 2
+    return bool(reach.all())
+
+
+def best_connected(weights: Floats) -> float:
+    """Return the highest rate at which `connected_above` holds, by bisection over the rates."""
+    rates = np.unique(weights[np.isfinite(weights)])
+    low, high = 0, len(rates) - 1
+    if not len(rates) or not connected_above(weights, rates[0]):
+        return float("inf") if not len(rates) else 0.0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if connected_above(weights, rates[middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return float(rates[low])

@@ -11,7 +11,7 @@ from tccl_py.errors import BudgetSpentError, SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
-from tccl_py.search.bounds import SAFETY, Evaluator
+from tccl_py.search.bounds import SAFETY, Evaluator, distinct_cuts
 from tccl_py.search.problem import (
     HopIndex,
     Progress,
@@ -273,7 +273,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> None:
             if count_ring_sets(index.space, count) <= FEW_RING_SETS:
                 search.enumerate_all()
             else:
-                search.relax(cuts)
+                search.relax(distinct_cuts(index, cuts))
                 search.run()
         except BudgetSpentError:
             pass
