@@ -96,7 +96,7 @@ BAD = {
     ),
     "unknown backend": (
         ("measure", SET, "--backend", "rocm"),
-        "--backend 'rocm': is not known; one of cuda, host",
+        "backend 'rocm': is not known; one of cuda, host",
     ),
     "a model and a backend": (
         ("measure", SET, *ON, "--backend", "cuda"),

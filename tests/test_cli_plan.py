@@ -142,7 +142,7 @@ def test_max_sets_is_the_number_of_sets_that_the_whole_run_measures(most, tmp_pa
 def test_a_plan_says_whether_the_limit_of_sets_cut_it_short(tmp_path):
     def notices(*options):
         done("plan", tmp_path, "--force", "--simulate", "h200x4-vm", *options)
-        return [text for text in load_plan(tmp_path).notices if "--max-sets" in text]
+        return [text for text in load_plan(tmp_path).notices if "limit of sets" in text]
 
     assert not notices()
     assert notices("--max-sets", "20")
@@ -191,7 +191,7 @@ BAD = {
     "a negative seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
     "GPUs per job that no host has": (
         ("--nodes", "2", "--gpus-per-job", "99"),
-        "--gpus-per-job: '99' fits no host",
+        "GPUs per job: '99' fits no host",
     ),
     "a missing list of hosts": (("--hosts", "nope.txt"), "--hosts 'nope.txt': is no file"),
     "a missing folder of lists": (("--hosts", "lists/a"), "--hosts 'lists/a': is no file"),

@@ -3,6 +3,7 @@
 import html
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.sources.journal import read_journal
 from tests.planned import ASUS, SMALL, plan_of
 
 
@@ -75,6 +77,26 @@ def test_texts_are_taken_where_the_command_line_takes_them():
     assert len(source.measure(["0:1", "1:0+0:1"])) == 2
     with pytest.raises(InputError):
         source.measure("0-1")
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_a_path_may_be_text(form, tmp_path):
+    journal, switches, plan = tmp_path / "j.jsonl", tmp_path / "topology.conf", tmp_path / "plan"
+    with tccl_py.open_source(form(SMALL), journal=form(journal)) as source:
+        source.measure("0:1")
+    assert len(read_journal(journal).measurements) == 1
+    switches.write_text("SwitchName=s Nodes=a,b\n")
+    assert [*tccl_py.read_switches(form(switches)).switches.all_hosts] == ["a", "b"]
+    plan.mkdir()
+    tccl_py.write_plan(plan_of(SMALL), form(plan))
+    assert tccl_py.load_plan(form(plan)) == plan_of(SMALL)
+
+
+@pytest.mark.parametrize("given", [{"gpus": [0, 99]}, {"devices": 2}, {"backend": "host"}])
+def test_a_source_of_a_model_refuses_what_the_model_lacks(given):
+    with pytest.raises(InputError):
+        tccl_py.open_source(SMALL, **given)
+    assert tccl_py.open_source(SMALL, gpus=[0, 1]).simulated
 
 
 def test_the_version_is_the_packages():

@@ -50,8 +50,8 @@ SUBSET_RING_COUNTS = (1, 2)
 MOST_SETS = 2000
 DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 _CUT_SHORT = (
-    "the limit of sets or seconds was reached: with more of them (--max-sets, --max-seconds) rings "
-    "may be faster, and known for more sets of GPUs"
+    "the limit of sets or seconds was reached: with more of them rings may be faster, and known "
+    "for more sets of GPUs"
 )
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)

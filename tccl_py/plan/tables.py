@@ -261,7 +261,7 @@ def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ..
         if not any(named):
             listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
             what = f"{shown(item)} fits no host: their GPUs are {listed}"
-            raise InputError("--gpus-per-job", what, "name fewer, or leave it out")
+            raise InputError("GPUs per job", what, "name fewer, or leave it out")
         for sets, more in zip(found, named, strict=True):
             sets.extend(more)
     return [list(dict.fromkeys(sets)) for sets in found]
@@ -276,5 +276,5 @@ def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
         some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
     except InputError as error:
         what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
-        raise InputError("--gpus-per-job", what, f"write counts or sets, {right}") from error
+        raise InputError("GPUs per job", what, f"write counts or sets, {right}") from error
     return [tuple(sorted(some))] if set(some) <= set(gpus) else []

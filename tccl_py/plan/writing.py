@@ -81,7 +81,7 @@ def order_files(hosts: HostGpus, place: PurePosixPath, *, provenance: str) -> di
 
 def write_plan(
     plan: Plan,
-    directory: Path,
+    directory: Path | str,
     *,
     models: Models | None = None,
     fingerprint: Fingerprint | None = None,
@@ -98,6 +98,7 @@ def write_plan(
 
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
+    directory = Path(directory)
     if plan.is_cluster:
         files = plan_files(plan, nccl_files(plan, directory), models=models)
     else:

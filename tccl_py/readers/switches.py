@@ -84,7 +84,7 @@ class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     rails: Rails = "any"
 
 
-def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
+def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Network:
     """Read a topology.conf or the YAML form, as suffix or else text say.
 
     Args:
@@ -93,6 +93,7 @@ def read_switches(path: Path, hosts: Iterable[str] | None = None) -> Network:
 
     Raises InputError: the file cannot be read, or as the two parsers.
     """
+    path = Path(path)
     text, where = read_text(path, limit=MAX_BYTES), str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     if not is_yaml and (path.suffix.lower() == ".conf" or _FIRST.search(text)):

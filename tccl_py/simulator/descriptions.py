@@ -220,7 +220,7 @@ def load_bundled(name: str) -> MachineModel:
     return model_from_json(text, where=name + _SUFFIX)
 
 
-def load_machine(name: str) -> MachineModel:
+def load_machine(name: str | Path) -> MachineModel:
     """Return the machine model of a bundled name or a file; the bundled name comes first.
 
     A Machine or topology without a model gets a model of assumed values only.
@@ -232,9 +232,9 @@ def load_machine(name: str) -> MachineModel:
     Raises InputError: an unknown name (the message names all models), no such file, or a file of
     another form.
     """
+    path, name = Path(name), str(name)
     if name in bundled_names():
         return load_bundled(name)
-    path = Path(name)
     try:
         there = bool(name) and path.exists()
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_profiler.cluster.mpi import in_mpi_job as in_job
 from tccl_profiler.cluster.mpi import mpi_job as join_job
-from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.errors import InputError, MeasurementError, SourceLostError, require
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, parse_set
@@ -47,7 +47,7 @@ _SHOWN = 5
 
 
 def open_source(
-    machine: str | MachineModel | MeasuredMachine | None = None,
+    machine: str | Path | MachineModel | MeasuredMachine | None = None,
     *,
     backend: str | None = None,
     devices: int | None = None,
@@ -55,7 +55,7 @@ def open_source(
     options: MeasurementOptions | None = None,
     noise: float = 0.0,
     seed: int = 0,
-    journal: Path | None = None,
+    journal: Path | str | None = None,
 ) -> OpenedSource:
     """Open a BandwidthSource over a machine; nothing is started before the first set.
 
@@ -71,16 +71,20 @@ def open_source(
     Args:
         machine: a model to simulate (a bundled name, a file, or a MachineModel), or what
             `measured_machine` gave; None is this host.
-        backend, devices: of this host, as `measured_machine` takes them.
+        backend, devices: of this host, as `measured_machine` takes them; not beside a machine.
         gpus: indices of the GPUs that sets will name; None is all.
-        options: of measurements.
+        options: of measurements; not of simulations.
         noise, seed: relative standard deviation of simulated samples, 0 to 1, and its seed.
         journal: a file of measurements; sets in it are not measured again, new ones are added.
 
     Raises InputError: no such machine, no GPU, options out of range, or another machine's journal.
     """
-    if isinstance(machine, (str, MachineModel)):
-        model = load_machine(machine) if isinstance(machine, str) else machine
+    own = machine is None or (backend is None and devices is None)
+    require(own, "backend, devices", "are of this host", "leave them out beside a machine")
+    if isinstance(machine, (str, Path, MachineModel)):
+        model = machine if isinstance(machine, MachineModel) else load_machine(machine)
+        for index in gpus or ():
+            model.machine.gpu(index)
         header = simulation_header(model, noise=noise, seed=seed)
         found = OpenedSource(Simulator(model, noise=noise, seed=seed), header)
     else:
@@ -166,8 +170,8 @@ class OpenedSource(RememberingSource):
         unsettled = sum(not measurement.settled for measurement in new)
         if unsettled > len(new) * _UNSETTLED:
             notices.append(
-                f"rates vary: {unsettled} of {len(new)} sets measured did not reach "
-                f"--target {self._options.target:g}; other work, clocks or heat may disturb them"
+                f"rates vary: {unsettled} of {len(new)} sets measured did not reach the target of "
+                f"{self._options.target:g}; other work, clocks or heat may disturb them"
             )
         for measurement in [one for one in new if one.overlap_at_least][:_SHOWN]:
             notices += overlap_notices(str(measurement.transfers), measurement)
@@ -185,7 +189,7 @@ class OpenedSource(RememberingSource):
         return super().measure([parse_set(one) if isinstance(one, str) else one for one in given])
 
     def keep_in(
-        self, path: Path, *, replace: bool = False, optional: bool = False
+        self, path: Path | str, *, replace: bool = False, optional: bool = False
     ) -> tuple[str, ...]:
         """Answer from a journal file, and append new measurements; return notices on the file.
 
@@ -193,6 +197,7 @@ class OpenedSource(RememberingSource):
         `optional` journal of this machine that this user cannot write to is only read. Raises
         InputError: the file belongs to another machine, is damaged, or cannot be written.
         """
+        path = Path(path)
         found: JournalFile | JournalContents
         if optional and path.is_file() and not os.access(path, os.W_OK):
             found = read_journal(path)
@@ -272,7 +277,7 @@ def open_hosts(
     """Return a source over the hosts of a job; entering it finds out what the hosts are.
 
     Args:
-        job: joined, on the controller.
+        job: what `join_job` gives the controller; the other ranks call `job.serve()`.
         backend, devices: of each host, as `measured_machine` takes them.
         interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
             of the network cards.
@@ -303,9 +308,9 @@ def open_hosts(
 
 def _network(asked: str | None, backend: Backend) -> Network:
     if asked not in (None, "tcp", "nccl"):
-        raise InputError(f"--network {asked[:20]!r}", "is not known", "one of tcp, nccl")
+        raise InputError(f"network {asked[:20]!r}", "is not known", "one of tcp, nccl")
     if asked == "nccl" and backend == "host":
-        raise InputError("--network nccl", "needs GPUs", "leave out --backend host, or it")
+        raise InputError("network nccl", "needs GPUs", "leave out backend host, or it")
     return "tcp" if asked == "tcp" or backend == "host" else "nccl"
 
 

@@ -35,8 +35,7 @@ _DRY_TARGET, _DRY_REPEATS = 0.1, 6
 """A dry run is to end within minutes; its rates say nothing about GPUs."""
 
 _INSTEAD = (
-    "give --simulate MACHINE to ask a model, or --backend host to measure this host's memory "
-    "as a dry run"
+    "ask a model (--simulate MACHINE), or measure this host's memory as a dry run (--backend host)"
 )
 DRY_RUN = (
     "measured by the host backend: copies in host memory, a process in each GPU's place; between "
@@ -80,9 +79,9 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The comparison is written so that NaN fails it.
         if not 0 < self.target <= 1:
-            raise InputError("--target", f"is {self.target:g}", "above 0 and at most 1, as 0.01")
+            raise InputError("target", f"is {self.target:g}", "above 0 and at most 1, as 0.01")
         if self.meeting not in get_args(Meeting):
-            where = f"--meeting {self.meeting[:20]!r}"
+            where = f"meeting {self.meeting[:20]!r}"
             raise InputError(where, "is not known", f"one of {', '.join(get_args(Meeting))}")
 
     @property
@@ -136,9 +135,9 @@ def check_backend(backend: str | None, devices: int | None = None) -> Backend:
     """Return the backend of a name; None is `cuda`. Refuse a number of devices beside GPUs."""
     if backend not in (None, *get_args(Backend)):
         known = ", ".join(get_args(Backend))
-        raise InputError(f"--backend {str(backend)[:20]!r}", "is not known", f"one of {known}")
+        raise InputError(f"backend {str(backend)[:20]!r}", "is not known", f"one of {known}")
     if devices is not None and backend != "host":
-        raise InputError("--devices", "is of the host backend", "add --backend host")
+        raise InputError("devices", "are of the host backend", "choose backend host")
     return "host" if backend == "host" else "cuda"
 
 
@@ -200,7 +199,7 @@ def doubts(text: str, measurement: Measurement) -> Iterator[str]:
         width = half_width(max(relative_intervals(measurement)))
         yield (
             f"{text}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
-            "other work, clocks or heat may disturb it; a larger --target accepts it"
+            "other work, clocks or heat may disturb it; a larger target accepts it"
         )
     if far > repeats * _MANY:
         yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
