@@ -139,6 +139,21 @@ def test_max_sets_is_the_number_of_sets_that_the_whole_run_measures(most, tmp_pa
     assert (again["sets_measured"], again["rate_gbps"]) == (0, plan.rate_gbps)
 
 
+def test_a_plan_resumed_with_a_larger_limit_rates_default_nccl_as_before(tmp_path):
+    def planned(directory, limit):
+        noisy = ("--noise", "0.02", "--seed", "1", "--max-sets", limit, "--force")
+        done("plan", tmp_path / directory, "--simulate", PCIE, *noisy)
+        kept = read_journal(tmp_path / directory / "measurements.jsonl").measurements
+        return load_plan(tmp_path / directory), kept
+
+    few, kept = planned("resumed", 10)
+    assert few.sets_measured == len(kept) < sum(map(len, kept.values()))
+    resumed, _ = planned("resumed", 40)
+    whole, _ = planned("whole", 40)
+    assert few.stock == resumed.stock == whole.stock
+    assert (resumed.rate_gbps, resumed.variables) == (whole.rate_gbps, whole.variables)
+
+
 def test_a_plan_says_whether_the_limit_of_sets_cut_it_short(tmp_path):
     def notices(*options):
         done("plan", tmp_path, "--force", "--simulate", "h200x4-vm", *options)

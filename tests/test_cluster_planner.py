@@ -384,13 +384,13 @@ def test_a_set_that_is_asked_for_again_is_measured_again():
     placed = RememberingSource(PlacedSource(journal, placement))
     leaving = parse_set("G0->G0->C0->N0->N0")
     first = placed.measure([leaving, leaving])
-    assert journal.sets_measured == 2
+    assert journal.times_measured == 2
     assert first[0].gbps != first[1].gbps
     assert placed.measure([leaving]) == first[:1]
     # Another run over the same journal measures nothing, and gets the same.
     again = RememberingSource(PlacedSource(journal, placement))
     assert again.measure([leaving, leaving]) == first
-    assert journal.sets_measured == 2
+    assert journal.times_measured == 2
 
 
 class Simulated:

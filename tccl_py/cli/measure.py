@@ -243,8 +243,8 @@ def _measured(
             return source.measure(sets)
         except (KeyboardInterrupt, TcclError):
             # The last set that was measured may not be in the journal: the disk may be full.
-            if journal is not None and source.sets_measured:
-                count = f"{source.sets_measured} of {len(sets)}"
+            if journal is not None and source.times_measured:
+                count = f"{source.times_measured} of {len(sets)}"
                 notice(f"sets measured and kept in {journal}: {count}")
             raise
 

@@ -101,18 +101,13 @@ class Prober:
         self.source, self.symmetry = source, symmetry
         self.assumed = False
         self.known: list[TransferSet] = []
-        self._before = source.sets_measured
+        self.sets_measured = 0
         self._limit = self._share = max_sets
         self._rates: dict[TransferSet, Measurement] = {}
         self._images: dict[Key, TransferSet] = {}
         for known in source.times_known:
             if network or not any(flow.is_network for flow in known.flows):
                 self._note(known)
-
-    @property
-    def sets_measured(self) -> int:
-        """The number of sets measured, beyond the known ones."""
-        return self.source.sets_measured - self._before
 
     def share_out(self, parts: int) -> None:
         """From here on allow one of `parts` equal parts of the rest of the budget."""
@@ -141,6 +136,7 @@ class Prober:
         if self._share is not None and self.sets_measured >= self._share:
             raise BudgetSpentError("the sets of this explanation are used up")
         self.source.measure_anew(wanted)
+        self.sets_measured += 1
         self._rates.pop(wanted, None)
         if self.source.times_of(wanted) == 1:
             self._note(wanted)

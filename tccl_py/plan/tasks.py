@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
@@ -175,7 +175,7 @@ def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
     return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
 
 
-def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
+def measured_well(source: RememberingSource, rings: RingSet) -> Measurement:
     """Measure a ring set; where samples spread, several times, all samples in one measurement.
 
     A choice among many noisy rates prefers lucky ones: the rate in a plan must rest on more than
@@ -186,7 +186,7 @@ def measured_well(source: BandwidthSource, rings: RingSet) -> Measurement:
     if first.relative_error < PRECISE or (first.settled and not first.simulated):
         return first
     try:
-        again = source.measure([rings.flows] * CAREFUL)
+        again = source.repeated(rings.flows, CAREFUL)
     except MeasurementError:
         return first
     rows = zip(*(one.samples_gbps for one in again), strict=True)

@@ -157,23 +157,23 @@ class OpenedSource(RememberingSource):
         return self._session.conditions if self._session and self.sets_measured else ""
 
     def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of sets that hardware measured, before and after each."""
+        """Call `on_set` with the number of measurements by hardware, before and after each."""
         self._on_set = on_set
 
     def summary(self, conditions: str) -> tuple[str, ...]:
         """Return notices for a plan of the measurements; `conditions` are from before closing."""
         if self._options is None:
             return ()
-        notices, new = list(self.notices), [one for found in self._new.values() for one in found]
+        notices, new = list(self.notices), self._new.values()
         if conditions:
             notices.append(f"while it was measured: {conditions}")
-        unsettled = sum(not measurement.settled for measurement in new)
+        unsettled = sum(not any(one.settled for one in found) for found in new)
         if unsettled > len(new) * _UNSETTLED:
             notices.append(
                 f"rates vary: {unsettled} of {len(new)} sets measured did not reach the target of "
                 f"{self._options.target:g}; other work, clocks or heat may disturb them"
             )
-        for measurement in [one for one in new if one.overlap_at_least][:_SHOWN]:
+        for measurement in [one for (one, *_) in new if one.overlap_at_least][:_SHOWN]:
             notices += overlap_notices(str(measurement.transfers), measurement)
         failures = list(dict.fromkeys(self._failures))[:_SHOWN]
         notices += [f"left out, as it cannot be measured: {text}" for text in failures]
@@ -211,7 +211,7 @@ class OpenedSource(RememberingSource):
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._session is None:
             return super()._measured(transfers)
-        self._on_set(self.sets_measured)
+        self._on_set(self.times_measured)
         self._enter(self._session)
         profiler = self._session.profiler
         try:
@@ -220,7 +220,7 @@ class OpenedSource(RememberingSource):
             self._check_alive(profiler, error)
             self._failures.append(str(error))
             raise
-        self._on_set(self.sets_measured + 1)
+        self._on_set(self.times_measured + 1)
         return measurement
 
     def _enter(self, session: Session | ClusterSession) -> None:

@@ -88,9 +88,9 @@ class RememberingSource:
 
     `source` measures sets that neither `known` nor the open `journal` has, each by itself, hardware
     in random order (of `seed`), so that drift favours no place in a list. New measurements are
-    appended to the journal, which is closed with this source. `sets_measured` counts sets that the
-    wrapped source measured, `sets_remembered` sets answered from memory. A class that measures by
-    itself wraps no source.
+    appended to the journal, which is closed with this source. `times_measured` counts measurements
+    by the wrapped source, `sets_remembered` answers from memory. A class that measures by itself
+    wraps no source.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RememberingSource:
         self._asked: set[tuple[TransferSet, int]] = set()
         self._most_sets, self._ends = math.inf, math.inf
         self.cut_short = False
-        self.sets_measured = 0
+        self.times_measured = 0
         self.sets_remembered = 0
 
     @property
@@ -121,6 +121,11 @@ class RememberingSource:
     def notices(self) -> tuple[str, ...]:
         """Notices for the user on the journal, and on damaged lines in it."""
         return self._journal.notices if self._journal is not None else ()
+
+    @property
+    def sets_measured(self) -> int:
+        """Number of sets that the wrapped source measured, each once or several times."""
+        return len(self._new)
 
     @property
     def times_known(self) -> dict[TransferSet, int]:
@@ -143,13 +148,24 @@ class RememberingSource:
             counts[key] += 1
         # What a journal answers counts as well: a resumed run goes the same way.
         new = {one for one in wanted if one not in self._asked}
-        spent = len(self._asked) + len(new) > self._most_sets or time.monotonic() > self._ends
-        if self._asked and new and spent:
+        if self._asked and new:
+            self._check_limit(len(new))
+        self._asked |= new
+        return self._answers(wanted)
+
+    def repeated(self, transfers: TransferSet, times: int) -> Sequence[Measurement]:
+        """Answer a set several times, as `measure` does; the set counts once for `limited`."""
+        self._check_limit(0)
+        return self._answers([(transfers, number) for number in range(times)])
+
+    def _check_limit(self, new: int) -> None:
+        if len(self._asked) + new > self._most_sets or time.monotonic() > self._ends:
             self.cut_short = True
             raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
-        self._asked |= new
+
+    def _answers(self, wanted: Sequence[tuple[TransferSet, int]]) -> Sequence[Measurement]:
         missing = [key for key, number in wanted if number >= self.times_of(key)]
-        self.sets_remembered += len(sets) - len(missing)
+        self.sets_remembered += len(wanted) - len(missing)
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
@@ -188,7 +204,7 @@ class RememberingSource:
         if self._journal is not None:
             self._journal.append(measurement)
         self._new.setdefault(transfers, []).append(measurement)
-        self.sets_measured += 1
+        self.times_measured += 1
         return measurement
 
     def _measured(self, transfers: TransferSet) -> Measurement:
