@@ -87,10 +87,9 @@ class RememberingSource:
     """A source with a memory, shared by several searches; a context manager.
 
     `source` measures sets that neither `known` nor the open `journal` has, each by itself, hardware
-    in random order (of `seed`), so that drift favours no place in a list. New measurements are
-    appended to the journal, which is closed with this source. `times_measured` counts measurements
-    by the wrapped source, `sets_remembered` answers from memory. A class that measures by itself
-    wraps no source.
+    in random order, so that drift favours no place in a list. New measurements are appended to the
+    journal, which is closed with this source. `times_measured` counts measurements by the wrapped
+    source, `sets_remembered` answers from memory. A class that measures by itself wraps no source.
     """
 
     def __init__(
@@ -99,13 +98,12 @@ class RememberingSource:
         known: Mapping[TransferSet, Sequence[Measurement]] | None = None,
         *,
         journal: JournalFile | None = None,
-        seed: int = 0,
     ) -> None:
         self._source = source
         self._journal = journal
         self._before = (known or {}) if journal is None else journal.measurements
         self._new: dict[TransferSet, list[Measurement]] = {}
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._asked: set[tuple[TransferSet, int]] = set()
         self._most_sets, self._ends = math.inf, math.inf
         self.cut_short = False
