@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", int, str)
 Permutation = dict[str, str]
+_Level = tuple[list[Permutation], dict[str, Permutation]]
+"""One step of the chain: its generators, and a mapping to each image of its base point."""
 
 _ROUNDS = 8  # Of colour refinement; VF2 decides where more would distinguish devices
 MAX_ELEMENTS = 8_192  # Mappings listed; of a larger group a subgroup is used
@@ -34,13 +36,13 @@ class Symmetry(msgspec.Struct, frozen=True, kw_only=True):
     """A group of relabellings: row r maps `points[i]` to `points[elements[r, i]]`.
 
     `order` is the size of the whole group; `elements` lists the group or, if that is too long, a
-    subgroup, the identity first. `generators` always generate the whole group.
+    subgroup, the identity first. `generators` generate the whole group where that is longer.
     """
 
     points: tuple[str, ...]
     elements: npt.NDArray[np.int16]
-    generators: tuple[Permutation, ...]
     order: int
+    generators: tuple[Permutation, ...] = ()
 
 
 def automorphisms(
@@ -61,8 +63,8 @@ def _automorphisms(
     return Symmetry(
         points=points,
         elements=_listed(levels, points),
-        generators=tuple(mapping for level in levels for mapping in level.generators),
-        order=math.prod(len(level.transversal) for level in levels),
+        generators=tuple(mapping for own, _ in levels for mapping in own),
+        order=math.prod(len(transversal) for _, transversal in levels),
     )
 
 
@@ -70,9 +72,8 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
     """Return the subgroup of the listed elements for which `keep`, a group, is true."""
     chosen = keep.copy()
     chosen[0] = True
-    elements, points = symmetry.elements[chosen], symmetry.points
-    generators = tuple(mapping(symmetry, row) for row in elements[1:257])
-    return Symmetry(points=points, elements=elements, generators=generators, order=len(elements))
+    elements = symmetry.elements[chosen]
+    return Symmetry(points=symmetry.points, elements=elements, order=len(elements))
 
 
 def onto(symmetry: Symmetry, points: Sequence[str], images: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -101,14 +102,6 @@ def _moved(symmetry: Symmetry, points: Sequence[str]) -> npt.NDArray[np.int16]:
 def mapping(symmetry: Symmetry, row: npt.NDArray[np.int16]) -> Permutation:
     """Return a listed element by names."""
     return {point: symmetry.points[int(to)] for point, to in zip(symmetry.points, row, strict=True)}
-
-
-class _Level(msgspec.Struct, frozen=True):
-    """One step of the chain: the images of the base point while all earlier points stay."""
-
-    point: str
-    generators: tuple[Permutation, ...]
-    transversal: Mapping[str, Permutation]
 
 
 def _coloured_graph(machine: Machine, knowledge: Knowledge, gpus: Sequence[int] | None) -> nx.Graph:
@@ -196,7 +189,7 @@ def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
             if found is not None:
                 own.append(found)
         below = [*below, *own]
-        levels.append(_Level(point, tuple(own), _transversal(point, below, identity)))
+        levels.append((own, _transversal(point, below, identity)))
     return levels
 
 
@@ -204,16 +197,13 @@ def _listed(levels: Sequence[_Level], points: Sequence[str]) -> npt.NDArray[np.i
     """Return the products of one mapping per level, from the bottom, up to MAX_ELEMENTS."""
     position = {point: i for i, point in enumerate(points)}
     rows = np.arange(len(points), dtype=np.int16)[None, :]
-    for level in levels:
-        if len(rows) * len(level.transversal) > MAX_ELEMENTS:
+    for _, transversal in levels:
+        if len(rows) * len(transversal) > MAX_ELEMENTS:
             break
-        maps = level.transversal.values()
+        maps = transversal.values()  # the identity comes first
         moves = [np.array([position[move[p]] for p in points], dtype=np.int16) for move in maps]
         # Every element of this level's group is one of the group below, then one move.
         rows = np.concatenate([move[rows] for move in moves])
-    identity = np.arange(len(points), dtype=np.int16)
-    first = int(np.flatnonzero((rows == identity).all(axis=1))[0])
-    rows[[0, first]] = rows[[first, 0]]
     return rows
 
 

@@ -7,6 +7,7 @@ bit masks, one bit for each copy of a hop that a set may hold.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import time
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from tccl_py.errors import BudgetSpentError
 from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.symmetry import smallest_row
 from tccl_py.search.problem import Budget, HopIndex
 
 SAFETY = 3.0
@@ -281,8 +283,7 @@ def distinct_cuts(index: HopIndex, cuts: Sequence[tuple[int, ...]]) -> list[tupl
     distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
     for cut in moving:
         columns = [point[names[i]] for i in cut]
-        images = np.unique(np.sort(elements[:, columns], axis=1), axis=0)
-        distinct.setdefault(tuple(images[0].tolist()), cut)
+        distinct.setdefault(smallest_row(np.sort(elements[:, columns], axis=1)), cut)
     return [cut for cut in cuts if cut not in moving] + list(distinct.values())
 
 
@@ -357,13 +358,7 @@ def connected_above(weights: Floats, least: float) -> bool:
 def best_connected(weights: Floats) -> float:
     """Return the highest rate at which `connected_above` holds, by bisection over the rates."""
     rates = np.unique(weights[np.isfinite(weights)])
-    low, high = 0, len(rates) - 1
-    if not len(rates) or not connected_above(weights, rates[0]):
-        return float("inf") if not len(rates) else 0.0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if connected_above(weights, rates[middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return float(rates[low])
+    if not len(rates):
+        return float("inf")
+    above = bisect.bisect_left(rates, True, key=lambda rate: not connected_above(weights, rate))
+    return float(rates[above - 1]) if above else 0.0

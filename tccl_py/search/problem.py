@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -162,14 +163,11 @@ class HopIndex:
 
     def _pairs(self) -> npt.NDArray[np.int64]:
         count = len(self.gpus)
-        cells: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]
-        for number in range(len(self.hops)):
-            cells[self.source[number]][self.target[number]].append(number)
-        width = max((len(cell) for row in cells for cell in row), default=1)
-        table = np.full((count, count, max(width, 1)), -1)
-        for i, row in enumerate(cells):
-            for j, cell in enumerate(row):
-                table[i, j, : len(cell)] = cell
+        width = max(map(len, self.space.hops.values()), default=1)
+        table = np.full((count, count, width), -1)
+        free: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+        for number, pair in enumerate(zip(self.source, self.target, strict=True)):
+            table[(*pair, next(free[pair]))] = number
         return table
 
     def _generator_images(self, symmetry: Symmetry) -> npt.NDArray[np.int32] | None:
@@ -203,37 +201,25 @@ class HopIndex:
     def canonical(self, hops: Sequence[int]) -> Hops:
         """Return the smallest image of `hops` under the symmetry, as far as it is listed."""
         key = tuple(sorted(hops))
-        smallest = self._smallest.get(key)
-        if smallest is None:
+        if key not in self._smallest:
             if self._moves is not None and len(key) <= MAX_CLOSED:
                 rows = [tuple(row) for row in self.orbit(key).tolist()]
                 self._smallest.update(dict.fromkeys(rows, rows[0]))
-                return rows[0]
-            smallest = self._smallest[key] = self._smallest_listed(key)
-        return smallest
-
-    def _smallest_listed(self, key: Hops) -> Hops:
-        if len(self.images) == 1:
-            return key
-        return smallest_row(np.sort(self.images[:, key], axis=1))
+            else:
+                self._smallest[key] = smallest_row(np.sort(self.images[:, key], axis=1))
+        return self._smallest[key]
 
     def orbit(self, hops: Sequence[int]) -> npt.NDArray[np.int32]:
         """Return distinct images of `hops`, one sorted row each, in ascending order.
 
         All images for up to MAX_CLOSED hops; for more hops, images under the listed elements.
         """
-        if self._moves is not None and len(hops) <= MAX_CLOSED:
-            return self._closure(np.array([sorted(hops)], dtype=np.int32), self._moves)
-        return np.unique(np.sort(self.images[:, list(hops)], axis=1), axis=0)
-
-    @staticmethod
-    def _closure(
-        rows: npt.NDArray[np.int32], moves: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32]:
-        count = 0
+        if self._moves is None or len(hops) > MAX_CLOSED:
+            return np.unique(np.sort(self.images[:, list(hops)], axis=1), axis=0)
+        rows, count = np.array([sorted(hops)], dtype=np.int32), 0
         while len(rows) > count:
             count = len(rows)
-            images = np.sort(moves[:, rows].reshape(-1, rows.shape[1]), axis=1)
+            images = np.sort(self._moves[:, rows].reshape(-1, len(hops)), axis=1)
             rows = np.unique(np.concatenate([rows, images]), axis=0)
         return rows
 

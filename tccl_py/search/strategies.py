@@ -214,7 +214,8 @@ def checked_index(
     index = HopIndex(space, symmetry)
     rates = np.full(len(index.hops), np.nan)
     errors = [0.0]
-    for orbit in _single_orbits(index):
+    for smallest in np.unique(index.images.min(axis=0)):
+        orbit = np.unique(index.images[:, smallest])
         for hop in _spread(orbit, checks):
             measurement = evaluator.measurement_as_is(index, [hop])
             rates[hop] = measurement.rate_gbps
@@ -228,17 +229,6 @@ def checked_index(
     keep = np.zeros(len(symmetry.elements), dtype=bool)
     keep[np.flatnonzero(index.inside)] = confirmed
     return HopIndex(space, keeping(symmetry, keep))
-
-
-def _single_orbits(index: HopIndex) -> list[npt.NDArray[np.int32]]:
-    seen = np.zeros(len(index.hops), dtype=bool)
-    orbits = []
-    for hop in range(len(index.hops)):
-        if not seen[hop]:
-            orbit = np.unique(index.images[:, hop])
-            seen[orbit] = True
-            orbits.append(orbit)
-    return orbits
 
 
 def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
