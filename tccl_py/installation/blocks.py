@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, read_bytes, refused, replacement
 
 Kind = Literal["conf", "slurm-prolog", "module"]
@@ -110,23 +110,17 @@ def read_own(path: Path) -> bytes | None:
     """
     with refused(path, "cannot be changed", _OWN):
         parent = path.parent
-        if not parent.is_dir():
-            raise InputError(str(parent), "is no directory", "make it first")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise InputError(str(parent), "cannot be written to", _OWN)
+        require(parent.is_dir(), str(parent), "is no directory", "make it first")
+        require(os.access(parent, os.W_OK | os.X_OK), str(parent), "cannot be written to", _OWN)
         if not path.exists():
             return None
         found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(str(path), "is no regular file", "name a file")
-    if found.st_uid != os.geteuid():
-        raise InputError(str(path), f"belongs to user {found.st_uid}", _OWN)
-    if not os.access(path, os.W_OK):
-        right = "give yourself the right to write it, or name another file"
-        raise InputError(str(path), "cannot be written to", right)
-    if found.st_nlink > 1:
-        right = "a new file in its place would part them: name a file of its own"
-        raise InputError(str(path), "has other names (hard links)", right)
+    require(stat.S_ISREG(found.st_mode), str(path), "is no regular file", "name a file")
+    require(found.st_uid == os.geteuid(), str(path), f"belongs to user {found.st_uid}", _OWN)
+    right = "give yourself the right to write it, or name another file"
+    require(os.access(path, os.W_OK), str(path), "cannot be written to", right)
+    right = "a new file in its place would part them: name a file of its own"
+    require(found.st_nlink <= 1, str(path), "has other names (hard links)", right)
     return read_bytes(path, limit=MAX_BYTES)
 
 
@@ -149,9 +143,8 @@ def apply_changes(changes: Sequence[Change]) -> None:
 def _apply(change: Change) -> None:
     with refused(change.path, "cannot be changed", _OWN):
         now = change.path.read_bytes() if change.path.exists() else None
-        if now != change.before:
-            what = "was changed by another program in the meantime"
-            raise InputError(str(change.path), what, "try again")
+        what = "was changed by another program in the meantime"
+        require(now == change.before, str(change.path), what, "try again")
         if change.after is None:
             change.path.unlink()
             return

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import check_version
 from tccl_py.model.machine import Knowledge, Machine, check, check_knowledge
 
@@ -173,9 +173,8 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
         raise InputError(where, f"host {host.name} is of class {host.node_class}", right)
     own = cluster.classes[host.node_class]
     gpus = len(own.machine.gpus)
-    if not gpus:
-        what = f"host {host.name} is of class {own.name}, which has no GPU"
-        raise InputError(where, what, "leave it out: only GPUs are planned for")
+    what = f"host {host.name} is of class {own.name}, which has no GPU"
+    require(gpus, where, what, "leave it out: only GPUs are planned for")
     if not 0 < host.slots <= gpus:
         what = f"host {host.name} has {host.slots} ranks"
         raise InputError(where, what, f"1 to {gpus} are possible, as many as it has GPUs")

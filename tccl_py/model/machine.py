@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import check_version, encode_json
 
 if TYPE_CHECKING:
@@ -220,8 +220,7 @@ def check(machine: Machine, *, where: str) -> Machine:
     bus_ids = [b.bus_id for b in machine.bridges] + [g.bus_id for g in machine.gpus]
     for ids, kind in (([d.id for d in machine.devices], "device"), (bus_ids, "bus id")):
         name, times = Counter(ids).most_common(1)[0]
-        if times > 1:
-            raise InputError(where, f"names {kind} {name} twice", "every name is used once")
+        require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
     _check_tree(machine, where)
     _check_nvlinks(machine, where)
     return machine
@@ -231,10 +230,8 @@ def _check_counts(machine: Machine, where: str) -> None:
     check_version(machine.format_version, FORMAT_VERSION, where)
     if len(machine.gpus) > MAX_GPUS:
         raise InputError(where, f"has {len(machine.gpus)} GPUs", f"at most {MAX_GPUS} fit a node")
-    if not machine.numa_nodes:
-        raise InputError(where, "has no NUMA node", "one <cpu> or NUMA node is the root")
-    if not machine.gpus:
-        raise InputError(where, "has no GPU", "a machine to plan for has at least one")
+    require(machine.numa_nodes, where, "has no NUMA node", "one <cpu> or NUMA node is the root")
+    require(machine.gpus, where, "has no GPU", "a machine to plan for has at least one")
     indices = [node.index for node in machine.numa_nodes] + [nic.index for nic in machine.nics]
     if min((*indices, *machine.gpu_indices)) < 0:
         raise InputError(where, "has a negative device index", "indices count from 0")
@@ -243,26 +240,23 @@ def _check_counts(machine: Machine, where: str) -> None:
 def _check_tree(machine: Machine, where: str) -> None:
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
     for device, parent in machine.parents.items():
-        if parent not in inner:
-            right = "parents are bridges or NUMA nodes"
-            raise InputError(where, f"{device} hangs from unknown {parent}", right)
+        right = "parents are bridges or NUMA nodes"
+        require(parent in inner, where, f"{device} hangs from unknown {parent}", right)
     for device in machine.parents:
         seen, at = {device}, device
         while at in machine.parents:
             at = machine.parents[at]
-            if at in seen:
-                right = "every branch ends at a CPU"
-                raise InputError(where, f"the PCI tree turns in a circle at {at}", right)
+            right = "every branch ends at a CPU"
+            require(at not in seen, where, f"the PCI tree turns in a circle at {at}", right)
             seen.add(at)
 
 
 def _check_nvlinks(machine: Machine, where: str) -> None:
     ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
     for nvlink in machine.nvlinks:
-        if not {nvlink.source, nvlink.target} <= ends:
-            what = f"an NVLink joins {nvlink.source} and {nvlink.target}"
-            right = "both ends are GPUs, NVLink switches or CPUs of this machine"
-            raise InputError(where, what, right)
+        what = f"an NVLink joins {nvlink.source} and {nvlink.target}"
+        right = "both ends are GPUs, NVLink switches or CPUs of this machine"
+        require({nvlink.source, nvlink.target} <= ends, where, what, right)
 
 
 def normal_bus_id(text: str) -> str | None:
@@ -333,8 +327,7 @@ def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Kn
     known = {device.id for device in machine.devices}
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
-            if end not in known:
-                raise InputError(where, f"a hidden link ends at {end}", "name a device or bus id")
+            require(end in known, where, f"a hidden link ends at {end}", "name a device or bus id")
     return knowledge
 
 
@@ -385,12 +378,10 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         if match is None:
             raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise InputError(where, f"{part!r} goes down", f"write {last}-{first}")
+        require(last >= first, where, f"{part!r} goes down", f"write {last}-{first}")
         if last - first >= MAX_GPUS:
             raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
         indices += range(first, last + 1)
     for index, times in Counter(indices).items():
-        if times > 1:
-            raise InputError(where, f"names GPU {index} twice", "every GPU stands once")
+        require(times == 1, where, f"names GPU {index} twice", "every GPU stands once")
     return tuple(indices)

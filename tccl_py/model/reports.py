@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import (
     Cluster,
     Host,
@@ -197,8 +197,7 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
     InputError: a host outside the tree, at two switches, or named twice; or no host at all.
     """
     names = check_host_names(hosts, where="hosts of the job")
-    if not names:
-        raise InputError("hosts of the job", "there are none", "name one at least")
+    require(names, "hosts of the job", "there are none", "name one at least")
     there = set(tree.all_hosts)
     for name in names:
         if name not in there:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.files import encode_json
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
@@ -124,9 +124,8 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
     found = []
     for text in texts:
         where, words = f"set {text[:60]!r}", flow_texts(text)
-        if not 1 <= len(words) <= _MOST_PAIRS:
-            right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
-            raise InputError(where, f"has {len(words)} pairs", right)
+        right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
+        require(1 <= len(words) <= _MOST_PAIRS, where, f"has {len(words)} pairs", right)
         found.append(tuple(_parse_pair(word, gpus, where) for word in words))
     return tuple(found)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import read_text
 from tccl_py.model.cluster import MAX_HOSTS, check_host_name, shown
 from tccl_py.model.machine import parse_gpus
@@ -123,9 +123,8 @@ def _run(text: str, entry: str, where: str) -> Iterator[str]:
     if match is None:
         raise InputError(where, f"{shown(text)} in {shown(entry)} is no range", _RANGE)
     low, high = int(match["low"]), int(match["high"] or match["low"])
-    if low > high:
-        what = f"the range {shown(text)} in {shown(entry)} goes down"
-        raise InputError(where, what, "the lower number is first")
+    what = f"the range {shown(text)} in {shown(entry)} goes down"
+    require(low <= high, where, what, "the lower number is first")
     return (f"{number:0{len(match['low'])}d}" for number in range(low, high + 1))
 
 
@@ -199,8 +198,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
             if len(slots) > MAX_HOSTS or mentions > MAX_RANKS:
                 right = "give the hosts of one job"
                 raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
-    if not slots:
-        raise InputError(where, "names no host", _LINE)
+    require(slots, where, "names no host", _LINE)
     return tuple(HostSlots(name, slots[name] if name in given else None) for name in slots)
 
 
@@ -228,9 +226,8 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
             right = "name the hosts themselves"
             raise InputError(place, f"{shown(part)} depends on an allocation", right)
         count = int(match["count"] or 1)
-        if not 0 < count <= MAX_SLOTS:
-            right = f"1 to {MAX_SLOTS} are possible"
-            raise InputError(place, f"{shown(part)} stands for {count} slots", right)
+        right = f"1 to {MAX_SLOTS} are possible"
+        require(0 < count <= MAX_SLOTS, place, f"{shown(part)} stands for {count} slots", right)
         for name in expand(match["names"], where=place):
             yield name, count, match["count"] is not None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.machine import (
     Fingerprint,
     Gpu,
@@ -227,8 +227,7 @@ def opened_nvml(nvml: Any = None) -> Iterator[Any]:
 
 def _count(nvml: Any) -> int:
     count = int(ask_nvml(nvml, "the driver", nvml.nvmlDeviceGetCount))
-    if not count:
-        raise InputError(_HERE, "has no NVIDIA GPU that this process may see", _INSTEAD)
+    require(count, _HERE, "has no NVIDIA GPU that this process may see", _INSTEAD)
     return count
 
 
@@ -318,9 +317,8 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
         if len(named) != 1:
             break
         found.update(named)
-    if not found:
-        right = f"there are {', '.join(map(str, machine.gpu_indices))}"
-        raise InputError(VARIABLE, f"is {text[:40]!r}, which is no GPU here", right)
+    right = f"there are {', '.join(map(str, machine.gpu_indices))}"
+    require(found, VARIABLE, f"is {text[:40]!r}, which is no GPU here", right)
     return tuple(sorted(found))
 
 

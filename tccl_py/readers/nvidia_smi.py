@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from pathlib import Path
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import read_text
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
@@ -157,10 +157,9 @@ def _is_relation(word: str) -> bool:
 def _gpu_rows(labels: Sequence[str], where: str) -> dict[int, int]:
     matches = {row: _GPU_LABEL.fullmatch(label) for row, label in enumerate(labels)}
     gpus = {row: int(match[1]) for row, match in matches.items() if match}
-    if len(labels) > MAX_DEVICES or len(gpus) > MAX_GPUS:
-        what = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
-        right = f"at most {MAX_GPUS} GPUs and {MAX_DEVICES} devices fit a node"
-        raise InputError(where, what, right)
+    what = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
+    right = f"at most {MAX_GPUS} GPUs and {MAX_DEVICES} devices fit a node"
+    require(len(labels) <= MAX_DEVICES and len(gpus) <= MAX_GPUS, where, what, right)
     for row, label in enumerate(labels):
         if labels.count(label) > 1:
             raise InputError(where, f"names {label} twice", "every device has one column")

@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import read_text
 from tccl_py.model.cluster import (
     MAX_HOSTS,
@@ -227,8 +227,7 @@ def _slurm_switch(line: str, place: str) -> _Switch:
             raise InputError(place, f"{shown(match['key'])} is there twice", "once is right")
         pairs[key] = match["plain"] or match["quoted"] or ""
         at = match.end()
-    if not pairs.get("switchname"):
-        raise InputError(place, "has no SwitchName", _RIGHT)
+    require(pairs.get("switchname"), place, "has no SwitchName", _RIGHT)
     if "nodes" in pairs and "switches" in pairs:
         raise InputError(place, "has both nodes and switches", "one is right")
     nodes, below = pairs.get("nodes", ""), pairs.get("switches", "")
@@ -247,8 +246,7 @@ def _joined(found: Iterable[_Found], *, where: str, hosts: Iterable[str] | None)
             what = f"switch {shown(switch.name)} is also at {by_name[switch.name][0]}"
             raise InputError(place, what, "describe each switch once")
         by_name[switch.name] = (place, switch, below)
-    if not by_name:
-        raise InputError(where, "has no switch", "describe one at least")
+    require(by_name, where, "has no switch", "describe one at least")
     above = _above(by_name)
     tops = tuple(_tree(by_name, name, 1) for name in by_name if name not in above)
     hanging = {switch.name for top in tops for switch in top.all_switches}
@@ -278,9 +276,8 @@ def _above(by_name: dict[str, _Found]) -> dict[str, str]:
 
 def _tree(by_name: dict[str, _Found], name: str, level: int) -> SwitchTree:
     place, switch, below = by_name[name]
-    if level > MAX_LEVELS:
-        what = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
-        raise InputError(place, what, f"at most {MAX_LEVELS} levels are read")
+    what = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
+    require(level <= MAX_LEVELS, place, what, f"at most {MAX_LEVELS} levels are read")
     return msgspec.structs.replace(
         switch, switches=tuple(_tree(by_name, child, level + 1) for child in below)
     )

@@ -166,8 +166,8 @@ class HopIndex:
         width = max(map(len, self.space.hops.values()), default=1)
         table = np.full((count, count, width), -1)
         free: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
-        for number, pair in enumerate(zip(self.source, self.target, strict=True)):
-            table[(*pair, next(free[pair]))] = number
+        for number, (i, j) in enumerate(zip(self.source, self.target, strict=True)):
+            table[i, j, next(free[i, j])] = number
         return table
 
     def _generator_images(self, symmetry: Symmetry) -> npt.NDArray[np.int32] | None:

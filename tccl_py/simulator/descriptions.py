@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import decode_json, read_text
 from tccl_py.model.machine import (
     DiscoveredMachine,
@@ -271,8 +271,7 @@ def _from_json(text: str, where: str) -> Description:
     if "capacities" in keys:
         model = model_from_json(text, where=where)
         return Description(machine=model.machine, knowledge=model.knowledge, model=model)
-    if "gpus" not in keys:
-        raise InputError(where, "describes no machine", _FORMS)
+    require("gpus" in keys, where, "describes no machine", _FORMS)
     found = decode_json(text, DiscoveredMachine, where=where, name="Machine")
     fields = {name: getattr(found, name) for name in Machine.__struct_fields__}
     machine = check(Machine(**fields), where=where)

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, counted
+from tccl_py.errors import InputError, MeasurementError, counted, require
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import leaving
@@ -57,8 +57,7 @@ def rates_of(
         source.watch(watch)
         return source, [], notices
     tables = read_tables(directory, plan.cluster.classes)
-    if not tables:
-        raise InputError(str(directory), "has no tables of chains", "plan the cluster again")
+    require(tables, str(directory), "has no tables of chains", "plan the cluster again")
     return RememberingSource(NoSource(simulated=False)), tables, ()
 
 
@@ -85,9 +84,8 @@ def kept_chains(
         best = groups.setdefault((by or 0, blocks, fifo_bytes), {})
         if gpus not in best or chain.rate > best[gpus].rate_gbps:
             best[gpus] = Found(ring=ring_of(chain), rate_gbps=chain.rate, bound_gbps=None)
-    if not groups:
-        what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
-        raise InputError("the plan's tables", what, "name another NIC, or plan the cluster again")
+    what = "have no chain that enters and leaves by one NIC" + f" {nic}" * (nic is not None)
+    require(groups, "the plan's tables", what, "name another NIC, or plan the cluster again")
 
     def worth(key: tuple[int, int, int]) -> tuple[int, float]:
         found = groups[key]
@@ -311,9 +309,8 @@ def comment(note: str) -> str:
 def _nic(machine: Machine, wanted: int | None) -> Nic | None:
     if wanted is not None:
         found = {nic.index: nic for nic in machine.nics}
-        if wanted not in found:
-            right = f"it has {', '.join(map(str, found)) or 'none'}"
-            raise InputError(f"NIC {wanted}", f"is not in machine {machine.name}", right)
+        right = f"it has {', '.join(map(str, found)) or 'none'}"
+        require(wanted in found, f"NIC {wanted}", f"is not in machine {machine.name}", right)
         return found[wanted]
     return max(machine.nics, key=lambda nic: (nic.speed_mbps, nic.gdr, -nic.index), default=None)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import InputError, MeasurementError, SearchError, require
 from tccl_py.model.machine import Knowledge, Machine, Nic, parse_gpus
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import (
@@ -139,17 +139,15 @@ def gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
     if text is None:
         return None
     lists = text.split()
-    if not lists:
-        raise InputError("--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
+    require(lists, "--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
     return tuple(tuple(sorted(parse_gpus(part))) for part in lists)
 
 
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:
     """Refuse a plan that one database cannot serve."""
-    if len(plan.cluster.classes) > 1:
-        what = f"has hosts of {len(plan.cluster.classes)} classes"
-        right = "the fork has one database for all nodes: plan hosts of one class"
-        raise InputError(where, what, right)
+    what = f"has hosts of {len(plan.cluster.classes)} classes"
+    right = "the fork has one database for all nodes: plan hosts of one class"
+    require(len(plan.cluster.classes) <= 1, where, what, right)
 
 
 def task_of(
@@ -168,9 +166,8 @@ def task_of(
             f"GPU {max(gpus)}", "is too high an index for the fork", f"0 to {LARGEST_INDEX}: {why}"
         )
     for gpu in (gpu for subset in subsets or () for gpu in subset):
-        if gpu not in gpus:
-            known = ", ".join(map(str, gpus))
-            raise InputError(f"GPU {gpu}", "is not in the plan", f"it has {known}")
+        known = ", ".join(map(str, gpus))
+        require(gpu in gpus, f"GPU {gpu}", "is not in the plan", f"it has {known}")
     return DatabaseTask(
         machine=node.machine,
         knowledge=node.knowledge,
