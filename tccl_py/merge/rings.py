@@ -65,8 +65,10 @@ class MergedRing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # A given order.
-def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> MergedRing:
-    """Find the fastest ring through hosts of classes `order`, in this order.
+def merge_in_order(
+    tables: Sequence[ChainTable], order: Sequence[int], *, limit: float = math.inf
+) -> MergedRing:
+    """Find the fastest ring through hosts of classes `order`, in this order; uplinks `limit` it.
 
     With X crossings, R runs of equal hosts and E different rates: (R + log N) X^3 log E.
 
@@ -77,7 +79,7 @@ def merge_in_order(tables: Sequence[ChainTable], order: Sequence[int]) -> Merged
 
     Raises SearchError: there is no ring.
     """
-    rates = np.stack([table.rates for table in tables])
+    rates = np.minimum([table.rates for table in tables], limit)
     order = tuple(order)
     used = sorted(set(order))
     best = highest(
@@ -137,12 +139,11 @@ def merge_with_switches(
 
     Raises SearchError: there is no ring.
     """
-    rates = np.stack([table.rates for table in tables])
     if given_order is not None:
-        rates = np.minimum(rates, uplink_limit(tree, given_order))
-        capped = [ChainTable(name=t.name, rates=r) for t, r in zip(tables, rates, strict=True)]
-        ring = merge_in_order(capped, [host_classes[name] for name in given_order])
+        order = tuple(host_classes[name] for name in given_order)
+        ring = merge_in_order(tables, order, limit=uplink_limit(tree, given_order))
         return msgspec.structs.replace(ring, hosts=tuple(given_order))
+    rates = np.stack([table.rates for table in tables])
     best = _best_order(rates, host_classes, tree)
     if best.walk is None:
         why = "no order was found in which chains of all nodes meet"

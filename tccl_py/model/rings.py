@@ -193,9 +193,8 @@ def on_host(flow: Flow, host: str) -> Flow:
 
 def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
     """Return the flow with `moved(place)` in each place's stead."""
-    places = [moved(place) for place in flow.places]
-    starts = range(0, len(places), 3)
-    transfers = tuple(Transfer(*places[at : at + 3]) for at in starts)
+    ends = ((one.source, one.executor, one.destination) for one in flow.transfers)
+    transfers = tuple(Transfer(*map(moved, places)) for places in ends)
     return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
 
 

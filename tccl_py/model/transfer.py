@@ -350,9 +350,9 @@ def _check_network(places: Sequence[Place], where: str) -> None:
 
 def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flow:
     kind = _kind(transfers)
-    numbers = {"fifo": MAX_FIFO_BYTES, "slots": 1024}
-    numbers = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else numbers
-    numbers |= {"blocks": MAX_BLOCKS}
+    fifos = {"fifo": MAX_FIFO_BYTES, "slots": 1024}
+    own = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else fifos
+    numbers = {**own, "blocks": MAX_BLOCKS}
     given: dict[str, int] = {}
     side = Fifo().side
     for item in text.split(",") if text else ():

@@ -114,14 +114,19 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
         _check_access(network, transfer)
     edges = network.path(source, destination)
     halfway: Literal["bounce", "host"] = "bounce" if len(flow.transfers) > 1 else "host"
+    keys = _keys(network, flow, transfer, edges)
+    memory: Literal["own", "other", ""] = ""
+    if "memory" in keys:
+        own = f"C{network.machine.numa_of(transfer.executor.device)}"
+        memory = "own" if keys["memory"] == own else "other"
     return Leg(
         edges=edges,
         operation=transfer.operation,
         path="network" if "N" in kinds else halfway if "C" in kinds else "peer",
         crosses=_crossing(network, edges),
-        memory=_memory(network.machine, transfer),
+        memory=memory,
         executor=_EXECUTORS[transfer.executor.kind],
-        keys=_keys(network, flow, transfer, edges),
+        keys=keys,
     )
 
 
@@ -150,17 +155,9 @@ def _check_access(network: Network, transfer: Transfer) -> None:
 
 
 def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "numa", "nothing"]:
-    smp = [edge for edge in edges if network.kinds[edge] == "smp"]
-    if any(network.between_sockets(edge) for edge in smp):
+    if any(map(network.between_sockets, edges)):
         return "socket"
-    return "numa" if smp else "nothing"
-
-
-def _memory(machine: Machine, transfer: Transfer) -> Literal["own", "other", ""]:
-    for end in (transfer.source, transfer.destination):
-        if end.kind == "C":
-            return "own" if end.index == machine.numa_of(transfer.executor.device) else "other"
-    return ""
+    return "numa" if any(network.kinds[edge] == "smp" for edge in edges) else "nothing"
 
 
 def _keys(
