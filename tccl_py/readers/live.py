@@ -199,9 +199,9 @@ def driver_version() -> str:
         return ""
 
 
-def gpu_count(nvml: Any = None) -> int:
+def gpu_count() -> int:
     """Return the number of GPUs (InputError without any); NVML indices count from 0."""
-    with opened_nvml(nvml) as opened:
+    with opened_nvml() as opened:
         return _count(opened)
 
 

@@ -192,7 +192,7 @@ class Bounds:
                 cells = (orbit[:, i], orbit[:, j])
                 self.pair[cells] = np.minimum(self.pair[cells], upper)
         else:
-            masks = self._masks_of_many(orbit.astype(np.int64))
+            masks = np.stack([self.mask(image) for image in orbit.tolist()])
             self._masks = np.concatenate([self._masks, masks])
             self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
             self._with_hop = [None] * len(self._index.hops)
@@ -227,33 +227,17 @@ class Bounds:
 
     def bound(self, hops: Sequence[int]) -> float:
         """Return an upper bound on the rate of `hops` together, GB/s."""
-        numbers = np.fromiter(hops, dtype=np.int64)
-        least = float(self.single[numbers].min(initial=np.inf))
-        pairs = self.pair[numbers[:, None], numbers]
-        # A hop twice in the set has a pair off the diagonal too; the diagonal itself is no pair.
-        np.fill_diagonal(pairs, np.inf)
-        least = min(least, float(pairs.min(initial=np.inf)))
-        return min(least, self.pattern_bound(hops))
+        (least,) = self.pair_bounds(np.array([hops], dtype=np.int64))
+        return min(float(least), self.pattern_bound(hops))
 
     def pair_bounds(self, sets: npt.NDArray[np.int64]) -> Floats:
         """Return an upper bound for each row of hop numbers from singles and pairs alone, GB/s."""
-        least: Floats = self.single[sets].min(axis=1)
-        for i, j in itertools.combinations(range(sets.shape[1]), 2):
-            np.minimum(least, self.pair[sets[:, i], sets[:, j]], out=least)
+        pairs = self.pair[sets[:, :, None], sets[:, None, :]]
+        # A hop twice in the set has a pair off the diagonal too; the diagonal itself is no pair.
+        diagonal = np.arange(sets.shape[1])
+        pairs[:, diagonal, diagonal] = self.single[sets]
+        least: Floats = pairs.min(axis=(1, 2), initial=np.inf)
         return least
-
-    def _masks_of_many(self, sets: npt.NDArray[np.int64]) -> Masks:
-        """Return the bits of each row of hop numbers; rows are sorted."""
-        masks = np.zeros((len(sets), self._words), dtype=np.uint64)
-        rows = np.arange(len(sets))
-        copy = np.zeros(len(sets), dtype=np.int64)
-        for column in range(sets.shape[1]):
-            if column:
-                same = sets[:, column] == sets[:, column - 1]
-                copy = np.where(same, copy + 1, 0)
-            bit = sets[:, column] * self._copies + np.minimum(copy, self._copies - 1)
-            masks[rows, bit // 64] |= np.uint64(1) << (bit % 64).astype(np.uint64)
-        return masks
 
     def beside(self, hops: Sequence[int]) -> Floats:
         """Return each hop's upper bound beside `hops`, from singles and pairs, GB/s."""

@@ -30,7 +30,6 @@ from tccl_py.simulator.model import (
     MachineModel,
     Memory,
     Traffic,
-    bundled_parameters,
     check_model,
 )
 
@@ -73,7 +72,7 @@ def model_for(machine: Machine, knowledge: Knowledge | None = None) -> MachineMo
         executors=_KERNEL_LIMITS,
         fifo_cache=_FIFO_CACHE if intel else None,
     )
-    return check_model(model, bundled_parameters(), where=machine.name)
+    return check_model(model, where=machine.name)
 
 
 def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
@@ -281,5 +280,4 @@ def _from_json(text: str, where: str) -> Description:
 
 def model_from_json(text: str, *, where: str) -> MachineModel:
     """Decode and check a model; figures may name the bundled shared parameters."""
-    model = decode_json(text, MachineModel, where=where)
-    return check_model(model, bundled_parameters(), where=where)
+    return check_model(decode_json(text, MachineModel, where=where), where=where)

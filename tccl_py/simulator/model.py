@@ -254,7 +254,7 @@ def figures_in(part: _Data) -> dict[str, Figure]:
     return {name: value for name, value in values.items() if isinstance(value, Figure)}
 
 
-def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> MachineModel:
+def check_model(model: MachineModel, *, where: str) -> MachineModel:
     """Return `model` if its parts fit together (InputError)."""
     check_version(model.format_version, MODEL_VERSION, where)
     check(model.machine, where=where)
@@ -272,7 +272,7 @@ def check_model(model: MachineModel, parameters: Parameters, *, where: str) -> M
         place = f"{where} executor limit {limit.name!r}"
         bounded = limit.per_block is not None or limit.ceiling is not None
         require(bounded, place, "bounds nothing", "give per_block or ceiling")
-    figures = Figures(parameters)
+    figures = Figures(bundled_parameters())
     for place, figure in figures_of(model):
         _check_figure(figure, figures, f"{where} {place}")
     return model
