@@ -38,7 +38,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `overlap_at_least` marks a lower bound, where the clock shows no more; `window_us` is the
     duration of a repeat; `settled` means a 95 % interval as narrow as asked; `outliers` are
     suspect repeats, not left out.
-
     """
 
     transfers: TransferSet
@@ -85,8 +84,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def is_together(self) -> bool:
         """True if all flows ran together, as far as the clock can show."""
-        known = self.overlap is not None and not self.overlap_at_least
-        if not known or self.overlap is None or self.overlap >= TOGETHER:
+        if self.overlap is None or self.overlap_at_least or self.overlap >= TOGETHER:
             return True
         # Journals older than `overlap_at_least` have copy engines beside kernels of their GPU.
         parts = (part for flow in self.transfers.flows for part in flow.transfers)
@@ -97,7 +95,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Relative standard error of the slowest flow's median; 0 with one sample."""
         slowest = min(self.samples_gbps, key=median)
         middle = median(slowest)
-        if len(slowest) < 2 or middle <= 0:
+        if len(slowest) < 2:
             return 0.0
         mean = math.fsum(slowest) / len(slowest)
         squares = math.fsum((sample - mean) ** 2 for sample in slowest)

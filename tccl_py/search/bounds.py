@@ -176,7 +176,7 @@ class Bounds:
         self.pair: Floats = np.full((count, count), np.inf)
         self._masks: Masks = np.zeros((0, self._words), dtype=np.uint64)
         self._rates: Floats = np.zeros(0)
-        self._with_hop: list[npt.NDArray[np.int64] | None] = [None] * count
+        self._with_hop: dict[int, npt.NDArray[np.int64]] = {}
         self.version = 0
 
     def learn(self, hops: Sequence[int], upper: float) -> None:
@@ -195,7 +195,7 @@ class Bounds:
             masks = np.stack([self.mask(image) for image in orbit.tolist()])
             self._masks = np.concatenate([self._masks, masks])
             self._rates = np.concatenate([self._rates, np.full(len(masks), upper)])
-            self._with_hop = [None] * len(self._index.hops)
+            self._with_hop.clear()
 
     def mask(self, hops: Sequence[int]) -> Masks:
         """Return the bits of `hops`: the second copy of a hop has a bit of its own."""
@@ -217,13 +217,11 @@ class Bounds:
         return float(self._rates[rows][inside].min(initial=np.inf))
 
     def _rows_with(self, hop: int) -> npt.NDArray[np.int64]:
-        rows = self._with_hop[hop]
-        if rows is None:
-            first = hop * self._copies
-            word = self._masks[:, first // 64] >> np.uint64(first % 64)
-            rows = np.flatnonzero(word & np.uint64(1))
-            self._with_hop[hop] = rows
-        return rows
+        if hop not in self._with_hop:
+            word, bit = divmod(hop * self._copies, 64)
+            held = self._masks[:, word] >> np.uint64(bit) & np.uint64(1)
+            self._with_hop[hop] = np.flatnonzero(held)
+        return self._with_hop[hop]
 
     def bound(self, hops: Sequence[int]) -> float:
         """Return an upper bound on the rate of `hops` together, GB/s."""

@@ -244,16 +244,13 @@ def _sides(
     reading: Bound, writing: Bound, values: dict[str, tuple[float, bool]]
 ) -> list[tuple[Bound, str]]:
     """Return the bounds of one place: each operation's sum, and in a mix the sum of both."""
-    if not (reading and writing):
-        side, field = (reading, "read") if reading else (writing, "write")
-        return [(side, field)] if field in values else []
-    total = dict(reading)
-    for flow, count in writing.items():
-        total[flow] = total.get(flow, 0.0) + count
-    fields = {"write": writing, "write_in_mix": writing, "read": reading, "read_in_mix": reading}
-    return [
-        (bound, field) for field, bound in {**fields, "mixed": total}.items() if field in values
-    ]
+    fields = {"write": writing, "read": reading}
+    if reading and writing:
+        total = dict(reading)
+        for flow, count in writing.items():
+            total[flow] = total.get(flow, 0.0) + count
+        fields |= {"write_in_mix": writing, "read_in_mix": reading, "mixed": total}
+    return [(bound, field) for field, bound in fields.items() if bound and field in values]
 
 
 def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
