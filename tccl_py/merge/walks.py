@@ -64,14 +64,10 @@ def product(first: Relation, second: Relation) -> Relation:
 
 def power(relation: Relation, exponent: int) -> Relation:
     """Compose a relation `exponent` >= 1 times with itself, by repeated squaring."""
-    result: Relation | None = None
-    while True:
-        if exponent & 1:
-            result = relation if result is None else product(result, relation)
-        exponent >>= 1
-        if not exponent:
-            return relation if result is None else result
-        relation = product(relation, relation)
+    if exponent == 1:
+        return relation
+    squared = power(product(relation, relation), exponent // 2)
+    return product(squared, relation) if exponent % 2 else squared
 
 
 def path(relations: Sequence[Relation], start: int, end: int) -> tuple[int, ...]:

@@ -129,12 +129,9 @@ def faults(measurement: Measurement) -> Iterator[str]:
             yield "does not have a rate of every flow in every repeat"
         elif max(row) > MAX_GBPS:
             yield f"has a rate of {max(row):g} GB/s"
-    for name, value, limit in (
-        ("skew_us", measurement.skew_us, math.inf),
-        ("skew_error_us", measurement.skew_error_us, math.inf),
-        ("overlap", measurement.overlap, 1),
-        ("window_us", measurement.window_us, math.inf),
-    ):
+    limits = {"skew_us": math.inf, "skew_error_us": math.inf, "overlap": 1, "window_us": math.inf}
+    for name, limit in limits.items():
+        value = getattr(measurement, name)
         if value is not None and not (0 <= value <= limit and value < math.inf):
             yield f"has {name} {value:g}"
     if any(not 0 <= index < repeats for index in measurement.outliers):

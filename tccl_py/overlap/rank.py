@@ -27,7 +27,7 @@ def main() -> None:
     joined = join(spec.backend, folder, rank=rank, world=spec.world, local_rank=rank)
     mover = Messages(joined, spec) if spec.kind == "messages" else Copies(joined, spec)
     watch = CudaStopwatch(joined.torch, mover.devices) if joined.cuda else ThreadStopwatch()
-    timer = Timer(mover, watch, spec.repeats)
+    timer = Timer(joined.dist.barrier, watch, spec.repeats)
     result = OverlapResult(
         rank=rank,
         torch=str(joined.torch.__version__),
@@ -116,12 +116,6 @@ class Copies:
         self._sent = {place: self._buffer(place, place + 1) for place in self.devices}
         self._received: dict[tuple[int, Pair], Any] = {}
 
-    def align(self) -> None:
-        """Wait for all ranks and devices."""
-        self._joined.dist.barrier()
-        for place in self.devices if self._joined.cuda else ():
-            self._joined.torch.cuda.synchronize(place)
-
     def works(self, number: int) -> dict[int, Work]:
         """Return this rank's part of a set, by the pair's place in it."""
         return {
@@ -200,8 +194,11 @@ class Messages(Copies):
 class Timer:
     """Times works one after the other and together, in turn, so that drift favours neither."""
 
-    def __init__(self, mover: Copies, watch: CudaStopwatch | ThreadStopwatch, repeats: int) -> None:
-        self._mover, self._watch, self._repeats = mover, watch, repeats
+    def __init__(
+        self, align: Callable[[], object], watch: CudaStopwatch | ThreadStopwatch, repeats: int
+    ) -> None:
+        # A stopwatch waits for its devices first.
+        self._align, self._watch, self._repeats = align, watch, repeats
 
     def time(self, works: Mapping[int, Work], reported: Sequence[bool]) -> Timings:
         """Return timings by mode of this rank's works by number.
@@ -213,7 +210,7 @@ class Timer:
         together: list[dict[int, float]] = []
         for _ in range(_WARM_UPS + self._repeats):
             alone.append([self.single(works.get(number)) for number in range(len(reported))])
-            self._mover.align()
+            self._align()
             times = self._watch.together(list(works.values()))
             together.append(dict(zip(works, times, strict=True)))
 
@@ -228,7 +225,7 @@ class Timer:
 
     def single(self, work: Work | None) -> float:
         """Align the ranks, run a work, and return its ms; 0 on a rank without it."""
-        self._mover.align()
+        self._align()
         return max(self._watch.together([work] if work else []), default=0.0)
 
 

@@ -233,10 +233,9 @@ def checked_index(
 
 def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
     """Return the first member and `checks` others, evenly spread."""
-    if checks is None or checks + 1 >= len(orbit):
-        return [int(hop) for hop in orbit]
-    picked = np.linspace(0, len(orbit) - 1, checks + 1).astype(int)
-    return [int(orbit[i]) for i in picked]
+    count = len(orbit) if checks is None else min(checks + 1, len(orbit))
+    picked: list[int] = orbit[np.linspace(0, len(orbit) - 1, count).astype(int)].tolist()
+    return picked
 
 
 def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.int64]:
