@@ -245,10 +245,10 @@ NAMED = {
         lambda i, j: 0.5 if i // 2 != j // 2 else 1
     ),
     "PCIe switch 0000:80:00.0": lambda i, j: 0.5 if {i, j} == {0, 1} else 1,
-    "nearly everything changed alike": lambda i, j: 0.8,
+    "clocks, a power limit, heat": lambda i, j: 0.8,
     "GPU 3's own PCIe link (inwards): all": lambda i, j: 0.5 if j == 3 else 1,
-    "no one link or memory": lambda i, j: 0.5 if (i, j) in ((0, 1), (2, 3)) else 1,
-    "what changed became faster": lambda i, j: 2 if i == 0 else 1,
+    "more than one cause": lambda i, j: 0.5 if (i, j) in ((0, 1), (2, 3)) else 1,
+    "higher clocks": lambda i, j: 2 if i == 0 else 1,
 }
 
 

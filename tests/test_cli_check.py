@@ -78,7 +78,7 @@ def test_a_slower_link_is_told_by_name_and_worst_first(plan):
     result = tccl("check", plan)
     assert result.exit_code == 1
     assert result.stdout.startswith(f"{NAME} has drifted")
-    assert "2's own PCIe link (downtrained?" in result.stdout
+    assert "Suspected: GPU 2's own PCIe link (downtrained?" in result.stdout
     assert "was simulated with: differences" in result.stderr
 
 

@@ -480,10 +480,22 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said
     assert len(said) < 6
+    assert "bound of this search 3.0" in said[0]
     assert all("4 rings: 1 set, " in text for text in said)
     assert all(
         re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left$", text) for text in said[1:]
     )
+
+
+def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypatch, capsys):
+    clock = iter([0.0, 11.0, 22.0])
+    monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
+    with ProgressLine() as line:
+        line(Progress(rings_in_set=1, sets_measured=1, best_gbps=4.0, bound_gbps=5.0))
+        line(Progress(rings_in_set=2, sets_measured=1, best_gbps=2.0, bound_gbps=3.0))
+    first, second = capsys.readouterr().err.splitlines()
+    assert "bound of this search 5.0" in first
+    assert "best so far 4.0 GB/s, bound of this search ?" in second
 
 
 def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, capsys):

@@ -429,7 +429,7 @@ def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_pat
     def nothing(*_):
         raise InputError("this machine", "no NVIDIA driver answers (none)", "give --simulate")
 
-    monkeypatch.setattr(module, "check_torch", lambda: None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(module, "measured_machine", nothing)
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
     assert made.exit_code == 2
@@ -438,6 +438,7 @@ def test_plan_says_that_tuning_needs_gpus_whatever_the_plan_is_made_from(tmp_pat
 
 
 def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "measured_machine", lambda: None)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune")
     assert made.exit_code == 2

@@ -157,7 +157,7 @@ def _print_drift(plan: Plan, drift: Drift) -> None:
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
         print_table(console, _rows(drift))
-        console.print(f"This points to {drift.points_to}.")
+        console.print(f"Suspected: {drift.points_to}.")
     for text, why in drift.lost.items():
         console.print(f"cannot be measured any more: {text}: {why}")
     console.print(

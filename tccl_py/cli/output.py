@@ -149,8 +149,9 @@ class ProgressLine:
     def __call__(self, progress: Progress) -> None:
         """Show sets measured, the best so far and the bound of the search that runs."""
         self._best = max(self._best, progress.best_gbps)
+        # A bound of this search alone can be below the best of an earlier one.
         bound = progress.bound_gbps
-        shown = f"{bound:.1f}" if 0 < bound < float("inf") else "?"
+        shown = f"{bound:.1f}" if self._best <= bound < math.inf else "?"
         self._search = (
             f"{counted(progress.rings_in_set, 'ring')}: {counted(progress.sets_measured, 'set')}, "
             f"best so far {self._best:.1f} GB/s, bound of this search {shown}"

@@ -220,7 +220,7 @@ def _check(asked: SimpleNamespace) -> None:
         return
     if asked.several:
         right = f"leave it out, or measure them: {UNDER_MPI}"
-        refuse({"--tune": asked.tune}, ("for models", "runs collectives on the hosts", right))
+        refuse({"--tune": asked.tune}, ("", "runs collectives on the hosts", right))
         if asked.simulate is None and not asked.extend:
             right = f"add --simulate MACHINE, or {UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)

@@ -163,7 +163,7 @@ def joined(plan: Plan, found: Sequence[Drift]) -> Drift:
     return Drift(
         rows=tuple(row for drift in found for row in drift.rows),
         changes=tuple(sorted(changes, key=lambda row: row.ratio)),
-        points_to="; ".join(f"on {name} to {cause}" for name, cause in causes if cause),
+        points_to="; ".join(f"on {name}, {cause}" for name, cause in causes if cause),
         lost={one: why for drift in found for one, why in drift.lost.items()},
         skipped=tuple(one for drift in found for one in drift.skipped),
         seconds=sum(drift.seconds for drift in found),

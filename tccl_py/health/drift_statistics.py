@@ -160,15 +160,15 @@ _EVEN = 0.1
 _NEARLY_ALL = 0.8
 _NAMED = 3
 _FASTER = (
-    "what changed became faster: the cause of lower rates when the plan was measured is gone, or "
-    "clocks are higher; plan again"
+    "higher clocks, or the end of what slowed the machine when the plan was measured: all that "
+    "changed became faster; plan again"
 )
 _EVERYTHING = (
-    "nearly everything changed alike: clocks, a power limit, heat, or other work on this "
-    "machine rather than one link (`tccl doctor`, nvidia-smi -q -d PERFORMANCE)"
+    "clocks, a power limit, heat, or other work on this machine (`tccl doctor`, "
+    "nvidia-smi -q -d PERFORMANCE): nearly everything changed alike"
 )
 _DOWNTRAINED, _HOT = " (downtrained?)", " (its clocks, power limit or heat?)"
-_SEVERAL = "no one link or memory explains all of it: more than one thing changed"
+_SEVERAL = "more than one cause: no single link or memory explains all changes"
 
 
 class Suspect(NamedTuple):
@@ -182,7 +182,7 @@ class Suspect(NamedTuple):
 
 
 def points_to(paths: Paths, rows: Sequence[Comparison]) -> str:
-    """Return a clause on the cause of the changes among `rows`; "" if nothing changed."""
+    """Return a noun for the cause of the changes among `rows`, and why; "" if nothing changed."""
     changed = [row for row in rows if row.alarming]
     if not changed:
         return ""

@@ -70,11 +70,10 @@ def check_torch() -> None:
 
 
 def check_tuning(job: Job | None = None) -> None:
-    """Check for torch on the hosts of an MPI job, or for torch and GPUs here, before planning."""
+    """Check for torch on the hosts of an MPI job, or for GPUs and torch here, before planning."""
     if job is not None:
         rank_jobs(job).surroundings(modules=_NEEDED)
         return
-    check_torch()
     try:
         measured_machine()
     except InputError as error:
@@ -83,6 +82,7 @@ def check_tuning(job: Job | None = None) -> None:
             f"runs NCCL's collectives, and {error.what}",
             "leave it out; `tccl verify DIR --backend host --tune` is a dry run over gloo",
         ) from error
+    check_torch()
 
 
 def tuning_budget(plan: Plan) -> RunBudget:
