@@ -21,6 +21,7 @@ from tccl_py.plan.planner import make_plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.plan.words import summary
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES
@@ -44,6 +45,14 @@ def test_the_smallest_choice_that_is_as_good_as_the_best_is_recommended(name, ch
     assert plan.recommended == choice
     assert plan.job_settings == plan.choices[choice].settings
     assert ("graph file" in plan.advice and "No" not in plan.advice) == (choice == "graph")
+
+
+def test_advice_after_a_search_that_ended_early_is_about_what_it_measured():
+    machine = load_bundled(SMALL)
+    few = {"subsets": False, "budget": Budget(sets=1)}
+    plan = make_plan(machine.machine, machine.knowledge, Simulator(machine), **few)
+    assert "before the search ended early" in plan.advice
+    assert "ended early" not in plan_of(SMALL).advice
 
 
 def test_three_choices_for_eight_gpus_take_no_more_than_1600_sets():

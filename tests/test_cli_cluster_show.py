@@ -58,7 +58,7 @@ def test_show_has_classes_passages_order_and_rates(directory):
         "1 N1 3 2 0 1 N0 21.00 N1->N1->G3{blocks=2}",
         "host order another order than given: gpu[3,2,1],login",
         "rate 10.00 GB/s (simulated from assumed values), 2 rings over 2 channels",
-        "slowest flow 20.00 GB/s: N0->N0->G1{blocks=2} on four",
+        "slowest flow 20.00 GB/s: N0->N0->C0->G0->G0{blocks=2} on one",
         "whole rings 9.50 GB/s with all hosts at once (simulated from assumed values)",
         "bound 12.50 GB/s, not proven best",
         "default NCCL 5.00 GB/s (simulated from assumed values): NCCL as it runs here; as it is",

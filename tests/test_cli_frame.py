@@ -508,6 +508,14 @@ def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, 
     assert [text.rpartition(", ")[2] for text in said] == ["at most 4 s left", "at most 0 s left"]
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_help_shows_whole_names_of_options_in_narrow_terminals_too(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = tccl("plan", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= int(columns)
+    assert re.search("^\\W*--gpus-per-job +LIST", shown, flags=re.MULTILINE)
+
+
 def test_columns_of_numbers_are_aligned_to_the_right_and_piped_lines_end_in_no_space(capsys):
     mixed, widths = ("1", "2 (slowest)"), ("\u00b1 0.5%", "?")
     rows = [("a", "1.5", "0 1", mixed[0], widths[0]), ("b", "10.5", "2", mixed[1], widths[1])]

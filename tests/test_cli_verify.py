@@ -390,7 +390,7 @@ def test_a_simulated_plan_is_refused_where_no_gpu_is(place, monkeypatch):
     monkeypatch.setattr(module, "measured_machine", nothing)
     found = tccl("verify", place)
     assert found.exit_code == 2
-    assert "simulated): cannot be verified" in found.stderr and f"{NAME}" in found.stderr
+    assert "simulated): cannot run here" in found.stderr and f"{NAME}" in found.stderr
     assert "on the machine that" in found.stderr
 
 

@@ -102,7 +102,8 @@ def test_a_directory_with_a_plan_is_kept_without_force(tmp_path):
 
 def test_force_replaces_a_plan_even_by_one_of_another_machine(tmp_path):
     planned_to(tmp_path / "plan")
-    assert planned_to(tmp_path / "plan", PCIE, "--force").exit_code == 0
+    replaced = planned_to(tmp_path / "plan", PCIE, "--force")
+    assert (replaced.exit_code, replaced.stderr.count("measurements.jsonl.old")) == (0, 1)
     assert load_plan(tmp_path / "plan").machine == load_bundled(PCIE).machine
     assert [one.name for one in (tmp_path / "plan" / "machines").iterdir()] == [f"{PCIE}.json"]
     assert read_journal(tmp_path / "plan" / "measurements.jsonl").header.machine == PCIE

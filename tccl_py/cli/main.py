@@ -6,6 +6,7 @@ the output any more. Every error on purpose is one sentence on stderr that begin
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -56,6 +57,7 @@ _PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
 """The panels of `tccl --help`, by their first commands."""
 
 # The class of every usage error; typer has it from click or from its own copy of click.
+_FRAMED = 60  # Columns
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
@@ -67,6 +69,14 @@ class _HelpOption:
         option: Any = super().get_help_option(ctx)  # type: ignore[misc]
         option.metavar = " "
         return option
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; without frames where their columns would cut names of options."""
+        columns = shutil.get_terminal_size().columns
+        if columns < _FRAMED:
+            self.rich_markup_mode = None
+            formatter.width = max(columns, 40)
+        super().format_help(ctx, formatter)  # type: ignore[misc]
 
 
 class _Commands(_HelpOption, TyperGroup):

@@ -241,6 +241,8 @@ def evaluate(
     with _job_options(directory, backend, pin_env, by_model=True) as asked:
         by_model = backend is None
         found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job, by_model=by_model)
+    if found.simulated and sizes is not None:
+        notice("--sizes is without effect: a model rates large messages alone")
     if csv is not None:
         write_result(csv_text(found), csv)
         notice(f"wrote {csv}")

@@ -42,6 +42,7 @@ from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
+from tccl_py.plan.parts import slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
 from tccl_py.sources.remembering import remembering
@@ -234,7 +235,7 @@ class _Host:
     def _slowest(self, flows: Flows, gbps: float) -> Finding:
         """Return the hop that is slowest alone, in rings whose slowest hop gets `gbps`."""
         rates = {flow: self.prober.rate([flow]).rate_gbps for flow in flows}
-        flow = min(rates, key=lambda flow: (rates[flow], str(flow)))
+        flow = min(rates, key=lambda flow: slowest_first(rates[flow], flow))
         alone = self.prober.best([flow]).rate_gbps
         more = {"each_gbps": (gbps,), "instead": self._instead([flow])}
         return finding_of([flow], gbps, [alone], **more)

@@ -21,6 +21,11 @@ PROOF = 0.0101
 
 It is what a search calls proven, and a little for rounding.
 """
+CUT_SHORT = (
+    "the limit of sets or seconds was reached: with more of them rings may be faster, and known "
+    "for more sets of GPUs"
+)
+"""The notice of a plan whose search ended early."""
 WORLD = -1
 """The source of the hop by which a chain enters a host, and the target of the one that leaves."""
 Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
@@ -63,13 +68,18 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def bottleneck(self) -> PlanHop:
-        """The class with the slowest hop of all, and the hop."""
-        return min(self.hops, key=lambda hop: hop.gbps)
+        """The slowest hop."""
+        return min(self.hops, key=lambda hop: slowest_first(hop.gbps, hop.flow))
 
     @property
     def rate(self) -> float:
         """The bandwidth of this ring beside the others, GB/s: that of its slowest hop."""
-        return self.bottleneck.gbps
+        return min(hop.gbps for hop in self.hops)
+
+
+def slowest_first(gbps: float, flow: Flow) -> tuple[float, str]:
+    """Return the key by which flows are sorted; rates that show as one are equal."""
+    return float(f"{gbps:.4g}"), str(flow)
 
 
 class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.parts import (
     AS_GOOD,
+    CUT_SHORT,
     Alternative,
     ChoiceName,
     Gpu,
@@ -35,6 +36,7 @@ from tccl_py.plan.parts import (
     as_good,
     per_channel,
     sender_nodes,
+    slowest_first,
     way,
 )
 
@@ -260,7 +262,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
         slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
-        number, hop = min(slowest, key=lambda found: found[1].gbps)
+        number, hop = min(slowest, key=lambda found: slowest_first(found[1].gbps, found[1].flow))
         return self.cluster.classes[number].name, hop
 
     @property
@@ -344,10 +346,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"Leave NCCL as it is, or set {variables} where large messages decide: "
                 f"{offered:.2f}x default NCCL ({self.expected}), but {self.variables.note}."
             )
+        early = not self.proven and (self.cancelled or CUT_SHORT in self.notices)
+        ended = "was clearly faster before the search ended early"
         if name == "default":
-            return f"Leave NCCL as it is. No variable or {file} is clearly faster."
+            rest = ended if early else "is clearly faster"
+            return f"Leave NCCL as it is. No variable or {file} {rest}."
         if name == "variables":
-            return f"Set {variables}{times}. No {file} is needed."
+            return f"Set {variables}{times}. No {file} {ended if early else 'is needed'}."
         if self.needs_plugin:
             by = "Load the NCCL plugin"
             if why_no_plugin(self.settings.version):

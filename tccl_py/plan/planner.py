@@ -28,6 +28,7 @@ from tccl_py.plan.choices import (
 )
 from tccl_py.plan.parts import (
     AS_GOOD,
+    CUT_SHORT,
     Alternative,
     HostPath,
     PlannedHost,
@@ -49,10 +50,6 @@ SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
 SUBSET_RING_COUNTS = (1, 2)
 MOST_SETS = 2000
 DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
-_CUT_SHORT = (
-    "the limit of sets or seconds was reached: with more of them rings may be faster, and known "
-    "for more sets of GPUs"
-)
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
@@ -134,7 +131,7 @@ def make_plan(
         allow(1)
         plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
-    short = (_CUT_SHORT,) * task.source.cut_short
+    short = (CUT_SHORT,) * task.source.cut_short
     return msgspec.structs.replace(plan, notices=(*plan.notices, *odd, *short), pinned_env=pinned)
 
 

@@ -173,8 +173,8 @@ def _plugin_text(plan: Plan) -> str:
         return "none: no graph file is needed over these hosts"
     if plan.is_cluster:
         return (
-            "in a job's files: `tccl export DIR --hosts LIST -o JOB`, then "
-            "`tccl env JOB --plugin`; without it, launch with the files of nccl/order"
+            "by `tccl env JOB --plugin`, once `tccl export DIR --hosts LIST -o JOB` made JOB; "
+            "without it, launch with the files of nccl/order"
         )
     variables = environment_text(plan.job_settings)
     rest = f"default NCCL with {variables}" if variables else "default NCCL"

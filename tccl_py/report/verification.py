@@ -219,9 +219,8 @@ def _kind(found: Evaluation) -> str:
 
 
 def _words(one: Summary) -> str:
-    return (
-        f"{one.mean:.3f} ({one.least:.3f} to {one.most:.3f}) in {counted(one.cells, 'comparison')}"
-    )
+    spread = f"least {one.least:.3f}, most {one.most:.3f}"
+    return f"mean {one.mean:.3f} ({spread}) in {counted(one.cells, 'comparison')}"
 
 
 def ratio_map(found: Evaluation, arm: Summary) -> RatioMap:

@@ -127,7 +127,8 @@ class JournalFile:
         self.notices: tuple[str, ...] = ()
         with refused(path, *_UNWRITABLE):
             if replace and not _is_resumable(path, header):
-                path.replace(path.with_name(path.name + ".old"))
+                old = path.replace(path.with_name(path.name + ".old"))
+                self.notices = (f"{path} held other measurements: it is now {old.name}",)
             self._file = _opened(path)
         try:
             self.measurements = self._resume(header)

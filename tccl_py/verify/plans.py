@@ -219,8 +219,8 @@ def evaluate_plan(
     if simulated:
         cells = _simulated(plan, directory, budget, gpus)
         if not cells:
-            right = "over several hosts all_reduce, all_gather and reduce_scatter can be"
-            raise InputError(str(directory), "has nothing of it that can be simulated", right)
+            right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
+            raise InputError("--collectives", "names none that the plan's model rates", right)
         return replace(base, cells=cells).keep(directory, launcher.say)
     with ExitStack() as stack:
         parts: list[Part] = []
@@ -276,10 +276,10 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
         kind = "simulated" if plan.simulated else "measured"
         raise InputError(
             f"the plan of {plan.machine.name} ({kind})",
-            f"cannot be verified here: {error.what}",
-            "verify it on the machine that it is for; --backend host is a dry run over gloo",
+            f"cannot run here: {error.what}",
+            "run it on the machine that it is for; --backend host is a dry run over gloo",
         ) from error
-    where, right = str(directory), "plan this machine, or verify it where it belongs"
+    where, right = str(directory), "plan this machine, or run it where it belongs"
     if not plan.simulated:
         check_same_machine(plan, directory, place.fingerprint, right=right)
         return
