@@ -61,10 +61,17 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read its bytes; InputError if it is missing, unreadable or no regular file."""
     with refused(path, "cannot be read", "name a readable file"):
         if path.exists() and not path.is_file():
-            raise InputError(str(path), "is not a regular file", "name a file")
+            what = "is a directory" if path.is_dir() else "is not a regular file"
+            raise InputError(str(path), what, "name a file")
         # A FIFO may appear there meanwhile; do not wait for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             yield handle
+
+
+def missing(path: Path, otherwise: str = "does not exist") -> str:
+    """Return whether a path is a link to nothing, or else the other reason, as a clause."""
+    dangling = path.is_symlink() and not path.exists()
+    return "is a symbolic link to nothing" if dangling else otherwise
 
 
 def write_atomically(path: Path, text: str) -> None:

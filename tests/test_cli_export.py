@@ -137,7 +137,7 @@ def test_the_plan_and_its_journal_stay_as_they_are(directory, tmp_path):
         ),
         (
             ["--runtime", "tccl", "--subsets", "0,x"],
-            "GPU list '0,x'",
+            "--subsets '0,x'",
         ),
         (["--runtime", "tccl", "-o", ""], "--output: is empty; name a DIR|FILE"),
     ],

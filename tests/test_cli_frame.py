@@ -129,7 +129,7 @@ BAD = {
         ("machines", "no/box.json"),
         "no/box.json: does not exist",
     ),
-    "directory as machine": (("machines", "."), ".: is not a regular file"),
+    "directory as machine": (("machines", "."), ".: is a directory; name a file"),
     "device as machine": (
         ("machines", "/dev/zero"),
         "/dev/zero: is not a regular file",
@@ -138,14 +138,14 @@ BAD = {
         ("validate", "no.xml", *OF),
         "no.xml: cannot be read",
     ),
-    "directory as graph": (("validate", ".", *OF), ".: is not a regular file"),
+    "directory as graph": (("validate", ".", *OF), ".: is a directory"),
     "GPU that is not there": (
         ("validate", GRAPH, *OF, "--gpus", "0,9"),
         "GPU 9: is not in machine",
     ),
     "GPU list of words": (
         ("validate", GRAPH, *OF, "--gpus", "all"),
-        "GPU list 'all'",
+        "--gpus 'all'",
     ),
     "no nodes": (("validate", GRAPH, *OF, "--nodes", "0"), "nodes: is 0; 1 to 65536"),
     "no version": (

@@ -196,7 +196,7 @@ BAD = {
         ("--interfaces", "eth0", "--nodes", "2"),
         "--interfaces beside --simulate: is about hardware",
     ),
-    "one GPU": (("--gpus", "1"), "machine h200x4-vm: 1 GPU to plan"),
+    "one GPU": (("--gpus", "1"), "--gpus: has 1 GPU to plan"),
     "no such GPU": (("--gpus", "0,7"), "GPU 7: is not in machine"),
     "rings of words": (("--rings", "many"), "--rings 'many': is no list"),
     "no rings": (("--rings", "0"), "--rings '0': is out of range"),
@@ -455,7 +455,8 @@ def test_env_says_which_graph_file_is_missing(tmp_path):
     "more, sentence",
     [
         (("--gpus", "0,9"), "GPU 9: is not in machine"),
-        (("--gpus", "0,0"), "GPU list '0,0': names GPU 0 twice"),
+        (("--gpus", "0,0"), "--gpus '0,0': names GPU 0 twice"),
+        (("--gpus", ""), "--gpus '': '' is no GPU"),
     ],
 )
 def test_env_refuses_gpus_that_are_not_there(more, sentence, directory):

@@ -279,13 +279,18 @@ def test_a_list_may_be_longer_than_the_name_of_a_file():
     assert len(listed_hosts(",".join(f"gpu{n}" for n in range(2_000)), where="hosts")) == 2_000
 
 
+def test_a_list_on_the_command_line_names_each_host_once():
+    refused(lambda: listed_hosts("a,b,a", where="--hosts"), "--hosts: names 'a' twice")
+    assert [host.slots for host in listed_hosts("a:2,b", where="--hosts")] == [2, None]
+
+
 def test_files_that_cannot_be_read(tmp_path: Path):
     large = tmp_path / "large"
     with large.open("wb") as handle:
         handle.truncate(MAX_BYTES + 1)
     refused(lambda: read_host_list(large), "large: is larger than")
     refused(lambda: read_host_list(tmp_path / "none"), "none: cannot be read")
-    refused(lambda: read_host_list(tmp_path), "is not a regular file")
+    refused(lambda: read_host_list(tmp_path), "is a directory")
     (tmp_path / "bytes").write_bytes(b"a\xff\n")
     refused(lambda: read_host_list(tmp_path / "bytes"), "UTF-8")
 

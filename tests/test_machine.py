@@ -151,7 +151,7 @@ def test_json_holds_no_control_character_and_reads_back_the_same():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda path: path.mkdir(), "is not a regular file"),
+        (lambda path: path.mkdir(), "is a directory"),
         (lambda path: path.write_bytes(b"ab\xff"), "byte 2: is not UTF-8"),
         (lambda path: path.write_bytes(b"x" * 101), "is larger than 100 bytes"),
         (lambda path: None, "cannot be read"),

@@ -154,9 +154,13 @@ def test_a_file_in_the_way_stays(tmp_path):
     assert (tmp_path / "plan").read_text() == "mine"
 
 
-def test_a_dangling_link_in_the_way_is_refused(tmp_path):
-    (tmp_path / "plan").symlink_to(tmp_path / "nowhere")
-    refused(planned_to(tmp_path / "plan"), "cannot be made (File exists)")
+@pytest.mark.parametrize("target", ["nowhere", "plan"])
+def test_a_link_to_nothing_is_refused_as_directory_and_as_machine(target, tmp_path):
+    place = tmp_path / "plan"
+    place.symlink_to(tmp_path / target)
+    refused(planned_to(place), "plan: is a symbolic link to nothing")
+    refused(planned_to(tmp_path / "new", place), "plan: is a symbolic link to nothing")
+    refused(CliRunner().invoke(app, ["show", str(place)]), "plan: is a symbolic link to nothing")
 
 
 def test_a_place_that_cannot_be_written_is_refused():

@@ -124,7 +124,7 @@ def validate(
     given = validator.given_variables(env or ())
     if machine is None:
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
-        chosen = None if gpus is None else parse_gpus(gpus)
+        chosen = None if gpus is None else parse_gpus(gpus, "--gpus")
         verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
     else:
         model, version = load_machine(machine), LATEST if nccl is None else asked_version(nccl)

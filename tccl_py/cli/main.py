@@ -64,6 +64,8 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 class _HelpOption:
     """A command whose option for help is a flag also in the list of options."""
 
+    rich_markup_mode: Any
+
     def get_help_option(self, ctx: Any) -> Any:
         """Return the option without the metavar that typer gives to flags."""
         option: Any = super().get_help_option(ctx)  # type: ignore[misc]

@@ -117,7 +117,7 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
         return None
     from tccl_py.model.machine import parse_gpus  # noqa: PLC0415 (slow)
 
-    indices = parse_gpus(text)
+    indices = parse_gpus(text, "--gpus")
     for index in indices:
         machine.gpu(index)
     return indices

@@ -365,13 +365,13 @@ def description_to_json(
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 
-def parse_gpus(text: str) -> tuple[int, ...]:
+def parse_gpus(text: str, where: str = "GPU list") -> tuple[int, ...]:
     """Parse a list of GPU indices and ranges of them.
 
     >>> parse_gpus("4,0-2")
     (4, 0, 1, 2)
     """
-    where = f"GPU list {text[:60]!r}"
+    where = f"{where} {text[:60]!r}"
     indices: list[int] = []
     for part in map(str.strip, text.split(",")):
         match = _GPU_RANGE.fullmatch(part)

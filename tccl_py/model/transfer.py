@@ -376,6 +376,6 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
 def _parse_size(name: str, text: str, high: int, where: str) -> int:
     match = _SIZE.fullmatch(text)
     value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
-    what = f"{name}={text[:20]} is out of range"
+    what = f"{name}={text[:20]} is {'out of range' if match or text.isdecimal() else 'no number'}"
     require(1 <= value <= high, where, what, f"1 to {_size_text(high)}")
     return value

@@ -22,6 +22,7 @@ from tccl_py.files import (
     check_version,
     decode_json,
     encode_json,
+    missing,
     read_bytes,
     read_text,
     refused,
@@ -55,7 +56,8 @@ def plan_in(directory: Path) -> Plan:
     Raises InputError: a file, nothing there, or as `load_plan`.
     """
     if not directory.is_dir():
-        raise InputError(str(directory), "is no directory", "name a directory of `tccl plan`")
+        what = missing(directory, "is no directory")
+        raise InputError(str(directory), what, "name a directory of `tccl plan`")
     return load_plan(directory)
 
 
@@ -277,8 +279,9 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     unusable = "cannot be made", "name a writable place"
     with _taken_away(made), refused(directory, *unusable):
         check_path(directory.absolute())
-        if directory.exists() and not directory.is_dir():
-            raise InputError(str(directory), "is no directory", "name a new or empty one")
+        if not directory.is_dir() and (directory.exists() or directory.is_symlink()):
+            what = missing(directory, "is no directory")
+            raise InputError(str(directory), what, "name a new or empty one")
         make(directory, made)
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import decode_json, read_text
+from tccl_py.files import decode_json, missing, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
@@ -60,7 +60,7 @@ def plan_file(path: Path) -> Path:
     Raises InputError: the directory holds none, or its digest differs from the manifest.
     """
     if not path.exists():
-        raise InputError(str(path), "does not exist", "name a directory of `tccl plan`")
+        raise InputError(str(path), missing(path), "name a directory of `tccl plan`")
     if not path.is_dir():
         return path
     settle(path)

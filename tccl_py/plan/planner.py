@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, require
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -140,13 +140,11 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
 
     Raises InputError: unknown GPUs, or fewer than two.
     """
-    gpus = parse_gpus(gpus) if isinstance(gpus, str) else gpus
+    where = "--gpus" if isinstance(gpus, str) else f"machine {machine.name}"
+    gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
-    if len(chosen) < 2:
-        raise InputError(
-            f"machine {machine.name}", f"{len(chosen)} GPU to plan for", "a ring joins 2 or more"
-        )
+    require(len(chosen) > 1, where, f"has {len(chosen)} GPU to plan for", "a ring joins 2 or more")
     return chosen
 
 

@@ -148,7 +148,11 @@ def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     if _LIKE_A_FILE.search(text):
         right = "name a file of hosts, or hosts, as in node[1-8]"
         raise InputError(f"{where} {shown(text)}", "is no file", right)
-    return parse_host_list(text, where=where)
+    found = parse_host_list(text, where=where)
+    # Only a file has a line for each slot; here `:8` gives a number.
+    twice = [host.name for host in found if host.slots and not re.search("[:*=@\\n]", text)]
+    require(not twice, where, f"names {shown(''.join(twice[:1]))} twice", "name each host once")
+    return found
 
 
 def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -156,7 +160,7 @@ def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int
     found: dict[str, tuple[int, ...]] = {}
     for part in [] if text is None else text.split(";"):
         names, colon, gpus = part.rpartition(":")
-        some = tuple(sorted(parse_gpus(gpus)))
+        some = tuple(sorted(parse_gpus(gpus, "--gpus")))
         for name in expand(names.strip(), where="--gpus") if colon else hosts:
             if name in found:
                 raise InputError("--gpus", f"names {shown(name)} twice", "once is right")

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import decode_json, read_text
+from tccl_py.files import decode_json, missing, read_text
 from tccl_py.model.machine import (
     DiscoveredMachine,
     Knowledge,
@@ -242,8 +242,8 @@ def load_machine(name: str | Path) -> MachineModel:
         found = read_description(path)
         return found.model or model_for(found.machine, found.knowledge)
     known = ", ".join(bundled_names())
-    if path.suffix or "/" in name:
-        raise InputError(name[:200], "does not exist", f"name a file or one of {known}")
+    if path.suffix or "/" in name or path.is_symlink():
+        raise InputError(name[:200], missing(path), f"name a file or one of {known}")
     where = f"machine {name[:60]!r}"
     raise InputError(where, "is neither bundled nor a file", f"there are {known}")
 
