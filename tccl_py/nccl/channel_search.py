@@ -10,7 +10,7 @@ Source: search.cc of NCCL 2.30.7 (ncclTopoSearchRec and its callees).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Literal, NamedTuple
@@ -22,6 +22,7 @@ from tccl_py.nccl.paths import SCALE, NetPorts, Paths, Room, Step
 from tccl_py.nccl.system import PathType, System
 
 Pattern = Literal["ring", "balanced tree", "tree"]
+_Walk = Callable[[int, int, int], None]
 
 _PCI_ORDER_STEPS = 1 << 10
 
@@ -98,6 +99,7 @@ class ChannelSearch:
         self._ways()
         self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
         self._ends = [["", ""] for _ in range(wanted.max_channels)]
+        self._known: dict[tuple[object, ...], int] = {}
         self._closed = wanted.pattern == "ring" and not self._inter
         depth = sys.getrecursionlimit()
         sys.setrecursionlimit(depth + 4 * wanted.max_channels * (self._count + 4))
@@ -134,14 +136,31 @@ class ChannelSearch:
 
     def _channel(self, state: int, channel: int, hops: int) -> None:
         """Begin the next channel: as the channel before, then, if they may differ, anywhere."""
-        if self._inter:
-            self._from_ports(state, channel, hops)
-            return
-        before = self._orders[channel - 1] if channel else range(self._count)
-        self._visit(state, before[0], 1 << before[0], _Course(channel, -1, before), hops)
-        if channel == 0 or not self._wanted.same_channels:
-            for gpu in range(self._count):
-                self._visit(state, gpu, 1 << gpu, _Course(channel, -1), hops)
+        anywhere = self._from_ports if self._inter else self._from_gpus
+        if not self._inter:
+            before = self._orders[channel - 1] if channel else range(self._count)
+            self._visit(state, before[0], 1 << before[0], _Course(channel, -1, before), hops)
+        if channel and not self._wanted.same_channels:
+            self._once(anywhere, state, channel, hops)
+        elif self._inter or channel == 0:
+            anywhere(state, channel, hops)
+
+    def _once(self, walk: _Walk, state: int, channel: int, hops: int) -> None:
+        """Walk a subtree, or count the steps of a known subtree: again it has nothing better."""
+        ends = self._ends[channel - 1] if self._wanted.cross_nic == 2 else ()
+        key, left = (state, channel, hops, *ends), self._left
+        if key not in self._known:
+            walk(state, channel, hops)
+            self._known[key] = left - self._left
+        elif self._known[key] > left:
+            self._left = min(left, 0)
+            raise _OutOfStepsError
+        else:
+            self._left -= self._known[key]
+
+    def _from_gpus(self, state: int, channel: int, hops: int) -> None:
+        for gpu in range(self._count):
+            self._visit(state, gpu, 1 << gpu, _Course(channel, -1), hops)
 
     def _from_ports(self, state: int, channel: int, hops: int) -> None:
         wanted, nets = self._wanted, self._nets
@@ -197,14 +216,11 @@ class ChannelSearch:
 
     # GPUs
 
-    def _step(self) -> None:
+    def _visit(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
+        """Continue from a GPU, the last in `used` of this channel."""
         if self._left <= 0:
             raise _OutOfStepsError
         self._left -= 1
-
-    def _visit(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
-        """Continue from a GPU, the last in `used` of this channel."""
-        self._step()
         place = used.bit_count() - 1
         self._orders[course.channel][place] = gpu
         if place == course.leave:
@@ -226,15 +242,15 @@ class ChannelSearch:
 
     def _to_ports(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
         """Leave for a NIC port, then go on; a balanced tree leaves half from each of two GPUs."""
-        wanted, channel = self._wanted, course.channel
-        place = used.bit_count() - 1
-        half = wanted.pattern == "balanced tree" and place == 0
-        onward, ends = course._replace(leave=1 if half else -1), self._ends[channel]
-        for port in self._nets.selected(wanted.type_inter, self._gpus[gpu]):
+        channel, _, forced, start = course
+        place, ends, guards = used.bit_count() - 1, self._ends[channel], self._guards
+        half = self._wanted.pattern == "balanced tree" and place == 0
+        onward = _Course(channel, 1 if half else -1, forced, start)
+        for port in self._nets.selected(self._wanted.type_inter, self._gpus[gpu]):
             way = self._outward[gpu][port]
-            if way is None or not self._may_leave(port, place, channel):
+            if way is None or (state - way[0]) & guards != guards:
                 continue
-            if (state - way[0]) & self._guards == self._guards:
+            if self._may_leave(port, place, channel):
                 end, ends[1] = ends[1], port
                 self._visit(state - way[0], gpu, used, onward, hops + way[1])
                 ends[1] = end
@@ -251,7 +267,9 @@ class ChannelSearch:
 
     def _finish(self, state: int, channel: int, hops: int) -> None:
         """Keep the channels if they are better, and try one channel more."""
-        self._step()
+        if self._left <= 0:
+            raise _OutOfStepsError
+        self._left -= 1
         wanted, channels = self._wanted, channel + 1
         if self._better(channels, hops):
             self._keep(channels, hops)
