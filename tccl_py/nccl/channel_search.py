@@ -53,10 +53,9 @@ def single(value: float) -> float:
     return float(np.float32(value))
 
 
-def total_gbps(graph: Graph, channels: int | None = None) -> float:
-    """Return the bandwidth of all channels, or of so many, as NCCL computes it."""
-    count = len(graph.orders) if channels is None else channels
-    return single(count * single(graph.rate_intra))
+def total_gbps(rate: float, channels: int) -> float:
+    """Return the bandwidth of channels of a rate as NCCL computes it."""
+    return single(channels * single(rate))
 
 
 class _OutOfStepsError(Exception):
@@ -94,8 +93,9 @@ class ChannelSearch:
         more channels, 0 if the search was cut short.
         """
         self._wanted, self._best, self._left = wanted, best, steps
-        self._totals = [total_gbps(wanted, count) for count in range(wanted.max_channels + 1)]
-        self._best_total = total_gbps(best)
+        counts = range(wanted.max_channels + 1)
+        self._totals = [total_gbps(wanted.rate_intra, count) for count in counts]
+        self._best_total = total_gbps(best.rate_intra, len(best.orders))
         self._ways()
         self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
         self._ends = [["", ""] for _ in range(wanted.max_channels)]

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single
+from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single, total_gbps
 from tccl_py.nccl.paths import Path, local_nets
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.versions import LOCAL_GBPS, speeds
+from tccl_py.nccl.versions import AMD, LOCAL_GBPS, speeds
 from tccl_py.nccl.view import NcclView, view
 
 FALLBACK_GBPS = 0.1
@@ -46,7 +46,7 @@ class _Compute:
         self._totals()
         if len(self.system.gpus) == 1 and pattern != "ring":
             self.pattern = "tree"
-        if pattern == "ring" and low == 1 and high >= 2 and _two_nvlink_islands(seen):
+        if pattern == "ring" and _two_nvlink_islands(seen):
             low = 2
         self.cross_nic = self._cross_nic()
         self.best = self.trial = Graph(
@@ -101,7 +101,7 @@ class _Compute:
         if count > 1 and self.pattern != "ring":
             total = single(total * (count / (count - 1)))
         for step, speed in enumerate(self.speeds):
-            if single(speed) <= single(self.most) and single(single(speed) * channels) <= total:
+            if single(speed) <= single(self.most) and total_gbps(speed, channels) <= total:
                 return step
         return len(self.speeds) - 1
 
@@ -126,7 +126,7 @@ class _Compute:
             return True
         self.best, self.clock = self.search.run(self.trial, self.best, steps)
         self.searched[key] = self.clock
-        total = single(len(self.best.orders) * single(self.best.rate_inter))
+        total = total_gbps(self.best.rate_inter, len(self.best.orders))
         return self.clock != -1 and total < self.total
 
     def _key(self) -> tuple[object, ...]:
@@ -141,7 +141,7 @@ class _Compute:
     def _next_after_failure(self) -> bool:
         """Loosen the trial by one notch; return False after the last notch."""
         trial = self.trial
-        through_amd = self.system.amd and trial.type_intra == PathType.SYS
+        through_amd = self.system.vendor == AMD and trial.type_intra == PathType.SYS
         if trial.same_channels and not through_amd:
             self.trial = replace(trial, same_channels=False)
             return True
@@ -208,8 +208,8 @@ class _Compute:
         """Try the same number of channels at higher rates; trees raise only the rate inside."""
         best = self.best
         self.trial = replace(best, min_channels=len(best.orders))
-        found = [step for step, speed in enumerate(self.speeds) if speed <= best.rate_inter]
-        self.step = found[0] if found else len(self.speeds) - 1
+        faster = sum(speed > best.rate_inter for speed in self.speeds)
+        self.step = min(faster, len(self.speeds) - 1)
         self._set_rates(self.speeds[self.step])
         self.clock = -1
         while self.clock != 0 and self.step > 0 and self._raise():
@@ -312,7 +312,7 @@ def _shape(seen: NcclView) -> tuple[object, ...]:
     ways = [described(paths[source, target]) for paths, source, target in tables]
     gpus = [(system.sm[gpu], _leaving(system, gpu)) for gpu in system.gpus]
     cross_nic = seen.settings.cross_nic if len(system.nets) > 1 else 0
-    kinds = bool(system.nvs), system.amd, system.intel, system.rules
+    kinds = bool(system.nvs), system.vendor, system.rules
     return tuple(ways), tuple(gpus), cross_nic, kinds
 
 

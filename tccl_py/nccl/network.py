@@ -44,19 +44,11 @@ WORLD = -1
 """The vertex of all other nodes; lower than any GPU, so that rings begin at the world."""
 
 
-def entry_nic(hop: Hop) -> int:
-    """Return the index of an entry's NIC; SearchError if the hop is no entry."""
-    nic = receiving_nic(hop.flow)
+def nic_of(hop: Hop) -> int:
+    """Return the index of the NIC of an entry or exit; SearchError for a hop between GPUs."""
+    nic = receiving_nic(hop.flow) if hop.source == WORLD else sending_nic(hop.flow)
     if nic is None:
-        raise SearchError(f"{hop.flow} does not come from the network")
-    return nic
-
-
-def exit_nic(hop: Hop) -> int:
-    """Return the index of an exit's NIC; SearchError if the hop is no exit."""
-    nic = sending_nic(hop.flow)
-    if nic is None:
-        raise SearchError(f"{hop.flow} does not go to the network")
+        raise SearchError(f"{hop.flow} does not lead over the network")
     return nic
 
 
@@ -82,7 +74,7 @@ NicPair = tuple[int, int]
 
 def nic_pair(hops: Sequence[Hop]) -> NicPair:
     """Return the entry NIC and the exit NIC of a chain; SearchError for a closed ring."""
-    return entry_nic(hops[0]), exit_nic(hops[-1])
+    return nic_of(hops[0]), nic_of(hops[-1])
 
 
 # Rules for the NICs of a set of chains.
@@ -99,12 +91,11 @@ class EvenUse(msgspec.Struct, frozen=True):
 
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
         """Return whether all NICs can still be used equally after these rings."""
-        entries = [entry_nic(ring[0]) for ring in rings if ring]
-        whole = [ring for ring in rings if ring and ring[-1].target == WORLD]
-        exits = [exit_nic(ring[-1]) for ring in whole]
-        if self.same and any(into != out for into, out in map(nic_pair, whole)):
+        entries = [nic_of(ring[0]) for ring in rings if ring]
+        whole = [nic_pair(ring) for ring in rings if ring and ring[-1].target == WORLD]
+        if self.same and any(into != out for into, out in whole):
             return False
-        return self.even(entries) and self.even(exits)
+        return self.even(entries) and self.even([out for _, out in whole])
 
     def even(self, used: Sequence[int]) -> bool:
         """Return whether chains that use these NICs can still become even."""
@@ -127,7 +118,7 @@ class Pairing(msgspec.Struct, frozen=True):
             if hops[-1].target == WORLD:
                 left[nic_pair(hops)] -= 1
             else:
-                begun.append(entry_nic(hops[0]))
+                begun.append(nic_of(hops[0]))
         if min(left.values()) < 0:
             return False
         open_ = Counter(pair[0] for pair in left.elements())
@@ -144,7 +135,6 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     return symmetry if keep.all() else keeping(symmetry, keep)
 
 
-_DIRECTIONS: tuple[Direction, ...] = ("receive", "send")
 _GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
 
 
@@ -172,8 +162,7 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
     The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
-    pair = net_ends(seen, gpu, nic)
-    over = relay_of(seen.system, seen.paths[pair])
+    over = relay_of(seen.system, seen.paths[net_ends(seen, gpu, nic)])
     return None if over is None else int(over[1:])
 
 
@@ -232,8 +221,8 @@ def chains_as_rings(
     """
     rings = []
     for entered, gpus, left in chains:
-        into = [hop for hop in space.between(WORLD, gpus[0]) if entry_nic(hop) == entered]
-        out = [hop for hop in space.between(gpus[-1], WORLD) if exit_nic(hop) == left]
+        into = [hop for hop in space.between(WORLD, gpus[0]) if nic_of(hop) == entered]
+        out = [hop for hop in space.between(gpus[-1], WORLD) if nic_of(hop) == left]
         choices = [into, *(space.between(*pair) for pair in pairwise(gpus)), out]
         if not all(choices):
             raise SearchError(f"{space.name}: no chain by NIC {entered}, GPUs {gpus}, NIC {left}")
@@ -277,29 +266,25 @@ def node_rings(
     intra = PathType[seen.farthest(pair for order in orders for pair in pairwise(order))]
     channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
     inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
-    first, second = (
-        [
-            net_path(seen, order[place], into, direction)
-            for order, into, _ in channels
-            if place < len(order)
-            for direction in _DIRECTIONS
-        ]
-        for place in (0, 1)
+    # A tree's first GPU, and maybe its second, sends and receives by the entry.
+    first, *second = (
+        farthest_end(seen, [(order[at], into, order[at], into) for order, into, _ in channels])
+        for at in range(min(2, len(orders[0])))
     )
     device = net_devices(seen.machine, settings)
     return GraphRings(
         orders=tuple(orders),
         speed_gbps=speed_gbps,
-        type_intra=_farthest([intra], settings),
+        type_intra=_known_type(intra, settings),
         nets=tuple((device[into], device[out]) for into, out in ends),
-        type_inter=_farthest([inter], settings),
-        tree_type_inter=_farthest(first, settings),
-        tree_spreads=bool(second) and max(second) <= max(first),
+        type_inter=_known_type(inter, settings),
+        tree_type_inter=_known_type(first, settings),
+        tree_spreads=bool(second) and second[0] <= first,
     )
 
 
-def _farthest(kinds: Sequence[PathType], settings: Settings) -> str:
-    farthest = max(kinds, default=PathType.LOC)
+def _known_type(farthest: PathType, settings: Settings) -> str:
+    """Return the type, or the next farther type that this NCCL reads."""
     unknown = version_facts(settings.version).unknown_levels
     for name in TYPES:
         if name not in unknown and PathType[name] >= farthest:

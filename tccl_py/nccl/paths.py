@@ -12,7 +12,7 @@ from typing import Literal
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import Link, PathType, System, build_system
-from tccl_py.nccl.versions import LOCAL_GBPS
+from tccl_py.nccl.versions import INTEL, LOCAL_GBPS
 
 Direction = Literal["send", "receive"]
 
@@ -256,7 +256,7 @@ def local_gpu(system: System, paths: Paths, net: str) -> str | None:
 
 
 class NetPorts:
-    """The NIC ports of one machine in NCCL's order; `gbps` and `names` (aliases) by port."""
+    """The NIC ports of one machine in NCCL's order, with the `names` (aliases) of each."""
 
     def __init__(self, system: System, paths: Paths) -> None:
         self._system, self._paths = system, paths
@@ -265,10 +265,6 @@ class NetPorts:
         }
         self.names = {
             name: tuple(twin for twin in system.nets if ports[twin] == ports[name])
-            for name in system.nets
-        }
-        self.gbps = {
-            name: max((link.gbps for link in system.nodes[name].links), default=0.0)
             for name in system.nets
         }
         self.selected = cache(self._select)
@@ -301,7 +297,8 @@ class Room:
     def __init__(self, system: System, paths: Paths, nets: NetPorts) -> None:
         self._system, self._paths = system, paths
         gbps = [link.gbps for link in system.links.values()]
-        scaled = [round(each * SCALE) for each in gbps + [nets.gbps[net] for net in system.nets]]
+        ports = [max(link.gbps for link in system.nodes[net].links) for net in system.nets]
+        scaled = [round(each * SCALE) for each in gbps + ports]
         self._bits = max(_MOST_TAKEN, *scaled).bit_length() + 1
         guard = 1 << (self._bits - 1)
         self.guards = sum(guard << self._bits * index for index in range(len(scaled)))
@@ -336,7 +333,7 @@ class Room:
         """A fifth more is taken of PCI links below Intel CPUs, and an eighth back from old GPUs."""
         system, path, sm = self._system, self._paths[source, target], self._system.sm
         over_cpu = any(system.nodes[link.target].kind == "cpu" for link in path.links)
-        costly = path.type == PathType.PHB and source in sm and over_cpu and system.intel
+        costly = path.type == PathType.PHB and source in sm and over_cpu and system.vendor == INTEL
         need, use = round(rate * SCALE), 0
         for link in path.links:
             takes = need * 6 // 5 if costly and link.type == PathType.PIX else need

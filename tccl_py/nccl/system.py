@@ -70,7 +70,6 @@ class Link:
 class Node:
     """A device, its links in the order NCCL walks them."""
 
-    id: str
     kind: Kind
     links: list[Link] = field(default_factory=list)
 
@@ -100,28 +99,17 @@ class System:
         return min(self.sm.values())
 
     @property
-    def intel(self) -> bool:
-        """Whether the CPUs are Intel's; NCCL takes all CPUs to be like the first."""
-        return self._cpus_are("GenuineIntel")
-
-    @property
-    def amd(self) -> bool:
-        """Whether the CPUs are AMD's."""
-        return self._cpus_are("AuthenticAMD")
-
-    def _cpus_are(self, vendor: str) -> bool:
+    def vendor(self) -> str:
+        """The vendor of x86 CPUs, else ""; NCCL takes all CPUs to be like the first."""
         first = next(node for node in self.machine.numa_nodes if node.id == self.cpus[0])
-        return first.arch in ("x86_64", "x86", "amd64") and first.vendor == vendor
+        return first.vendor if first.arch in ("x86_64", "x86", "amd64") else ""
 
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
         links = self.nodes[source].links
-        found = self.links.get((source, target, kind))
-        if found is None:
-            found = self.links[source, target, kind] = Link(
-                len(self.links), kind, 0.0, source, target
-            )
-        else:
+        new = Link(len(self.links), kind, 0.0, source, target)
+        found = self.links.setdefault((source, target, kind), new)
+        if found is not new:
             links.remove(found)
         found.gbps += gbps
         place = len(links)
@@ -224,7 +212,7 @@ def _nodes(
     kinds.update((switch, "nvs") for switch in switches)
     return System(
         machine=machine,
-        nodes={name: Node(name, kind) for name, kind in kinds.items()},
+        nodes={name: Node(kind) for name, kind in kinds.items()},
         gpus=tuple(name for name in order if kinds[name] == "gpu"),
         nets=tuple(name for name in order if kinds[name] == "net"),
         cpus=tuple(below[""]),

@@ -86,18 +86,19 @@ def tuner_csv(tables: Sequence[TunerTable], gpus: Sequence[int]) -> tuple[str, i
     """
     fields = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels"
     lines = [f"# {ONE_CHANNEL}", f"# {fields},nNodes,nRanks,numPipeOps,regBuff"]
+    left_out = sum(len(table.entries) for table in tables)
     for size in range(2, len(gpus) + 1):
         sets = [table.entries for table in tables if len(table.gpus) == size]
-        whole = len(sets) == comb(len(gpus), size)
-        shared = set(sets[0]).intersection(*sets) if whole else set()
+        if len(sets) < comb(len(gpus), size):
+            continue
+        shared = [entry for entry in sets[0] if all(entry in entries for entries in sets)]
+        left_out -= len(shared) * len(sets)
         lines += [
             f"{entry.collective.replace('_', '')},{entry.from_bytes},{entry.to_bytes},"
             f"{entry.algorithm},{entry.protocol},{entry.channels},1,{size},1,-1"
-            for entry in (sets[0] if shared else ())
-            if entry in shared
+            for entry in shared
         ]
-    written = sum(comb(len(gpus), int(line.split(",")[7])) for line in lines[2:])
-    return "\n".join((*lines, "")), sum(len(table.entries) for table in tables) - written
+    return "\n".join((*lines, "")), left_out
 
 
 def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:

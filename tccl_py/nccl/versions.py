@@ -74,47 +74,38 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     shares_nets_by_place: bool = False
 
 
-_CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
-    ((2, 21, 5), {"fuses_topologies": True}),
+_CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
+    (2, 21, 5): {"fuses_topologies": True},
     # Checked in 2.28, and taken from halfway to 2.18 on.
-    (
-        (2, 24, 0),
-        {
-            "name": "2.28",
-            "default_gdr_level": "P2C",
-            "unknown_levels": (),
-            "crossed": 2,
-            "amd_gpus": 2,
-            "dev_base": 16,
-            "max_channels": 32,
-            "max_final_channels": 64,
-            "max_children": 640,
-            "children_checked": True,
-            "max_elements": 4096,
-        },
-    ),
-    (
-        (2, 29, 2),
-        {
-            "old_gpus_leave_over_sys": True,
-            "falls_back_to_local_nets": True,
-            "unknown_intra": (),
-        },
-    ),
-    ((2, 29, 7), {"unknown_inter": (86.0,)}),
-    (
-        (2, 30, 0),
-        {
-            "name": "2.30",
-            "max_elements": 65536,
-            "rank_overrides_dev": True,
-            "shm_copy_engine": False,
-            "relays_need_gpu_direct": True,
-        },
-    ),
-    ((2, 30, 3), {"device_nodes": True, "unknown_inter": ()}),
-    ((2, 30, 7), {"nearer_wins": True, "shares_nets_by_place": True}),
-)
+    (2, 24, 0): {
+        "name": "2.28",
+        "default_gdr_level": "P2C",
+        "unknown_levels": (),
+        "crossed": 2,
+        "amd_gpus": 2,
+        "dev_base": 16,
+        "max_channels": 32,
+        "max_final_channels": 64,
+        "max_children": 640,
+        "children_checked": True,
+        "max_elements": 4096,
+    },
+    (2, 29, 2): {
+        "old_gpus_leave_over_sys": True,
+        "falls_back_to_local_nets": True,
+        "unknown_intra": (),
+    },
+    (2, 29, 7): {"unknown_inter": (86.0,)},
+    (2, 30, 0): {
+        "name": "2.30",
+        "max_elements": 65536,
+        "rank_overrides_dev": True,
+        "shm_copy_engine": False,
+        "relays_need_gpu_direct": True,
+    },
+    (2, 30, 3): {"device_nodes": True, "unknown_inter": ()},
+    (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True},
+}
 """The first release with each change (src of NCCL's releases), oldest first."""
 _VERSION = re.compile(
     r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:[.+-].{0,40})?",
@@ -125,7 +116,7 @@ _NEWEST_PATCH = 999
 
 def known_versions() -> tuple[str, ...]:
     """Versions whose facts were checked, oldest first."""
-    later = (changes["name"] for _, changes in _CHANGES if "name" in changes)
+    later = (changes["name"] for changes in _CHANGES.values() if "name" in changes)
     return (VersionFacts().name, *later)
 
 
@@ -156,7 +147,7 @@ def version_facts(version: str) -> VersionFacts:
     (False, True)
     """
     release, facts = _release(version), VersionFacts()
-    for first, changes in _CHANGES:
+    for first, changes in _CHANGES.items():
         if release >= first:
             facts = replace(facts, **changes)
     return replace(facts, verified=facts.name == f"{release[0]}.{release[1]}")
@@ -165,9 +156,8 @@ def version_facts(version: str) -> VersionFacts:
 def _release(version: str) -> tuple[int, int, int]:
     match = _VERSION.fullmatch(version)
     if match is None:
-        raise InputError(
-            f"NCCL version {version[:40]!r}", "is no version", "give a number such as 2.28.9"
-        )
+        where = f"NCCL version {version[:40]!r}"
+        raise InputError(where, "is no version", "give a number such as 2.28.9")
     return int(match["major"]), int(match["minor"]), int(match["patch"] or _NEWEST_PATCH)
 
 
@@ -186,6 +176,7 @@ _PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 _NVLINK = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (70, 20.0), (60, 18.0))
 """From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
 
+INTEL, AMD = "GenuineIntel", "AuthenticAMD"
 _INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 """From this model on, GB/s between sockets: Emerald Rapids, Sapphire Rapids, Skylake."""
 _ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
@@ -227,10 +218,10 @@ def between_cpus_gbps(node: NumaNode) -> float:
         return 32.0
     if node.arch.startswith(("arm", "aarch")):
         return 6.0
-    if node.vendor == "GenuineIntel":
+    if node.vendor == INTEL:
         known = _INTEL if node.family == 6 else ()
         return next((gbps for first, gbps in known if (node.model or 0) >= first), 6.0)
-    if node.vendor == "AuthenticAMD":
+    if node.vendor == AMD:
         return 16.0
     if node.vendor in _ZHAOXIN:
         return 9.0 if (node.family, node.model) == _ZHAOXIN_YONGFENG else 6.0

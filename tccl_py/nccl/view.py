@@ -16,7 +16,7 @@ from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.nccl.paths import Direction, Paths, shortest_paths, with_policy
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System, build_system
-from tccl_py.nccl.versions import Level
+from tccl_py.nccl.versions import AMD, Level
 
 Pairs = frozenset[tuple[str, str]]
 _SEEN = ("version", "p2p_level", "shm_disable", "net_disable_intra", "net_gdr_level",
@@ -148,7 +148,7 @@ def p2p_level(system: System, settings: Settings) -> PathType:
     if settings.p2p_level is not None:
         return PathType[settings.p2p_level]
     most = system.rules.amd_gpus
-    if system.amd and (most is None or len(system.gpus) <= most):
+    if system.vendor == AMD and (most is None or len(system.gpus) <= most):
         return PathType.SYS
     return PathType.PXB
 

@@ -22,9 +22,8 @@ from tccl_py.nccl.network import (
     Pairing,
     chain_hop_space,
     chains_as_rings,
-    entry_nic,
-    exit_nic,
     gdr_variants,
+    nic_of,
     nic_pair,
     symmetry_keeping,
 )
@@ -341,6 +340,6 @@ def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
     found = []
     for gpu in (gpu for gpu in space.gpus if gpu != WORLD):
         for place, hop in enumerate(space.between(*((WORLD, gpu) if into else (gpu, WORLD)))):
-            if (entry_nic(hop) if into else exit_nic(hop)) == nic:
+            if nic_of(hop) == nic:
                 found.append((place, hop))
     return [hop for _, hop in sorted(found, key=lambda near: near[0])]
