@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -153,7 +154,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
     if not ranks or graph is None:
         raise MeasurementError("NCCL cannot be asked: its log or graph dump shows no rings")
     rings = tuple(tuple(gpus[rank] for rank in ring) for ring in ranks)
-    hops = {hop for ring in rings for hop in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    hops = {hop for ring in rings for hop in pairwise((*ring, ring[0]))}
     via = {
         (gpus[link.source], gpus[link.target]): link.via
         for link in log.connections

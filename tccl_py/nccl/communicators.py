@@ -173,12 +173,9 @@ def parse_log(text: str, *, where: str) -> InitLog:
     begun: list[tuple[int, list[tuple[int, ...]]]] = []
     connections = set()
     for number, line in enumerate(text.splitlines(), start=1):
-        channel = _CHANNEL.search(line.rstrip())
-        if channel is not None:
+        if channel := _CHANNEL.search(line.rstrip()):
             _add(channel, begun, f"{where}:{number}")
-            continue
-        link = _LINK.search(line)
-        if link is not None:
+        elif link := _LINK.search(line):
             ends = int(link["number"]), int(link["source"]), int(link["target"])
             connections.add(Connection(*ends, link["via"]))
     for count, found in begun:

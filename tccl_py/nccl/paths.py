@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import permutations, product
 from typing import Literal
 
 from tccl_py.model.machine import Machine
@@ -140,22 +141,19 @@ def with_policy(
     `direct` are the pairs of GPUs that may talk without the CPU.
     """
     result = Paths(paths)
-    for target in system.gpus:
-        for source in system.gpus:
-            if source != target and (source, target) not in direct:
-                cpu = local_cpu(system, result, target)
-                result[source, target] = by_way_of(result, source, cpu, target)
+    for target, source in permutations(system.gpus, 2):
+        if (source, target) not in direct:
+            cpu = local_cpu(system, result, target)
+            result[source, target] = by_way_of(result, source, cpu, target)
     if "P2C" not in system.rules.unknown_levels:
         _count_c2c_as_near(system, result)
-    for net in system.nets:
-        for gpu in system.gpus:
-            _send_by_relay(system, result, settings, gpu, net)
-            own = result[gpu, net]
-            near = own.type < PathType.PHB
-            if near and not reaches_gpu(system, result, settings, (gpu, net), "receive"):
-                cpu = local_cpu(system, result, gpu)
-                result[net, gpu] = by_way_of(result, net, cpu, gpu)
-                result[gpu, net] = by_way_of(result, gpu, cpu, net)
+    for net, gpu in product(system.nets, system.gpus):
+        _send_by_relay(system, result, settings, gpu, net)
+        near = result[gpu, net].type < PathType.PHB
+        if near and not reaches_gpu(system, result, settings, (gpu, net), "receive"):
+            cpu = local_cpu(system, result, gpu)
+            result[net, gpu] = by_way_of(result, net, cpu, gpu)
+            result[gpu, net] = by_way_of(result, gpu, cpu, net)
     return result
 
 
@@ -175,7 +173,7 @@ def relay_of(system: System, path: Path) -> str | None:
     """Return the GPU through which a path leads to a NIC, if any."""
     if path.type != PathType.PXN:
         return None
-    return next(link.target for link in path.links if system.nodes[link.target].kind == "gpu")
+    return next(link.target for link in path.links if link.target in system.sm)
 
 
 def reaches_gpu(

@@ -40,7 +40,18 @@ class NcclView:
     paths: Paths
     direct: Pairs
     by_network: Pairs
-    parts: tuple[tuple[str, ...], ...]
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The GPUs grouped as by ncclTopoTrimSystem: each joins the lowest earlier group."""
+        gpus, group = self.system.gpus, list[int]()
+        for number, gpu in enumerate(gpus):
+            near = (group[at] for at in range(number) if (gpu, gpus[at]) not in self.by_network)
+            group.append(min([number, *near]))
+        return tuple(
+            tuple(gpu for gpu, own in zip(gpus, group, strict=True) if own == number)
+            for number in dict.fromkeys(group)
+        )
 
     @property
     def machine(self) -> Machine:
@@ -186,19 +197,6 @@ def _seen(
         paths=paths,
         direct=direct,
         by_network=by_network,
-        parts=_parts(system.gpus, by_network),
-    )
-
-
-def _parts(gpus: Sequence[str], by_network: Pairs) -> tuple[tuple[str, ...], ...]:
-    """Group GPUs as ncclTopoTrimSystem does: each joins the lowest group of earlier GPUs."""
-    group: list[int] = []
-    for number, gpu in enumerate(gpus):
-        near = (group[at] for at in range(number) if (gpu, gpus[at]) not in by_network)
-        group.append(min([number, *near]))
-    return tuple(
-        tuple(gpu for gpu, own in zip(gpus, group, strict=True) if own == number)
-        for number in dict.fromkeys(group)
     )
 
 
@@ -208,8 +206,7 @@ def _direct(
     path = paths[pair]
     if path.type > level:
         return False
-    between = [link.target for link in path.links[:-1]]
-    stops = [pair[0], *(name for name in between if system.nodes[name].kind == "gpu"), pair[1]]
+    stops = [pair[0], *(link.target for link in path.links if link.target in system.sm)]
     return all(
         knowledge.can_access(system.machine, int(source[1:]), int(target[1:]))
         for source, target in pairwise(stops)
