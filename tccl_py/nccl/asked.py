@@ -237,11 +237,10 @@ class InstalledRings:
         """Return default NCCL's choice under settings of transports."""
         if settings not in self._known:
             seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-            found = self._answer(settings) if self.able else None
             chosen = default_choice(seen)
-            self._known[settings] = (
-                chosen if found is None else self._corrected(chosen, found, seen)
-            )
+            if self.able and (found := self._answer(settings)):
+                chosen = self._corrected(chosen, found, seen)
+            self._known[settings] = chosen
         return self._known[settings]
 
     def unable(self, why: str) -> None:

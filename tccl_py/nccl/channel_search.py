@@ -30,7 +30,8 @@ _PCI_ORDER_STEPS = 1 << 10
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
     """A graph as NCCL's search requests and returns it: GPUs and NICs (entry, exit) per channel.
 
-    Rates are GB/s of a channel; on one node a channel has no NICs.
+    Rates are GB/s of a channel; on one node a channel has no NICs. GPUs are places in the system's
+    order for `ChannelSearch`, else NVML indices.
     """
 
     pattern: Pattern
@@ -280,11 +281,10 @@ class ChannelSearch:
 
     def _keep(self, channels: int, hops: int) -> None:
         self._best_total = self._totals[channels]
-        numbers = [int(gpu[1:]) for gpu in self._gpus]
         self._best = msgspec.structs.replace(
             self._wanted,
             hops=hops,
-            orders=tuple(tuple(numbers[g] for g in order) for order in self._orders[:channels]),
+            orders=tuple(map(tuple, self._orders[:channels])),
             nics=tuple(
                 tuple(int(port[1:]) for port in ends if port) for ends in self._ends[:channels]
             ),

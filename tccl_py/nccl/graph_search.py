@@ -239,7 +239,7 @@ class _Compute:
             nics = (self.seen.nics[0],) * 2
         return replace(
             self.best,
-            orders=(tuple(int(gpu[1:]) for gpu in system.gpus),),
+            orders=(tuple(range(len(system.gpus))),),
             nics=(nics,),
             rate_intra=FALLBACK_GBPS,
             type_intra=PathType.SYS,
@@ -283,17 +283,15 @@ def search_tree(seen: NcclView, *, nodes: int = 1, channels: int) -> Graph:
 
 def _searched(seen: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> Graph:
     """Search, inside a node once for all sets of GPUs that are alike."""
-    if nodes > 1:
-        return _Compute(seen, pattern, nodes, low, high).run()
-    own, key = [int(gpu[1:]) for gpu in seen.system.gpus], (_shape(seen), pattern, low, high)
-    if key not in _KNOWN:
-        _KNOWN[key] = own, _Compute(seen, pattern, nodes, low, high).run()
-    gpus, graph = _KNOWN[key]
-    names = dict(zip(gpus, own, strict=True))
-    return replace(graph, orders=tuple(tuple(names[g] for g in order) for order in graph.orders))
+    key = (_shape(seen), pattern, low, high) if nodes == 1 else None
+    graph = _KNOWN.get(key) or _Compute(seen, pattern, nodes, low, high).run()
+    if key:
+        _KNOWN[key] = graph
+    gpus = [int(gpu[1:]) for gpu in seen.system.gpus]
+    return replace(graph, orders=tuple(tuple(gpus[at] for at in order) for order in graph.orders))
 
 
-_KNOWN: dict[object, tuple[list[int], Graph]] = {}
+_KNOWN: dict[object, Graph] = {}
 
 
 def _shape(seen: NcclView) -> tuple[object, ...]:

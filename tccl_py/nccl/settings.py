@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import require
 from tccl_py.files import check_path, check_types
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 from tccl_py.nccl.versions import LATEST, Level, version_facts
@@ -219,7 +219,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 def environment_text(settings: Settings) -> str:
     """Return the variables that make these settings as `NAME=VALUE ...`, "" for none."""
-    return " ".join(f"{name}={value}" for name, value in environment(settings).items())
+    return _shell(environment(settings))
 
 
 def settings_from_environment(
@@ -260,9 +260,9 @@ def job_environment(settings: Settings, *, graph: PurePosixPath | None = None) -
     variables = environment(settings)
     if graph is not None:
         check_path(graph)
-        if not graph.is_absolute():
-            right = "jobs start in other directories: give a path from the root"
-            raise InputError(f"graph file {str(graph)[:80]!r}", "is no absolute path", right)
+        right = "jobs start in other directories: give a path from the root"
+        where = f"graph file {str(graph)[:80]!r}"
+        require(graph.is_absolute(), where, "is no absolute path", right)
         variables["NCCL_GRAPH_FILE"] = str(graph)
     return variables
 
@@ -292,18 +292,17 @@ def export_lines(variables: Mapping[str, str]) -> str:
 # The pinned environment of a plan (variables of all its jobs), and conflicts with settings.
 
 
-PINNABLE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
 _RIGHT = {
     "NCCL_P2P_DISABLE": "1 would; leave it out otherwise",
     "NCCL_P2P_LEVEL": "a path type would, as SYS, PHB, PIX or LOC; leave it out otherwise",
 }
+PINNABLE = tuple(_RIGHT)
 
 
 def check_pinnable(name: str, *, where: str) -> None:
     """Check that plans can be made under a variable."""
-    if name not in PINNABLE:
-        what = "is no variable that plans can be made under"
-        raise InputError(f"{where} {name[:40]!r}", what, " or ".join(PINNABLE))
+    what, right = "is no variable that plans can be made under", " or ".join(PINNABLE)
+    require(name in PINNABLE, f"{where} {name[:40]!r}", what, right)
 
 
 def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
@@ -315,10 +314,8 @@ def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]
     found = {}
     for name, value in sorted(variables.items()):
         check_pinnable(name, where=where)
-        level = pinned_level({name: value})
-        if level is None:
-            what = f"is {value[:20]!r}, which says nothing to NCCL"
-            raise InputError(f"{where} {name}", what, _RIGHT[name])
+        level, what = pinned_level({name: value}), f"is {value[:20]!r}, which says nothing to NCCL"
+        require(level, f"{where} {name}", what, _RIGHT[name])
         found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
     return found
 
@@ -330,15 +327,13 @@ def pinned_level(variables: Mapping[str, str]) -> Level | None:
 
 def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
     """Check a plan's pinned environment against the plan's settings."""
-    if not pinned:
-        return
-    if pinned_values(pinned, where=f"{where} pinned_env") != pinned:
-        raise InputError(f"{where} pinned_env", "has values that no plan has", "plan it again")
-    level = pinned_level(pinned)
-    for settings in under:
-        if settings.p2p_level != level:
-            what = f"is for jobs with {_shell(pinned)} and has p2p_level {settings.p2p_level}"
-            raise InputError(where, what, f"it is {level} there; plan it again")
+    place, level = f"{where} pinned_env", pinned_level(pinned)
+    known = pinned_values(pinned, where=place) == pinned
+    require(known, place, "has values that no plan has", "plan it again")
+    for settings in under if pinned else ():
+        what = f"is for jobs with {_shell(pinned)} and has p2p_level {settings.p2p_level}"
+        right = f"it is {level} there; plan it again"
+        require(settings.p2p_level == level, where, what, right)
 
 
 def _shell(pinned: Mapping[str, str]) -> str:

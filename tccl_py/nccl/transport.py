@@ -16,7 +16,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
-from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, environment
+from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, environment_text
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import LATEST, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
@@ -76,8 +76,7 @@ def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
             Hop(*pair, mechanism_flow(seen, kind, *pair, blocks=blocks, node=node))
             for node in _nodes(seen, kind, pair[0])
         )
-    switches = [f"{name}={value}" for name, value in environment(settings).items()]
-    name = " ".join([f"nccl {settings.version}, {channels} channels", *switches])
+    name = f"nccl {settings.version}, {channels} channels {environment_text(settings)}".rstrip()
     return HopSpace(name=name, gpus=seen.gpus, hops=hops)
 
 

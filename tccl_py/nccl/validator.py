@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -309,12 +309,13 @@ class _Job:
         verdict, reason = self._compared(final)
         if any(node.cut for node in self._kinds):
             return Verdict(verdict=verdict, reason=f"{reason}; NCCL cuts a node in parts")
-        nics = [self._nics(ring, channel) for channel, ring in enumerate(rings)]
+        several = rings if len(self._nodes) > 1 else ()
+        nics = [self._nics(ring, channel) for channel, ring in enumerate(several)]
         return Verdict(
             verdict=verdict,
             reason=reason,
-            rings=tuple(rings[channel % len(rings)] for channel in range(final)),
-            nics=tuple(nics[channel % len(nics)] for channel in range(final)) if nics[0] else (),
+            rings=tuple(islice(cycle(rings), final)),
+            nics=tuple(islice(cycle(nics), final)),
         )
 
     def _connected(self) -> list[tuple[int, ...]]:
@@ -339,12 +340,10 @@ class _Job:
     def _nics(self, ring: tuple[int, ...], channel: int) -> tuple[ChannelNics, ...]:
         """Return the NICs by which a ring enters and leaves each node."""
         nodes, starts = self._nodes, self._starts
-        if len(nodes) == 1:
-            return ()
         node_of = [number for number, node in enumerate(nodes) for _ in range(node.size)]
         entries: dict[int, int | None] = {}
         exits: dict[int, int | None] = {}
-        for rank, following in zip(ring, (*ring[1:], ring[0]), strict=True):
+        for rank, following in pairwise((*ring, ring[0])):
             source, target = node_of[rank], node_of[following]
             if source != target:
                 exits[source] = nodes[source].nic(channel, rank - starts[source])

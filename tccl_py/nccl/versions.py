@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.machine import NumaNode, PciLink
 
 Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]
@@ -131,9 +131,8 @@ def asked_version(version: str) -> str:
     Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
     """
     oldest, *_, newest = known_versions()
-    if not has_rules(version):
-        right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
-        raise InputError(f"NCCL version {version[:40]!r}", "has no rules here", right)
+    right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
+    require(has_rules(version), f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
 
 
