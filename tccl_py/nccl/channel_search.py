@@ -2,7 +2,8 @@
 
 A channel is a ring or a tree over all GPUs that takes its rate from every link of its path. NCCL
 tries the PCI order first, then repeats the last channel, then tries everything, for a bounded
-number of steps. This search takes the same steps in the same order.
+number of steps. This search takes the same steps in the same order, but only counts the steps of a
+subtree that it walked before.
 
 Source: search.cc of NCCL 2.30.7 (ncclTopoSearchRec and its callees).
 """

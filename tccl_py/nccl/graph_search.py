@@ -40,8 +40,7 @@ class _Compute:
         self.seen, self.system, self.pattern = seen, seen.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
         self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
-        ends = 2 if self.inter else 1
-        self.speeds = speeds(self.system.sm_min, nodes=ends, facts=self.system.rules)
+        self.speeds = speeds(self.system.sm_min, inter=self.inter, facts=self.system.rules)
         self._bounds()
         self._totals()
         if len(self.system.gpus) == 1 and pattern != "ring":

@@ -227,11 +227,11 @@ def between_cpus_gbps(node: NumaNode) -> float:
     return LOCAL_GBPS
 
 
-def speeds(sm: int, *, nodes: int, facts: VersionFacts) -> Sequence[float]:
+def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
     """Return the rates of a channel that the search tries, fastest first (search.cc)."""
     first = max(first for first in _INTRA if sm >= first)
     table, unknown = _INTRA[first], facts.unknown_intra
-    if nodes > 1:
+    if inter:
         table, unknown = (*_INTER[first], *_SLOW_NET), facts.unknown_inter
     return tuple(rate for rate in table if first < 100 or rate not in unknown)
 
