@@ -96,7 +96,7 @@ def test_show_names_rings_slowest_hops_bound_stock_and_provenance(directory):
         if line.startswith(("rate", "stock NCCL", "Plan for")):
             assert "simulated" in line
     assert "proven best within 1 %" in text
-    assert "(slowest)" in text
+    assert "(slowest)" not in text  # All are alike.
 
 
 def texts_of_nccl(directory):

@@ -138,7 +138,11 @@ HOPS = (*CHAIN, "hops")
         (("stock", "rings"), [[0, 1]], "ring [0, 1] does not visit"),
         (("sets_measured",), -HUGE, "$.sets_measured"),
         # of another kind
-        (("format_version",), 7, "(format version 7); this program reads"),
+        (
+            ("format_version",),
+            7,
+            "a later program (format version 7)",
+        ),
         (("kind",), 5, "does not fit the plan format"),
         (("cluster", "rails"), "only", "has rings that change NICs"),
     ],

@@ -125,7 +125,7 @@ def test_the_summary_is_of_the_ratios_and_no_recommended_one_is_below_1(place):
     words = f"mean {arm['mean']:.3f} (least {arm['least']:.3f}, most {arm['most']:.3f})"
     done = tccl("evaluate", place, "--sizes", "1M")
     assert words in " ".join(done.stdout.split())
-    assert "--sizes is without effect" in done.stderr
+    assert "--sizes and options of jobs are without effect" in done.stderr
 
 
 def test_jobs_have_a_cell_for_every_set_collective_size_and_arm(place, jobs, tmp_path):

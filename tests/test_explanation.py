@@ -43,6 +43,11 @@ def explained(name, *, seen=(), noise=0.0, **more):
     return explain(plan_of(name), source, **more)
 
 
+def test_a_source_of_another_machine_is_refused():
+    with pytest.raises(InputError, match="intel-v100"):
+        explain(plan_of("amd-3090"), Simulator(load_bundled("intel-v100")))
+
+
 def with_ring(plan, order):
     """The plan with one ring of direct writes in its rings' place."""
     hops = tuple(

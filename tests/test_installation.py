@@ -572,7 +572,7 @@ def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verif
     result = tccl("install", measured, "--force")
     assert result.exit_code == 0
     assert said in result.stderr
-    assert "installed because of --force" in result.stderr
+    assert "accepted because of --force" in result.stderr
     assert Path(os.environ["NCCL_CONF_FILE"]).exists()
 
 

@@ -15,6 +15,7 @@ from tccl_py.model.transfer import parse_flow
 from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import read_journal
+from tccl_py.sources.profiled import MeasurementOptions
 from tests.planned import ASUS, SMALL, plan_of
 
 
@@ -92,7 +93,16 @@ def test_a_path_may_be_text(form, tmp_path):
     assert tccl_py.load_plan(form(plan)) == plan_of(SMALL)
 
 
-@pytest.mark.parametrize("given", [{"gpus": [0, 99]}, {"devices": 2}, {"backend": "host"}])
+REFUSED = (
+    {"gpus": [0, 99]},
+    {"devices": 2},
+    {"backend": "host"},
+    {"options": MeasurementOptions()},
+    {"seed": -1},
+)
+
+
+@pytest.mark.parametrize("given", REFUSED)
 def test_a_source_of_a_model_refuses_what_the_model_lacks(given):
     with pytest.raises(InputError):
         tccl_py.open_source(SMALL, **given)

@@ -65,6 +65,7 @@ class _HelpOption:
     """A command whose option for help is a flag also in the list of options."""
 
     rich_markup_mode: Any
+    help: str | None
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return the option without the metavar that typer gives to flags."""
@@ -78,6 +79,8 @@ class _HelpOption:
         if columns < _FRAMED:
             self.rich_markup_mode = None
             formatter.width = max(columns, 40)
+            # Without \b click joins the lines of examples.
+            self.help = (self.help or "").replace("\n\n    ", "\n\n\b\n    ")
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
 

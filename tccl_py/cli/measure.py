@@ -160,13 +160,15 @@ def _measure_pairs(asked: SimpleNamespace) -> None:
     if asked.csv and asked.json:
         raise InputError("--csv beside --json", "are two forms", "leave one of the two out")
     place: MachineModel | MeasuredMachine
+    given: dict[str, Any]
     if asked.simulate is None:
         place = measured_machine(asked.backend, asked.devices)
+        given = {"options": asked.how}
     else:
-        place = load_machine(asked.simulate)
+        place, given = load_machine(asked.simulate), asked.model
     machine = place.machine
     gpus = gpus_argument(asked.gpus, machine) or machine.gpu_indices
-    source = open_source(place, gpus=gpus, options=asked.how, **asked.model)
+    source = open_source(place, gpus=gpus, **given)
     choice = {"via_host": asked.via is not None, "bidirectional": asked.bidirectional}
     with source, ProgressLine() as line:
         notice_each(() if asked.journal is None else source.keep_in(asked.journal))

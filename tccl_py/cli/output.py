@@ -162,7 +162,7 @@ class ProgressLine:
         """Show how many sets were measured, of how many, and the time left at this pace."""
         most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{counted(count, 'set')} measured"
-        if most is not None and 0 < count <= most:
+        if most is not None and 0 < count < most:
             spent = time.monotonic() - self._begun
             left = max(0.0, min(spent / count * (most - count), self._seconds - spent))
             self._measured = (

@@ -91,8 +91,9 @@ def verify(
     The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
     size. Rounds end early where all is clear, and go on, up to four times as many, where a verdict
-    is open; 6 are always run. Send/recv of 64 MiB is timed beside: if it is slower than by default
-    NCCL, as with small FIFOs, a notice tells by how much, and the recommendation stays.
+    is open; 6 are always run, with two choices beside default NCCL 7. Send/recv of 64 MiB is timed
+    beside: if it is slower than by default NCCL, as with small FIFOs, a notice tells by how much,
+    and the recommendation stays.
 
     `--with all_reduce_perf` runs jobs of nccl-tests, one process with all GPUs, one after another,
     on hosts without torch; the program has to be built with the NCCL of the jobs in question. Its
@@ -241,8 +242,9 @@ def evaluate(
     with _job_options(directory, backend, pin_env, by_model=True) as asked:
         by_model = backend is None
         found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job, by_model=by_model)
-    if found.simulated and sizes is not None:
-        notice("--sizes is without effect: a model rates large messages alone")
+    usual = replace(EVALUATED, collectives=budget.collectives)
+    if found.simulated and (sizes is not None or budget != usual):
+        notice("--sizes and options of jobs are without effect: a model rates large messages alone")
     if csv is not None:
         write_result(csv_text(found), csv)
         notice(f"wrote {csv}")

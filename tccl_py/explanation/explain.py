@@ -45,7 +45,7 @@ from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.parts import slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import condensed
-from tccl_py.sources.remembering import remembering
+from tccl_py.sources.remembering import source_for
 
 MOST_SETS = 200
 MOST_FINDINGS = 4
@@ -156,7 +156,9 @@ class _Host:
         self._paths = Paths(self._machine, self._class.knowledge)
         gpus = plan.class_gpus[number]
         keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
-        self.prober = Prober(remembering(source), keys, max_sets=sets, network=plan.is_cluster)
+        self.prober = Prober(
+            source_for(source, self._machine.name), keys, max_sets=sets, network=plan.is_cluster
+        )
         self._mark = "simulated" if source.simulated else "measured"
         self._kinds_of_places = cache(self._uncached_kinds_of_places)
 

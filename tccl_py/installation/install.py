@@ -103,7 +103,7 @@ def plan_to_install(
     if why and not force:
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
     if why:
-        say(f"{directory} {why}: installed because of --force")
+        say(f"{directory} {why}: accepted because of --force")
     place = directory.resolve()
     check_path(place)
     loading = _loading(plan, directory, alike=alike, say=say) if plugin else {}

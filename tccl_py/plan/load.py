@@ -45,11 +45,13 @@ def load_plan(path: Path | str) -> Plan:
     # Another version may have other fields: it is refused by its head alone.
     head = decode_json(text, _Head, where=str(path), name="Plan")
     if head.format_version != FORMAT_VERSION or head.cluster is msgspec.UNSET:
+        later = head.format_version > FORMAT_VERSION
+        what = f"is of {'a later' if later else 'an earlier'} program"
+        again = "plan again with --force; what the journal beside it has is not measured again"
         raise InputError(
             str(path),
-            f"is of an earlier program (format version {head.format_version})",
-            f"this program reads version {FORMAT_VERSION}: plan again with --force; what the "
-            "journal beside it has is not measured again",
+            f"{what} (format version {head.format_version})",
+            f"this program reads version {FORMAT_VERSION}: {'update it' if later else again}",
         )
     return check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
 

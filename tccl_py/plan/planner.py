@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, require
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, counted, require
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -42,7 +42,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.remembering import RememberingSource, remembering
+from tccl_py.sources.remembering import RememberingSource, source_for
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
@@ -108,7 +108,7 @@ def make_plan(
     task = Task(
         machine=machine,
         knowledge=knowledge,
-        source=remembering(source),
+        source=source_for(source, machine.name),
         gpus=chosen,
         version=version,
         ring_counts=tuple(ring_counts or usual),
@@ -140,11 +140,12 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
 
     Raises InputError: unknown GPUs, or fewer than two.
     """
-    where = "--gpus" if isinstance(gpus, str) else f"machine {machine.name}"
+    where = f"machine {machine.name}" if gpus is None else "--gpus"
     gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
-    require(len(chosen) > 1, where, f"has {len(chosen)} GPU to plan for", "a ring joins 2 or more")
+    few = f"has {counted(len(chosen), 'GPU')} to plan for"
+    require(len(chosen) > 1, where, few, "a ring joins 2 or more")
     return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
 from tccl_py.plan.directory import graph_files
-from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.plan.parts import AS_GOOD, CUT_SHORT, ChoiceName, PlanChoice, SubsetRings
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import compress
 
 _MOST_RANKS = 32
+_ALIKE = 1e-3
+"""Hops whose rates differ less are alike, relative."""
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
     "variables": "variables only",
@@ -173,8 +176,8 @@ def _plugin_text(plan: Plan) -> str:
         return "none: no graph file is needed over these hosts"
     if plan.is_cluster:
         return (
-            "by `tccl env JOB --plugin`, once `tccl export DIR --hosts LIST -o JOB` made JOB; "
-            "without it, launch with the files of nccl/order"
+            "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
+            "-o JOB` makes; without it, launch with the files of nccl/order"
         )
     variables = environment_text(plan.job_settings)
     rest = f"default NCCL with {variables}" if variables else "default NCCL"
@@ -197,9 +200,10 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
     variables = environment_text(choice.settings)
+    tried = "tried " if CUT_SHORT in plan.notices else ""
     how = {
         "default": "NCCL as it runs here",
-        "variables": f"with {variables}" if variables else "no variable helps",
+        "variables": f"with {variables}" if variables else f"no variable {tried}helps",
         "graph": f"with a graph file of {_channels(choice.settings)}"
         + (f" and {variables}" if variables else "")
         + (" with placed bounce buffers" if choice.settings.shm_placement else ""),
@@ -259,8 +263,11 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
     yield *first, "GB/s", "flow"
     for number in used_paths(plan):
         for ring, chain in enumerate(plan.paths[number].chains):
+            slow = [hop for hop in chain.hops if math.isclose(hop.gbps, chain.rate, rel_tol=_ALIKE)]
             for hop in chain.hops:
-                flow = f"{hop.flow}{' (slowest)' * (hop == chain.bottleneck)}"
+                # No hop is marked where all are alike.
+                marked = hop in slow and len(slow) < len(chain.hops)
+                flow = f"{hop.flow}{' (slowest)' * marked}"
                 ends: Cells = str(ring), f"G{hop.source}", f"G{hop.target}"
                 if plan.is_cluster:
                     ends = _class_name(plan, number), str(number), str(ring)

@@ -99,8 +99,8 @@ def _answer(found: Verification) -> str:
     if found.winner == found.chosen:
         return f"Yes to {asked}"
     lost = [size_text(row.bytes) if row.bytes else row.mode for row in found.judged.losses]
-    why = f", as intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
-    return f"Yes to {asked}, but {_WINS[found.winner]}{why}"
+    why = f", as whole intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
+    return f"Yes to {asked}, clearly slower at no size; but {_WINS[found.winner]}{why}"
 
 
 def _where(found: Verification) -> str:

@@ -301,6 +301,7 @@ class Simulator:
         # The comparison is written so that NaN fails it.
         right = "0 to 1, the standard deviation of a sample"
         require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)
+        require(seed >= 0, "seed", f"is {seed}", "0 or more")
         self.model = model
         self.noise = noise
         self.seed = seed

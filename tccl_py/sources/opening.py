@@ -81,6 +81,9 @@ def open_source(
     """
     own = machine is None or (backend is None and devices is None)
     require(own, "backend, devices", "are of this host", "leave them out beside a machine")
+    simulated = isinstance(machine, (str, Path, MachineModel))
+    require(not simulated or options is None, "options", "are of hardware", "leave them out")
+    require(simulated or noise == seed == 0, "noise, seed", "are of models", "leave them out")
     if isinstance(machine, (str, Path, MachineModel)):
         model = machine if isinstance(machine, MachineModel) else load_machine(machine)
         for index in gpus or ():
@@ -211,7 +214,7 @@ class OpenedSource(RememberingSource):
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._session is None:
             return super()._measured(transfers)
-        self._on_set(self.times_measured)
+        self._on_set(self.sets_measured)
         self._enter(self._session)
         profiler = self._session.profiler
         try:
@@ -220,7 +223,7 @@ class OpenedSource(RememberingSource):
             self._check_alive(profiler, error)
             self._failures.append(str(error))
             raise
-        self._on_set(self.times_measured + 1)
+        self._on_set(self.sets_measured + (transfers not in self._new))
         return measurement
 
     def _enter(self, session: Session | ClusterSession) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, require
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet
 
@@ -83,6 +83,18 @@ def remembering(source: BandwidthSource) -> RememberingSource:
     return source if isinstance(source, RememberingSource) else RememberingSource(source)
 
 
+def source_for(source: BandwidthSource, machine: str) -> RememberingSource:
+    """Return a source that remembers, for a machine of this name.
+
+    Raises InputError: the source simulates another machine.
+    """
+    found = remembering(source)
+    right = "give a source of the machine"
+    other = found.model not in ("", machine)
+    require(not other, f"machine {machine}", f"the source simulates {found.model}", right)
+    return found
+
+
 class RememberingSource:
     """A source with a memory, shared by several searches; a context manager.
 
@@ -114,6 +126,12 @@ class RememberingSource:
     def simulated(self) -> bool:
         """Return whether the wrapped source simulates."""
         return self._source is not None and self._source.simulated
+
+    @property
+    def model(self) -> str:
+        """Name of the simulated machine, "" of hardware."""
+        simulated = getattr(self._source, "model", None)
+        return simulated.machine.name if simulated is not None else ""
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from tccl_py.errors import (
     InputError,
     TcclError,
     Terminated,
+    counted,
     interrupts_put_off,
     undisturbed,
 )
@@ -236,7 +237,8 @@ def evaluate_plan(
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
         minutes = estimated_seconds(parts, budget) / 60
-        launcher.say(f"{len(parts)} sets of GPUs in about {minutes:.0f} min, if the time suffices")
+        over = f"{counted(len(parts), 'set')} of GPUs"
+        launcher.say(f"{over} in about {minutes:.0f} min, if the time suffices")
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         found = run_parts(parts, budget, replace(base, recommended=recommended))

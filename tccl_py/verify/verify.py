@@ -55,8 +55,8 @@ _alike = partial(math.isclose, rel_tol=5e-3)
 class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
-    LEAST_ROUNDS are always run; fewer than `rounds` where all verdicts are clear, more where one is
-    open and time is left.
+    LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
+    clear, more where one is open and time is left.
     """
 
     rounds: int = 10
@@ -236,7 +236,7 @@ def run_rounds(
     rows: dict[ChoiceName, dict[TimedRow, Row]] = {}
     # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
     least = LEAST_ROUNDS if len(arms) == 2 else LEAST_ROUNDS + 1
-    most, at_once = min(MAX_ROUNDS, max(budget.rounds, least) * budget.extra), 0
+    most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
     for ended in jobs.rounds(running, most) if len(running) > 1 else ():
         found += sound(ended)
         found = [(name, job) for name, job in found if name not in failures]
