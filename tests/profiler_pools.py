@@ -35,16 +35,16 @@ def options(**more):
 
 
 def moving(pool, text, **more):
-    """Measure a set with longer and longer windows, until all its flows have a rate."""
+    """Measure a set with longer and longer windows, until all its flows have a sound rate."""
     for maximum_ms in (5, 50, 500):
         # Of windows that work on busy cores parts, each may count by itself.
         limits = WindowLimits(minimum_ms=1, maximum_ms=maximum_ms, longest_ms=maximum_ms)
         profiler = Profiler(pool, options=options(limits=limits, **more), source="host backend")
         with contextlib.suppress(MeasurementError):
             (measurement,) = profiler.measure([parse_set(text)])
-            assert profiler.notices == []
-            return measurement
-    raise AssertionError(f"{text} does not move")
+            if not profiler.notices:
+                return measurement
+    raise AssertionError(f"{text} does not move: {profiler.notices}")
 
 
 def pool_of(devices=2, *, backend="host", **more):
