@@ -82,14 +82,8 @@ def make_cluster_plan(
     wanted = [sets[1:] for sets in job_gpus(gpus_per_job, *gpus)]
     growing = not all(one.gpus in one.tables for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
-    plan = plan_over(
-        cluster,
-        nodes,
-        strategy=strategy,
-        keep_order=keep_order,
-        ib_gid_index=ib_gid_index,
-        pinned_env=pinned,
-    )
+    network: dict[str, Any] = {"keep_order": keep_order, "ib_gid_index": ib_gid_index}
+    plan = plan_over(cluster, nodes, strategy=strategy, pinned_env=pinned, **network)
     cancelled = plan.cancelled or any(node.cancelled for node in nodes)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
     if tables is not None and not cancelled:
