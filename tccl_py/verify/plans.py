@@ -291,7 +291,7 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
         if found is None:
             raise InputError(where, f"is for GPU {planned.index}, which is not here", right)
         if None not in (planned.sm, found.sm) and planned.sm != found.sm:
-            what = f"is for a GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
+            what = f"is for GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
             raise InputError(where, what, right)
         if planned.bus_id != found.bus_id:
             say(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
