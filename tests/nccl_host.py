@@ -13,13 +13,6 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / "shared" / "nccl-host"
 TOPOLOGIES = FOLDER.parent / "data" / "topologies"
 
-SMALL_BUFFERS = {
-    "NCCL_BUFFSIZE": "65536",
-    "NCCL_LL_BUFFSIZE": "65536",
-    "NCCL_LL128_BUFFSIZE": "61440",
-}
-"""No byte is moved, and to clear the pages of NCCL's usual buffers takes most of a start's time."""
-
 
 @functools.cache
 def patience():
@@ -50,5 +43,4 @@ def nccl_host(monkeypatch, version, topology):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{FOLDER / version}:{FOLDER / 'cuda'}")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    variables = {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_TOPO_FILE": str(path)}
-    return variables | SMALL_BUFFERS
+    return {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_TOPO_FILE": str(path)}

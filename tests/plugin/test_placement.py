@@ -20,7 +20,7 @@ subsystem_vendor="0x10de" subsystem_device="0x134f" link_speed="16.0 GT/s PCIe">
 CPU = """<cpu host_hash="0x1" numaid="{node}" affinity="0000000{mask}" arch="x86_64" \
 vendor="AuthenticAMD" familyid="143" modelid="49">{gpus}</cpu>"""
 JOB = """
-export PATH=/usr/bin:/bin HOME=/run FAKE_GPUS=4 FAKE_BUSES={buses}
+export PATH=/usr/bin:/bin HOME=/run FAKE_GPUS=4 FAKE_BUSES={buses} FAKE_PAGES=1
 export NCCL_SOCKET_IFNAME=lo NCCL_RAS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0
 export NCCL_NVLS_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_MAX_NCHANNELS=1 NCCL_BUFFSIZE=262144
 export NCCL_LL_BUFFSIZE=65536 NCCL_LL128_BUFFSIZE=122880
