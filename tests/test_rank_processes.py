@@ -151,7 +151,7 @@ def test_forks_share_what_was_imported_until_the_environment_is_another(tmp_path
     )
     with ForkServer() as server:
         parents = []
-        for variables in ({}, {"NCCL_ALGO": "Ring"}, {"OMP_NUM_THREADS": "1"}):
+        for variables in ({}, {"NCCL_ALGO": "Ring"}, {"OMP_NUM_THREADS": "2"}):
             left = run_ranks(tmp_path, text, (0, 1), server=server, variables=variables)
             (one, had), other = decoded(left, (0, 1), list)
             assert other == [one, True]
