@@ -93,9 +93,10 @@ def test_all_pages_of_fifos_are_on_the_planned_node_or_where_nccl_puts_them(rank
 @EACH
 def test_memory_of_the_program_stays_on_its_own_node(ranks, run, name):
     for rank, record in ranks[run].items():
-        for pages in (record["before"], record[name]["during"], record[name]["after"]):
-            assert pages[rank] > 0
-            assert pages[1 - rank] == 0
+        known = {"before": record["before"]} | record[name]
+        for when in ("before", "during", "after"):
+            assert known[when][rank] > 0, (rank, when, known[when])
+            assert known[when][1 - rank] == 0, (rank, when, known[when])
         assert record[name]["policy"] == [0, 0]
         assert record[name]["policies"] == [[0, 0]]
 
