@@ -56,8 +56,9 @@ COMMANDS = {
 _PANELS = {"advise": "Measure", "plan": "Plan", "env": "Use", "doctor": "Trust"}
 """The panels of `tccl --help`, by their first commands."""
 
+_FRAMED = 60
+"""Columns from which on help has frames."""
 # The class of every usage error; typer has it from click or from its own copy of click.
-_FRAMED = 60  # Columns
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 

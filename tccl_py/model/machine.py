@@ -239,14 +239,14 @@ def _check_counts(machine: Machine, where: str) -> None:
 
 def _check_tree(machine: Machine, where: str) -> None:
     inner = {n.id for n in machine.numa_nodes} | {b.id for b in machine.bridges}
+    right = "parents are bridges or NUMA nodes"
     for device, parent in machine.parents.items():
-        right = "parents are bridges or NUMA nodes"
         require(parent in inner, where, f"{device} hangs from unknown {parent}", right)
+    right = "every branch ends at a CPU"
     for device in machine.parents:
         seen, at = {device}, device
         while at in machine.parents:
             at = machine.parents[at]
-            right = "every branch ends at a CPU"
             require(at not in seen, where, f"the PCI tree turns in a circle at {at}", right)
             seen.add(at)
 

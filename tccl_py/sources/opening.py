@@ -160,7 +160,7 @@ class OpenedSource(RememberingSource):
         return self._session.conditions if self._session and self.sets_measured else ""
 
     def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of measurements by hardware, before and after each."""
+        """Call `on_set` with the number of sets that hardware measured, before and after each."""
         self._on_set = on_set
 
     def summary(self, conditions: str) -> tuple[str, ...]:

@@ -165,8 +165,8 @@ def task_of(
         raise InputError(
             f"GPU {max(gpus)}", "is too high an index for the fork", f"0 to {LARGEST_INDEX}: {why}"
         )
+    known = ", ".join(map(str, gpus))
     for gpu in (gpu for subset in subsets or () for gpu in subset):
-        known = ", ".join(map(str, gpus))
         require(gpu in gpus, f"GPU {gpu}", "is not in the plan", f"it has {known}")
     return DatabaseTask(
         machine=node.machine,
