@@ -13,6 +13,7 @@ import msgspec
 from tccl_py.errors import MeasurementError, counted
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.versions import LATEST
@@ -134,7 +135,7 @@ def _default_words(plan: Plan) -> str:
         return stock.note or "not known"
     seen = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
     rings = list(dict.fromkeys(stock.rings))
-    hops = {(a, b) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    hops = {hop for ring in rings for hop in neighbours(ring)}
     kinds = Counter(TRANSPORTS[pair_mechanism(seen, *hop)] for hop in sorted(hops))
     ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
     rate = "not rated" if stock.rate_gbps is None else f"{stock.rate_gbps:.1f} GB/s"

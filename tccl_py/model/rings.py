@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
@@ -85,6 +86,15 @@ def ring_set(rings: Sequence[Ring]) -> RingSet:
     return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, str(known.hops)))))
 
 
+def neighbours(order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return each place of a ring with the next one.
+
+    >>> [*neighbours((0, 2, 1))]
+    [(0, 2), (2, 1), (1, 0)]
+    """
+    return pairwise((*order, order[0]))
+
+
 def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
     """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
 
@@ -94,7 +104,7 @@ def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
     order = known.gpus if isinstance(known, Ring) else known
     before = known.hops if isinstance(known, Ring) else [None] * len(order)
     hops = []
-    for source, target, hop in zip(order, (*order[1:], order[0]), before, strict=True):
+    for (source, target), hop in zip(neighbours(order), before, strict=True):
         choices = space.between(source, target)
         if hop is not None:
             choices = tuple(one for one in choices if nics_of(one) == nics_of(hop))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
     JobSpec,
@@ -154,7 +154,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
     if not ranks or graph is None:
         raise MeasurementError("NCCL cannot be asked: its log or graph dump shows no rings")
     rings = tuple(tuple(gpus[rank] for rank in ring) for ring in ranks)
-    hops = {hop for ring in rings for hop in pairwise((*ring, ring[0]))}
+    hops = {hop for ring in rings for hop in neighbours(ring)}
     via = {
         (gpus[link.source], gpus[link.target]): link.via
         for link in log.connections

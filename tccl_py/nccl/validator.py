@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import accumulate, cycle, islice
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
@@ -343,7 +344,7 @@ class _Job:
         node_of = [number for number, node in enumerate(nodes) for _ in range(node.size)]
         entries: dict[int, int | None] = {}
         exits: dict[int, int | None] = {}
-        for rank, following in pairwise((*ring, ring[0])):
+        for rank, following in neighbours(ring):
             source, target = node_of[rank], node_of[following]
             if source != target:
                 exits[source] = nodes[source].nic(channel, rank - starts[source])

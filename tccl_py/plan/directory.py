@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Fingerprint, description_to_json
+from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
@@ -78,7 +78,7 @@ def settings_files(plan: Plan, env: str) -> dict[str, str]:
 def subset_graph(plan: Plan, subset: SubsetRings) -> str:
     """Return the graph file of a communicator over some of the plan's GPUs."""
     seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
-    hops = {pair for ring in subset.rings for pair in pairwise((*ring, ring[0]))}
+    hops = {pair for ring in subset.rings for pair in neighbours(ring)}
     return graph_text(
         per_channel(subset.rings, plan.settings.channels),
         plan.settings,

@@ -13,6 +13,7 @@ from tccl_py.explanation.findings import Finding, kind_of
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, PciLink
+from tccl_py.model.rings import neighbours
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
@@ -119,7 +120,7 @@ def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:
     )
     seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
     for at, (ring, channels) in enumerate(turned.items()):
-        pairs = zip(ring, (*ring[1:], ring[0]), strict=True) if len(ring) > 1 else ()
+        pairs = neighbours(ring) if len(ring) > 1 else ()
         hops: list[Ends] = [
             (f"G{a}", f"G{b}", pair_mechanism(seen, a, b).replace("network", "net"), None, None)
             for a, b in pairs

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.rings import Hop
+from tccl_py.model.rings import Hop, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.beside import Kept
@@ -29,7 +29,6 @@ from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.remembering import remembering
 from tccl_py.verify.jobs import Arm, Launcher
 from tccl_py.verify.record import LEAST_ROUNDS
-from tccl_py.verify.rings import neighbours
 from tccl_py.verify.spec import (
     COLLECTIVES,
     KIB,

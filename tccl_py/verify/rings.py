@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from tccl_py.errors import InputError, counted
+from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import Connection, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
@@ -205,8 +206,3 @@ def _nics(
                     f"N{ends[0]} to N{ends[1]}"
                 )
     yield from _some(wrong, "connections by other NICs")
-
-
-def neighbours(ring: Ring) -> Iterator[tuple[int, int]]:
-    """Return each place of a ring with the next one."""
-    return zip(ring, (*ring[1:], ring[0]), strict=True)

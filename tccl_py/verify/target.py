@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
+from tccl_py.model.rings import neighbours
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
@@ -34,7 +35,6 @@ from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.verify.jobs import THIS_HOST, Arm
 from tccl_py.verify.record import Verification, sizes_text
-from tccl_py.verify.rings import neighbours
 
 HOST_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)
