@@ -333,6 +333,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.variables.settings if self.needs_plugin else self.job_settings
 
     @property
+    def cut_short(self) -> bool:
+        """Whether a limit of sets or seconds ended the search."""
+        return CUT_SHORT in self.notices
+
+    @property
     def advice(self) -> str:
         """The recommendation, in a sentence or two."""
         name, gain = self.recommended, self.gain(self.recommended)
@@ -346,7 +351,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"Leave NCCL as it is, or set {variables} where large messages decide: "
                 f"{offered:.2f}x default NCCL ({self.expected}), but {self.variables.note}."
             )
-        early = not self.proven and (self.cancelled or CUT_SHORT in self.notices)
+        early = not self.proven and (self.cancelled or self.cut_short)
         ended = "was clearly faster before the search ended early"
         if name == "default":
             rest = ended if early else "is clearly faster"

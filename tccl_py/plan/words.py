@@ -14,7 +14,7 @@ from tccl_py.errors import counted
 from tccl_py.files import picked
 from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
 from tccl_py.plan.directory import graph_files
-from tccl_py.plan.parts import AS_GOOD, CUT_SHORT, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import compress
 
@@ -200,7 +200,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
     variables = environment_text(choice.settings)
-    tried = "tried " if CUT_SHORT in plan.notices else ""
+    tried = "tried " if plan.cut_short else ""
     how = {
         "default": "NCCL as it runs here",
         "variables": f"with {variables}" if variables else f"no variable {tried}helps",
