@@ -283,7 +283,7 @@ def test_a_link_is_as_fast_as_its_slower_end(host):
     assert host.discover(FakeNvml(FakeGpu(GPU_A))).gpu(0).link == PciLink(speed_gts=8.0, width=16)
 
 
-@pytest.mark.parametrize(("speed", "width"), [("Unknown", "255"), ("Unknown speed", "0"), ("", "")])
+@pytest.mark.parametrize(("speed", "width"), [("Unknown", "256"), ("Unknown speed", "0"), ("", "")])
 def test_unknown_links_stay_unknown(host, speed, width):
     host.pci(ROOT, GPU_A, speed=speed)
     for end in (host.device(ROOT), host.device(GPU_A)):
@@ -295,6 +295,9 @@ def test_a_width_that_one_end_does_not_know_is_the_width_of_the_end_that_does(ho
     host.pci(ROOT, GPU_A)
     (host.device(ROOT) / "max_link_width").write_text("255")
     assert host.discover(FakeNvml(FakeGpu(GPU_A))).gpu(0).link.width == 16
+    (host.device(GPU_A) / "max_link_width").write_text("255")
+    link = host.discover(FakeNvml(FakeGpu(GPU_A))).gpu(0).link
+    assert (link.width, link.lanes) == (255, None)
 
 
 def test_nvlinks_are_counted_by_gpu_and_by_switch_and_inactive_ones_left_out(host):

@@ -18,6 +18,8 @@ RECORDED = CASES / "nccl-defaults"
 SEARCHES_LONG = 1187
 """A seed of 9 GPUs on two nodes, for which NCCL's search uses up its steps again and again."""
 
+UNLIKE_DIRECTIONS = 987111
+
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.json")))
 def test_a_recorded_default_is_found(name):
@@ -39,6 +41,13 @@ def test_defaults_of_random_machines_are_those_of_nccl():
             differences[seed] = difference(ours(case), theirs(case, answer))
     assert len(differences) >= 18
     assert {seed: name for seed, name in differences.items() if name not in (None, NET_PAIRS)} == {}
+
+
+def test_a_tree_takes_the_faster_direction_of_nvlinks_between_unlike_gpus():
+    # GPU 0 (sm 80) counts its NVLink as 20 GB/s, GPU 2 (sm 100) as 40.1.
+    found = ours(random_case(random.Random(UNLIKE_DIRECTIONS)))
+    assert (found["ring"]["orders"], found["ring"]["rate inside"]) == ([[0, 2]], 20.0)
+    assert (found["tree"]["orders"], found["tree"]["rate inside"]) == ([[2, 0]], 40.0)
 
 
 def test_a_long_search_takes_seconds():

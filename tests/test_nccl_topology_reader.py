@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, NvLink, NvSwitch, PciLink
+from tccl_py.nccl.versions import pci_gbps
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tests.effort import soon
 from tests.toy import machine_from_json
@@ -87,6 +88,15 @@ def test_bridges_keep_their_vendor_and_device():
     assert (bridge.vendor, bridge.device) == ("0x1000", "0xc030")
     assert (bridge.subsystem_vendor, bridge.subsystem_device) == ("0x1000", "0x0000")
     assert bridge.link == PciLink(speed_gts=32.0, width=16)
+
+
+@pytest.mark.parametrize(
+    ("width", "lanes", "gbps"), [("0", None, 24.0), ("255", None, 382.5), ("8", 8, 12.0)]
+)
+def test_nccl_takes_the_kernels_255_for_lanes_and_0_for_16(width, lanes, gbps):
+    text = system(gpu_xml()).replace('link_width="16"', f'link_width="{width}"')
+    link = parse_nccl_topology(text, where="topo.xml").gpu(0).link
+    assert (link.lanes, pci_gbps(link)) == (lanes, gbps)
 
 
 def test_azure_files_without_gpus_number_them_by_bus_id():
@@ -216,8 +226,8 @@ REFUSED = {
         ("topo.xml:3 <pci>", '"nan"'),
     ),
     "a width no slot has": (
-        PCI.format('link_width="64"'),
-        ("topo.xml:3 <pci>", '"64"'),
+        PCI.format('link_width="256"'),
+        ("topo.xml:3 <pci>", '"256"'),
     ),
     "a NaN speed": (
         PCI.format('link_speed="nan GT/s"'),

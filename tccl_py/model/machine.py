@@ -28,11 +28,22 @@ _BUS_ID = re.compile(
 )
 
 
+_MOST_LANES = 32
+
+
 class PciLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The PCI Express link from a device up to its parent; None is "not reported"."""
+    """The PCI Express link from a device up to its parent; None is "not reported".
+
+    `width` is the number that NCCL takes for lanes, also 255, by which the kernel says "unknown".
+    """
 
     speed_gts: Annotated[float, msgspec.Meta(gt=0, lt=1000)] | None = None
-    width: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    width: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
+
+    @property
+    def lanes(self) -> int | None:
+        """The lanes of a real link; None if they are unknown."""
+        return self.width if (self.width or 0) <= _MOST_LANES else None
 
 
 class _Numbered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -127,8 +127,7 @@ class ChannelSearch:
 
     def _way(self, source: str, target: str, limit: PathType, rate: float) -> Step | None:
         path, back = self._paths[source, target], self._paths[target, source]
-        # A link too slow for the rate is never taken; less than a step of the fields is rounding.
-        if path.type > limit or path.gbps < rate - 1 / SCALE:
+        if path.type > limit:
             return None
         if self._wanted.pattern != "ring" and back.type > limit:
             return None

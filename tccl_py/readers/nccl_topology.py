@@ -39,7 +39,6 @@ _HEX = re.compile(r"(0[xX])?[0-9a-fA-F]{1,16}", re.ASCII)
 _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s(?: PCIe)?", re.ASCII)
 _UNKNOWN_SPEEDS = ("", "Unknown", "Unknown speed")
-_UNKNOWN_WIDTHS = (0, 255)  # NCCL writes 0 if sysfs says nothing; the kernel itself says 255
 _GPU_VENDORS = ("", "0x10de", "0x1002")
 _VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
@@ -203,9 +202,7 @@ def _link(pci: _Element) -> PciLink:
         right = 'a rate such as "16.0 GT/s PCIe", or "" if unknown'
         raise pci.refused(f'has link_speed="{speed[:40]}"', right)
     width = pci.integer("link_width", most=255) if pci.attributes.get("link_width") else 0
-    if width not in _UNKNOWN_WIDTHS and width > 32:
-        raise pci.refused(f'has link_width="{width}"', "1 to 32 lanes, or 0 if unknown")
-    return PciLink(speed_gts=gts, width=None if width in _UNKNOWN_WIDTHS else width)
+    return PciLink(speed_gts=gts, width=width or None)
 
 
 def _nets(nic: _Element, device: _Device) -> Iterator[_Device]:

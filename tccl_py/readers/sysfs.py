@@ -185,10 +185,10 @@ class PciTree:
         ends = (path, path.parent)
         speeds = [self.files.link_speed(end, "max") for end in ends]
         told = [speed for speed in speeds if speed is not None]
-        # NCCL takes one end's speed if the other is silent, but no width unless both have one: an
-        # end with the kernel's 255 for an unknown width has the other's.
+        # NCCL takes one end's speed if the other is silent, but no width unless both have one, and
+        # the kernel's 255 for an unknown width as it stands.
         width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
-        return PciLink(speed_gts=min(told, default=None), width=width if 0 < width <= 32 else None)
+        return PciLink(speed_gts=min(told, default=None), width=width if 0 < width <= 255 else None)
 
 
 def _bridge_above(path: Path) -> Path | None:

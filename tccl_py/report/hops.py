@@ -246,10 +246,10 @@ def pcie_gbps(link: PciLink) -> float | None:
     >>> round(pcie_gbps(PciLink(speed_gts=16.0, width=16)), 1)
     31.5
     """
-    if not link.speed_gts or not link.width:
+    if not link.speed_gts or not link.lanes:
         return None
     coding = 128 / 130 if link.speed_gts >= 8 else 0.8
-    return link.speed_gts * link.width / 8 * coding
+    return link.speed_gts * link.lanes / 8 * coding
 
 
 def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Load]:

@@ -114,7 +114,7 @@ def link_words(link: PciLink) -> tuple[str, str]:
     speed = link.speed_gts
     generation = generations.get(speed or 0)
     first = f"Gen{generation}" if generation else f"{speed:g}GT" if speed else ""
-    return first, f"x{link.width}" if link.width else ""
+    return first, f"x{link.lanes}" if link.lanes else ""
 
 
 def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: int = 0) -> Layout:

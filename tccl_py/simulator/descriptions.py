@@ -90,7 +90,7 @@ def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
 def _lanes(machine: Machine, link: PciLink) -> float:
     usual = _by_threshold(_SM_LINK_GTS, max((gpu.sm or 0) for gpu in machine.gpus))
     speed = link.speed_gts or usual
-    return speed * (link.width or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
+    return speed * (link.lanes or DEFAULT_WIDTH) / (GEN5_GTS * DEFAULT_WIDTH)
 
 
 def _by_threshold(table: tuple[tuple[float, float], ...], value: float) -> float:

@@ -339,7 +339,7 @@ def device_table(machine: Machine) -> Iterator[tuple[str, ...]]:
         node = f"C{machine.numa_of(device.id)}"
         bridges = " < ".join(machine.ancestors(device.id)[:-1])
         link = f"{device.link.speed_gts:g} GT/s" if device.link.speed_gts else "speed unknown"
-        link += f" x{device.link.width}" if device.link.width else ""
+        link += f" x{device.link.lanes}" if device.link.lanes else ""
         yield device.id, getattr(device, "name", ""), node, link, bridges
 
 
