@@ -170,12 +170,15 @@ def test_a_lone_gpu_has_nobody_to_be_kept_from(tmp_path):
     assert found(Host(root=tmp_path)) == []
 
 
-def test_what_only_root_sees_is_said(tmp_path):
+@pytest.mark.parametrize(("shown", "by_root"), [(64, True), (0, False), (260, False)])
+def test_what_only_root_sees_is_said_and_what_nobody_sees_is_not_laid_on_the_user(
+    tmp_path, shown, by_root
+):
     host = two_gpus(tmp_path, control="0000")
-    write(tmp_path, f"sys/devices/pci0000:00/{ROOT}/config", bytes(64))
+    write(tmp_path, f"sys/devices/pci0000:00/{ROOT}/config", bytes(shown))
     hidden = examine(host).unseen[0]
     assert ROOT in hidden.what
-    assert "root" in hidden.why
+    assert ("only root" in hidden.why) == by_root
 
 
 # The driver

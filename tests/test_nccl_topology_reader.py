@@ -135,8 +135,14 @@ def test_numa_nodes_are_numbered_in_the_systems_order_not_the_files():
 
 def test_cpu_attributes_are_kept():
     node = read("wrx90-16gpu-4switch.xml").numa_nodes[0]
-    assert (node.arch, node.vendor, node.family, node.model) == ("x86_64", "AuthenticAMD", 175, 24)
+    assert (node.arch, node.vendor, node.family, node.model) == ("x86_64", "AuthenticAMD", 25, 24)
     assert node.affinity == "00000000,0000000f"
+
+
+@pytest.mark.parametrize(("old", "new"), [(143, 23), (175, 25), (191, 26), (25, 25), (6, 6)])
+def test_a_family_is_the_kernels_number_whichever_nccl_wrote_the_file(old, new):
+    text = system(gpu_xml()).replace("<cpu ", f'<cpu familyid="{old}" ')
+    assert parse_nccl_topology(text, where="t.xml").numa_nodes[0].family == new
 
 
 def test_two_nets_of_a_card_are_two_nics_at_one_bus_id():

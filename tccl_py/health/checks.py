@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
 
-_EXTENDED, _LENGTH = 0x100, 4096
+_UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
 _ACS = 0x000D
 _REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x20: "egress control"}
 """Bits of the ACS control register: PCI Express 5.0, 7.7.8.3."""
@@ -43,19 +43,21 @@ def acs_control(config: bytes) -> int | None:
 def check_acs(host: Host) -> Found:
     """Find bridges above GPUs that redirect peer traffic to the CPU."""
     ports = dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu))
-    hidden, redirecting = [], []
-    bits = 0
+    hidden: dict[str, list[str]] = {}
+    redirecting, bits = [], 0
     for port in ports:
         config = host.data(f"sys/bus/pci/devices/{port}/config", limit=_LENGTH)
         control = acs_control(config or b"")
         if control is None:
-            hidden.append(port)
+            # Linux shows other users than root the first 64 bytes.
+            least = config is not None and len(config) == _UNPRIVILEGED
+            why = "only root may read all" if least else "this system does not show all"
+            hidden.setdefault(f"{why} of a bridge's configuration", []).append(port)
         elif control & sum(_REDIRECTS):
             redirecting.append(port)
             bits |= control
-    if hidden:
-        why = "only root may read all of a bridge's configuration; run it as root"
-        yield Unseen(what=f"ACS of the bridges {listed(hidden)}", why=why)
+    for why, of in hidden.items():
+        yield Unseen(what=f"ACS of the bridges {listed(of)}", why=why)
     if redirecting and len(host.gpus) + len(host.rdma_nics()) > 1:
         hangs = translating(host) is not False
         stops = ", and any two of them through its IOMMU, which may hang them" if hangs else ""

@@ -40,6 +40,7 @@ _CPU_MASK = re.compile(r"[0-9a-fA-Fx,]{1,4096}", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s(?: PCIe)?", re.ASCII)
 _UNKNOWN_SPEEDS = ("", "Unknown", "Unknown speed")
 _GPU_VENDORS = ("", "0x10de", "0x1002")
+_ZEN = (0x8F, 0x9F, 0xAF, 0xBF)  # 8 + 15 is 23 for the kernel, and for NCCL from 2.31 on
 _VERSIONS = ("1", "2")  # NCCL writes 1, RCCL 2
 
 _LinkKind = Literal["nvlink", "xgmi", "c2c"]
@@ -129,12 +130,15 @@ def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> 
 
 
 def _numa_node(cpu: _Element, index: int) -> NumaNode:
+    family = cpu.integer("familyid") if "familyid" in cpu.attributes else None
+    if family in _ZEN:
+        family = 15 + family // 16
     return NumaNode(
         index=index,
         numa_id=cpu.integer("numaid", least=-1),
         arch=cpu.text("arch", default="x86_64"),
         vendor=cpu.text("vendor", default=""),
-        family=cpu.integer("familyid") if "familyid" in cpu.attributes else None,
+        family=family,
         model=cpu.integer("modelid") if "modelid" in cpu.attributes else None,
         affinity=cpu.matching("affinity", _CPU_MASK, "a hexadecimal mask such as 0000ffff"),
     )
