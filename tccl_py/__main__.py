@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 
 from tccl_py.children import search_path
 
@@ -24,7 +25,11 @@ _OF_RANKS = ("evaluate", "measure", "plan", "verify")
 
 
 def main() -> None:
-    """Run the console entry point; an interrupt ends it with 130 and without a word."""
+    """Run the console entry point; an interrupt ends it with 130 and without a word.
+
+    Any other exception is a failure of the program, or of its installation, and no answer: Python's
+    own exit code would be that of the answer no.
+    """
     try:
         from tccl_py.errors import left_at_once  # noqa: PLC0415
 
@@ -45,6 +50,11 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception:
+        try:
+            traceback.print_exc()
+        finally:
+            sys.exit(NOT_USABLE)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tccl_py.sources.remembering import JournalHeader
 from tests.drifting import with_slower_link
 from tests.planned import plan_of, rebind, with_parts
 from tests.test_preflight import Host, jobs
-from tests.verified import dry_run
+from tests.verified import changed, dry_run
 
 NAME = "intel-v100"
 KEYS = [
@@ -374,14 +374,41 @@ def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):
     assert len(read_journal(directory / "measurements.jsonl").measurements[pattern]) == 3
 
 
-def test_a_simulated_plan_has_a_preflight_without_collectives(plan):
+def test_a_preflight_by_a_simulated_plan_is_refused(plan):
     result = tccl("check", plan, "--preflight", "--json")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["ok"], found["collectives_checked"]) == (0, True, 0)
-    assert "simulated" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is simulated" in result.stderr
+    assert tccl("check", plan).exit_code == 0
 
 
-def test_the_help_names_all_keys(plan):
-    found = json.loads(tccl("check", plan, "--preflight", "--json").stdout)
+def test_gpus_in_use_are_no_fault_of_the_node(verified, monkeypatch):
+    directory, _ = verified
+    busy = "process 7 (train) uses GPU 1"
+    monkeypatch.setattr("tccl_py.verify.preflight.users_of", lambda gpus: busy)
+    made = changed(dry_run(plan_of(NAME), jobs()), backend="cuda")
+    launcher_of = contextmanager(lambda *_: (one for one in [made]))
+    monkeypatch.setattr("tccl_py.verify.preflight.launcher_of", launcher_of)
+    result = tccl("check", directory, "--preflight", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert busy in result.stderr
+
+
+def test_an_equal_host_is_compared_with_the_planned_one_where_that_is_said(verified, monkeypatch):
+    directory, _ = verified
+    other = msgspec.structs.replace(PRINT, gpu_uuids=tuple("wxyz"))
+    found_here(monkeypatch, other)
+    before = (directory / "measurements.jsonl").read_bytes()
+    for words in ((), ("--preflight",)):
+        assert tccl("check", directory, *words).exit_code == 2
+        result = tccl("check", directory, *words, "--alike")
+        assert result.exit_code == 0, result.stderr
+    assert (directory / "measurements.jsonl").read_bytes() == before
+    found_here(monkeypatch, msgspec.structs.replace(other, driver="580.2"))
+    result = tccl("check", directory, "--alike")
+    assert result.exit_code == 2 and "the driver was 570.1" in result.stderr
+
+
+def test_the_help_names_all_keys(verified):
+    found = json.loads(tccl("check", verified[0], "--preflight", "--json").stdout)
     words = " ".join(tccl("check", "--help").stdout.replace("│", " ").split())
     assert all(f"`{key}`" in words or key in words for key in found)

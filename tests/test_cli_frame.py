@@ -336,6 +336,25 @@ def test_the_package_runs_as_the_command_does():
     assert "'G0->G1': has 2" in result.stderr
 
 
+FAILURES = {
+    "a dependency that is missing": "sys.modules['typer'] = None",
+    "a dependency that is broken": "sys.modules['msgspec'] = type(sys)('msgspec')",
+    "a command that fails": "import tccl_py.simulator.model as m; m.figures_of = 1",
+    "no memory": "import tccl_py.cli.main as m; m.app = lambda **_: bytearray(1 << 62)",
+    "a pipe": "import tccl_py.cli.main as m\ndef app(**_): raise BrokenPipeError\nm.app = app",
+    "standard error": "sys.stderr = None; sys.modules['typer'] = None",
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_exception_that_nobody_expects_is_no_answer(case):
+    program = f"import sys\nimport tccl_py.__main__\n{FAILURES[case]}\ntccl_py.__main__.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "machines"], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

@@ -95,6 +95,52 @@ def test_the_config_map_of_the_job_is_unpacked_before_the_plugin_reads_it():
     assert {"train.yaml", "check.yaml"} == set(manifest("kustomization")["resources"])
 
 
+WHOLE = '{\n "ok": false,\n "findings": [\n  {"what": "}"}\n ]\n}\n'
+ENDS = {
+    "passed": (0, WHOLE.replace("false", "true"), False),
+    "failed": (1, WHOLE, True),
+    "an answer without the verdict": (1, '{\n "drifted": true\n}\n', False),
+    "an answer that is cut": (1, WHOLE[:30], False),
+    "an exception of Python": (1, "", False),
+    "wrong use": (2, "", False),
+    "no such command": (127, "", False),
+    "Ctrl-C": (130, "", False),
+    "killed": (137, "", False),
+    "killed after its answer": (137, WHOLE, False),
+}
+
+
+def recipes():
+    """The shell lines that keep jobs off a node by a preflight, and where they stand."""
+    page = (ROOT / "docs" / "commands" / "check.md").read_text()
+    yield "check.md", re.findall(r"^out=\$\(tccl check .*scontrol.*$", page, flags=re.MULTILINE)
+    every, _ = containers(manifest("train"))
+    yield "train.yaml", [one["args"][0] for one in every if one["name"] == "preflight"]
+
+
+@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_node_is_kept_from_jobs_only_by_a_preflight_that_judged_it(tmp_path, case, shell):
+    code, printed, bad = ENDS[case]
+    (tmp_path / "printed").write_text(printed)
+    stubs = {
+        "tccl": f'cat "{tmp_path}/printed"; exit {code}',
+        "scontrol": f'echo "$@" > "{tmp_path}/drained"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "gpu07"}
+    for name, (line,) in recipes():
+        done = subprocess.run([shell, "-c", line], env=environment, check=False)
+        kept_off = done.returncode != 0
+        if name == "check.md":
+            # SLURM drains a node whose prolog fails, for whatever reason.
+            assert not kept_off
+            kept_off = (tmp_path / "drained").exists()
+        assert kept_off == bad, name
+
+
 def test_the_playbook_runs_in_order_and_copies_the_units_that_there_are():
     (play,) = yaml.safe_load((FILES / "playbook.yml").read_text())
     commands = [

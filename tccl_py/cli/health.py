@@ -13,6 +13,7 @@ import typer
 from rich.padding import Padding
 
 from tccl_py.cli import options
+from tccl_py.cli.env import ALIKE
 from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import MACHINE_HELP, arg, check_seed, flag, in_range, opt
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
@@ -56,6 +57,7 @@ def check(
         "PROGRAM", "For --preflight: one of nccl-tests; needs no torch.", "--with"
     ),
     seed: int = opt("N", "Seed of the sample; another each day sees more sets.", default=0),
+    alike: bool = ALIKE,
     prometheus: bool = flag("--prometheus", "Print metrics for Prometheus."),
     output: Path | None = options.OUTPUT,
     json: bool = options.JSON,
@@ -73,8 +75,12 @@ def check(
     fixed threshold). The first preflight adds writes that collapse above PCIe switches to the
     journal, if it lacks them. The two comparisons share the 1 of 100.
 
+    With --alike (or TCCL_ALIKE=1) a host is compared with the planned one, of which it has the
+    driver, the NUMA nodes and GPUs of the same kinds at the same places, with other UUIDs.
+
     Exit codes: 0 nothing changed, 1 something did (with --preflight: became slower, or is wrong), 2
-    this is another machine or nothing could be measured.
+    nothing could be judged: another machine, GPUs in use, a plan that is not there, and with
+    --preflight a simulated plan.
 
     --json has the keys `machine`, `drifted`, `sets_compared`, `false_alarm_rate`, `changes` (a list
     of `set`, `flow`, `was_gbps`, `is_gbps`, `ratio`, `p`), `points_to`, `lost` (why, by set),
@@ -111,7 +117,12 @@ def check(
             plan,
             directory,
             effort,
-            Launcher(job=job, nccl_tests=find_program(with_) if with_ else None, say=notice),
+            Launcher(
+                job=job,
+                nccl_tests=find_program(with_) if with_ else None,
+                alike=alike,
+                say=notice,
+            ),
             preflight=preflight,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )

@@ -87,11 +87,12 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measuring_again(
-    plan: Plan, directory: Path, journal: JournalHeader, seed: int
+    plan: Plan, directory: Path, journal: JournalHeader, seed: int, *, alike: bool = False
 ) -> tuple[OpenedSource, tuple[str, ...]]:
     """Return the source of a plan's machine, or its model with noise of its own, and notices.
 
-    Raises InputError: this machine has other GPUs, another driver or other NUMA nodes.
+    With `alike` a machine with equal GPUs at the same places will do. Raises InputError: this
+    machine has other GPUs, another driver or other NUMA nodes.
     """
     if plan.simulated:
         model, noise, used = known_model(plan, directory), journal.noise, journal.seed
@@ -108,7 +109,8 @@ def measuring_again(
     except InputError as error:
         raise InputError(error.where, error.what, right) from error
     right = f"plan again here, or {right}"
-    notes = check_same_machine(plan, directory, place.fingerprint, right=right)
+    gpus = place.machine.gpus if alike else None
+    notes = check_same_machine(plan, directory, place.fingerprint, right=right, alike=gpus)
     source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
     return source, tuple(f"{text}: that may explain what changed" for text in notes)
 

@@ -29,16 +29,25 @@ Say = Callable[[str], None]
 
 
 def differences(
-    machine: Machine, planned: Fingerprint, here: Fingerprint, *, gpus: Sequence[int]
+    machine: Machine,
+    planned: Fingerprint,
+    here: Fingerprint,
+    *,
+    gpus: Sequence[int],
+    alike: Sequence[GpuFacts | Gpu] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Compare this machine with the plan's by the plan's GPUs; return two lists of clauses.
 
     By the first this is another machine, whose rates are not comparable; the second may explain a
-    change of rates.
+    change of rates. With its present GPUs as `alike`, for the plan of one of many equal hosts,
+    UUIDs may differ: GPUs of the same kinds at the same places will do.
     """
     another: list[str] = []
     notes: list[str] = []
-    for place, (index, uuid) in enumerate(planned.uuids(machine).items()):
+    if alike is not None:
+        another += _changed(_places(machine.gpus), _places(alike), gpus)
+    uuids = planned.uuids(machine) if alike is None else {}
+    for place, (index, uuid) in enumerate(uuids.items()):
         now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
         if index in gpus and now != uuid:
             changed = f"GPU {index} was {uuid} and is {now}"
@@ -61,14 +70,21 @@ def differences(
     return another, notes
 
 
-def check_same_machine(plan: Plan, directory: Path, here: Fingerprint, *, right: str) -> list[str]:
+def check_same_machine(
+    plan: Plan,
+    directory: Path,
+    here: Fingerprint,
+    *,
+    right: str,
+    alike: Sequence[Gpu] | None = None,
+) -> list[str]:
     """Check that a plan was measured on this machine; return notes on smaller differences.
 
-    Raises InputError: it is another machine, with the remedy `right`, or the plan has no
-    fingerprint.
+    `alike` is as for `differences`. Raises InputError: it is another machine, with the remedy
+    `right`, or the plan has no fingerprint.
     """
     planned = known_fingerprint(plan, directory)
-    another, notes = differences(plan.machine, planned, here, gpus=plan.gpus)
+    another, notes = differences(plan.machine, planned, here, gpus=plan.gpus, alike=alike)
     if another:
         what = f"was measured on another machine: {'; '.join(another)}"
         raise InputError(str(directory), what, right)
@@ -88,21 +104,14 @@ def why_not_here(
     """Return why a plan's rates do not hold on this host, in clauses; "" if they hold.
 
     A simulated plan belongs to no host, so nothing speaks against it. `here` is the host's present
-    fingerprint. With its present GPUs as `alike`, for the plan of one of many equal hosts, UUIDs
-    may differ: GPUs of the same kinds at the same places will do.
+    fingerprint, and `alike` is as for `differences`.
     """
     if plan.simulated:
         return ""
     planned = planned_fingerprint(plan, directory)
     if planned is None:
         return f"{machine_file(plan, directory)} has no fingerprint of its host"
-    if alike is None:
-        return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus)[0])
-    now = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in alike}
-    was = {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in plan.machine.gpus}
-    # Without GPUs only the driver and the NUMA nodes are compared.
-    rest, _ = differences(plan.machine, planned, here, gpus=())
-    return "; ".join([*_changed(was, now, plan.gpus), *rest])
+    return "; ".join(differences(plan.machine, planned, here, gpus=plan.gpus, alike=alike)[0])
 
 
 def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> str:
@@ -117,6 +126,10 @@ def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> s
     now = {gpu.index: gpu.name for gpu in gpus}
     was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
     return "; ".join(_changed(was, now, plan.class_gpus[number]))
+
+
+def _places(gpus: Sequence[GpuFacts | Gpu]) -> dict[int, str]:
+    return {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
 
 
 def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> list[str]:

@@ -116,7 +116,8 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     """Runs jobs on its hosts, rank 0's first: here, or on the hosts of an MPI `job`.
 
     `keep` are caller's variables that jobs get. Jobs are of the program `nccl_tests`, if one is
-    given. `say` receives notices for the user, `watch` a line on the current work.
+    given. With `alike` this host may have other GPUs than the plan's, of the same kinds at the same
+    places. `say` receives notices for the user, `watch` a line on the current work.
     """
 
     backend: Backend = "cuda"
@@ -125,6 +126,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
     runner: Runner = LocalRunner()
     nccl_tests: Path | None = None
     keep: tuple[str, ...] = ()
+    alike: bool = False
     timeout: float = DEFAULT_TIMEOUT
     program: str = RANK_PROGRAM
     say: Say = lambda _: None

@@ -45,7 +45,7 @@ from tccl_py.verify.evaluation import (
     run_parts,
     simulated_cells,
 )
-from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner, Say
+from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.verify.record import Verification
 from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.verify.spec import SIZES
@@ -264,13 +264,13 @@ def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:
 def machine_launcher(plan: Plan, directory: Path, launcher: Launcher) -> Launcher:
     """Return the launcher with this machine, if the plan is for it."""
     if launcher.backend != "host":
-        _check_here(plan, directory, launcher.say)
+        _check_here(plan, directory, launcher)
     ranks = tuple(range(len(plan.gpus)))
     here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
     return replace(launcher, hosts=(here,))
 
 
-def _check_here(plan: Plan, directory: Path, say: Say) -> None:
+def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
     """Check that a plan was made for this machine: its GPUs, and what was measured."""
     try:
         place = measured_machine()
@@ -283,7 +283,8 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
         ) from error
     where, right = str(directory), "plan this machine, or run it where it belongs"
     if not plan.simulated:
-        check_same_machine(plan, directory, place.fingerprint, right=right)
+        gpus = place.machine.gpus if launcher.alike else None
+        check_same_machine(plan, directory, place.fingerprint, right=right, alike=gpus)
         return
     here = {gpu.index: gpu for gpu in place.machine.gpus}
     for planned in map(plan.machine.gpu, plan.gpus):
@@ -294,7 +295,8 @@ def _check_here(plan: Plan, directory: Path, say: Say) -> None:
             what = f"is for GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
             raise InputError(where, what, right)
         if planned.bus_id != found.bus_id:
-            say(f"GPU {found.index} is {planned.bus_id} in the plan and {found.bus_id} here")
+            is_here = f"is {planned.bus_id} in the plan and {found.bus_id} here"
+            launcher.say(f"GPU {found.index} {is_here}")
 
 
 def _hosts_launcher(plan: Plan, launcher: Launcher, *, some: bool = False) -> Launcher:

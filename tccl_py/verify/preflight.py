@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift import (
@@ -40,7 +40,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import HostsSource, OpenedSource
-from tccl_py.sources.profiled import is_dry_run
+from tccl_py.sources.profiled import is_dry_run, users_of
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, Launcher, Outcome
@@ -254,8 +254,11 @@ def measure_plan_again(
     """Measure a plan's drift and, of a preflight, check collectives in a job before.
 
     A measured cluster's plan needs the MPI job of `launcher`; `watching` begins to show sets
-    measured.
+    measured. Raises InputError: a preflight by a simulated plan, or of GPUs that are in use.
     """
+    if preflight and plan.simulated:
+        what = "is simulated, which says nothing of this machine"
+        raise InputError(str(directory), what, "name a measured plan, or leave out --preflight")
     begun = time.monotonic()
     until = begun + effort.seconds
     journal, jobs = journal_of(plan, directory), CollectivesChecked()
@@ -269,10 +272,11 @@ def measure_plan_again(
         launcher = replace(launcher, backend="host")
         effort = replace(effort, sets=_DRY_SETS)
     with ExitStack() as stack:
-        if preflight and plan.simulated:
-            launcher.say("no collectives are run: the plan is simulated")
-        elif preflight:
+        if preflight:
             with launcher_of(plan, directory, launcher) as ready:
+                here = ready.backend == "cuda" and not plan.is_cluster
+                users = users_of(plan.gpus) if here else ""
+                require(not users, "--preflight", users, "let it end: preflights need idle GPUs")
                 verified, target = Verification.load(directory), read_target(plan, directory)
                 jobs = check_collectives(target, ready, verified, until=until)
         watch = watching()
@@ -283,13 +287,16 @@ def measure_plan_again(
             )
             known = journal_by_class(plan, journal)
         else:
-            source, told = measuring_again(plan, directory, journal.header, effort.seed)
+            source, told = measuring_again(
+                plan, directory, journal.header, effort.seed, alike=launcher.alike
+            )
             tell(told)
             stack.enter_context(source)
         source.watch(watch)
         left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
         found = _drift(plan, source, known, replace(effort, seconds=left))
-        if preflight:
+        # The journal is another host's where this one is only alike.
+        if preflight and not (launcher.alike and source.header != journal.header):
             tell(learn_patterns(plan, directory, known[0], source, until))
     tell(source.notices)
     return Preflight(drift=found, collectives=jobs, seconds=time.monotonic() - begun)
@@ -318,7 +325,7 @@ def learn_patterns(
     small = sorted(known, key=len)
     lacking = [one for one in collapse_patterns(plan, small) if one not in known]
     rounds = [one for _ in range(ROUNDS) for one in lacking]
-    if not rounds or plan.simulated or plan.is_cluster:
+    if not rounds or plan.is_cluster:
         return []
     try:
         with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:
