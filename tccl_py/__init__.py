@@ -20,9 +20,14 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
+# `typing` takes milliseconds to load, in which Ctrl-C would show a trace.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from tccl_py.errors import InputError as InputError
     from tccl_py.errors import TcclError as TcclError
     from tccl_py.explanation.explain import explain as explain
@@ -72,9 +77,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (`_HOMES` names them)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the name's module; `__version__` is the package's."""
-    if name == "__version__":
-        return import_module("importlib.metadata").version("tccl-py")
+    """Load a public name from the name's module."""
     if "IPython" in sys.modules:
         import_module("tccl_py.report.page")
     if name not in _HOMES:

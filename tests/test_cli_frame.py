@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import tccl_py
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
 from tccl_py.cli.main import app
 from tccl_py.cli.options import gpus_argument
@@ -41,7 +43,7 @@ def tccl(*arguments):
 
 
 def process(*arguments, **options):
-    command = [sys.executable, "-m", "tccl_py.cli.main", *arguments]
+    command = [sys.executable, "-m", "tccl_py", *arguments]
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run(
         command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
@@ -246,9 +248,11 @@ def test_tables_and_verdicts_show_control_characters_and_send_none(tmp_path):
         assert all(line.isprintable() for line in result.stdout.split("\n"))
 
 
-def test_version_is_printed():
+def test_version_is_printed_also_of_a_checkout_that_is_not_installed(monkeypatch):
+    assert tccl_py.__version__ == metadata.version("tccl-py")
+    monkeypatch.setattr(metadata, "distribution", None)
     result = tccl("--version")
-    assert (result.exit_code, result.stdout.split()[0]) == (0, "tccl")
+    assert (result.exit_code, result.stdout) == (0, f"tccl {tccl_py.__version__}\n")
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_is_2():
@@ -315,10 +319,47 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["tccl_py.cli.main", "typer", "numpy", "tccl_py.cli.plan"])
-def test_a_signal_while_the_command_is_loaded_ends_it_without_a_trace(module):
+ENDING = """
+import atexit, time
+import tccl_py.cli.main
+from tccl_py.__main__ import main
+
+@atexit.register
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+
+tccl_py.cli.main.main = lambda: None
+main()
+"""
+
+MAKING_A_CLASS = """
+import time
+from tccl_py.cli import machines
+from tccl_py.__main__ import main
+
+class Waiting:
+    def __set_name__(self, owner, name):
+        print("ready", flush=True)
+        time.sleep(60)
+
+machines.bundled_names = lambda: type("Class", (), {"name": Waiting()})
+main()
+"""
+
+INTERRUPTED = {
+    module: (LOADING, module, "plan", "--help")
+    for module in ("tccl_py.children", "tccl_py.cli.main", "typer", "numpy", "tccl_py.cli.plan")
+} | {
+    "the interpreter's end": (ENDING,),
+    "a class in the making": (MAKING_A_CLASS, "machines"),
+}
+
+
+@pytest.mark.parametrize("moment", INTERRUPTED)
+def test_a_signal_outside_of_a_command_ends_it_without_a_trace(moment):
     child = subprocess.Popen(
-        [sys.executable, "-c", LOADING, module, "plan", "--help"],
+        [sys.executable, "-c", *INTERRUPTED[moment]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -363,7 +404,7 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [("machines", "--json"), ("--help",)])
+@pytest.mark.parametrize("arguments", [("machines", "--json"), ("--help",), ("--version",)])
 def test_a_full_disk_behind_stdout_is_one_sentence(arguments):
     with Path("/dev/full").open("w") as full:
         result = process(*arguments, stdout=full)
@@ -419,12 +460,13 @@ def test_every_figure_has_its_mark():
 
 LOADED = """
 import sys
-from tccl_py.cli.main import main
+from tccl_py.__main__ import main
 
 try:
     main()
 finally:
-    heavy = ("numpy", "scipy", "networkx", "torch", "rich", "tccl_profiler")
+    heavy = ["numpy", "scipy", "networkx", "torch", "rich", "tccl_profiler"]
+    heavy += ["typer"] * (sys.argv[1:] == ["--version"])
     print(*(name for name in heavy if name in sys.modules), file=sys.stderr)
 """
 

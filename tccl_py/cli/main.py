@@ -27,6 +27,7 @@ from tccl_py.cli.process import (
     Verbosity,
     complain,
     flush_output,
+    print_version,
     silence_output,
 )
 from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
@@ -250,10 +251,7 @@ def _frame(
     Exit codes: 0 done, 1 the answer is no, 2 wrong use or bad input.
     """
     if version:
-        from importlib import metadata  # noqa: PLC0415 (slow, and needed only here)
-
-        typer.echo(f"tccl {metadata.version('tccl-py')}")
-        raise typer.Exit(0)
+        raise typer.Exit(print_version())
     if completion is not None:
         from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
 

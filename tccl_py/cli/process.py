@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tccl_py import __version__
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json, write_atomically
 
@@ -86,10 +87,19 @@ def write_result(text: str, output: Path | None) -> None:
     write_atomically(target, text)
 
 
-def flush_output(code: int) -> int:
-    """Hand everything printed to the system; return the exit code, another one if that fails."""
+def print_version() -> int:
+    """Print the version on stdout; return the exit code."""
+    return flush_output(0, f"tccl {__version__}\n")
+
+
+def flush_output(code: int, text: str = "") -> int:
+    """Hand all that is printed, and `text`, to the system; return the exit code.
+
+    If that fails the code is another one.
+    """
     try:
         if sys.stdout is not None:
+            sys.stdout.write(text)
             sys.stdout.flush()
     except BrokenPipeError:
         silence_output()

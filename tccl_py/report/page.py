@@ -11,7 +11,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from tccl_py import __version__
 from tccl_py.errors import InputError, counted, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
@@ -152,7 +152,7 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     told = dict(summary(plan))
     yield from ((name, told[name]) for name in ("NCCL", "pinned") if name in told)
     yield "planned", contents.planned
-    yield "report by", f"tccl-py {version('tccl-py')}"
+    yield "report by", f"tccl-py {__version__}"
 
 
 def _counted(words: Iterable[str]) -> str:
