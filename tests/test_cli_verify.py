@@ -89,8 +89,8 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     ("graph", "code", "sentences"),
     [
         (1.0, 0, "default NCCL wins: variables only 1.0"),
-        (1.0, 0, "Yes to variables only"),
-        (1.4, 0, "but the graph file wins"),
+        (1.0, 0, "the 95 % interval: variables only, the recommended choice"),
+        (1.4, 1, "No to variables only, the recommended choice: the graph file wins"),
     ],
 )
 def test_another_winner_than_the_recommended_choice_is_said(place, jobs, graph, code, sentences):
@@ -98,6 +98,7 @@ def test_another_winner_than_the_recommended_choice_is_said(place, jobs, graph, 
     found = tccl("verify", place, "--backend", "host", "--sizes", "4K,64M")
     assert found.exit_code == code
     assert sentences in " ".join(found.stdout.split())
+    assert "Yes" not in found.stdout
 
 
 def test_one_choice_is_compared_alone(place, jobs):

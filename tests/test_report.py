@@ -333,7 +333,7 @@ def explanation(sentence):
 def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     place = plan_directory(tmp_path / "plan", SMALL)
     assert "graph file, achieved" not in page_of(place).words
-    jobs = FakeJobs(by_plan(lambda _: 1.1))
+    jobs = FakeJobs(by_plan(lambda _: 1.0))
     plan = load_plan(place)
     found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)))
     found.keep(place)

@@ -13,10 +13,11 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
+from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
 from tccl_py.verify.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
-from tccl_py.verify.record import FALSE_RATE, Compared, Verification, compare
+from tccl_py.verify.record import FALSE_RATE, Compared, Verification, compare, why_not_verified
 from tccl_py.verify.rings import rings_found
 from tccl_py.verify.spec import WrongValue, bus_gbps
 from tccl_py.verify.target import read_target
@@ -206,25 +207,30 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
 
 
 @pytest.mark.parametrize(
-    ("variables", "graph", "winner"),
+    ("variables", "graph", "winner", "accepted"),
     [
-        (1.0, 1.0, "default"),
-        (1.3, 1.0, "variables"),
-        (1.3, 1.305, "variables"),
-        (1.3, 1.5, "graph"),
-        (1.0, 1.3, "graph"),
-        (0.9, 1.3, "graph"),
+        (1.0, 1.0, "default", True),
+        (1.3, 1.0, "variables", True),
+        (1.3, 1.305, "variables", True),
+        (1.3, 1.5, "graph", False),
+        (1.0, 1.3, "graph", False),
+        (0.9, 1.3, "graph", False),
+        (0.9, 1.0, "default", False),
     ],
 )
-def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best(
-    boxed, box, variables, graph, winner
+def test_the_winner_is_the_smallest_choice_that_is_as_good_as_the_best_and_others_are_not_accepted(
+    boxed, box, variables, graph, winner, accepted
 ):
     fake = FakeJobs(by_plan(lambda _: graph, variables=lambda _: variables), noise=0.001)
     effort = RunBudget(sizes=(4096, 64 << 20))
     found = run_verification(boxed, box, dry_run(boxed, fake), effort)
     assert found.winner == winner
     assert (found.recommended, found.chosen) == ("variables", "variables")
-    assert found.accepted == (variables >= 1)
+    assert found.accepted == accepted
+    changed(found, backend="cuda").keep(box)
+    assert bool(why_not_verified(box)) != accepted
+    yes = "Yes to" if winner == "variables" else "As good as default NCCL"
+    assert headline(found)[1].startswith(yes if accepted else "No to variables only")
 
 
 @pytest.mark.parametrize(("ratio", "told"), [(0.75, True), (0.98, False), (1.2, False)])
@@ -431,6 +437,8 @@ def test_wrong_values_make_the_answer_no(plan, place):
         plan, place, dry_run(plan, jobs), RunBudget(sizes=(4096,)), choice="graph"
     )
     assert (found.winner, found.accepted, found.judged.wrong) == ("default", False, wrong)
+    found = changed(found, chosen="default")
+    assert not found.accepted and "values of graph file are wrong" in headline(found)[1]
 
 
 def test_a_slower_training_step_makes_the_answer_no(plan, place):

@@ -109,9 +109,10 @@ def verify(
     sets of GPUs; what gains in fresh jobs, and harms nowhere, gets an entry in the table of the
     plugin's tuner. DIR/verify.json has all results, DIR/sizes.json those by message size.
 
-    Exit codes: 0 the recommended choice, or that of --choice, may be used; 1 no (it is worse at a
-    size or in smaller communicators, has other rings than planned or wrong values, or its job
-    failed); 2 wrong use, or no plan for this machine.
+    Exit codes: 0 the recommended choice, or that of --choice, is the winner or as good; 1 no
+    (another choice wins, it is worse at a size or in smaller communicators, has other rings than
+    planned, its job failed, or a value of any choice is wrong); 2 wrong use, or no plan for this
+    machine.
 
     --json has the keys `machine`, `accepted`, `winner`, `recommended`, `chosen`, `arms` (a list of
     `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,

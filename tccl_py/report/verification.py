@@ -16,6 +16,7 @@ from tccl_py.verify.evaluation import Cell, Evaluation, Summary
 from tccl_py.verify.record import (
     FALSE_RATE,
     SMALLEST_EFFECT,
+    WINS,
     ArmResult,
     Compared,
     Row,
@@ -26,11 +27,6 @@ from tccl_py.verify.record import (
 from tccl_py.verify.spec import is_large, size_text
 
 _SHOWN_WRONG = 5
-_WINS: dict[ChoiceName, str] = {
-    "default": "default NCCL wins",
-    "variables": "variables win",
-    "graph": "the graph file wins",
-}
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
@@ -81,9 +77,9 @@ def _winner(found: Verification) -> str:
     where = _where(found)
     if found.winner != "default":
         over = _over(found.best.large)
-        return f"{_WINS[found.winner]}: {over} times default NCCL {where}"
+        return f"{WINS[found.winner]}: {over} times default NCCL {where}"
     others = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in found.arms[1:] if row.rows]
-    return _WINS["default"] + (f": {', '.join(others)} times it {where}" if others else "")
+    return WINS["default"] + (f": {', '.join(others)} times it {where}" if others else "")
 
 
 def _over(ratio: Compared) -> str:
@@ -91,16 +87,14 @@ def _over(ratio: Compared) -> str:
 
 
 def _answer(found: Verification) -> str:
-    """Return whether the chosen choice may be used, and why another choice wins."""
+    """Return whether the choice in question may be used, and why not."""
     asked = f"{'recommended' if found.chosen == found.recommended else 'chosen'} choice"
     asked = f"{CHOICE_WORDS[found.chosen]}, the {asked}"
     if not found.accepted:
-        return f"No to {asked}: {'; '.join(found.judged.objections)}"
+        return f"No to {asked}: {found.against(found.chosen)}"
     if found.winner == found.chosen:
         return f"Yes to {asked}"
-    lost = [size_text(row.bytes) if row.bytes else row.mode for row in found.judged.losses]
-    why = f", as whole intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
-    return f"Yes to {asked}, clearly slower at no size; but {_WINS[found.winner]}{why}"
+    return f"As good as {CHOICE_WORDS[found.winner]}, by 1 % or the 95 % interval: {asked}"
 
 
 def _where(found: Verification) -> str:

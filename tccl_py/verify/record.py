@@ -32,6 +32,11 @@ FALSE_RATE = 0.05
 LEAST_ROUNDS = 6
 """Fewer rounds have no 95 % interval."""
 MAX_ROUNDS = 40
+WINS: dict[ChoiceName, str] = {
+    "default": "default NCCL wins",
+    "variables": "variables win",
+    "graph": "the graph file wins",
+}
 SLOW_TRANSFERS = 0.97
 """Send/recv is told to be slow if its interval lies wholly below this share of default NCCL."""
 
@@ -267,8 +272,23 @@ class Verification(Kept, frozen=True, kw_only=True):
 
     @property
     def accepted(self) -> bool:
-        """Return whether the choice in question may be used."""
-        return self.judged.accepted
+        """Return whether the choice in question may be used; see `against`."""
+        return not self.against(self.chosen)
+
+    def against(self, name: ChoiceName) -> str:
+        """Return why a choice that was compared may not be used, in clauses; "" if it may.
+
+        It is the winner or as good, and all values are right, those of other choices too.
+        """
+        arm = next(arm for arm in self.arms if arm.name == name)
+        against = list(arm.objections)
+        others = [other for other in self.arms if other.wrong and other is not arm]
+        against += [f"values of {CHOICE_WORDS[other.name]} are wrong" for other in others]
+        if not against and name not in good_choices(self.arms):
+            lost = [size_text(row.bytes) if row.bytes else row.mode for row in arm.losses]
+            why = f", as whole intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
+            against.append(WINS[self.winner] + why)
+        return "; ".join(against)
 
     @property
     def transfer_notices(self) -> tuple[str, ...]:
@@ -288,10 +308,11 @@ class Verification(Kept, frozen=True, kw_only=True):
         return self.order.count("A")
 
 
-def find_winner(arms: Sequence[ArmResult]) -> ChoiceName:
-    """Return the smallest intervention within 1 % of the best, or within a wider interval.
+def good_choices(arms: Sequence[ArmResult]) -> tuple[ChoiceName, ...]:
+    """Return the choices within 1 % of the best, or within a wider interval; the winner first.
 
-    Only accepted arms without a row whose interval lies below default NCCL count.
+    The winner is the smallest intervention of these. Only accepted arms without a row whose
+    interval lies below default NCCL count.
     """
     usable = [arms[0], *(arm for arm in arms[1:] if arm.accepted and not arm.losses)]
     best = max(usable, key=lambda arm: arm.large.ratio)
@@ -300,7 +321,7 @@ def find_winner(arms: Sequence[ArmResult]) -> ChoiceName:
         lead = EQUAL if arm is best else best.over(arm)
         return lead.ratio <= 1 + AS_GOOD or lead.low <= 1
 
-    return next(arm.name for arm in usable if as_good(arm))
+    return tuple(arm.name for arm in usable if as_good(arm))
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
@@ -331,4 +352,5 @@ def why_not_verified(directory: Path) -> str:
         return f"was verified for the choice {found.chosen} alone"
     if arm.failure:
         return "failed when it was verified"
-    return "" if arm.accepted else f"was not accepted when it was verified: {arm.objections[0]}"
+    against = found.against(arm.name)
+    return f"was not accepted when it was verified: {against}" if against else ""

@@ -187,8 +187,8 @@ def _better(found: Verification, first: Verification) -> bool:
 
     Both are relative to default NCCL.
     """
-    if not (found.accepted and first.accepted):
-        return found.accepted
+    if not (found.judged.accepted and first.judged.accepted):
+        return found.judged.accepted
     lead = found.judged.large.ratio / first.judged.large.ratio
     if CHOICES.index(found.chosen) < CHOICES.index(first.chosen):
         return lead >= 1 - SMALLEST_EFFECT

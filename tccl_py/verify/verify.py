@@ -25,7 +25,7 @@ from tccl_py.verify.record import (
     Row,
     Verification,
     compare,
-    find_winner,
+    good_choices,
 )
 from tccl_py.verify.rings import RingsFound, rings_found
 from tccl_py.verify.spec import (
@@ -140,7 +140,7 @@ def verify_target(
         arms=tuple(found),
         recommended=target.plan.recommended,
         chosen=only or target.arm(target.plan.recommended).name,
-        winner=find_winner(found),
+        winner=good_choices(found)[0],
         simulated=target.plan.simulated,
         assumed=target.plan.assumed,
         tuned=target.plan.tuned,
