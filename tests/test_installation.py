@@ -59,7 +59,8 @@ def _home(tmp_path, monkeypatch):
     """A home of the test's own, for the record too."""
     home = tmp_path / "home"
     (home / ".local" / "state").mkdir(parents=True)
-    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tccl_py.nccl_library.home", lambda: home)
+    monkeypatch.setattr("tccl_py.installation.install.home", lambda: home)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("NCCL_CONF_FILE", str(home / ".nccl.conf"))
 
@@ -593,7 +594,42 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
     result = tccl("uninstall")
     assert (result.exit_code, result.stderr) == (0, f"tccl: removed {conf}, which was new\n")
     assert everything(tmp_path) == before
-    assert tccl("uninstall").stderr == "tccl: nothing is installed\n"
+    said = tccl("uninstall").stderr
+    assert said.startswith("tccl: nothing is installed") and f"{conf}" in said
+
+
+def test_record_and_file_stay_together_whatever_home_and_state_directory_are(
+    measured, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("NCCL_CONF_FILE")
+    conf = tmp_path / "home" / ".nccl.conf"
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "one"))
+        assert f"made {conf} (conf)" in tccl("install", measured, "--force").stderr
+        monkeypatch.setenv(name, str(tmp_path / "two"))
+        assert tccl("uninstall").stderr == f"tccl: removed {conf}, which was new\n"
+        assert not conf.exists()
+
+
+@pytest.mark.parametrize("open_place", ["plan", "plan/plan.json"])
+def test_a_plan_that_others_can_write_is_not_installed(measured, tmp_path, open_place):
+    (tmp_path / open_place).chmod(0o777)
+    result = tccl("install", measured, "--force", "--no-plugin")
+    assert result.exit_code == 2
+    assert f"others can write {tmp_path / open_place}" in result.stderr
+    assert not Path(os.environ["NCCL_CONF_FILE"]).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_plan_of_another_user_is_not_installed_nor_a_file_in_anothers_folder(measured, tmp_path):
+    (folder := tmp_path / "others").mkdir()
+    os.chown(folder, 12345, -1)
+    assert f"{folder} belongs to user 12345" in refused(folder / "nccl.conf")
+    os.chown(measured / "plan.json", 12345, -1)
+    result = tccl("install", measured, "--force", "--no-plugin")
+    assert result.exit_code == 2
+    assert "plan.json belongs to user 12345" in result.stderr
+    assert not Path(os.environ["NCCL_CONF_FILE"]).exists()
 
 
 def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):

@@ -13,7 +13,7 @@ from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.errors import InputError, counted, interrupts_put_off
 from tccl_py.files import read_text
 from tccl_py.installation.blocks import HEADS, Kind
-from tccl_py.installation.install import body_of, plan_to_install
+from tccl_py.installation.install import body_of, plan_to_install, state_directory
 from tccl_py.installation.install import install as put
 from tccl_py.installation.install import uninstall as take_out
 from tccl_py.nccl_library import user_file
@@ -262,8 +262,8 @@ def uninstall(
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 
-    Other lines stay. ~/.local/state/tccl (XDG_STATE_HOME) records the files, and goes with the
-    last.
+    Other lines stay. .local/state/tccl in your home (XDG_STATE_HOME) records the files, and goes
+    with the last. NCCL's file of yours is looked through without a record too.
 
     Examples:
 
@@ -280,4 +280,4 @@ def uninstall(
         else:
             notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
     if not found:
-        notice("nothing is installed")
+        notice(f"nothing is installed: neither {user_file()} nor a file in {state_directory()}")

@@ -78,6 +78,13 @@ def _find(data: bytes, where: str) -> re.Match[bytes] | None:
     return block
 
 
+def has_block(path: Path) -> bool:
+    """Return whether a readable file mentions our block."""
+    with suppress(InputError):
+        return _MENTION.search(read_bytes(path, limit=MAX_BYTES)) is not None
+    return False
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A file's bytes before and after; None is no file. `mode` is for a new file."""
 
@@ -104,9 +111,9 @@ def real_path(path: Path) -> Path:
 
 
 def read_own(path: Path) -> bytes | None:
-    """Return a file that may be changed; None for a new file. Raises InputError: the file or its
-    directory belongs to another user or is not writable, or the file is not regular, has hard
-    links, or is too large.
+    """Return a file that may be changed; None for a new file. Raises InputError: the file belongs
+    to another user, is not regular, has hard links, or is too large, or it or its directory is not
+    writable.
     """
     with refused(path, "cannot be changed", _OWN):
         parent = path.parent

@@ -4,7 +4,7 @@ The files are nccl.conf, a SLURM task prolog, and an environment module. None na
 because they hold for all communicators of a job and a graph file for communicators over exactly its
 GPUs. They load NCCL's plugin, which gives each communicator its own, or set the plan's settings;
 prolog and module also set TCCL_PLAN, for tccl_py.torch. The record is in the user's state directory
-(XDG_STATE_HOME, else ~/.local/state).
+(XDG_STATE_HOME, else .local/state in the home of the password database, whatever HOME says).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tccl_py.installation.blocks import (
     Change,
     Kind,
     apply_changes,
+    has_block,
     read_own,
     real_path,
     with_block,
@@ -43,11 +44,11 @@ from tccl_py.installation.blocks import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl_library import conf_lines
-from tccl_py.plan.beside import plan_in, planned_fingerprint, plugin_variables
+from tccl_py.nccl_library import conf_lines, home, user_file
+from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_variables
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import check_files
+from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.verify.record import why_not_verified
 
 PLAN_VARIABLE = "TCCL_PLAN"
@@ -96,6 +97,9 @@ def plan_to_install(
     """
     plan = plan_in(directory)
     check_files(directory)
+    place = directory.resolve()
+    check_path(place)
+    check_trusted(place / PLAN_FILE)
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     if not why and not plan.is_cluster:
         elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
@@ -104,8 +108,6 @@ def plan_to_install(
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
     if why:
         say(f"{directory} {why}: accepted because of --force")
-    place = directory.resolve()
-    check_path(place)
     loading = _loading(plan, directory, alike=alike, say=say) if plugin else {}
     of_host = not plan.is_cluster and not plan.simulated
     fingerprint = planned_fingerprint(plan, directory) if of_host else None
@@ -169,9 +171,9 @@ def install(plan: Installed, targets: Mapping[Kind, Path], *, dry_run: bool) -> 
 
 
 def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Change, ...]:
-    """Remove our block from all recorded files, or from these; with `dry_run`, change nothing.
+    """Remove our block from all recorded files and NCCL's user file, or from these.
 
-    Files without a block have a change that is not `needed`.
+    With `dry_run`, change nothing. Files without a block have a change that is not `needed`.
     """
     directory = state_directory()
     if dry_run:
@@ -188,7 +190,9 @@ def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Cha
 
 def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ...]:
     changes = []
-    for path in dict.fromkeys(map(real_path, paths or map(Path, recorded))):
+    # The record of another XDG_STATE_HOME may have the user's file.
+    default = [path for path in [user_file()] if has_block(path)]
+    for path in dict.fromkeys(map(real_path, paths or [*map(Path, recorded), *default])):
         before = read_own(path) if path.exists() else None
         after = None if before is None else without_block(before, where=str(path))
         changes.append(Change(path=path, before=before, after=after))
@@ -198,6 +202,7 @@ def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ..
 def _change(plan: Installed, kind: Kind, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
+    check_trusted(place.parent)
     if kind == "module" and path.suffix == ".lua":
         raise InputError(where, "is for Lua", "name a Tcl module, which Lmod reads as well")
     others = None if before is None else without_block(before, where=where)
@@ -234,9 +239,9 @@ def _check_conf(plan: Installed, others: bytes, where: str) -> None:
 
 
 def state_directory() -> Path:
-    """Return the directory of the record."""
+    """Return the directory of the record, in the home where NCCL looks for the user's file."""
     named = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(named) if named.startswith("/") else Path.home() / ".local" / "state"
+    base = Path(named) if named.startswith("/") else home() / ".local" / "state"
     return base / "tccl"
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import (
     check_path,
     check_version,
@@ -260,6 +260,12 @@ def why_not_trusted(path: Path) -> str:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return f"others can write {place}"
     return ""
+
+
+def check_trusted(path: Path) -> None:
+    """Check that nobody but root and this user can write a file or a folder above it."""
+    why, right = why_not_trusted(path), "let nobody but root and yourself write it and its folders"
+    require(not why, str(path), f"is not trusted: {why}", right)
 
 
 # A directory that takes a plan and its journal.
