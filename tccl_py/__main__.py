@@ -1,38 +1,20 @@
-"""Entry point of the `tccl` command, also as `python -m tccl_py`.
-
-While the command is loaded, which takes a while, and while the interpreter ends, Ctrl-C ends the
-process at once: an exception there would show a trace, or be taken for a missing library.
-"""
+"""Entry point of the `tccl` command, also as `python -m tccl_py`."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # built in: `signal` itself takes a while to load
-import gc
-import os
-import sys
+from tccl_py.interrupts import INTERRUPTED, at_interrupt, leave
 
-TYPE_CHECKING = False  # `typing` takes a while to load
-if TYPE_CHECKING:
-    from collections.abc import Callable
+at_interrupt(leave)
 
-NOT_USABLE, INTERRUPTED = 2, 130
+import gc  # noqa: E402 (only now)
+import os  # noqa: E402
+import sys  # noqa: E402
+
+from tccl_py.children import search_path  # noqa: E402
+
+NOT_USABLE = 2
 _OF_RANKS = ("evaluate", "measure", "plan", "verify")
 """Commands that the ranks of an MPI job do together."""
-
-
-def _leave(*_: object) -> None:
-    os._exit(INTERRUPTED)
-
-
-def _at_interrupt(handler: object) -> None:
-    """Set the handler of Ctrl-C, unless the caller ignores or handles it."""
-    if _signal.getsignal(_signal.SIGINT) in (_leave, _signal.default_int_handler):
-        _signal.signal(_signal.SIGINT, handler)
-
-
-_at_interrupt(_leave)
-
-from tccl_py.children import search_path  # noqa: E402 (only now)
 
 # Started by `python -m`, what is imported from here on could be files of the current directory.
 sys.path[:] = search_path()
@@ -48,9 +30,9 @@ def main() -> None:
     own exit code would be that of the answer no.
     """
     try:
-        run = _loaded()
-        _at_interrupt(_signal.default_int_handler)
-        run()
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except Exception as error:
         # Where a class is made, Python before 3.12 raises RuntimeError from the interrupt.
         if isinstance(error.__cause__, KeyboardInterrupt):
@@ -59,14 +41,9 @@ def main() -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
             sys.exit(NOT_USABLE)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    finally:
-        _at_interrupt(_leave)
 
 
-def _loaded() -> Callable[[], None]:
-    """Load the command; may end the process where nothing needs to be loaded."""
+def _run() -> None:
     from tccl_py.errors import InputError, check_limits  # noqa: PLC0415 (only now)
 
     try:
@@ -86,7 +63,7 @@ def _loaded() -> Callable[[], None]:
         sys.exit(print_version())
     from tccl_py.cli.main import main as run  # noqa: PLC0415
 
-    return run
+    run()
 
 
 if __name__ == "__main__":

@@ -181,11 +181,6 @@ def undisturbed() -> Iterator[None]:
             signal.raise_signal(sent)
 
 
-def left_at_once() -> contextlib.AbstractContextManager[None]:
-    """Within the block Ctrl-C ends the process: imports take exceptions for missing libraries."""
-    return _handled(_usual(CTRL_C), lambda *_: os._exit(128 + signal.SIGINT))
-
-
 @contextlib.contextmanager
 def _handled(numbers: Iterable[signal.Signals], handler: Callable[..., object]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in numbers}

@@ -19,7 +19,6 @@ from typer.models import CommandInfo
 
 from tccl_py.cli.options import flag, one_of, opt
 from tccl_py.cli.process import (
-    INTERRUPTED,
     NO_READER,
     NOT_USABLE,
     TERMINATED,
@@ -30,7 +29,8 @@ from tccl_py.cli.process import (
     print_version,
     silence_output,
 )
-from tccl_py.errors import InputError, TcclError, Terminated, left_at_once, limit_reached
+from tccl_py.errors import InputError, TcclError, Terminated, limit_reached
+from tccl_py.interrupts import INTERRUPTED, RAISE, at_interrupt
 
 COMMANDS = {
     "advise": ("health:advise", "Say in ten lines what to try first on a machine."),
@@ -154,6 +154,14 @@ class _Command(_HelpOption, TyperCommand):
                 raise InputError(where, "is empty", f"name a {metavar}")
         return rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, where Ctrl-C is an exception."""
+        before = at_interrupt(RAISE)
+        try:
+            return super().invoke(ctx)
+        finally:
+            at_interrupt(before)
+
 
 def _plain(error: Any, given: Mapping[str, Any]) -> Exception:
     """Return the error of a value that cannot be read in plain words, and any other as it is."""
@@ -189,8 +197,7 @@ def _common(
 def load_command(name: str) -> Any:
     """Import a command and return it."""
     module, _, function = COMMANDS[name][0].partition(":")
-    with left_at_once():
-        callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
+    callback = getattr(import_module(f"tccl_py.cli.{module}"), function)
     info = CommandInfo(name=name, cls=_Command, callback=callback, context_settings=_SETTINGS)
     command = get_command_from_info(info, **_MADE)
     command.params += _common_options()

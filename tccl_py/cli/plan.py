@@ -15,7 +15,7 @@ from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import advanced, advanced_flag, arg, flag, in_range, opt, refuse
 from tccl_py.cli.output import ProgressLine, results
-from tccl_py.cli.process import INTERRUPTED, notice, notice_each
+from tccl_py.cli.process import notice, notice_each
 from tccl_py.cli.show import print_plan, print_plan_json
 from tccl_py.cli.verify import tuned_plan
 from tccl_py.errors import (
@@ -25,6 +25,7 @@ from tccl_py.errors import (
     interrupts_put_off,
     undisturbed,
 )
+from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import LATEST, asked_version, known_versions
 from tccl_py.plan.beside import holds_measurements, output_directory

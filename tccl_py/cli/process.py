@@ -19,8 +19,6 @@ from tccl_py.files import encode_json, write_atomically
 ANSWER_IS_NO = 1
 NOT_USABLE = 2
 NO_READER = 141
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended."""
 TERMINATED = 128 + signal.SIGTERM
 
 

@@ -10,12 +10,12 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from tccl_profiler.host_device import host_fingerprint, host_machine
-from tccl_py import __version__
 from tccl_py.errors import InputError, counted
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
@@ -90,7 +90,7 @@ def host_facts(
         machine=machine,
         knowledge=knowledge,
         fingerprint=fingerprint,
-        tccl_py=__version__,
+        tccl_py=_own_version(),
         nccl="none" if installed is None else installed.version,
         addresses={index: one for index, one in found.items() if one.up and one.address},
         down=tuple(down),
@@ -108,6 +108,13 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
         raise InputError(error.where, error.what, _GPUS) from error
     shown = live.visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(live.VARIABLE))
     return (*live.only_gpus(machine, knowledge, shown), fingerprint)
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("tccl-py")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from its source
 
 
 def check_hosts(
