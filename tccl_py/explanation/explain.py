@@ -215,10 +215,10 @@ class _Host:
 
     def _finding(self, cause: Cause) -> Finding:
         """Return a finding about a set that is slow together."""
-        flows = sorted(cause.flows, key=str)
+        flows = sorted(cause.flows)
         alone = [self.prober.best([flow]).rate_gbps for flow in flows]
         together = self.prober.best(flows)
-        of_image = sorted(flows) != sorted(together.transfers.flows)
+        of_image = flows != sorted(together.transfers.flows)
         each = (together.rate_gbps,) * len(flows) if of_image else together.in_order(flows)
         found = finding_of(
             flows,

@@ -94,7 +94,7 @@ class Paths:
             if part.kind not in ("uplink", "own")
             or not uplinks.intersection(self.machine.ancestors(part.device))
         ]
-        parts.sort(key=lambda part: (get_args(Kind).index(part.kind), part.device))
+        parts.sort(key=lambda part: (get_args(Kind).index(part.kind), *_by_index(part.device)))
         return tuple(_shared({one for one in passings if one.part == part}) for part in parts)
 
     def _of(self, transfer: Transfer) -> Iterator[Passing]:
@@ -115,7 +115,7 @@ class Paths:
 
     def _link(self, edge: Edge) -> Passing:
         kind, (start, end) = self._network.kinds[edge], edge
-        low, high = sorted(edge)
+        low, high = sorted(edge, key=_by_index)
         if kind == "pci":
             upwards = self.machine.parents.get(start) == end
             child, above = edge if upwards else (end, start)
@@ -155,7 +155,7 @@ class Paths:
                     gpu = f"GPU {transfer.executor.index}"
                     tasks.setdefault(gpu, []).append((number, self._task(transfer)))
         mixed = len({flow.is_bounce for flow in flows}) > 1
-        for gpu, found in sorted(tasks.items()):
+        for gpu, found in sorted(tasks.items(), key=lambda task: _by_index(task[0])):
             kinds = sorted({task for _, task in found})
             if mixed and len({number for number, _ in found}) == len(flows) and len(kinds) > 1:
                 words = f"{gpu}, which at once {' and '.join(kinds)}"
@@ -171,6 +171,11 @@ class Paths:
         near = self.machine.numa_of(end.device) == gpu_node
         what = "the memory" if end.kind == "C" else "a GPU"
         return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"
+
+
+def _by_index(name: str) -> tuple[str, int, str]:
+    """Return a key by which G9 comes before G10."""
+    return name[0], len(name), name
 
 
 def device_words(device: str) -> str:

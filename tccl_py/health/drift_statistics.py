@@ -136,7 +136,7 @@ def compared(
             raw.append(row)
     adjusted = zip(raw, holm([row.p for row in raw]), strict=True)
     rows = [msgspec.structs.replace(row, p=min(1.0, families * p)) for row, p in adjusted]
-    return sorted(rows, key=lambda row: (row.p, str(row.transfers), str(row.flow)))
+    return sorted(rows, key=lambda row: (row.p, str(row.transfers), row.flow))
 
 
 def chance(before: Sequence[float], after: Sequence[float], spread: Spread) -> float:

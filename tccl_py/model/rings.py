@@ -83,7 +83,7 @@ def ring(hops: Sequence[Hop]) -> Ring:
 
 def ring_set(rings: Sequence[Ring]) -> RingSet:
     """Return the set of these rings, in canonical order."""
-    return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, str(known.hops)))))
+    return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, known.hops))))
 
 
 def neighbours(order: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -77,9 +77,9 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return min(hop.gbps for hop in self.hops)
 
 
-def slowest_first(gbps: float, flow: Flow) -> tuple[float, str]:
+def slowest_first(gbps: float, flow: Flow) -> tuple[float, Flow]:
     """Return the key by which flows are sorted; rates that show as one are equal."""
-    return float(f"{gbps:.4g}"), str(flow)
+    return float(f"{gbps:.4g}"), flow
 
 
 class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

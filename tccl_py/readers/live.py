@@ -131,7 +131,7 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
         counts: Counter[str] = Counter()
         for bus_id, count in gpu.links.items():
             counts[known.get(bus_id, "S0")] += count
-        for target, count in sorted(counts.items()):
+        for target, count in counts.items():
             yield NvLink(source=source, target=target, count=count)
 
 

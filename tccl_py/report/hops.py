@@ -85,7 +85,7 @@ class HopsView(msgspec.Struct, frozen=True, kw_only=True):
         """The meaning of the words below hops."""
         used = {hop.path for hop in self.hops}
         paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
-        memories = sorted(used - {"", *_PATHS})
+        memories = sorted(used - {"", *_PATHS}, key=lambda node: (len(node), node))
         return "; ".join([*paths, *(f"{one} through that NUMA node's memory" for one in memories)])
 
     @property

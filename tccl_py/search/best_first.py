@@ -324,10 +324,10 @@ class RingSetSearch:
         targets = rest or [state.path[0]]
         hops = self.index.pair[state.path[-1], targets].reshape(-1)
         hops = hops[hops >= 0]
-        # Of hops that the stabilizer exchanges, the smallest stands for all.
+        # Of these hops that the stabilizer exchanges, the smallest stands for all.
         if len(state.stabilizer) > 1:
             images = self.index.images[state.stabilizer[:, None], hops]
-            hops = hops[images.min(axis=0) == hops]
+            hops = hops[np.where(np.isin(images, hops), images, hops).min(axis=0) == hops]
         beside = self.bounds.beside(state.all_hops)
         children = []
         for hop in hops.tolist():

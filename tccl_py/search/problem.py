@@ -16,7 +16,7 @@ from tccl_py.errors import SearchError
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring, ring_set
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.transfer import TransferSet, transfer_set
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ Hops = tuple[int, ...]
 
 
 class HopIndex:
-    """The hops of a space, numbered in the order of their texts.
+    """The hops of a space, numbered in the order of their flows, where G9 is before G10.
 
     `pair[i, j]` lists the numbers of the hops from the i-th to the j-th GPU, padded with -1.
     `inside` marks the symmetry elements that take every hop to a hop of the space; `images[e, h]`
@@ -146,7 +146,7 @@ class HopIndex:
     def __init__(self, space: HopSpace, symmetry: Symmetry) -> None:
         self.space = space
         self.gpus = space.gpus
-        self.hops: tuple[Hop, ...] = tuple(sorted(space, key=lambda hop: str(hop.flow)))
+        self.hops: tuple[Hop, ...] = tuple(sorted(space, key=lambda hop: hop.flow))
         self.texts = tuple(str(hop.flow) for hop in self.hops)
         self.number = {hop: number for number, hop in enumerate(self.hops)}
         position = {gpu: i for i, gpu in enumerate(self.gpus)}
@@ -191,12 +191,11 @@ class HopIndex:
 
     def transfer_set(self, hops: Sequence[int]) -> TransferSet:
         """Return the flows of `hops`, all together."""
-        # Numbers are in the order of the texts, which is a set's order.
-        return TransferSet(tuple(self.hops[number].flow for number in sorted(hops)))
+        return transfer_set(self.hops[number].flow for number in hops)
 
     def text(self, hops: Sequence[int]) -> str:
         """Return the text of `transfer_set`."""
-        return " ".join([self.texts[number] for number in sorted(hops)])
+        return " ".join(sorted([self.texts[number] for number in hops]))
 
     def canonical(self, hops: Sequence[int]) -> Hops:
         """Return the smallest image of `hops` under the symmetry, as far as it is listed."""
