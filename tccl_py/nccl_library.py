@@ -292,11 +292,13 @@ if __name__ == "__main__":
 
 
 # NCCL 2.30.7, misc/param.cc: NCCL reads NCCL_CONF_FILE (since 2.23) or, where that is unset or
-# empty, `.nccl.conf` in the home directory of the password file, then /etc/nccl.conf. Each line
-# that does not begin with `#` sets the name before its first `=`, unless the name is set already:
-# the environment comes first, then the user's file with its first line for a name, then the host's.
+# empty, `.nccl.conf` in HOME (up to 2.29 in the password file's home), then /etc/nccl.conf. Each
+# line that does not begin with `#` sets the name before its first `=`, unless the name is set
+# already: the environment comes first, then the user's file with its first line for a name, then
+# the host's.
 CONF_VARIABLE = "NCCL_CONF_FILE"
 HOST_FILE = Path("/etc/nccl.conf")
+_READS_HOME = (2, 30)
 MAX_CONF_BYTES = 1024 * 1024
 _MAX_VALUE = 1023
 
@@ -320,7 +322,15 @@ def user_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def home() -> Path:
-    """Return the user's home directory as NCCL finds it, regardless of HOME."""
+    """Return the user's home directory as the installed NCCL finds it: from 2.30 on by HOME."""
+    own, named = passwd_home(), Path(os.environ.get("HOME") or "/")
+    installed = installed_nccl() if named != own else None
+    numbers = (0,) if installed is None else tuple(map(int, installed.minor.split(".")))
+    return named if numbers >= _READS_HOME else own
+
+
+def passwd_home() -> Path:
+    """Return the user's home directory by the password file, regardless of HOME."""
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -28,7 +29,7 @@ from tccl_py.installation.install import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
-from tccl_py.nccl_library import conf_lines, settings_of_files
+from tccl_py.nccl_library import InstalledNccl, conf_lines, settings_of_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification
@@ -59,8 +60,8 @@ def _home(tmp_path, monkeypatch):
     """A home of the test's own, for the record too."""
     home = tmp_path / "home"
     (home / ".local" / "state").mkdir(parents=True)
-    monkeypatch.setattr("tccl_py.nccl_library.home", lambda: home)
-    monkeypatch.setattr("tccl_py.installation.install.home", lambda: home)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir=str(home)))
+    monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("NCCL_CONF_FILE", str(home / ".nccl.conf"))
 
@@ -598,13 +599,19 @@ def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):
     assert said.startswith("tccl: nothing is installed") and f"{conf}" in said
 
 
+@pytest.mark.parametrize("version", ["2.29.7", "2.30.3"])
 def test_record_and_file_stay_together_whatever_home_and_state_directory_are(
-    measured, tmp_path, monkeypatch
+    measured, tmp_path, monkeypatch, version
 ):
     monkeypatch.delenv("NCCL_CONF_FILE")
-    conf = tmp_path / "home" / ".nccl.conf"
+    homes = {"2.29.7": "home", "2.30.3": "one"}
+    nccl = InstalledNccl(version=version, source="here")
+    monkeypatch.setattr("tccl_py.nccl_library.installed_nccl", lambda: nccl)
+    (tmp_path / "one").mkdir()
     for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv("HOME", str(tmp_path / "one"))
         monkeypatch.setenv(name, str(tmp_path / "one"))
+        conf = tmp_path / homes[version] / ".nccl.conf"
         assert f"made {conf} (conf)" in tccl("install", measured, "--force").stderr
         monkeypatch.setenv(name, str(tmp_path / "two"))
         assert tccl("uninstall").stderr == f"tccl: removed {conf}, which was new\n"

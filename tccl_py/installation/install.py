@@ -44,7 +44,7 @@ from tccl_py.installation.blocks import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl_library import conf_lines, home, user_file
+from tccl_py.nccl_library import conf_lines, passwd_home, user_file
 from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_variables
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
@@ -239,9 +239,9 @@ def _check_conf(plan: Installed, others: bytes, where: str) -> None:
 
 
 def state_directory() -> Path:
-    """Return the directory of the record, in the home where NCCL looks for the user's file."""
+    """Return the directory of the record, which no change of HOME moves."""
     named = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(named) if named.startswith("/") else home() / ".local" / "state"
+    base = Path(named) if named.startswith("/") else passwd_home() / ".local" / "state"
     return base / "tccl"
 
 
