@@ -242,10 +242,14 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     assert readings(hosts, HOST_TO_HOST)
 
 
-def test_a_stranger_is_not_taken_for_a_link(hosts):
+def test_strangers_are_not_taken_for_a_link_and_keep_it_not_waiting(hosts):
     link = Link("h0.N1", "h1.N1", 40)
     end = step(hosts.pools["h1"], "listen", [link])[link]
-    with socket.create_connection((end.addresses[0], end.port), timeout=50) as stranger:
+    with contextlib.ExitStack() as stack:
+        stranger, *_ = (
+            stack.enter_context(socket.create_connection((end.addresses[0], end.port), timeout=50))
+            for _ in range(30)
+        )
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         step(hosts.pools["h0"], "connect", {link: end})
         step(hosts.pools["h1"], "accept", [link])

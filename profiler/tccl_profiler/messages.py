@@ -28,8 +28,6 @@ from tccl_py.errors import InputError, MeasurementError, TcclError, limit_reache
 LINK_S = 10.0  # seconds for a link to be made
 Making = Literal["listen", "connect", "accept"]
 MAKING: tuple[Making, ...] = get_args(Making)
-TOKEN_BYTES = 16
-_HELLO_S = 1.0  # time for a caller to send its token
 
 
 class WorkerLost(MeasurementError):  # noqa: N818 - says what happened
@@ -141,23 +139,6 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             device = link.sender if self.step == "connect" else link.receiver
             parts.setdefault(part_of(device), {})[link] = end
         return {part: msgspec.structs.replace(self, ends=own) for part, own in parts.items()}
-
-
-Caller = TypeVar("Caller")
-
-
-def caller_of(sock: socket.socket, tokens: dict[bytes, Caller]) -> Caller | None:
-    """Return whose token an accepted socket sends first, and take the token out.
-
-    A stranger is None; the socket is closed then.
-    """
-    caller = None
-    with contextlib.suppress(OSError):
-        sock.settimeout(_HELLO_S)
-        caller = tokens.pop(sock.recv(TOKEN_BYTES), None)
-    if caller is None:
-        sock.close()
-    return caller
 
 
 class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import socket
 import struct
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tccl_profiler.callers import BACKLOG, accepted, tokens_for
 from tccl_profiler.host_device import LANES, ThreadedDevice
 from tccl_profiler.host_lane import RunningLane
-from tccl_profiler.messages import TOKEN_BYTES, Endpoint, LinkLost, Run, Started, caller_of
+from tccl_profiler.messages import Endpoint, LinkLost, Run, Started
 from tccl_profiler.program import Lane, Link
 from tccl_profiler.shared_memory import differing, write_pattern
 from tccl_py.errors import MeasurementError
@@ -234,51 +234,37 @@ class NicLinks:
         self._stop_listening()
         self._listener = self._bound()
         try:
-            # Callers wait here until they are accepted.
-            self._listener.listen(2 * len(links) + 16)
+            # Callers wait here until they are accepted, among strangers.
+            self._listener.listen(BACKLOG)
         except OSError as error:
             raise MeasurementError(f"{self._device}: cannot listen: {error.strerror}") from error
         port = self._listener.getsockname()[1]
-        tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in links]
-        self._expected = dict(zip(tokens, links, strict=True))
-        here = (self._address,)
-        return tuple(Endpoint(addresses=here, port=port, token=token) for token in tokens)
+        self._expected, here = tokens_for(links), (self._address,)
+        return tuple(Endpoint(addresses=here, port=port, token=token) for token in self._expected)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
         """Wait until all awaited links have come."""
-        deadline = time.monotonic() + limit_s
-        missing = set(links) - set(self._sockets)
+        assert self._listener is not None
+        missing = sorted(set(links))
         try:
-            while missing:
-                missing.discard(self._accepted(deadline, missing))
+            for link, sock in accepted([self._listener], self._expected, limit_s):
+                missing.remove(link)
+                self._keep(link, sock)
+        except OSError as error:
+            raise LinkLost(f"{_link_names(missing)}: {error.strerror}") from error
         finally:
             self._stop_listening()
+        if missing:
+            raise LinkLost(
+                f"{_link_names(missing)}: {missing[0].sender} did not come to {self._address} in "
+                "time; look at firewalls and routes between the two"
+            )
 
     def _stop_listening(self) -> None:
         self._expected = {}
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-    def _accepted(self, deadline: float, missing: Collection[Link]) -> Link | None:
-        """Return the next link that has come, None for a stranger."""
-        assert self._listener is not None
-        left_s = deadline - time.monotonic()
-        try:
-            self._listener.settimeout(max(0.001, left_s))
-            sock, _ = self._listener.accept()
-        except TimeoutError as error:
-            late = sorted(missing)
-            raise LinkLost(
-                f"{_link_names(late)}: {late[0].sender} did not come to {self._address} in time; "
-                "look at firewalls and routes between the two"
-            ) from error
-        except OSError as error:
-            raise LinkLost(f"{_link_names(sorted(missing))}: {error.strerror}") from error
-        link = caller_of(sock, self._expected)
-        if link is not None:
-            self._keep(link, sock)
-        return link
 
     def connect(self, ends: Mapping[Link, Endpoint], limit_s: float) -> None:
         """Make awaited links, in place of namesakes."""

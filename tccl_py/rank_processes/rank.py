@@ -150,8 +150,7 @@ def join(
 def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
     more: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, "wait_for_workers": False}
     if rank == 0:
-        # Without a network the host still has loopback.
-        address = (*rendezvous.addresses, "127.0.0.1")[0]
+        address = rendezvous.addresses[0]
         more |= {"is_master": True, "master_listen_fd": int(os.environ[LISTENER])}
     else:
         address = _reachable(rendezvous)

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from tccl_profiler import linux
+from tccl_profiler.callers import BACKLOG
 from tccl_profiler.cluster import messages as say
-from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts, listening
+from tccl_profiler.cluster.facts import HostFacts, addresses, host_facts
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
     ConnectionClosed,
@@ -304,7 +305,13 @@ class Agent:
     def open_rendezvous(self, count: int) -> tuple[Rendezvous, ...]:
         """Open listening sockets for the ranks of the next concurrent jobs."""
         self._close_listeners()
-        self._listeners = [listening() for _ in range(count)]
+        # On all addresses: torch takes one descriptor, and ranks try one address after the other.
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listeners = [
+            socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+            for _ in range(count)
+        ]
         here, ports = addresses(), [listener.getsockname()[1] for listener in self._listeners]
         return tuple(Rendezvous(addresses=here, port=port) for port in ports)
 

@@ -202,17 +202,11 @@ def interfaces_here() -> dict[str, Interface]:
 
 
 def addresses() -> tuple[str, ...]:
-    """Return the addresses of this host for remote hosts, those of devices first."""
+    """Return the addresses of this host for other ranks, those of devices first."""
     here = interfaces_here().values()
     usable = [one for one in here if one.up and one.address and one.name != "lo"]
-    return tuple(one.address for one in sorted(usable, key=lambda one: not _is_device(one.name)))
-
-
-def listening() -> socket.socket:
-    """Return a socket that listens on all addresses of this host, IPv6 too where possible."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+    own = sorted(usable, key=lambda one: not _is_device(one.name))
+    return tuple(one.address for one in own) or ("127.0.0.1",)
 
 
 def _is_device(name: str) -> bool:

@@ -11,22 +11,22 @@ import contextlib
 import functools
 import os
 import resource
-import secrets
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tccl_profiler.callers import accepted, listening, tokens_for
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
-from tccl_profiler.cluster.facts import addresses, listening
-from tccl_profiler.messages import TOKEN_BYTES, ConnectionClosed, Endpoint, Stop, caller_of
+from tccl_profiler.cluster.facts import addresses
+from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
 from tccl_profiler.workers import child_with_socket
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
 from tccl_py.model.cluster import check_host_name
@@ -38,7 +38,6 @@ CONTROLLER = 0
 JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to load its libraries
 NOT_USABLE, INTERRUPTED = 2, 130
 CONNECT_S = 20.0
-_TRY_S = 3.0
 _SPARE_DESCRIPTORS = 256
 _PROC = Path("/proc")
 _GOODBYE_S = 10.0  # time for agents to end their workers
@@ -102,14 +101,21 @@ def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
     connections: dict[int, say.Messenger] = {}
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
-        with listening() as listener:
-            here, port, tokens = addresses(), listener.getsockname()[1], dict[bytes, int]()
-            for rank in range(1, bootstrap.size):
-                token = secrets.token_bytes(TOKEN_BYTES)
-                tokens[token] = rank
+        here = addresses()
+        with listening(here) as listeners:
+            port, tokens = listeners[0].getsockname()[1], tokens_for(range(1, bootstrap.size))
+            for token, rank in tokens.items():
                 address = Endpoint(addresses=here, port=port, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
-            connections = _accepted(listener, bootstrap, tokens, peers, at=here)
+            # Earlier messages may need this side's progress to arrive.
+            arrive = functools.partial(bootstrap.poll, CONTROLLER)
+            for rank, sock in accepted(listeners, tokens, CONNECT_S, arrive):
+                connections[rank] = _connection(sock, f"rank {rank} on host {peers[rank].host}")
+        for rank in range(1, bootstrap.size):
+            if rank not in connections:
+                what = f"its rank {rank} could not connect to host {peers[CONTROLLER].host} at "
+                right = "let the hosts of a job reach each other over TCP"
+                raise InputError(f"host {peers[rank].host}", what + ", ".join(here), right)
     return Job(CONTROLLER, peers, connections)
 
 
@@ -121,42 +127,12 @@ def _allow_descriptors(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _accepted(
-    listener: socket.socket,
-    bootstrap: MpiBootstrap,
-    tokens: dict[bytes, int],
-    peers: Mapping[int, PeerInfo],
-    *,
-    at: Sequence[str],
-) -> dict[int, say.Messenger]:
-    """Accept a connection of every rank with a token."""
-    until, found = time.monotonic() + CONNECT_S, dict[int, say.Messenger]()
-    listener.settimeout(0.05)
-    while tokens:
-        # Earlier messages may need this side's progress to arrive.
-        bootstrap.poll(CONTROLLER)
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            if time.monotonic() < until:
-                continue
-            rank = min(tokens.values())
-            raise InputError(
-                f"host {peers[rank].host}",
-                f"its rank {rank} could not connect to host {peers[CONTROLLER].host} at "
-                f"{', '.join(at)}",
-                "let the hosts of a job reach each other over TCP",
-            ) from None
-        caller = caller_of(sock, tokens)
-        if caller is not None:
-            found[caller] = _connection(sock, f"rank {caller} on host {peers[caller].host}")
-    return found
-
-
 def _connected(address: Endpoint) -> socket.socket:
     for host in address.addresses:
         with contextlib.suppress(OSError):
-            sock = socket.create_connection((host, address.port), _TRY_S)
+            # Each address gets its turn before the controller gives up.
+            limit_s = CONNECT_S / (2 + len(address.addresses))
+            sock = socket.create_connection((host, address.port), limit_s)
             sock.sendall(address.token)
             return sock
     raise MeasurementError(f"the controller is not reached at {', '.join(address.addresses)}")
