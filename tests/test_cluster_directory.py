@@ -18,7 +18,7 @@ from tccl_py.nccl.plugin.index import digest
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
-from tccl_py.plan.beside import plugin_variables
+from tccl_py.plan.beside import plugin_exports
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files, write_plan
@@ -210,7 +210,7 @@ def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
         assert (hosts / file).read_text() == (hosts / f"{host.name}.xml").read_text()
         assert f"job {sum(len(plan.gpus_of(one)) for one in plan.hosts)}" in index
     (job / "nccl" / LIBRARY).touch()
-    assert plugin_variables(job) == {
+    assert plugin_exports(plan, job) == environment(plan.job_settings) | {
         "NCCL_ENV_PLUGIN": str(job / "nccl" / LIBRARY),
         "TCCL_JOB": str(job),
     }

@@ -263,7 +263,7 @@ def test_lines_that_nccl_reads_otherwise_are_told(tmp_path, line, what):
 
 
 LIBRARY_LINE = "NCCL_ENV_PLUGIN=/plan/nccl/libnccl-env-tccl.so\n"
-INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\n"
+INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\nNCCL_P2P_LEVEL=SYS\n"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,10 @@ INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\n"
         (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 1\n"), "damaged"),
         (lambda nccl: (nccl / "graph.xml").write_text(""), "graph.xml"),
         (lambda nccl: (nccl.parent / "manifest.json").write_text('{"files": {}}'), "beside"),
+        (
+            lambda nccl: (nccl.parents[1] / "etc/nccl.conf").write_text(INSTALLED[:-19]),
+            "NCCL_P2P_LEVEL is not set",
+        ),
     ],
 )
 def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):

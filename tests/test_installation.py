@@ -446,6 +446,12 @@ def test_the_prolog_leaves_what_the_job_has_set(node):
     assert prolog_says(text, node, NCCL_BUFFSIZE="", TCCL_PLAN="/x") == TOLD[:1]
 
 
+def test_the_prolog_of_one_host_says_nothing_in_jobs_over_several_nodes(node):
+    text = body_of(MEASURED, "slurm-prolog")
+    assert prolog_says(text, node, SLURM_JOB_NUM_NODES="2") == []
+    assert prolog_says(text, node, SLURM_JOB_NUM_NODES="1") == TOLD
+
+
 def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
     assert prolog_says(body_of(PLAN, "slurm-prolog"), tmp_path) == TOLD
 
@@ -701,6 +707,8 @@ def test_the_plugin_is_loaded_where_nccl_has_plugins_and_a_library_is_there(tmp_
     assert lines == {
         "NCCL_ENV_PLUGIN": str(directory / "nccl" / LIBRARY),
         "TCCL_INDEX": str(directory / "nccl" / "plugin.index"),
+        # NCCL reads it before a rank knows the others, so the plugin leaves it to nccl.conf.
+        "NCCL_P2P_LEVEL": "SYS",
     }
     printed = json.loads(tccl("env", directory, "--plugin", "--json").stdout)
     assert (printed["environment"], printed["simulated"]) == (lines, True)

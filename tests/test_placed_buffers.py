@@ -174,8 +174,8 @@ def test_the_index_has_the_nodes_of_the_planned_hops(plan, directory):
     for gpus, nodes in ((plan.gpus, whole), *((one.gpus, one.nodes) for one in gaining)):
         named = ",".join(str(ids[node]) for node in nodes)
         assert f"NODES={named}" in sets[",".join(map(str, gpus))]
-    assert "variable NCCL_CUMEM_HOST_ENABLE 0" in lines
-    assert "variable NCCL_SHM_LOCALITY 1" in lines
+    assert "need NCCL_CUMEM_HOST_ENABLE 0" in lines
+    assert "need NCCL_SHM_LOCALITY 1" in lines
 
 
 def test_sets_of_gpus_that_gain_nothing_over_nccls_own_rings_get_no_file(plan, directory):
@@ -220,11 +220,14 @@ def test_flows_through_nodes_without_gpus_have_a_path(plan):
     assert path_types(plan.machine)["C2", "C3"] is PathType.SYS
 
 
+WITH_PLUGIN = {"NCCL_ENV_PLUGIN", "TCCL_INDEX", "NCCL_CUMEM_HOST_ENABLE", "NCCL_SHM_LOCALITY"}
+
+
 def test_settings_of_placed_buffers_are_not_tuned_and_run_with_the_plugin(plan, directory):
     if not (directory / "nccl" / LIBRARY).exists():
         pytest.skip("no C compiler was there")
     target = read_target(plan, directory)
-    assert set(target.arm("graph").variables) == {"NCCL_ENV_PLUGIN", "TCCL_INDEX"}
+    assert set(target.arm("graph").variables) == WITH_PLUGIN
     assert not [found for stage in stages(target, "graph") for found in stage(plan.settings)]
     assert any(list(stage(plan.variables.settings)) for stage in stages(target, "variables"))
 
@@ -236,6 +239,6 @@ def test_jobs_get_placed_buffers_by_the_plugin_alone(directory):
     found = CliRunner().invoke(app, ["env", str(directory), "--json"])
     if (directory / "nccl" / LIBRARY).exists():
         assert found.exit_code == 0
-        assert set(json.loads(found.stdout)["environment"]) == {"NCCL_ENV_PLUGIN", "TCCL_INDEX"}
+        assert set(json.loads(found.stdout)["environment"]) == WITH_PLUGIN
     else:
         assert found.exit_code == 2

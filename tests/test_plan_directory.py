@@ -15,7 +15,7 @@ from tccl_py.files import encode_json
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import output_directory, plugin_variables
+from tccl_py.plan.beside import output_directory, plugin_exports
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_nccl_files, write_plan
@@ -433,7 +433,7 @@ def test_the_plugin_is_refused_without_index_or_library_and_where_nccl_cannot_op
     folder.mkdir(parents=True)
     for name, what in ((INDEX_FILE, INDEX_FILE), (LIBRARY, "library"), (None, "cannot open")):
         with pytest.raises(InputError) as caught:
-            plugin_variables(folder.parent)
+            plugin_exports(plan_of(PCIE), folder.parent)
         assert what in caught.value.what
         if name is not None:
             (folder / name).write_bytes(b"")

@@ -107,6 +107,18 @@ def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterat
         yield f"{INDEX_VARIABLE} is not set: the plugin has no plan", _AGAIN
     elif why := _why_unusable(host, Path(index.value)):
         yield f"the plugin does not use {index.value}: {why}", _AGAIN
+    else:
+        variables = in_force(host)
+        for name, value in _needed(host.data(index.value, limit=MAX_INDEX_BYTES) or b""):
+            line = variables.get(name)
+            if line is None or line.value.lower() != value.lower():
+                state = "is not set" if line is None else f"is {line.value[:60]}"
+                yield f"{name} {state}, so that all jobs get default NCCL", f"set {name}={value}"
+
+
+def _needed(index: bytes) -> Iterator[list[str]]:
+    lines = (line.split() for line in index.decode("ascii", "replace").splitlines())
+    yield from (words[1:] for words in lines if len(words) == 3 and words[0] == "need")
 
 
 def _why_not_loadable(path: str) -> str:
@@ -124,7 +136,7 @@ def _why_unusable(host: Host, path: Path) -> str:
         return "it is missing"
     head, _, body = data.partition(b"digest ")
     told, _, body = body.partition(b"\n")
-    if head != b"tccl-index 1\n" or told.decode("ascii", "replace") != digest(body):
+    if head != b"tccl-index 2\n" or told.decode("ascii", "replace") != digest(body):
         return "it is damaged"
     if host.root == Path("/"):
         with suppress(OSError):

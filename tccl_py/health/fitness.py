@@ -17,7 +17,7 @@ from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import has_rules, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_variables
+from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_exports
 from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, machine_file, subset_file
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
@@ -228,9 +228,8 @@ def job_environment_of(
     listed, numa_id, lacking = check_files(directory).files, None, ""
     taken = choice or _offered(plan, gpus)
     placed = taken == "graph" and plan.settings.shm_placement
-    loading = plugin_variables(directory, alike=alike) if plugin else {}
+    loading = plugin_exports(plan, directory, alike=alike) if plugin else {}
     if plan.is_cluster:
-        loading |= job_environment(plan.job_settings) if plugin else {}
         names = names_of_this_host() if host is None else iter((host, host.partition(".")[0]))
         name = plan.host_named(names)
         subject: dict[str, Any] = {"host": name}
@@ -269,7 +268,7 @@ def job_environment_of(
         say(lacking)
         taken = "variables"
     elif taken == "graph" and placed:
-        loading = loading or plugin_variables(directory, alike=alike)
+        loading = loading or plugin_exports(plan, directory, alike=alike)
     elif taken == "graph":
         graph = PurePosixPath(directory.resolve() / "nccl" / file)
     return JobEnvironment(

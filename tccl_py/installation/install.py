@@ -2,9 +2,10 @@
 
 The files are nccl.conf, a SLURM task prolog, and an environment module. None names a graph file,
 because they hold for all communicators of a job and a graph file for communicators over exactly its
-GPUs. They load NCCL's plugin, which gives each communicator its own, or set the plan's settings;
-prolog and module also set TCCL_PLAN, for tccl_py.torch. The record is in the user's state directory
-(XDG_STATE_HOME, else .local/state in the home of the password database, whatever HOME says).
+GPUs. They load NCCL's plugin, which gives each communicator its own, and set the variables that it
+needs, or set the plan's settings; prolog and module also set TCCL_PLAN, for tccl_py.torch. The
+record is in the user's state directory (XDG_STATE_HOME, else .local/state in the home of the
+password database, whatever HOME says).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines, passwd_home, user_file
-from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_variables
+from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_exports
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
@@ -64,7 +65,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpu_uuids` are the plan's GPUs, none if it holds for all hosts that are `alike`. `fingerprint`
     is None for a plan without a measured machine, which holds wherever it is installed. `plugin`
-    are the variables that load NCCL's plugin, in place of the settings.
+    are the variables of jobs with NCCL's plugin, in place of the settings.
     """
 
     directory: Path
@@ -77,7 +78,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the variables that load the plugin, or else a job's settings."""
+        """Return the variables of jobs with the plugin, or else a job's settings."""
         return dict(self.plugin) or job_environment(self.settings)
 
     @property
@@ -124,10 +125,10 @@ def plan_to_install(
 
 
 def _loading(plan: Plan, directory: Path, *, alike: bool, say: Say) -> dict[str, str]:
-    """Return the variables that load the plugin; none, with a notice, where it does not work."""
+    """Return the variables of jobs with the plugin; none, with a notice, where it does not work."""
     why = why_no_plugin(planned_or_installed(plan))
     try:
-        loading = plugin_variables(directory, alike=alike)
+        loading = plugin_exports(plan, directory, alike=alike)
     except InputError as error:
         loading, why = {}, why or str(error)
     if why:
@@ -325,6 +326,8 @@ def _guard(plan: Installed) -> str:
     major = measured.driver.partition(".")[0]
     pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
     return (
+        # Ranks on other hosts may be without the plan: unlike variables hang.
+        '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n'
         "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
         f"    gpus=/proc/driver/nvidia/gpus\n{uuids}"
         f"    grep -qs {pattern} /proc/driver/nvidia/version || exit 0\n"

@@ -219,7 +219,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 def environment_text(settings: Settings) -> str:
     """Return the variables that make these settings as `NAME=VALUE ...`, "" for none."""
-    return _shell(environment(settings))
+    return shell_text(environment(settings))
 
 
 def settings_from_environment(
@@ -331,13 +331,14 @@ def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where
     known = pinned_values(pinned, where=place) == pinned
     require(known, place, "has values that no plan has", "plan it again")
     for settings in under if pinned else ():
-        what = f"is for jobs with {_shell(pinned)} and has p2p_level {settings.p2p_level}"
+        what = f"is for jobs with {shell_text(pinned)} and has p2p_level {settings.p2p_level}"
         right = f"it is {level} there; plan it again"
         require(settings.p2p_level == level, where, what, right)
 
 
-def _shell(pinned: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in pinned.items())
+def shell_text(variables: Mapping[str, str]) -> str:
+    """Return variables as `NAME=VALUE ...`."""
+    return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def pinned_env_text(pinned: Mapping[str, str]) -> str:
@@ -346,7 +347,7 @@ def pinned_env_text(pinned: Mapping[str, str]) -> str:
     >>> pinned_env_text({"NCCL_P2P_DISABLE": "1"})
     'for jobs with NCCL_P2P_DISABLE=1, default NCCL included'
     """
-    return f"for jobs with {_shell(pinned)}, default NCCL included"
+    return f"for jobs with {shell_text(pinned)}, default NCCL included"
 
 
 def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ...]:

@@ -46,7 +46,8 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     that share the NICs, else from its NVML index. A search without result takes local NICs with
     `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before
     sm 90 may reach NICs over any path. From sm 100 on its search does not try `unknown_intra` rates
-    inside a node, and `unknown_inter` between nodes.
+    inside a node, and `unknown_inter` between nodes. Variables that NCCL_NO_CACHE names are read
+    for each communicator; of those, `rereads` have effect there.
     """
 
     name: str = "2.18"
@@ -72,6 +73,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_nodes: bool = False
     nearer_wins: bool = False
     shares_nets_by_place: bool = False
+    rereads: tuple[str, ...] = ()
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
@@ -102,6 +104,8 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "rank_overrides_dev": True,
         "shm_copy_engine": False,
         "relays_need_gpu_direct": True,
+        # init.cc computeBuffSizes, graph/connect.cc ncclTopoPostset
+        "rereads": ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     },
     (2, 30, 3): {"device_nodes": True, "unknown_inter": ()},
     (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True},

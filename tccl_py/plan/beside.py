@@ -32,7 +32,13 @@ from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
-from tccl_py.plan.directory import ALIKE_INDEX_FILE, HOSTS_FOLDER, machine_file, plugin_files
+from tccl_py.plan.directory import (
+    ALIKE_INDEX_FILE,
+    HOSTS_FOLDER,
+    machine_file,
+    plugin_files,
+    plugin_variables,
+)
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
@@ -219,8 +225,8 @@ _MAX_PATH = 254
 _BUILD = "python -m tccl_py.nccl.plugin.build"
 
 
-def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
-    """Return the variables by which a job loads the plugin with the plan in a directory.
+def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[str, str]:
+    """Return the variables of a job with the plugin: those that load it, and those that it needs.
 
     With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
 
@@ -247,7 +253,8 @@ def plugin_variables(directory: Path, *, alike: bool = False) -> dict[str, str]:
     if why := why_not_trusted(index):
         right = "let nobody but root and the user of the jobs write it, and the folders above it"
         raise InputError(str(index), f"is not trusted by the plugin: {why}", right)
-    return {PLUGIN_VARIABLE: str(library)} | {name: str(path) for name, path in named.items()}
+    loading = {PLUGIN_VARIABLE: library, **named}
+    return {name: str(path) for name, path in loading.items()} | plugin_variables(plan)[0]
 
 
 def why_not_trusted(path: Path) -> str:

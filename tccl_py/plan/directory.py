@@ -14,8 +14,20 @@ from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.plugin import LIBRARY, found_library
-from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
-from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
+from tccl_py.nccl.plugin.index import (
+    INDEX_FILE,
+    IndexedGpu,
+    IndexedSet,
+    PluginIndex,
+    plugin_environment,
+)
+from tccl_py.nccl.settings import (
+    Settings,
+    env_rules,
+    env_sh,
+    environment,
+    nccl_conf,
+)
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.parts import SubsetRings, per_channel
 from tccl_py.plan.plan import Plan
@@ -47,8 +59,12 @@ def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
     if plan.is_cluster or plan.recommended != "graph":
         return {}
-    gaining = (subset.gpus for subset in plan.subsets if subset.gains)
-    return {plan.gpus: GRAPH_FILE} | {gpus: subset_file(gpus) for gpus in gaining}
+    return {gpus: subset_file(gpus) for gpus in gaining_sets(plan)} | {plan.gpus: GRAPH_FILE}
+
+
+def gaining_sets(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of GPUs whose communicators gain by the recommended choice."""
+    return (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
 
 
 _PLUGIN_NOTE = "# The best without placed bounce buffers, which jobs get by `tccl run`.\n"
@@ -222,10 +238,9 @@ def plugin_files(
         found = plan.subset(gpus)
         placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
         nodes = {gpu: numa_ids[node] for gpu, node in placed}
-        # NCCL reads it for each communicator: without a graph file it stays NCCL's own.
-        algo = environment(plan.job_settings).get("NCCL_ALGO")
-        text = texts[name].encode()
-        sets.append(IndexedSet(gpus=gpus, file=name, text=text, nodes=nodes, algo=algo))
+        sets.append(IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes))
+    if plan.recommended == "variables" and plugin_variables(plan)[1]:
+        sets = [IndexedSet(gpus=gpus) for gpus in gaining_sets(plan)]
     with suppress(InputError):
         index = plugin_index(plan, 0, sets, known)
         index = msgspec.structs.replace(index, tables=tables or {})
@@ -237,6 +252,16 @@ def plugin_files(
         if library := found_library(directory / "nccl"):
             files[LIBRARY] = library.read_bytes()
     return files
+
+
+def plugin_variables(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that a job with the plugin needs, and those that the plugin gives.
+
+    Over several hosts it gives none: a rank does not know what ranks of other hosts are given.
+    """
+    if plan.is_cluster:
+        return environment(plan.job_settings), {}
+    return plugin_environment(plan.job_settings)
 
 
 def plugin_index(
@@ -251,9 +276,7 @@ def plugin_index(
     uuids = {} if known is None else known.uuids(machine)
     major = "" if known is None else known.driver.partition(".")[0]
     must, forbid = env_rules(plan.job_settings)
-    variables = environment(plan.job_settings)
-    if any(one.algo for one in sets):
-        variables.pop("NCCL_ALGO")
+    needed, given = plugin_variables(plan)
     return PluginIndex(
         simulated=plan.simulated,
         gpus=tuple(
@@ -262,7 +285,8 @@ def plugin_index(
             if gpu.index in plan.class_gpus[number]
         ),
         sets=tuple(sets),
-        variables=variables,
+        needed=needed,
+        given=given,
         must=must,
         forbid=forbid,
         # Rates of a model do not depend on the version, and measured plans hold for their own.

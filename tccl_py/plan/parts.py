@@ -149,7 +149,8 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
 
     `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
-    Without `gains` NCCL's own rings are as fast, and no communicator gets the rings unasked.
+    Without `gains` NCCL's own rings are as fast, or under variables that single communicators get,
+    default NCCL is: then the plugin gives communicators over these GPUs nothing.
     """
 
     gpus: tuple[Gpu, ...]

@@ -16,7 +16,13 @@ from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
-from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
+from tccl_py.nccl.plugin.index import plugin_environment
+from tccl_py.nccl.settings import (
+    Settings,
+    check_settings,
+    pinned_level,
+    pinned_values,
+)
 from tccl_py.nccl.versions import LATEST, version_facts
 from tccl_py.plan.choices import (
     OwnChoices,
@@ -174,6 +180,8 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
             planned = subset_rings(task, best.settings, best.orders)
         if best.rate_gbps > others * (1 + AS_GOOD):
             planned = _rated(task, planned, (best.settings, own.variables.settings))
+        elif plugin_environment(own.variables.settings)[1]:
+            planned = _gaining(task, planned, own.variables.settings)
     except KeyboardInterrupt:
         cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
@@ -285,6 +293,19 @@ def _rated(
     def gains(subset: SubsetRings) -> bool:
         part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
         return any(subset.rate_gbps > own_gbps(part, one) * (1 + AS_GOOD) for one in plain)
+
+    return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
+
+
+def _gaining(
+    task: Task, planned: Iterable[SubsetRings], variables: Settings
+) -> tuple[SubsetRings, ...]:
+    """Return the subsets, with whether NCCL's rings under the variables beat default NCCL's."""
+
+    def gains(subset: SubsetRings) -> bool:
+        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
+        default = own_gbps(part, task.default_settings)
+        return own_gbps(part, variables) > default * (1 + AS_GOOD)
 
     return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
 

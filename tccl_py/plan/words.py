@@ -12,8 +12,14 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.files import picked
-from tccl_py.nccl.settings import Settings, environment, environment_text, pinned_env_text
-from tccl_py.plan.directory import graph_files
+from tccl_py.nccl.settings import (
+    Settings,
+    environment,
+    environment_text,
+    pinned_env_text,
+    shell_text,
+)
+from tccl_py.plan.directory import gaining_sets, graph_files, plugin_variables
 from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
 from tccl_py.plan.plan import Plan
 from tccl_py.readers.hosts import compress
@@ -179,8 +185,11 @@ def _plugin_text(plan: Plan) -> str:
             "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
             "-o JOB` makes; without it, launch with the files of nccl/order"
         )
-    variables = environment_text(plan.job_settings)
-    rest = f"default NCCL with {variables}" if variables else "default NCCL"
+    needed, given = map(shell_text, plugin_variables(plan))
+    rest = f"default NCCL with {needed}" if needed else "default NCCL"
+    if given and plan.recommended == "variables":
+        count = counted(len(gaining_sets(plan)), "set")
+        return f"{given} for communicators over {count} of GPUs; {rest} for others"
     rates = [found.rate_gbps for _, _, found in subset_files(plan)]
     if not rates:
         return f"{rest} for every communicator"

@@ -25,7 +25,7 @@ from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
-from tccl_py.plan.beside import plan_in, plugin_variables
+from tccl_py.plan.beside import plan_in, plugin_exports
 from tccl_py.plan.directory import graph_files, host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
@@ -71,7 +71,9 @@ class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
     def loading(self, nccl: str) -> dict[str, str]:
         """Return the variables that load the plan's plugin; none if this process cannot."""
         try:
-            wanted = plugin_variables(self.directory, alike=os.environ.get(ALIKE_VARIABLE) == "1")
+            wanted = plugin_exports(
+                self.plan, self.directory, alike=os.environ.get(ALIKE_VARIABLE) == "1"
+            )
         except InputError:
             return {}
         given = _given()

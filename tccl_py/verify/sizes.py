@@ -22,7 +22,7 @@ from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.beside import PLUGIN_VARIABLE, Kept, Tuning, keep_tuning
-from tccl_py.plan.directory import subset_graph
+from tccl_py.plan.directory import plugin_variables, subset_graph
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.planner import subsets
 from tccl_py.verify.collectives import GRAPHED_BYTES
@@ -321,6 +321,7 @@ def _checked(
     index = target.directory.resolve() / "nccl" / INDEX_FILE
     variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
     variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
+    variables |= plugin_variables(target.plan)[0]
     arm = replace(plan, variables=variables, graphs={})
     contests = tuple(
         Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], table=True) for row in asked

@@ -19,7 +19,7 @@ from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.again import planned_models
-from tccl_py.plan.beside import planned_fingerprint, plugin_variables
+from tccl_py.plan.beside import planned_fingerprint, plugin_exports
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import (
     GRAPH_FILE,
@@ -79,7 +79,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if name != "default":
                 graph = file if name == "graph" else None
                 variables |= (
-                    plugin_variables(self.directory)
+                    plugin_exports(self.plan, self.directory)
                     if choice.settings.shm_placement and not why_no_plugin(choice.settings.version)
                     else job_environment(choice.settings, graph=graph)
                 )

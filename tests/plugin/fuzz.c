@@ -85,12 +85,13 @@ static void write_digest(char *data, size_t size, size_t body) {
 static void check_plan(const struct plan *plan, long number) {
   if (plan->gpu_count < 1 || plan->gpu_count > MAX_GPUS) fail("GPUs out of range", number);
   uint64_t all = plan->gpu_count == 64 ? ~UINT64_C(0) : (UINT64_C(1) << plan->gpu_count) - 1;
-  for (int i = 0; i < plan->graph_count; i++) {
-    const struct graph *graph = &plan->graphs[i];
-    if ((graph->gpus & ~all) || plan_graph(plan, graph->gpus) != graph) fail("a lost set", number);
-    if (strlen(graph->text) != graph->size) fail("a graph file with a NUL", number);
+  for (int i = 0; i < plan->set_count; i++) {
+    const struct set *set = &plan->sets[i];
+    if ((set->gpus & ~all) || plan_set(plan, set->gpus) != set) fail("a lost set", number);
+    if (set->text && strlen(set->text) != set->size) fail("a graph file with a NUL", number);
+    if (!set->text && plan->give.count == 0) fail("a set that gets nothing", number);
     for (int gpu = 0; gpu < MAX_GPUS; gpu++)
-      if (graph->nodes[gpu] < 0 || graph->nodes[gpu] > MAX_NODE) fail("an unknown node", number);
+      if (set->nodes[gpu] < 0 || set->nodes[gpu] > MAX_NODE) fail("an unknown node", number);
   }
   for (int i = 0; i < plan->tune_count; i++) {
     const struct tune *tune = &plan->tunes[i], *next = tune + 1;
@@ -157,11 +158,10 @@ static int fuzz_board(char *path, long count) {
       for (size_t r = 0; r < changed / sizeof *posts; r++) board_seal(&posts[r]);
     struct decision decision = decide(plan, &good[0], posts, changed);
     bool same = changed == size && memcmp(posts, good, size) == 0;
-    if (decision.table && !decision.agreed) fail("a table without agreement", i);
-    if (decision.graph) {
+    if (decision.set || decision.table) {
       taken++;
       if (!sealed && !same) fail("a damaged board was taken", i);
-      if (!graph_text(plan, &decision, out, plan->largest_graph * 5 / 4 + 64))
+      if (decision.set && decision.set->text && !graph_text(plan, &decision, out, plan->largest_graph * 5 / 4 + 64))
         fail("a graph file without room", i);
     } else if (decision.why[0] == '\0') {
       fail("no reason", i);

@@ -50,7 +50,7 @@ class StandIn:
 
     def __init__(self, folder, sanitizer=""):
         self._program = compile_program(folder, "stand_in", sanitizer=sanitizer)
-        self._libraries = [
+        self.libraries = [
             compile_program(
                 folder,
                 "fake_gpu",
@@ -75,7 +75,7 @@ class StandIn:
         """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
         record = RECORDS / f"asked-by-{version}.txt"
-        command = [*wrapper, self._program, self.plugin, record, *self._libraries]
+        command = [*wrapper, self._program, self.plugin, record, *self.libraries]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TCCL_"))}
         done = subprocess.run(
             command,

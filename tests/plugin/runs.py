@@ -86,7 +86,7 @@ def make_plan(
         places = {gpu: nodes[gpu] for gpu in gpus} if nodes else {}
         sets.append(IndexedSet(gpus=gpus, file=name, text=text, nodes=places))
     gpus = tuple(IndexedGpu(nvml=nvml, bus_id=bus) for nvml, bus in sorted(buses.items()))
-    values = {"simulated": True, "variables": {"NCCL_P2P_LEVEL": "SYS"}, "gpus": gpus}
+    values = {"simulated": True, "gpus": gpus}
     index = PluginIndex(sets=tuple(sets), tables=tune_lines(tables), **(values | fields))
     (folder / INDEX_FILE).write_bytes(index.encode())
     return MadePlan(folder=folder, orders=orders)

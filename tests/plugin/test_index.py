@@ -22,11 +22,11 @@ def test_sets_are_in_the_order_of_their_masks():
     sets = (
         PAIR,
         IndexedSet(gpus=(0, 1, 4), file="b.xml", text=b""),
-        IndexedSet(gpus=(1, 0), file="c.xml", text=b"", nodes={1: 2, 0: 3}, algo="Ring"),
+        IndexedSet(gpus=(1, 0), file="c.xml", text=b"", nodes={1: 2, 0: 3}),
     )
     found = [line.split() for line in lines(index(sets=sets)) if line.startswith("set")]
     assert [line[1:3] for line in found] == [["0,1", "c.xml"], ["0,4", "a.xml"], ["0,1,4", "b.xml"]]
-    assert found[0][4:] == ["NODES=3,2", "NCCL_ALGO=Ring"]
+    assert found[0][4:] == ["NODES=3,2"]
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,16 @@ def test_sets_are_in_the_order_of_their_masks():
         {"gpus": GPUS[::-1]},
         {"gpus": (IndexedGpu(nvml=0, bus_id="1:2"),)},
         {"gpus": (IndexedGpu(nvml=0, bus_id="0000:01:00.0", uuid="MIG-1"),)},
-        {"variables": {"NCCL_NET_PLUGIN": "x"}},
-        {"variables": {"NCCL_BUFFSIZE": "1 2"}},
+        {"needed": {"NCCL_NET_PLUGIN": "x"}},
+        {"given": {"NCCL_GRAPH_FILE": "x"}},
+        {"given": {"NCCL_BUFFSIZE": "1 2"}},
         {"must": {"LD_PRELOAD": "x"}},
         {"forbid": ("NCCL_A B",)},
         {"sets": (PAIR, PAIR)},
         {"sets": (msgspec.structs.replace(PAIR, gpus=(0,)),)},
         {"sets": (msgspec.structs.replace(PAIR, gpus=(0, 3)),)},
         {"sets": (msgspec.structs.replace(PAIR, file="../a.xml"),)},
-        {"sets": (msgspec.structs.replace(PAIR, algo="Ring Tree"),)},
+        {"sets": (IndexedSet(gpus=(0, 1)),)},
         {"sets": (msgspec.structs.replace(PAIR, text=bytes(1 << 19)),)},
         {"sets": (msgspec.structs.replace(PAIR, nodes={0: 1}),)},
         {"sets": (msgspec.structs.replace(PAIR, nodes={0: 1, 4: 1024}),)},

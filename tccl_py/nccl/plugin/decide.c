@@ -10,10 +10,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, NOTHING = 0, POSTED, EARLY, DECIDED };
+enum { SCANNED_BYTES = 4 << 20, CHUNK = 1 << 16, NOTHING = 0, POSTED, DECIDED };
 
 static const char *const refusals[REFUSALS] = {
-    [USER_VARIABLE] = "a variable of the user contradicts the plan",
+    [USER_VARIABLE] = "a variable contradicts the plan or is missing",
     [OTHER_GPU] = "its GPU is not the plan's",
     [NO_MEMORY_FILE] = "it has no file in memory",
 };
@@ -40,7 +40,7 @@ static const char *objection(const struct plan *plan, const struct post *own,
 /* Decide from nothing but the posts and the plan, which all ranks have alike. */
 struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
                        size_t size) {
-  struct decision decision = {.graph = NULL};
+  struct decision decision = {.set = NULL};
   uint64_t gpus = 0, tuned = 1;
   size_t count = size / sizeof *posts;
   if (count > MAX_GPUS || size % sizeof *posts != 0 ||
@@ -64,17 +64,16 @@ struct decision decide(const struct plan *plan, const struct post *own, const st
     decision.nvml[post->gpu] = post->nvml;
     tuned &= post->tuned;
   }
-  decision.agreed = true;
-  decision.graph = plan_graph(plan, gpus);
+  decision.set = plan_set(plan, gpus);
   decision.table = tuned ? plan_table(plan, gpus) : NULL;
-  if (!decision.graph) explain(decision.why, "the plan has no graph file for these GPUs");
+  if (!decision.set) explain(decision.why, "the plan has nothing for these GPUs");
   return decision;
 }
 
 /* Write the graph file with today's NVML indices, which a container numbers anew. */
 size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
                   size_t room) {
-  const char *from = decision->graph->text, *end = from + decision->graph->size, *begin;
+  const char *from = decision->set->text, *end = from + decision->set->size, *begin;
   size_t size = 0;
   for (int gpu;; size += (size_t)sprintf(out + size, "%x", (unsigned)decision->nvml[gpu])) {
     const char *behind = next_gpu(plan, from, &begin, &gpu), *stop = behind ? begin : end;
@@ -98,7 +97,7 @@ struct member {
   char *mapped;
   char path[32];
   struct post post;
-  const struct graph *graph;
+  const struct set *set;
   const struct tune *table;
 };
 static _Thread_local struct member member = {.board = -1, .memory = -1};
@@ -129,7 +128,7 @@ void forget(void) {
   if (member.phase == POSTED) board_leave(member.board, member.post.hash, false);
   drop_memory();
   member.phase = NOTHING;
-  member.graph = NULL;
+  member.set = NULL;
   member.table = NULL;
 }
 
@@ -178,18 +177,6 @@ static bool find_ranks(const void *context, uint64_t hash, uint32_t *rank, uint3
   return found;
 }
 
-/* NCCL reads most variables once, in a process's first communicator, after its decision. Where a
- * rank there is without the plan, no rank may have the plan's variables. */
-static int first_agreed; /* 0: no communicator yet, 1: it did, -1: it did not */
-
-static void note_first(bool agreed) {
-  int none = 0;
-  __atomic_compare_exchange_n(&first_agreed, &none, agreed ? 1 : -1, false, __ATOMIC_RELAXED,
-                              __ATOMIC_RELAXED);
-}
-
-bool some_rank_disagreed(void) { return __atomic_load_n(&first_agreed, __ATOMIC_RELAXED) < 0; }
-
 static enum refusal identify(const struct plan *plan, struct post *post, char why[MAX_REASON]) {
   const char *other = contradiction(plan);
   if (other) return explain(why, "%s", other), USER_VARIABLE;
@@ -204,7 +191,6 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
   pthread_once(&once, first_use);
   forget();
   post.refusal = identify(plan, &post, why);
-  if (post.refusal != AGREES) note_first(false);
   if (!find_ranks(context, hash, &post.rank, &post.ranks)) {
     say("default NCCL: this NCCL does not show the number of ranks");
     return;
@@ -215,7 +201,7 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
   if (post.ranks > most)
     say("default NCCL: %u ranks, and the plan has %u GPUs", post.ranks, most);
   if (post.ranks < least || post.ranks > most) return;
-  if (post.refusal == AGREES && plan->graph_count > 0 && !make_memory(plan)) {
+  if (post.refusal == AGREES && plan->largest_graph > 0 && !make_memory(plan)) {
     post.refusal = NO_MEMORY_FILE;
     explain(why, "%s", refusals[NO_MEMORY_FILE]);
   }
@@ -227,7 +213,6 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
   member.board = board_post(&post, why);
   if (member.board < 0) {
     say("default NCCL on all ranks: rank %u of %u %s", post.rank, post.ranks, why);
-    note_first(false);
     drop_memory();
     return;
   }
@@ -236,34 +221,37 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
   if (has_key) pthread_setspecific(at_thread_exit, &member);
 }
 
-/* All ranks have posted: decide, and fill the file that was made before. Nothing here can fail on
- * one rank alone. NCCL asks for the topology's dump once per communicator (`topology`), and for the
- * P2P level before that in a process's first communicator, both behind its first allgather. */
-void conclude(bool topology) {
+/* All ranks have posted, and NCCL asks for the topology's dump, once per communicator behind its
+ * first allgather: decide, and fill the file that was made before. Nothing here can fail on one rank
+ * alone. */
+void conclude(void) {
   const struct plan *plan = active_plan();
   struct post posts[MAX_GPUS + 1];
-  if (member.phase == EARLY && topology) member.phase = DECIDED;
-  else if (member.phase != POSTED && topology) forget(); /* a child that shares its parent's network */
-  if (member.phase != POSTED) return;
+  if (member.phase != POSTED) return forget(); /* a child that shares its parent's network */
   ssize_t size = pread(member.board, posts, sizeof posts, 0);
   struct decision decision = decide(plan, &member.post, posts, size < 0 ? 0 : (size_t)size);
   board_leave(member.board, member.post.hash, true);
-  member.phase = topology ? DECIDED : EARLY;
-  note_first(decision.agreed);
+  member.phase = DECIDED;
+  const struct set *set = decision.set;
   size_t length = 0;
   member.table = decision.table;
-  if (decision.graph) length = graph_text(plan, &decision, member.mapped, graph_room(plan));
-  if (length > 0 && ftruncate(member.memory, (off_t)length) == 0) {
-    member.graph = decision.graph;
-    say("rank %u of %u: graph file %s of %s%s", member.post.rank, member.post.ranks,
-        decision.graph->name, plan->path, plan->simulated ? " (simulated)" : "");
-    return;
+  if (set && set->text) {
+    length = graph_text(plan, &decision, member.mapped, graph_room(plan));
+    if (length == 0 || ftruncate(member.memory, (off_t)length) != 0) set = NULL; /* never */
   }
-  say("rank %u of %u: default NCCL: %s", member.post.rank, member.post.ranks, decision.why);
-  if (!member.table) forget();
+  member.set = set;
+  if (set)
+    say("rank %u of %u: %s%s%s of %s%s", member.post.rank, member.post.ranks,
+        set->text ? "graph file " : "variables", set->text ? set->name : "",
+        set->text && plan->give.count > 0 ? " and variables" : "", plan->path,
+        plan->simulated ? " (simulated)" : "");
+  else say("rank %u of %u: default NCCL: %s", member.post.rank, member.post.ranks, decision.why);
+  if (!set && !member.table) forget();
 }
 
-const char *chosen_graph_file(void) { return member.graph ? member.path : NULL; }
+const char *chosen_graph_file(void) {
+  return member.set && member.set->text ? member.path : NULL;
+}
 
 const struct tune *chosen_table(uint64_t hash, size_t ranks) {
   bool own = member.phase == DECIDED && member.post.hash == hash && member.post.ranks == ranks;
@@ -274,9 +262,11 @@ const struct tune *chosen_table(uint64_t hash, size_t ranks) {
 
 /* Return the NUMA node for a communicator's host buffers on this rank, or -1. */
 int chosen_node(uint64_t hash) {
-  const struct graph *graph = member.graph;
-  if (!graph || !graph->placed || member.post.hash != hash || some_rank_disagreed()) return -1;
-  return graph->nodes[member.post.gpu];
+  const struct set *set = member.set;
+  return set && set->placed && member.post.hash == hash ? set->nodes[member.post.gpu] : -1;
 }
 
-const char *chosen_algorithm(void) { return member.graph ? member.graph->algo : NULL; }
+/* Return the value of a variable that this communicator alone gets, or NULL. */
+const char *chosen_variable(const char *name) {
+  return member.set ? variable_of(&active_plan()->give, name) : NULL;
+}

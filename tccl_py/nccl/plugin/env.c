@@ -13,7 +13,7 @@
 
 enum { SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
 /* NCCL versions whose order of calls and struct ncclComm this plugin knows. */
-enum { FIRST_NCCL = 22807, LAST_NCCL = 23099 };
+enum { FIRST_NCCL = 22807, LAST_NCCL = 23299, FIRST_UNCACHED = 23000 };
 
 typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line,
                          const char *format, ...);
@@ -29,6 +29,7 @@ static struct plan *plan;
 static struct environment *next;   /* somebody else's environment plugin, behind this one */
 static char *own_path;             /* of this library */
 static char *networks;             /* the answer for NCCL_NET_PLUGIN */
+static char *uncached;             /* the answer for NCCL_NO_CACHE */
 static uint32_t version;
 static logger_t logger;
 static bool debug;
@@ -60,15 +61,13 @@ static bool enabled(const char *name) {
   return value && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-static const char *another_value(const struct variables *of, bool needed) {
-  for (int i = 0; i < of->count; i++) {
-    const char *value = user_value(of->items[i].name);
-    if (value ? strcasecmp(value, of->items[i].value) != 0 : needed) return of->items[i].name;
-  }
-  return NULL;
+static bool has_value(const struct variable *variable, bool or_none) {
+  const char *value = user_value(variable->name);
+  return value ? strcasecmp(value, variable->value) == 0 : or_none;
 }
 
-/* Return the user's variable that contradicts the plan, or NULL. */
+/* Return the variable that contradicts the plan in this process, or NULL. NCCL reads the needed ones
+ * once per process, before any rank can know what the others have: the plugin never answers them. */
 const char *contradiction(const struct plan *of) {
   /* Communicators of NCCL_COMM_ID have the same hash in every job. */
   static const char *const always[] = {"NCCL_GRAPH_FILE", "NCCL_COMM_ID"};
@@ -76,9 +75,29 @@ const char *contradiction(const struct plan *of) {
     if (user_value(always[i])) return always[i];
   for (int i = 0; i < of->forbid.count; i++)
     if (user_value(of->forbid.items[i].name)) return of->forbid.items[i].name;
-  /* Hosts of a job could not tell whether all have its variables: its launcher sets them. */
-  const char *name = of->job ? another_value(&of->set, true) : NULL;
-  return name ? name : another_value(&of->must, false);
+  for (int i = 0; i < of->need.count; i++)
+    if (!has_value(&of->need.items[i], false)) return of->need.items[i].name;
+  for (int i = 0; i < of->must.count; i++)
+    if (!has_value(&of->must.items[i], true)) return of->must.items[i].name;
+  return NULL;
+}
+
+/* List what NCCL has to read anew for each communicator, behind the user's list. NCCL_ALGO it reads
+ * anew by itself. */
+static bool list_uncached(const struct plan *of, char why[MAX_REASON]) {
+  const char *users = user_value("NCCL_NO_CACHE");
+  char *list = strdup(users ? users : "");
+  for (int i = 0; list && i < of->give.count; i++) {
+    const char *name = of->give.items[i].name;
+    char *shorter = list;
+    if (strcmp(name, "NCCL_ALGO") == 0) continue;
+    if (version < FIRST_UNCACHED)
+      return free(list), explain(why, "before 2.30 NCCL reads %s once per process", name);
+    if (asprintf(&list, "%s%s%s", shorter, shorter[0] ? "," : "", name) < 0) list = NULL;
+    free(shorter);
+  }
+  uncached = list;
+  return list || explain(why, "no memory");
 }
 
 /* Put this library in front of the networks that NCCL would try. */
@@ -103,7 +122,7 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
     return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
   if ((version < FIRST_NCCL || version > LAST_NCCL) && !enabled("TCCL_ANY_NCCL"))
     return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
-  return host_matches(found, why) && list_networks(why);
+  return host_matches(found, why) && list_networks(why) && list_uncached(found, why);
 }
 
 /* Return this host's index of the job that TCCL_JOB names, else TCCL_INDEX; NULL: neither. */
@@ -138,7 +157,7 @@ static void load(void) {
   __atomic_store_n(&plan, found, __ATOMIC_RELEASE);
   if (!found) say("default NCCL: %s", path ? why : "TCCL_INDEX is not set");
   if (!found) free(path);
-  else say("plan %s: %d graph files, %d tuned ranges%s", found->path, found->graph_count,
+  else say("plan %s: %d sets of GPUs, %d tuned ranges%s", found->path, found->set_count,
            found->tune_count, found->simulated ? ", simulated" : "");
 }
 
@@ -237,22 +256,17 @@ static const char *get(const char *name) {
   if (strcmp(name, "NCCL_NET_PLUGIN") == 0) return networks;
   if (strcmp(name, "NCCL_TUNER_PLUGIN") == 0) return tuner_plugin(value, own_path);
   if (strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0) {
-    conclude(true);
+    conclude();
     return value;
   }
-  if (strcmp(name, "NCCL_P2P_DISABLE") == 0) conclude(false);
   if (strcmp(name, "NCCL_GRAPH_FILE") == 0) return value ? value : chosen_graph_file();
-  const char *answer = NULL;
-  if (strcmp(name, "NCCL_ALGO") == 0) {
-    answer = chosen_algorithm();
-    forget(); /* the last question of a communicator (graph/tuning.cc) */
-  }
+  if (strcmp(name, "NCCL_NO_CACHE") == 0) return uncached[0] ? uncached : NULL;
+  const char *answer = chosen_variable(name);
+  if (strcmp(name, "NCCL_ALGO") == 0) forget(); /* its last question (graph/tuning.cc) */
   if (value) return value;
   /* Unasked, NCCL would take the profiler of this library, as of any network library. */
   if (strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
     return others_have("profiler", "ncclProfiler_v") ? NULL : plan->placed ? own_path : "none";
-  if (!answer && !plan->job && !some_rank_disagreed() && !contradiction(plan))
-    answer = variable_of(&plan->set, name);
   return answer;
 }
 

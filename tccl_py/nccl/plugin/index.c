@@ -119,59 +119,52 @@ const char *next_gpu(const struct plan *plan, const char *text, const char **beg
 }
 
 /* Check that a graph file names all GPUs of its set and no other GPU. */
-static bool names_its_gpus(const struct plan *plan, const struct graph *graph) {
+static bool names_its_gpus(const struct plan *plan, const struct set *set) {
   uint64_t named = 0;
-  const char *at = graph->text, *begin;
+  const char *at = set->text, *begin;
   for (int gpu; (at = next_gpu(plan, at, &begin, &gpu)); named |= UINT64_C(1) << gpu)
-    if (gpu < 0 || !(graph->gpus >> gpu & 1) || *at != '"') return false;
-  return named == graph->gpus && strlen(graph->text) == graph->size;
+    if (gpu < 0 || !(set->gpus >> gpu & 1) || *at != '"') return false;
+  return named == set->gpus && strlen(set->text) == set->size;
 }
 
 /* Read a set's graph file, now: what NCCL gets later does not depend on files any more. */
-static bool read_graph(struct plan *plan, struct graph *graph, const char *hex, char *why) {
+static bool read_graph(struct plan *plan, struct set *set, const char *hex, char *why) {
   uint8_t found[DIGEST_BYTES];
-  if (graph->name[0] == '/') return false;
-  graph->text = read_trusted(plan->folder, graph->name, MAX_GRAPH_BYTES, &graph->size, why);
-  if (!graph->text) return false;
-  if (!digest_is(hex, graph->text, graph->size, found) || !names_its_gpus(plan, graph))
-    return explain(why, "%.200s is not the file of the index", graph->name);
-  if (graph->size > plan->largest_graph) plan->largest_graph = graph->size;
+  if (strcmp(set->name, "-") == 0) return strcmp(hex, "-") == 0 && plan->give.count > 0;
+  if (set->name[0] == '/') return false;
+  set->text = read_trusted(plan->folder, set->name, MAX_GRAPH_BYTES, &set->size, why);
+  if (!set->text) return false;
+  if (!digest_is(hex, set->text, set->size, found) || !names_its_gpus(plan, set))
+    return explain(why, "%.200s is not the file of the index", set->name);
+  if (set->size > plan->largest_graph) plan->largest_graph = set->size;
   return true;
 }
 
-/* Read `1,0,0`: the NUMA node of each GPU of a set. */
-static bool parse_nodes(struct graph *graph, const char *text) {
+/* Read `NODES=1,0,0`: the NUMA node of each GPU of a set. */
+static bool parse_nodes(struct set *set, const char *text) {
   int64_t node;
+  if (strncmp(text, "NODES=", 6) != 0) return false;
+  text += 6;
   for (int gpu = 0; gpu < MAX_GPUS; gpu++) {
-    if (!(graph->gpus >> gpu & 1)) continue;
+    if (!(set->gpus >> gpu & 1)) continue;
     text = number(text, MAX_NODE, &node);
-    bool last = !(graph->gpus >> gpu >> 1);
+    bool last = !(set->gpus >> gpu >> 1);
     if (!text || *text++ != (last ? '\0' : ',')) return false;
-    graph->nodes[gpu] = (int16_t)node;
+    set->nodes[gpu] = (int16_t)node;
   }
-  return graph->placed = true;
+  return set->placed = true;
 }
 
 static bool parse_set(struct plan *plan, struct reader *reader, char *why) {
-  if (plan->graph_count == MAX_SETS) return false;
-  struct graph *graph = &plan->graphs[plan->graph_count];
-  if (!parse_gpus(plan, reader->fields[1], &graph->gpus)) return false;
-  if (plan->graph_count > 0 && graph[-1].gpus >= graph->gpus) return false;
-  graph->name = reader->fields[2];
-  for (int i = 4; i < reader->count; i++) {
-    char *value = strchr(reader->fields[i], '=');
-    if (!value || value[1] == '\0') return false;
-    *value++ = '\0';
-    if (strcmp(reader->fields[i], "NODES") == 0) {
-      if (i != 4 || !parse_nodes(graph, value)) return false;
-      plan->placed = true;
-      continue;
-    }
-    if (strcmp(reader->fields[i], "NCCL_ALGO") != 0) return false;
-    graph->algo = value;
-  }
-  plan->graph_count++; /* counted before it is read, so that plan_free finds its text */
-  return read_graph(plan, graph, reader->fields[3], why);
+  if (plan->set_count == MAX_SETS || reader->count > 5) return false;
+  struct set *set = &plan->sets[plan->set_count];
+  if (!parse_gpus(plan, reader->fields[1], &set->gpus)) return false;
+  if (plan->set_count > 0 && set[-1].gpus >= set->gpus) return false;
+  set->name = reader->fields[2];
+  if (reader->count == 5 && !parse_nodes(set, reader->fields[4])) return false;
+  plan->placed |= set->placed;
+  plan->set_count++; /* counted before it is read, so that plan_free finds its text */
+  return read_graph(plan, set, reader->fields[3], why);
 }
 
 static int place(const char *word, const char *const *words) {
@@ -214,13 +207,13 @@ static bool parse_nccl(struct plan *plan, char *text) {
 }
 
 /* The kinds of lines behind the digest, in this order; the first four are there once each. */
-enum kind { PROVENANCE, NCCL, DRIVER, NUMA, JOB, GPU, VARIABLE, MUST, FORBID, SET, TUNE, END, KINDS };
+enum kind { PROVENANCE, NCCL, DRIVER, NUMA, JOB, GPU, NEED, GIVE, MUST, FORBID, SET, TUNE, END, KINDS };
 static const struct {
   const char *word;
   int fields; /* 0: four or more */
 } kinds[KINDS] = {{"provenance", 2}, {"nccl", 2}, {"driver", 2}, {"numa", 2}, {"job", 2},
-                  {"gpu", 4}, {"variable", 3}, {"must", 3}, {"forbid", 2}, {"set", 0},
-                  {"tune", 8}, {"end", 1}};
+                  {"gpu", 4}, {"need", 3}, {"give", 3}, {"must", 3}, {"forbid", 2},
+                  {"set", 0}, {"tune", 8}, {"end", 1}};
 
 static bool parse_line(struct plan *plan, struct reader *reader, enum kind kind, char *why) {
   char **fields = reader->fields;
@@ -233,14 +226,15 @@ static bool parse_line(struct plan *plan, struct reader *reader, enum kind kind,
   case NUMA: return whole_number(fields[1], 1024, &plan->numa);
   case JOB: return whole_number(fields[1], MAX_JOB_RANKS, &plan->job) && plan->job >= 2;
   case GPU: return parse_gpu(plan, fields);
-  case VARIABLE: return parse_variable(&plan->set, fields[1], fields[2], true);
+  case NEED: return parse_variable(&plan->need, fields[1], fields[2], true);
+  case GIVE: return parse_variable(&plan->give, fields[1], fields[2], true);
   case MUST: return parse_variable(&plan->must, fields[1], fields[2], false);
   case FORBID: return parse_variable(&plan->forbid, fields[1], NULL, false);
   case SET: return parse_set(plan, reader, why);
   case TUNE: return parse_tune(plan, fields);
   default: /* the end */
     return *reader->at == '\0' && plan->gpu_count > 0 &&
-           (plan->job == 0 || (plan->graph_count == 1 && plan->tune_count == 0));
+           (plan->job == 0 || (plan->set_count == 1 && plan->tune_count == 0));
   }
 }
 
@@ -259,7 +253,7 @@ static bool parse_body(struct plan *plan, struct reader *reader, char *why) {
 /* Check an index against its digest, then read it. */
 static bool parse_index(struct plan *plan, size_t size, char why[MAX_REASON]) {
   struct reader reader = {.at = plan->data};
-  static const char head[] = "tccl-index 1\ndigest ";
+  static const char head[] = "tccl-index 2\ndigest ";
   if (strlen(plan->data) != size || strncmp(plan->data, head, sizeof head - 1) != 0 ||
       !next_line(&reader) || !next_line(&reader) || reader.count != 2)
     return explain(why, "%.200s is no index that this plugin reads", plan->path);
@@ -292,15 +286,15 @@ struct plan *plan_load(char *path, char why[MAX_REASON]) {
 }
 
 void plan_free(struct plan *plan) {
-  for (int i = 0; i < plan->graph_count; i++) free(plan->graphs[i].text);
+  for (int i = 0; i < plan->set_count; i++) free(plan->sets[i].text);
   free(plan->data);
   free(plan);
 }
 
-/* Return the graph file of a set, or NULL. */
-const struct graph *plan_graph(const struct plan *plan, uint64_t gpus) {
-  for (int i = 0; i < plan->graph_count; i++)
-    if (plan->graphs[i].gpus == gpus) return &plan->graphs[i];
+/* Return what a set of GPUs gets, or NULL. */
+const struct set *plan_set(const struct plan *plan, uint64_t gpus) {
+  for (int i = 0; i < plan->set_count; i++)
+    if (plan->sets[i].gpus == gpus) return &plan->sets[i];
   return NULL;
 }
 

@@ -3,25 +3,25 @@
 The plugin reads the file whole and checks all of it before use (index.c). Lines end with a newline,
 a single space separates fields, and kinds of lines come in this order:
 
-    index     = "tccl-index 1" digest provenance nccl driver numa
-                [job] gpu+ variable* must* forbid* set* tune* "end"
+    index     = "tccl-index 2" digest provenance nccl driver numa
+                [job] gpu+ need* give* must* forbid* set* tune* "end"
     digest    = "digest" HEX              BLAKE2b-256 of all bytes after this line
     provenance = "provenance" ("measured" | "simulated")
     nccl      = "nccl" (MAJOR.MINOR | "-")    NCCL of the rates; - is any known version
     driver    = "driver" (MAJOR | "-")        NVIDIA driver, of /proc/driver/nvidia/version
     numa      = "numa" (COUNT | "-")          NUMA nodes with CPUs
     job       = "job" RANKS               ranks of a job over several hosts: its GPUs of this host
-                                          are the only set, without a table, and the launcher sets
-                                          the variables: the plugin only looks that they are set
+                                          are the only set, without a table
     gpu       = "gpu" NVML BUS (UUID | "-")   NVML index, ascending; bus id 0000:01:00.0; GPU-...
-    variable  = "variable" NAME VALUE     answered for every communicator, unless the user set NAME
+    need      = "need" NAME VALUE         without this value in a rank's environment or nccl.conf:
+                                          default NCCL everywhere. The plugin does not answer it
+    give      = "give" NAME VALUE         answered for each communicator over one of the sets
     must      = "must" NAME VALUE         another value of the user means default NCCL everywhere
     forbid    = "forbid" NAME             any value of the user means default NCCL everywhere
-    set       = "set" NVML,NVML... FILE HEX [NODES=NODE,NODE...]
-                [NCCL_ALGO=VALUE]
+    set       = "set" NVML,NVML... (FILE HEX | "- -") [NODES=NODE,NODE...]
                                           a graph file for communicators over exactly these GPUs,
-                                          relative to the index, its BLAKE2b-256, and the NUMA node
-                                          of each GPU's host buffers
+                                          relative to the index, and its BLAKE2b-256, or the given
+                                          variables alone; the NUMA node of each GPU's host buffers
     tune      = "tune" NVML,NVML... COLLECTIVE FROM TO ALGORITHM PROTOCOL CHANNELS
                                           the tuner's choice for FROM to TO bytes (nccl/tuner.py)
 
@@ -43,6 +43,8 @@ from msgspec import Meta
 
 from tccl_py.errors import require
 from tccl_py.files import check_types
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.versions import version_facts
 
 INDEX_FILE = "plugin.index"
 INDEX_VARIABLE = "TCCL_INDEX"
@@ -78,31 +80,30 @@ class IndexedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph file and the GPUs (NVML indices) of its communicators.
+    """The GPUs (NVML indices) of communicators, and their graph file, if they get one.
 
     `nodes` has the NUMA node of each GPU's host buffers; {} leaves them where NCCL puts them.
-    `algo` is the value of NCCL_ALGO, which NCCL reads anew for every communicator
-    (graph/tuning.cc of 2.28.9).
     """
 
     gpus: tuple[int, ...]
-    file: _File
-    text: Annotated[bytes, Meta(max_length=MAX_GRAPH_BYTES)]
+    file: _File | None = None
+    text: Annotated[bytes, Meta(max_length=MAX_GRAPH_BYTES)] = b""
     nodes: Mapping[int, _Node] = {}
-    algo: _Value | None = None
 
 
 class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the plugin needs from a plan; None and "" are not known.
 
-    `must` and `forbid` name variables of users under which the plan does not hold. `tables` are the
-    tuner's for sets of GPUs (`nccl.tuner.tune_lines`).
+    `needed` and `given` are variables as in `nccl.settings.plugin_environment`. `must` and `forbid`
+    name variables of users under which the plan does not hold. `tables` are the tuner's for sets of
+    GPUs (`nccl.tuner.tune_lines`).
     """
 
     simulated: bool
     gpus: Annotated[tuple[IndexedGpu, ...], Meta(min_length=1, max_length=64)]
     sets: Annotated[tuple[IndexedSet, ...], Meta(max_length=4096)] = ()
-    variables: _Variables = {}
+    needed: _Variables = {}
+    given: _Variables = {}
     must: _Variables = {}
     forbid: Annotated[tuple[_Name, ...], Meta(max_length=64)] = ()
     nccl: str = ""
@@ -126,7 +127,8 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             f"numa {'-' if self.numa is None else self.numa}",
             *([f"job {self.job}"] if self.job else ()),
             *(f"gpu {gpu.nvml} {gpu.bus_id} {gpu.uuid or '-'}" for gpu in self.gpus),
-            *(f"variable {name} {value}" for name, value in self.variables.items()),
+            *(f"need {name} {value}" for name, value in self.needed.items()),
+            *(f"give {name} {value}" for name, value in self.given.items()),
             *(f"must {name} {value}" for name, value in self.must.items()),
             *(f"forbid {name}" for name in self.forbid),
         ]
@@ -134,13 +136,13 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
             nodes = ",".join(str(found.nodes[gpu]) for gpu in sorted(found.nodes))
             own = f" NODES={nodes}" if nodes else ""
-            own += f" NCCL_ALGO={found.algo}" if found.algo else ""
-            lines.append(f"set {gpus} {found.file} {digest(found.text)}{own}")
+            file = f"{found.file} {digest(found.text)}" if found.file else "- -"
+            lines.append(f"set {gpus} {file}{own}")
         for tuned in sorted(self.tables, key=lambda gpus: sum(place[gpu] for gpu in gpus)):
             gpus = ",".join(map(str, tuned))
             lines += [f"tune {gpus} {line}" for line in self.tables[tuned]]
         body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
-        encoded = b"tccl-index 1\ndigest %s\n%s" % (digest(body).encode(), body)
+        encoded = b"tccl-index 2\ndigest %s\n%s" % (digest(body).encode(), body)
         right = f"{MAX_INDEX_BYTES} bytes"
         require(len(encoded) <= MAX_INDEX_BYTES, INDEX_FILE, "is too large", right)
         return encoded
@@ -151,7 +153,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         ascending = indices == sorted(set(indices))
         require(ascending, INDEX_FILE, "has GPUs out of order", "ascending NVML indices")
         for name in OWN_VARIABLES:
-            free = name not in self.variables
+            free = name not in {**self.needed, **self.given}
             require(free, INDEX_FILE, f"sets {name}", "the plugin answers it")
         masks = {frozenset(found.gpus) for found in self.sets}
         once = len(masks) == len(self.sets)
@@ -162,10 +164,35 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             fits = len(own) == len(found.gpus) >= least and own <= set(indices)
             right = f"{least} or more of the plan, each once"
             require(fits, INDEX_FILE, f"has a set of GPUs {found.gpus}", right)
+            gets = found.file is not None or bool(self.given)
+            require(gets, INDEX_FILE, f"gives GPUs {found.gpus} nothing", "a file or variables")
             placed = not found.nodes or set(found.nodes) == own
             require(placed, INDEX_FILE, "has NUMA nodes of other GPUs", "one for each GPU")
         ranges = sum(map(len, self.tables.values()))
         require(ranges <= MAX_TUNES, INDEX_FILE, f"has {ranges} tuned ranges", f"{MAX_TUNES}")
+
+
+_SHARING = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0", "NCCL_COMM_SHRINK_SHARE_RESOURCES": "0"}
+
+
+def plugin_environment(settings: Settings) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that jobs with the plugin need, and those that single communicators get.
+
+    NCCL reads the first once per process, before a rank knows the others: all ranks have to be
+    given them alike. It reads the second for each communicator (`VersionFacts.rereads`). A child
+    that shares its parent's buffers would overrun smaller ones, so no child may share them.
+
+    >>> from tccl_py.nccl.settings import Settings
+    >>> plugin_environment(Settings(version="2.28", algo="Ring", buffsize=524288))
+    ({'NCCL_BUFFSIZE': '524288'}, {'NCCL_ALGO': 'Ring'})
+    >>> plugin_environment(Settings(version="2.30", p2p_level="SYS", min_channels=8))
+    ({'NCCL_P2P_LEVEL': 'SYS'}, {'NCCL_MIN_NCHANNELS': '8'})
+    """
+    single = ("NCCL_ALGO", *version_facts(settings.version).rereads)
+    variables = environment(settings)
+    given = {name: value for name, value in variables.items() if name in single}
+    needed = {name: value for name, value in variables.items() if name not in single}
+    return needed | (_SHARING if "NCCL_BUFFSIZE" in given else {}), given
 
 
 def digest(data: bytes) -> str:

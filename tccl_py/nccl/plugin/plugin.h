@@ -57,17 +57,16 @@ struct variables {
   int count;
   struct variable items[MAX_VARIABLES];
 };
-struct graph {
+struct set { /* of GPUs: what communicators over exactly these get, besides `give` */
   uint64_t gpus; /* bit i: the index's GPU i */
-  const char *name;
-  char *text; /* of the file, as it was when its digest was checked */
+  const char *name; /* of the graph file; `-`: variables alone */
+  char *text; /* of the file, as it was when its digest was checked; NULL: none */
   size_t size;
-  const char *algo; /* NCCL_ALGO of its communicators, or NULL */
   bool placed;
   int16_t nodes[MAX_GPUS]; /* where `placed`: the NUMA node of each GPU's outgoing hops */
 };
 struct tune { /* a choice for messages of `from` to `to` bytes; numbers as in NCCL's headers */
-  uint64_t gpus; /* as in struct graph */
+  uint64_t gpus; /* as in struct set */
   int64_t from, to;
   int collective, algorithm, protocol, channels;
 };
@@ -81,17 +80,17 @@ struct plan {
   int job; /* ranks of a job over several hosts, whose GPUs here are the only set; else 0 */
   int gpu_count;
   struct gpu gpus[MAX_GPUS];
-  struct variables set, must, forbid;
-  int graph_count;
-  struct graph graphs[MAX_SETS]; /* by ascending `gpus` */
+  struct variables need, give, must, forbid;
+  int set_count;
+  struct set sets[MAX_SETS]; /* by ascending `gpus` */
   size_t largest_graph;
   int tune_count;
   struct tune tunes[MAX_TUNES + 1]; /* by ascending `gpus`, collective and size; the last has no GPUs */
-  bool placed; /* some graph is */
+  bool placed; /* some set is */
 };
 struct plan *plan_load(char *path, char why[MAX_REASON]);
 void plan_free(struct plan *plan);
-const struct graph *plan_graph(const struct plan *plan, uint64_t gpus);
+const struct set *plan_set(const struct plan *plan, uint64_t gpus);
 const struct tune *plan_table(const struct plan *plan, uint64_t gpus);
 const char *variable_of(const struct variables *variables, const char *name);
 const char *next_gpu(const struct plan *plan, const char *text, const char **begin, int *gpu);
@@ -122,10 +121,9 @@ void boards_sweep(void);
 
 /* decide.c: a thread's communicator. */
 struct decision {
-  bool agreed; /* all ranks have this plan and may use it */
-  const struct graph *graph;
+  const struct set *set; /* NULL: default NCCL */
   const struct tune *table;
-  int nvml[MAX_GPUS]; /* today's NVML index of each of the graph's GPUs */
+  int nvml[MAX_GPUS]; /* today's NVML index of each of the set's GPUs */
   char why[MAX_REASON];
 };
 struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
@@ -133,13 +131,12 @@ struct decision decide(const struct plan *plan, const struct post *own, const st
 size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
                   size_t room);
 void watch(const struct plan *plan, void *context, uint64_t hash);
-void conclude(bool topology);
+void conclude(void);
 void forget(void);
 const char *chosen_graph_file(void);
 const struct tune *chosen_table(uint64_t hash, size_t ranks);
-const char *chosen_algorithm(void);
+const char *chosen_variable(const char *name);
 int chosen_node(uint64_t hash);
-bool some_rank_disagreed(void);
 
 /* env.c */
 const struct plan *active_plan(void);
