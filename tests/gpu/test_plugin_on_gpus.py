@@ -20,7 +20,7 @@ import pytest
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
-from tccl_py.plan.beside import Tuning, keep_tuning, plugin_variables
+from tccl_py.plan.beside import Tuning, keep_tuning, plugin_exports
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import write_plan
@@ -65,7 +65,7 @@ def install(folder, plan, fingerprint):
     write_plan(plan, folder, fingerprint=fingerprint)
     assert (folder / "nccl" / INDEX_FILE).is_file()
     build_plugin(folder / "nccl")
-    return "".join(f"{name}={value}\n" for name, value in plugin_variables(folder).items())
+    return "".join(f"{name}={value}\n" for name, value in plugin_exports(plan, folder).items())
 
 
 def run_job(way, size, conf, folder, **variables):

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from tccl_py.plan.beside import plugin_variables
+from tccl_py.plan.beside import plugin_exports
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import ASUS, as_only, needing_a_graph, plan_of
@@ -27,7 +28,7 @@ def test_communicators_run_the_rings_that_were_planned_for_their_gpus(
     directory, tmp_path, version, scenario
 ):
     needs_host(version)
-    env = plugin_variables(directory)
+    env = plugin_exports(load_plan(directory), directory)
     result = run_ranks(tmp_path / "run", scenario, 4, plan=None, version=version, env=env)
     assert result.errors == [] and set(result.codes.values()) == {0}
     logs = [(tmp_path / "run" / f"log.{rank}").read_text() for rank in range(4)]
