@@ -62,6 +62,16 @@ def test_variables_of_the_job_count():
     assert len(json.loads(clipped.stdout)["rings"]) == 6 > len(json.loads(plain.stdout)["rings"])
 
 
+def test_misspelt_variables_are_refused_and_misspelt_values_told():
+    words = ("validate", GRAPHS / "a_ok1.xml", "--machine", FOUR, "--json", "--env")
+    wrong = tccl(*words, "NCCL_P2P_LEVLE=SYS")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "write NCCL_P2P_LEVEL\n" in wrong.stderr
+    told = tccl(*words, "NCCL_P2P_LEVEL=BANANA")
+    assert told.stdout == tccl(*words, "NCCL_DEBUG=INFO").stdout
+    assert "ignores NCCL_P2P_LEVEL=BANANA" in told.stderr
+
+
 def test_an_unchecked_version_is_said_to_be_one():
     result = tccl("validate", GRAPHS / "a_ok1.xml", "--machine", FOUR, "--nccl", "2.29", "--json")
     assert "2.29 was not checked; taken" in result.stderr

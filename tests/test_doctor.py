@@ -253,6 +253,7 @@ def test_a_graph_file_in_a_job_is_worth_a_note_only(tmp_path):
         ("NCCL_DEBUG=INFO\r", "'INFO\r' for the value"),
         ("NCCL_DEBUG=INFO # loud", "'INFO # loud' for the value"),
         ("NCCL_DEBUG=" + "x" * 2000, "after 1023 characters"),
+        ("NCCL_P2P_LEVLE=SYS", "NCCL has no NCCL_P2P_LEVLE"),
     ],
 )
 def test_lines_that_nccl_reads_otherwise_are_told(tmp_path, line, what):

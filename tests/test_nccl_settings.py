@@ -9,7 +9,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.transport import candidates, expressible, final_channels, hop_space
-from tccl_py.nccl.versions import known_versions, version_facts
+from tccl_py.nccl.variables import given_variables, notices, similar_name
+from tccl_py.nccl.versions import asked_version, known_versions, version_facts
 from tccl_py.nccl.view import view
 from tests.nccl_cases import machine
 from tests.toy import toy_machine
@@ -100,6 +101,47 @@ def test_old_level_numbers_mean_what_they_meant():
     assert levels == ["LOC", "PIX", "PXB", "PHB", "SYS", "SYS", "SYS"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("NCCL_P2P_LEVEL", "BANANA", "p2p_level", None),
+        ("NCCL_P2P_LEVEL", "sys", "p2p_level", None),
+        ("NCCL_P2P_LEVEL", "-1", "p2p_level", None),
+        ("NCCL_P2P_LEVEL", "2x", "p2p_level", "PXB"),
+        ("NCCL_P2P_DISABLE", "0x1", "p2p_level", "LOC"),
+        ("NCCL_CROSS_NIC", "two", "cross_nic", 0),
+        ("NCCL_CROSS_NIC", "", "cross_nic", None),
+        ("NCCL_P2P_READ_ENABLE", "yes", "p2p_read", False),
+        ("NCCL_BUFFSIZE", "0x10000", "buffsize", 65536),
+        ("NCCL_BUFFSIZE", "0200000", "buffsize", 65536),
+        ("NCCL_MIN_NCHANNELS", "9" * 5000, "min_channels", None),
+    ],
+)
+def test_values_are_read_as_nccl_reads_them(name, text, field, value):
+    assert getattr(settings_from_environment({name: text}), field) == value
+
+
+def test_the_settings_variables_are_among_those_of_nccl():
+    whole = Settings(version="2.28", p2p_level="SYS", p2p_read=True, shm_disable=True, **NETWORK)
+    names = environment(whole)
+    assert [name for name in names if similar_name(name)] == []
+    assert list(notices(names)) == []
+
+
+def test_misspelt_names_and_values_are_told():
+    for name in ("NCCL_P2P_LEVLE", "NCCL_P2P_LEVL", "nccl_p2p_level", "NCLL_P2P_LEVEL"):
+        with pytest.raises(InputError) as error:
+            given_variables([f"{name}=SYS"])
+        assert error.value.right == "write NCCL_P2P_LEVEL"
+    given = given_variables(
+        ["NCCL_P2P_LEVEL=BANANA", "NCCL_CROSS_NIC=1 ", "NCCL_NVLS_ENABLE=off", "A=b", "NCCL_ALGO=x"]
+    )
+    level, switch, other = notices(given)
+    assert "ignores NCCL_P2P_LEVEL=BANANA" in level and "SYS" in level
+    assert "NCCL_NVLS_ENABLE=off as 0" in switch
+    assert other.endswith("no variable A")
+
+
 def test_copy_engine_bounces_are_gone_in_2_30():
     settings = Settings(version="2.30", shm_copy_engine="both")
     with pytest.raises(InputError) as error:
@@ -118,10 +160,17 @@ def test_a_version_nobody_checked_has_the_nearest_ones_facts_and_says_so():
     assert version_facts("2.30.7+cuda13.0").verified
 
 
-@pytest.mark.parametrize("text", ["", "two", "2", "2.x", "9" * 80, "2.18 2.28"])
+@pytest.mark.parametrize("text", ["", "two", "2", "2.x", "9" * 80, "2.18 2.28", "2.28.9.1.2"])
 def test_what_is_no_version_is_refused(text):
     with pytest.raises(InputError, match="is no version"):
         version_facts(text)
+
+
+@pytest.mark.parametrize("text", ["2.17.1", "2.99", "3.0"])
+def test_versions_without_rules_cannot_be_asked_for(text):
+    assert asked_version("2.39.1") == "2.39.1"
+    with pytest.raises(InputError, match="has no rules"):
+        asked_version(text)
 
 
 @given(

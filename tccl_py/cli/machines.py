@@ -9,11 +9,12 @@ import typer
 from tccl_py.cli import options
 from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
-from tccl_py.cli.process import ANSWER_IS_NO, notice, print_json, write_result
+from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import picked, read_text
 from tccl_py.model.machine import Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
+from tccl_py.nccl.variables import given_variables, notices
 from tccl_py.nccl.versions import LATEST, asked_version, known_versions, version_facts
 from tccl_py.plan.nccl_here import verdict_here
 from tccl_py.plan.words import ring_lines
@@ -121,7 +122,8 @@ def validate(
         tccl validate graph.xml
         tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
-    given = validator.given_variables(env or ())
+    given = given_variables(env or ())
+    notice_each(notices(given))
     if machine is None:
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
         chosen = None if gpus is None else parse_gpus(gpus, "--gpus")

@@ -20,6 +20,7 @@ from tccl_py.health.host import SEVERITIES, DriverState, Finding, Found, Host, U
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
+from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import version_facts, why_no_plugin
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
@@ -212,6 +213,9 @@ def check_settings(host: Host) -> Found:
     for line in lines_of(host):
         yield from _misread(line)
     found = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
+    for name, line in found.items():
+        if meant := similar_name(name):
+            yield defect("misread", line.where, what=f"NCCL has no {name}", fix=f"write {meant}")
     graph = found.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
         what, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where

@@ -6,12 +6,11 @@ and parseStringList (misc/utils.cc) of NCCL 2.30.7.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +18,8 @@ from msgspec import Meta
 from tccl_py.errors import require
 from tccl_py.files import check_path, check_types
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
-from tccl_py.nccl.versions import LATEST, Level, version_facts
+from tccl_py.nccl.c_numbers import c_integer
+from tccl_py.nccl.versions import LATEST, LEVELS, Level, version_facts
 
 CopyEngineSide = Literal["sender", "receiver", "both"]
 CrossNic = Literal[0, 1, 2]
@@ -36,9 +36,8 @@ _SHM_MODE = "NCCL_SHM_MEMCPY_MODE"
 _SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}
 _OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
 """Meaning of NCCL_P2P_LEVEL=0, 1, ... before levels had names; larger numbers are SYS."""
-_INTEGER = re.compile(r"[ \t\n]*(?P<sign>[+-]?)(?P<digits>[0-9]{1,18})")
 UNSET = -2
-"""NCCL's own value of a variable without a number."""
+"""NCCL's own value of a variable that is not set."""
 MAX_GID_INDEX = 255
 _MAX_SOCKET_THREADS, _MAX_SOCKETS = 16, 64
 """NCCL's MAX_THREADS and MAX_SOCKETS of one connection (net_socket.cc)."""
@@ -125,9 +124,9 @@ def check_settings(settings: Settings) -> Settings:
 
 
 def integer(text: str | None) -> int:
-    """Return the number at the start of a variable, as C reads it; UNSET if there is none."""
-    match = _INTEGER.match(text or "")
-    return UNSET if match is None else int(match["sign"] + match["digits"])
+    """Return a variable as NCCL reads numbers: 0 for other text, UNSET for none or too large."""
+    number, _ = c_integer(text or str(UNSET))
+    return number if -(2**63) <= number < 2**63 else UNSET
 
 
 # The variables of settings: how each value is read and written.
@@ -142,8 +141,8 @@ def _number(_: str, number: int) -> object:
 
 
 def _level(text: str, number: int) -> object:
-    old = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)] if number >= 0 else None
-    return text if text in get_args(Level) else old
+    old = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)] if "0" <= text[:1] <= "9" else None
+    return text if text in LEVELS else old
 
 
 def _exact_names(text: str, _: int) -> object:

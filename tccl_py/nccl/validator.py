@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle, islice
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import counted, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
@@ -365,24 +364,3 @@ class _Job:
         files = "file" if len(kinds) == 1 else "files"
         loaded = f"{counted(channels, 'channel')} of the {files}"
         return "used", f"{loaded}, {final} in the end"
-
-
-_GIVEN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
-
-
-def given_variables(settings: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of NAME=VALUE texts (--env).
-
-    >>> given_variables(["NCCL_ALGO=Ring"])
-    {'NCCL_ALGO': 'Ring'}
-    """
-    found: dict[str, str] = {}
-    for text in settings:
-        match = _GIVEN.fullmatch(text)
-        where = f"--env {text[:60]!r}"
-        if match is None:
-            raise InputError(where, "sets no variable", "write NAME=VALUE, as NCCL_P2P_LEVEL=SYS")
-        name, value = match.groups()
-        if found.setdefault(name, value) != value:
-            raise InputError(where, f"sets {name} a second time", "give it one value")
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from tccl_py.model.machine import NumaNode, PciLink
 
 Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]
 """NCCL's names of path types, nearest first; a P2P level is one of them."""
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 LATEST = "2.30"
 
@@ -112,10 +113,12 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
 }
 """The first release with each change (src of NCCL's releases), oldest first."""
 _VERSION = re.compile(
-    r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:[.+-].{0,40})?",
+    r"v?(?P<major>[0-9]{1,3})\.(?P<minor>[0-9]{1,3})(?:\.(?P<patch>[0-9]{1,3}))?(?:(?:[+-]|\.[a-z]).{0,40})?",
     re.DOTALL,
 )
 _NEWEST_PATCH = 999
+_BEYOND = 40
+"""No release has this minor version yet: 2.32 was the newest in 2026."""
 
 
 def known_versions() -> tuple[str, ...]:
@@ -135,8 +138,9 @@ def asked_version(version: str) -> str:
     Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
     """
     oldest, *_, newest = known_versions()
-    right = f"{oldest} to {newest}, or a newer 2.x, which is taken for {newest}"
-    require(has_rules(version), f"NCCL version {version[:40]!r}", "has no rules here", right)
+    right = f"{oldest} to {newest}, or a newer one below 2.{_BEYOND}, which is taken for {newest}"
+    known = has_rules(version) and _release(version) < (2, _BEYOND)
+    require(known, f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
 
 

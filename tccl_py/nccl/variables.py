@@ -1,0 +1,76 @@
+"""The names of NCCL's variables, and what NCCL makes of misspelt names and values.
+
+Source: the names are data (variables.txt); NCCL 2.30.7 reads integers in misc/param.cc, and levels
+in ncclGetLevel (graph/paths.cc). NCCL itself ignores names that it does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+
+from tccl_py.errors import InputError
+from tccl_py.nccl.c_numbers import c_integer
+from tccl_py.nccl.versions import LEVELS
+
+_SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
+_LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
+_SIMILAR = 0.88
+"""By difflib's measure two letters in the wrong order in the shortest names."""
+
+
+@cache
+def _names() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of variables that are integers, and of all."""
+    text = resources.files("tccl_py.nccl").joinpath("variables.txt").read_text()
+    integers, others = (frozenset(re.findall(r"NCCL_\w+", part)) for part in text.split("# Texts"))
+    return integers, integers | others
+
+
+def given_variables(settings: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of NAME=VALUE texts (--env).
+
+    Raises InputError: a name is like one of NCCL's, but none.
+
+    >>> given_variables(["NCCL_ALGO=Ring"])
+    {'NCCL_ALGO': 'Ring'}
+    """
+    found: dict[str, str] = {}
+    for text in settings:
+        match = _SET.fullmatch(text)
+        where = f"--env {text[:60]!r}"
+        if match is None:
+            raise InputError(where, "sets no variable", "write NAME=VALUE, as NCCL_P2P_LEVEL=SYS")
+        name, value = match.groups()
+        if found.setdefault(name, value) != value:
+            raise InputError(where, f"sets {name} a second time", "give it one value")
+        if meant := similar_name(name):
+            raise InputError(where, f"sets {name}, which NCCL does not have", f"write {meant}")
+    return found
+
+
+def similar_name(name: str) -> str:
+    """Return the variable of NCCL that a name is a misspelling of; "" if none, or if it is right.
+
+    >>> similar_name("NCCL_P2P_LEVLE"), similar_name("NCCL_P2P_LEVEL"), similar_name("LANG")
+    ('NCCL_P2P_LEVEL', '', '')
+    """
+    _, known = _names()
+    near = () if name in known else get_close_matches(name.upper(), known, 1, _SIMILAR)
+    return near[0] if near else ""
+
+
+def notices(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence on each variable that NCCL does not know, or reads as something else."""
+    integers, known = _names()
+    for name, text in variables.items():
+        said = f"{name}={text[:60]}"
+        if name not in known:
+            yield f"NCCL itself has no variable {name}"
+        elif name in _LEVEL_NAMES and text not in LEVELS and not "0" <= text[:1] <= "9":
+            yield f"NCCL ignores {said}, which is no path type: {', '.join(LEVELS)}"
+        elif name in integers and text and (rest := c_integer(text)[1].strip()):
+            yield f"NCCL reads {said} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
