@@ -2,8 +2,9 @@
 
 python examples/plan_from_topo_text.py [FILE [OUT.json]]     (a made-up two-socket box by default)
 
-The text has no rates, no link speeds and no GPU names. All assumptions are below; replace them by
-your knowledge of the machine. The plan is a guess, and marked as a guess.
+The text has no rates and no link speeds. All assumptions are below; replace them by your knowledge
+of the machine. P2P and GPU names come from the output of `nvidia-smi topo -p2p r` and `nvidia-smi
+-L`, if you paste it into FILE too. The plan is a guess, and marked as a guess.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from tccl_py.simulator.descriptions import model_for
 
 LINK = PciLink(speed_gts=16.0, width=16)  # PCIe 4.0 x16
 CAPABILITY = 86  # sm 8.6, as an RTX 3090's
-DIRECT = False  # NVML reports no P2P without NVLink, as on 3090s and 4090s
 
 
 def completed(machine: Machine) -> Machine:
@@ -29,12 +29,12 @@ def completed(machine: Machine) -> Machine:
     return msgspec.structs.replace(machine, gpus=gpus)
 
 
-def assumptions() -> list[str]:
+def assumptions(machine: Machine, knowledge: Knowledge) -> list[str]:
     """Return the assumptions as sentences for the plan's notices."""
     return [
         f"every GPU's link is {LINK.speed_gts:g} GT/s x{LINK.width}",
         f"every GPU has compute capability {CAPABILITY / 10}",
-        f"GPUs without NVLink {'can' if DIRECT else 'cannot'} reach each other's memory directly",
+        *knowledge.assumptions(machine),
         "bridges lie as the smallest PCI tree that has these relations; NODE is taken as PHB",
         "capacities follow from link speeds; no pair of transfers collapses",
     ]
@@ -42,12 +42,12 @@ def assumptions() -> list[str]:
 
 def main(text: Path, output: Path | None) -> None:
     """Plan, and print the plan with its assumptions."""
-    machine = completed(read_nvidia_smi(text))
-    knowledge = Knowledge(peer_access_default=DIRECT, peer_access_provenance="assumed")
+    machine, knowledge = read_nvidia_smi(text)
+    machine = completed(machine)
     source = tccl_py.Simulator(model_for(machine, knowledge))
     plan = tccl_py.make_plan(machine, knowledge, source)
     # Notices stay with the plan: `tccl show` prints them, and plan.json keeps them.
-    notices = (*plan.notices, *(f"assumed: {one}" for one in assumptions()))
+    notices = (*plan.notices, *(f"assumed: {one}" for one in assumptions(machine, knowledge)))
     plan = msgspec.structs.replace(plan, notices=notices)
 
     for ring in plan.rings:

@@ -26,7 +26,7 @@ OPTIONS = {
     name: {"--help", *(o for one in command.params for o in (*one.opts, *one.secondary_opts))}
     for name, command in COMMANDS.items()
 }
-OPTION = r"(?<![\w-])--?[a-z][a-z-]*"
+OPTION = r"(?<![\w-])--?[a-z][a-z0-9-]*"
 OTHERS = r"docker|mpirun|numactl|nvidia-smi|srun|systemctl|torchrun"
 """Programs whose options are their own; so are those of launchers' lines in `plan/writing`."""
 EXEMPT = {"plan/writing.py", "nccl/plugin/build.py", "cli/main.py", "cli/verify.py"}

@@ -13,7 +13,7 @@ from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.parts import PlannedHost
-from tccl_py.plan.words import choice_json
+from tccl_py.plan.words import assumptions, choice_json
 from tccl_py.plan.writing import nccl_files, write_plan
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.remembering import JournalHeader
@@ -145,6 +145,7 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "stock": choice_json(plan.stock),
                 "cancelled": False,
                 "notices": ["N2 left out"],
+                "assumptions": assumptions(plan),
                 "by_size": [],
             }
         )

@@ -19,7 +19,7 @@ from tccl_py.model.machine import (
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.simulator.descriptions import load_machine, read_description
 from tests.nccl_cases import CASES
-from tests.toy import machine_from_json, toy_machine
+from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
 MATRIX = CASES / "h200x4-vm" / "topo-m.txt"
@@ -37,16 +37,22 @@ def tccl(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_topology_file_becomes_a_machine_on_stdout():
+def described(text, tmp_path):
+    path = tmp_path / "described.json"
+    path.write_text(text)
+    return read_description(path)
+
+
+def test_a_topology_file_becomes_a_machine_on_stdout(tmp_path):
     result = tccl("discover", "--nccl-topology", TOPOLOGY)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert machine_from_json(result.stdout, where="stdout") == read_nccl_topology(TOPOLOGY)
+    assert described(result.stdout, tmp_path).machine == read_nccl_topology(TOPOLOGY)
 
 
-def test_a_matrix_of_nvidia_smi_becomes_a_machine_on_stdout():
+def test_a_matrix_of_nvidia_smi_becomes_a_machine_on_stdout(tmp_path):
     result = tccl("discover", "--nvidia-smi", MATRIX)
     assert result.exit_code == 0
-    assert len(machine_from_json(result.stdout, where="stdout").gpus) == 4
+    assert len(described(result.stdout, tmp_path).machine.gpus) == 4
 
 
 @pytest.mark.parametrize("text", ["no xml", "", "<a b=1>", "<system>"])
@@ -136,6 +142,19 @@ def test_nothing_is_written_where_the_input_is_bad(tmp_path):
     path = tmp_path / "box.json"
     assert tccl("discover", "--nccl-topology", MATRIX, "-o", path).exit_code == 2
     assert not path.exists()
+
+
+def test_p2p_that_a_file_does_not_tell_is_printed_and_settled_by_the_user(tmp_path):
+    path = tmp_path / "topo-m.txt"
+    path.write_text("\tGPU0\tGPU1\nGPU0\tX\tPHB\nGPU1\tPHB\tX\n")
+    guess = tccl("discover", "--nvidia-smi", path)
+    assert guess.stderr.startswith("tccl: assumed: no P2P between 2 ordered pairs")
+    assert json.loads(guess.stdout)["knowledge"]["peer_access_default"] is False
+    told = tccl("discover", "--nvidia-smi", path, "--p2p", "yes")
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert json.loads(told.stdout)["knowledge"]["peer_access_default"] is True
+    for wrong in (["--p2p", "yes"], ["--nvidia-smi", path, "--p2p", "1"]):
+        assert tccl("discover", *wrong).exit_code == 2
 
 
 def test_a_device_is_written_to_and_not_replaced():

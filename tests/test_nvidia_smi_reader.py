@@ -1,6 +1,6 @@
 """The reader of `nvidia-smi topo -m`: real shapes of output, and what no PCI tree can be."""
 
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,15 @@ def mesh(kind: str, gpus: int) -> dict[tuple[int, int], str]:
 
 
 def parse(text: str) -> Machine:
-    return parse_nvidia_smi(text, where="topo.txt")
+    return parse_nvidia_smi(text, where="topo.txt")[0]
+
+
+def p2p(text: str) -> tuple[set[tuple[int, int]], tuple[str, ...]]:
+    """The pairs with P2P, and what is assumed."""
+    machine, knowledge = parse_nvidia_smi(text, where="topo.txt")
+    pairs = permutations(machine.gpu_indices, 2)
+    direct = {pair for pair in pairs if knowledge.can_access(machine, *pair)}
+    return direct, knowledge.assumptions(machine)
 
 
 def refusal(text: str) -> tuple[str, str]:
@@ -80,7 +88,7 @@ def refusal(text: str) -> tuple[str, str]:
 
 
 def test_a_virtual_machine_with_nv18_all_to_all_has_an_nvlink_switch():
-    machine = read_nvidia_smi(H200)
+    machine, _ = read_nvidia_smi(H200)
     assert machine.name == "topo-m"
     assert machine.nvlinks == tuple(NvLink(source=f"G{i}", target="S0", count=18) for i in range(4))
     (node,) = machine.numa_nodes
@@ -90,7 +98,7 @@ def test_a_virtual_machine_with_nv18_all_to_all_has_an_nvlink_switch():
 
 
 def test_what_the_text_does_not_say_stays_unknown():
-    gpu = read_nvidia_smi(H200).gpu(1)
+    gpu = read_nvidia_smi(H200)[0].gpu(1)
     assert (gpu.sm, gpu.name, gpu.link.speed_gts, gpu.link.width) == (None, "", None, None)
     assert gpu.bus_id == "ffff:01:00.0"
 
@@ -100,7 +108,7 @@ def test_underlined_headers_prompts_and_carriage_returns_do_not_matter():
     text = "$ nvidia-smi topo -m\r\n" + text.replace("NUMA ID\n", "NUMA ID\x1b[0m\n").replace(
         "\n", "\r\n"
     )
-    assert parse(text).nvlinks == read_nvidia_smi(H200).nvlinks
+    assert parse(text).nvlinks == read_nvidia_smi(H200)[0].nvlinks
 
 
 def test_nics_decide_where_nvlinked_gpus_lie_on_pci():
@@ -199,6 +207,82 @@ def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
         assert words in what
 
 
+def names(name: str, gpus: int) -> str:
+    return "".join(f"GPU {i}: {name} (UUID: GPU-{i}e0f)\n" for i in range(gpus))
+
+
+READ = """\
+$ nvidia-smi topo -p2p r
+ \tGPU0\tGPU1\tGPU2\t
+ GPU0\tX\tOK\tCNS\t
+ GPU1\tOK\tX\tTNS\t
+ GPU2\tOK\tDR\tX\t
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+  CNS  = Chipset not supported
+"""
+WRITE = READ.replace("GPU2\tOK", "GPU2\tGNS").replace("p2p r", "p2p w")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_without_names_or_on_geforce_no_p2p_is_assumed_where_no_nvlink_is(known):
+    text = matrix({(0, 1): "NV4", (1, 2): "PHB"}, 3)
+    text += "\n" + names("NVIDIA GeForce RTX 3090", 3) * known
+    direct, assumed = p2p(text)
+    assert direct == {(0, 1), (1, 0)}
+    assert [one.startswith("no P2P between 4 ordered pairs") for one in assumed] == [True]
+
+
+def test_p2p_is_assumed_between_gpus_whose_product_line_has_it():
+    direct, assumed = p2p(matrix({}, 2) + "\n" + names("NVIDIA RTX PRO 6000 Blackwell", 2))
+    assert direct == {(0, 1), (1, 0)}
+    assert assumed[0].startswith("P2P between 2 ordered pairs")
+
+
+def test_p2p_matrices_in_the_same_text_are_the_drivers_word_in_any_order():
+    text = matrix({(0, 1): "PHB"}, 3) + "\n"
+    assert p2p(text + READ) == p2p(READ + text) == ({(0, 1), (1, 0), (2, 0)}, ())
+    pasted = "\x1b[4m" + (names("Tesla V100", 3) + WRITE + text + READ).replace("\n", "\r\n")
+    assert p2p(pasted) == ({(0, 1), (1, 0)}, ())
+
+
+def test_pairs_that_the_p2p_matrix_lacks_stay_assumed():
+    direct, assumed = p2p(matrix({}, 4) + "\n" + READ)
+    assert direct == {(0, 1), (1, 0), (2, 0)}
+    assert "between 6 ordered pairs" in assumed[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        names("NVIDIA H100 80GB HBM3", 2),
+        "name\nNVIDIA H100 80GB HBM3\nNVIDIA H100 80GB HBM3\n",
+        "1, NVIDIA H100 80GB HBM3\n0, NVIDIA H100 80GB HBM3, 00000000:1A:00.0\n",
+    ],
+)
+def test_names_of_gpus_come_from_a_list_or_a_query_in_the_same_text(text):
+    machine = parse(text + matrix({}, 2))
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA H100 80GB HBM3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (READ, "GPU2"),
+        (READ.replace("\tTNS", "\tPIX").replace("\tGPU2", "\tGPU1"), "GPU1 twice"),
+        (READ.replace("\tTNS", "\tWARP"), "'WARP'"),
+        (READ[: READ.index("TNS")], "2 rows for 3 devices"),
+        (names("NVIDIA L40S", 3), "GPU 2"),
+        ("NVIDIA L40S\n", "names 1 GPU,"),
+    ],
+)
+def test_p2p_and_names_of_other_gpus_or_cut_off_are_refused(more, words):
+    assert words in refusal(matrix({}, 2) + "\n" + more)[1]
+
+
 def test_ten_to_the_five_gpus_are_refused_at_once():
     text = "\t".join(f"GPU{i}" for i in range(10**5))
     with soon(2):
@@ -235,7 +319,7 @@ def test_the_tree_that_is_built_has_the_relations_that_were_told(tree):
 
 @settings(max_examples=200, derandomize=True)
 @given(
-    text=st.sampled_from([A100, V100, H200.read_text()]),
+    text=st.sampled_from([A100, V100, H200.read_text(), matrix({}, 3) + "\n" + WRITE + READ]),
     edits=st.lists(
         st.tuples(
             st.floats(0, 1),

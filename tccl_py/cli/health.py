@@ -15,7 +15,16 @@ from rich.padding import Padding
 from tccl_py.cli import options
 from tccl_py.cli.env import ALIKE
 from tccl_py.cli.measure import job_of_plan
-from tccl_py.cli.options import MACHINE_HELP, arg, check_seed, flag, in_range, opt
+from tccl_py.cli.options import (
+    MACHINE_HELP,
+    arg,
+    check_seed,
+    flag,
+    in_range,
+    opt,
+    p2p_argument,
+    refuse,
+)
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
@@ -27,9 +36,6 @@ from tccl_py.health.host import DriverState, Host
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.simulator.descriptions import load_machine
-from tccl_py.sources.opening import open_source
-from tccl_py.sources.profiled import measured_machine
 from tccl_py.verify.jobs import Launcher
 from tccl_py.verify.nccl_tests import find_program
 from tccl_py.verify.preflight import (
@@ -251,35 +257,35 @@ def doctor(
 def advise(
     machine: str | None = arg("MACHINE", f"This one if not given. {MACHINE_HELP}", None),
     *,
+    p2p: str | None = options.P2P,
     json: bool = options.JSON,
 ) -> None:
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
 
-    This machine's GPUs are measured, by a small part of what `tccl plan` measures, and the host is
-    examined as by `tccl doctor`. With MACHINE a model answers, anywhere: for a topology XML or
-    `tccl discover -o FILE` by assumed parameters.
+    This machine's GPUs are measured as by `tccl plan`, for 40 s at most and for all GPUs together,
+    and the host is examined as by `tccl doctor`. With MACHINE a model answers, anywhere: for a
+    topology XML, the text of `nvidia-smi topo -m` or `tccl discover -o FILE` by assumed parameters.
 
     Examples:
 
         tccl advise
         tccl advise topology.xml
+        tccl advise topo-m.txt --p2p yes
     """
     from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415 (slow)
-    from tccl_py.plan.nccl_here import version_to_plan  # noqa: PLC0415
+    from tccl_py.plan.subject import plain_subject  # noqa: PLC0415
 
     with interrupts_put_off():
         if machine is None:
-            try:
-                place = measured_machine()
-            except InputError as error:
-                right = "name a MACHINE, as in `tccl advise topology.xml`"
-                raise InputError(error.where, error.what, right) from error
-            diagnosis, version = examine(this_host()), version_to_plan(notice)
-            with open_source(place) as source:
-                found = advice_on(place, source, diagnosis, version=version)
-        else:
-            model = load_machine(machine)
-            found = advice_on(model, open_source(model))
+            refuse({"--p2p": p2p}, ("without MACHINE", "is about models", "name a MACHINE"))
+        try:
+            subject = plain_subject(machine, notice, p2p=p2p_argument(p2p))
+        except InputError as error:
+            if machine is not None:
+                raise
+            right = "name a MACHINE, as in `tccl advise topology.xml`"
+            raise InputError(error.where, error.what, right) from error
+        found = advice_on(subject, examine(this_host()) if machine is None else None)
     if json:
         print_json(found)
         return

@@ -7,12 +7,12 @@ from pathlib import Path
 import typer
 
 from tccl_py.cli import options
-from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, refuse
+from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, p2p_argument, refuse
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import picked, read_text
-from tccl_py.model.machine import Machine, description_to_json, parse_gpus
+from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices
 from tccl_py.nccl.versions import LATEST, asked_version, known_versions, version_facts
@@ -24,11 +24,14 @@ from tccl_py.readers.nvidia_smi import read_nvidia_smi
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tccl_py.simulator.model import MachineModel, device_table, facts, model_cells, summary
 
+_DRIVER_TELLS = ("", "is about files of a machine", "leave it out: the driver here tells")
+
 
 def discover(
     *,
     nccl_topology: Path | None = opt("FILE", "Read an NCCL topology XML."),
-    nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m`."),
+    nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m` (see above)."),
+    p2p: str | None = opt("yes|no", "Whether GPUs without NVLink have P2P, if FILE does not say."),
     output: Path | None = options.OUTPUT,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
@@ -37,21 +40,30 @@ def discover(
     has `knowledge` (which GPUs reach each other directly) and `fingerprint` (GPU UUIDs, driver).
     Every command takes the JSON as its MACHINE.
 
-    Example:
+    --nvidia-smi also takes further output in the same file: `nvidia-smi topo -p2p r` and `w` say
+    which GPUs have P2P, `nvidia-smi -L` names the GPUs. Where nothing says, GPUs without NVLink
+    are assumed to have no P2P if they are GeForce or have no names.
+
+    Examples:
 
         tccl discover -o box.json
         tccl validate graph.xml --machine box.json
+        (nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi -L) > box.txt
+        tccl discover --nvidia-smi box.txt -o box.json
     """
     if nccl_topology is not None and nvidia_smi is not None:
         what = "has both --nccl-topology and --nvidia-smi"
         raise InputError("discover", what, "give one file to read")
-    knowledge = fingerprint = None
+    fingerprint = None
     if nccl_topology is not None:
-        machine = read_nccl_topology(nccl_topology)
+        machine, knowledge = read_nccl_topology(nccl_topology), Knowledge()
     elif nvidia_smi is not None:
-        machine = read_nvidia_smi(nvidia_smi)
+        machine, knowledge = read_nvidia_smi(nvidia_smi)
     else:
+        refuse({"--p2p": p2p}, _DRIVER_TELLS)
         machine, knowledge, fingerprint = discover_machine()
+    knowledge = knowledge.with_p2p(machine, p2p_argument(p2p))
+    notice_each(f"assumed: {text}" for text in knowledge.assumptions(machine))
     write_result(description_to_json(machine, knowledge, fingerprint), output)
     if output is not None:
         notice(f"wrote {output}: {machine.name} with {len(machine.gpus)} GPUs")

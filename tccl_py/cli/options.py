@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tccl_py.model.machine import Machine
 
 MACHINE_HELP = (
-    "A bundled name (see `tccl machines`), a JSON file this program wrote, or an NCCL topology XML."
+    "A bundled name (see `tccl machines`), a JSON file this program wrote, an NCCL topology XML, "
+    "or the text of `nvidia-smi topo -m`."
 )
 
 
@@ -61,7 +62,11 @@ NOISE = advanced("F", "Spread of simulated samples, 0 to 1.")
 SEED = advanced("N", "Seed of the noise.")
 GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")
 
-_OF_MODEL = ("noise", "seed")
+P2P = advanced(
+    "yes|no", "Whether GPUs without NVLink have P2P, if MACHINE does not say (`tccl discover`)."
+)
+
+_OF_MODEL = ("noise", "seed", "p2p")
 _OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
 _OF_JOB = ("interfaces", "network")
 _WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
@@ -121,6 +126,13 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
     for index in indices:
         machine.gpu(index)
     return indices
+
+
+def p2p_argument(text: str | None) -> bool | None:
+    """Return what --p2p says; None stays None."""
+    if text is not None:
+        one_of("--p2p", text, ("yes", "no"))
+    return None if text is None else text == "yes"
 
 
 def check_quoted(sets: Iterable[str], example: str) -> None:

@@ -13,7 +13,16 @@ from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import advanced, advanced_flag, arg, flag, in_range, opt, refuse
+from tccl_py.cli.options import (
+    advanced,
+    advanced_flag,
+    arg,
+    flag,
+    in_range,
+    opt,
+    p2p_argument,
+    refuse,
+)
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import notice, notice_each
 from tccl_py.cli.show import print_plan, print_plan_json
@@ -77,6 +86,7 @@ def plan(
         "N", f"Sets to measure at most; {_SETS} if not given, {_DRY_SETS} in a dry run."
     ),
     max_seconds: float | None = advanced("S", "Seconds to measure at most."),
+    p2p: str | None = options.P2P,
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
     switches: Path | None = advanced("FILE", "Switches: topology.conf, or YAML."),
@@ -144,6 +154,7 @@ def plan(
         nodes not in (None, 1) or extend or (simulate is not None and hosts is not None)
     )
     _check(asked)
+    asked.p2p = p2p_argument(p2p)
     tables = list[KeptTable]()
     task: dict[str, Any] = {
         "version": LATEST if nccl is None else asked_version(nccl),

@@ -25,6 +25,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.words import (
     MOST_PATHS,
+    assumptions,
     class_table,
     hop_table,
     plan_json,
@@ -105,6 +106,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"and {left} more host paths; `tccl show --hops` lists all")
     console.print(grid(summary(plan)))
     stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
+    for text in assumptions(plan):
+        console.print(f"assumed: {text}")
     for text in (*stopped, *plan.notices):
         console.print(f"note: {text}")
 

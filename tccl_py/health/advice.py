@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import permutations
-from typing import Any
 
 import msgspec
 
-from tccl_py.errors import MeasurementError, counted
+from tccl_py.errors import counted
 from tccl_py.health.doctor import Diagnosis
-from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
-from tccl_py.nccl.versions import LATEST
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import make_plan
-from tccl_py.search.problem import Budget, Progress
-from tccl_py.simulator.model import MachineModel, gpu_names, provenances
-from tccl_py.sources.profiled import MeasuredMachine
+from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.plan.subject import Subject
+from tccl_py.plan.words import assumptions
+from tccl_py.simulator.model import gpu_names, provenances_text
 
 SECONDS = 40.0
 """Seconds after which a search gives its best: an answer within a minute."""
-BUDGET = Budget(sets=300, idle_sets=40)
-_RING_COUNTS = (1, 2)
 _MECHANISMS = {"NET": "over the network", "SHM": "through host memory"}
 _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
 
@@ -46,6 +40,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
     simulated: bool
     sure: str
+    assumptions: tuple[str, ...]
     problems: tuple[str, ...]
     following: str
 
@@ -60,47 +55,27 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         if self.bound_gbps is not None:
             yield "At best", f"{self.bound_gbps:.1f} GB/s by any rings under these settings"
         yield "How sure", self.sure
+        for text in self.assumptions:
+            yield "Assumed", text
         for text in self.problems[:2]:
             yield "Fix first", text
         yield "Next", self.following
 
 
 def advise(
-    place: MachineModel | MeasuredMachine,
-    source: BandwidthSource,
-    diagnosis: Diagnosis | None = None,
-    *,
-    version: str = LATEST,
-    seconds: float = SECONDS,
+    subject: Subject, diagnosis: Diagnosis | None = None, *, seconds: float = SECONDS
 ) -> Advice:
-    """Plan a machine in `seconds` with a small budget, and say what to try first.
+    """Plan a machine as `tccl plan` does, in `seconds` and for all GPUs only; say what to try.
 
     Raises InputError: fewer than two GPUs. SearchError, MeasurementError: as `make_plan`.
     """
-    ends = time.monotonic() + seconds
-
-    def in_time(_: Progress) -> None:
-        if time.monotonic() > ends:
-            raise KeyboardInterrupt
-
-    task: dict[str, Any] = {
-        "version": version,
-        "ring_counts": _RING_COUNTS,
-        "budget": BUDGET,
-        "subsets": False,
-    }
-    try:
-        facts = place.machine, place.knowledge, source
-        plan = make_plan(*facts, reporter=in_time, **task)
-    except KeyboardInterrupt:
-        if time.monotonic() < ends:
-            raise
-        raise MeasurementError(f"no ring of default NCCL was rated in {seconds:g} s") from None
+    budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=seconds)
+    plan = subject.search(budget=budget, subsets=False)
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
     problems = [one for one in findings if one.severity != "note"]
     return Advice(
-        machine=_machine_words(place),
+        machine=_machine_words(plan),
         default=_default_words(plan),
         default_gbps=plan.stock.rate_gbps,
         recommended=plan.recommended,
@@ -110,16 +85,17 @@ def advise(
         gain=plan.gain(plan.recommended),
         bound_gbps=plan.bound_gbps,
         simulated=plan.simulated,
-        sure=_sure(plan, place),
+        sure=_sure(plan, subject),
+        assumptions=tuple(assumptions(plan)),
         problems=tuple(f"{one.severity.upper()} {one.what}; {one.fix}" for one in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
     )
 
 
-def _machine_words(place: MachineModel | MeasuredMachine) -> str:
-    machine = place.machine
+def _machine_words(plan: Plan) -> str:
+    machine = plan.machine
     pairs = list(permutations(machine.gpu_indices, 2))
-    direct = sum(place.knowledge.can_access(machine, *pair) for pair in pairs)
+    direct = sum(plan.knowledge.can_access(machine, *pair) for pair in pairs)
     nodes = counted(len(machine.numa_nodes), "NUMA node")
     linked = "NVLink" if machine.nvlinks else "no NVLink"
     return (
@@ -144,13 +120,12 @@ def _default_words(plan: Plan) -> str:
     return f"{rate} ({plan.provenance}): ring {order}{more}, hops {ways}"
 
 
-def _sure(plan: Plan, place: MachineModel | MeasuredMachine) -> str:
-    cut = "; the search was cut short" if plan.cancelled else ""
-    if isinstance(place, MachineModel):
-        counts = provenances(place)
-        known = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+def _sure(plan: Plan, subject: Subject) -> str:
+    short = plan.cancelled or plan.cut_short
+    cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
+    if subject.model is not None:
         level = "low" if plan.assumed else "medium"
-        return f"{level}: by a model with {known} parameters{cut}"
+        return f"{level}: by a model with {provenances_text(subject.model)} parameters{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
     return (
         f"medium: {counted(plan.sets_measured, 'set')} measured here{error}; no NCCL job ran{cut}"

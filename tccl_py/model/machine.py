@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
@@ -184,6 +184,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             chain.append(device)
         return tuple(chain)
 
+    def nvlinked(self, source: int, target: int) -> bool:
+        """Return whether NVLinks join two GPUs, directly or through a switch."""
+        ends = (f"G{source}", f"G{target}")
+        linked = {frozenset((link.source, link.target)) for link in self.nvlinks}
+        paths = [{frozenset((end, s.id)) for end in ends} for s in self.nvswitches]
+        return frozenset(ends) in linked or any(path <= linked for path in paths)
+
     def numa_of(self, device: str) -> int:
         """Return the index of a device's NUMA node."""
         root = (device, *self.ancestors(device))[-1]
@@ -288,7 +295,7 @@ def bus_order(bus_id: str) -> tuple[int, ...]:
 
 
 Provenance = Literal["measured", "published", "assumed", "reported"]
-"""`reported` by the system (NVML, sysfs); `assumed` by nobody's measurement."""
+"""`reported` by the system (NVML, sysfs) or the user; `assumed` by nobody's measurement."""
 
 
 class PeerAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -322,11 +329,27 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for fact in self.peer_access:
             if (fact.source, fact.target) == (source, target):
                 return fact.supported
-        ends = (f"G{source}", f"G{target}")
-        linked = {frozenset((link.source, link.target)) for link in machine.nvlinks}
-        paths = [{frozenset((end, s.id)) for end in ends} for s in machine.nvswitches]
-        nvlinked = frozenset(ends) in linked or any(path <= linked for path in paths)
-        return self.peer_access_default or nvlinked
+        return self.peer_access_default or machine.nvlinked(source, target)
+
+    def assumptions(self, machine: Machine) -> tuple[str, ...]:
+        """Return what is assumed of a machine's structure, a sentence for each assumption."""
+        known = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
+        pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in known]
+        count = sum(not machine.nvlinked(*pair) for pair in pairs)
+        if self.peer_access_provenance != "assumed" or not count:
+            return ()
+        some = "" if self.peer_access_default else "no "
+        how = "`nvidia-smi topo -p2p r` shows it, --p2p yes|no sets it"
+        return (f"{some}P2P between {count} ordered pairs of GPUs without NVLink ({how})",)
+
+    def with_p2p(self, machine: Machine, p2p: bool | None) -> Knowledge:
+        """Return the knowledge with what the user says of P2P, None is nothing (InputError)."""
+        if p2p is None:
+            return self
+        what = f"is for machines whose P2P is not known; that of {machine.name} is"
+        require(self.assumptions(machine), "--p2p", what, "leave it out")
+        changes = {"peer_access_default": p2p, "peer_access_provenance": "reported"}
+        return msgspec.structs.replace(self, **changes)
 
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:

@@ -33,7 +33,7 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal, widen_journal
 from tccl_py.sources.opening import OpenedSource, open_hosts, open_source
-from tccl_py.sources.profiled import measured_machine
+from tccl_py.sources.profiled import measured_machine, search_options
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -98,6 +98,18 @@ def subject_of(
     return _here(asked, task, say) if known is None else _of_names(asked, task, known)
 
 
+def plain_subject(machine: str | None, say: Say, *, p2p: bool | None = None) -> Subject:
+    """Open what a plain `tccl plan` of one machine plans for: a model's, or None for this one.
+
+    Raises InputError: an unknown machine, or no GPU here.
+    """
+    unset = ("backend", "devices", "gpus", "nccl", "noise", "seed")
+    asked = SimpleNamespace(**dict.fromkeys(unset), several=False, pin_env=(), p2p=p2p)
+    asked.options = search_options(asked.backend, None)
+    task: dict[str, Any] = {}
+    return _here(asked, task, say) if machine is None else _of_model(asked, machine, task, None)
+
+
 def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan) -> Subject:
     """Extend a plan by hosts that are only named."""
     hosts = listed_hosts(asked.hosts, where="--hosts")
@@ -108,7 +120,7 @@ def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan)
 def _of_model(
     asked: SimpleNamespace, name: str, task: Mapping[str, Any], known: KnownPlan | None
 ) -> Subject:
-    model = load_machine(name)
+    model = load_machine(name, p2p=asked.p2p)
     source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
     make: Callable[..., Plan]
     if asked.several:

@@ -176,6 +176,13 @@ def proof(plan: Plan) -> str:
     return f"proven best within 1 % among {among} under these settings"
 
 
+def assumptions(plan: Plan) -> list[str]:
+    """Return what a plan assumes of its machines, a sentence for each assumption."""
+    classes = plan.cluster.classes
+    texts = (text for part in classes for text in part.knowledge.assumptions(part.machine))
+    return list(dict.fromkeys(texts))
+
+
 def _plugin_text(plan: Plan) -> str:
     """Return what communicators get by the plugin."""
     if plan.is_cluster and plan.recommended != "graph":
@@ -324,6 +331,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "choices": {name: choice_json(choice) for name, choice in plan.choices.items()},
         "stock": choice_json(plan.stock),
         **picked(plan, "cancelled", "notices"),
+        "assumptions": assumptions(plan),
     }
 
 

@@ -35,7 +35,8 @@ from tccl_py.model.machine import (
 )
 from tccl_py.readers.sysfs import HostFiles, PciTree, network_ports, numa_nodes
 
-_WITHOUT_GPU_DIRECT = ("GeForce", "TITAN")  # says docs.nvidia.com/cuda/gpudirect-rdma
+WITHOUT_P2P = ("GeForce", "TITAN")
+"""Product lines without GPU-direct RDMA (docs.nvidia.com/cuda/gpudirect-rdma) and P2P over PCIe."""
 _HERE = "this machine"
 HOST = HostFiles()
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -94,7 +95,7 @@ def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
                 link=place.link,
                 sm=gpu.sm,
                 name=gpu.name,
-                gdr=not any(line in gpu.name for line in _WITHOUT_GPU_DIRECT),
+                gdr=not any(line in gpu.name for line in WITHOUT_P2P),
             )
             for gpu, place in zip(facts.gpus, gpu_places, strict=True)
         ),

@@ -1,8 +1,13 @@
-"""The text of `nvidia-smi topo -m` -> Machine.
+"""The text of `nvidia-smi topo -m` -> Machine and Knowledge.
 
 The matrix has relations, not bridges, so the result is the smallest regular PCI tree with these
 relations, and with invented bus ids (domains ffff and fffe). Values missing in the
 text stay unknown: link speeds, compute capability, NIC speeds, sockets, CPUs of NUMA nodes.
+
+Further outputs may stand in the same text, in any order: the matrices of `nvidia-smi topo -p2p r`
+and `w` say which GPUs have P2P, `nvidia-smi -L` or a query of `name` names the GPUs. Where no
+matrix tells, GPUs without NVLink are assumed to have no P2P, unless all have names of product lines
+with P2P.
 
 Three ambiguities of the text are settled so:
 
@@ -22,33 +27,46 @@ from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from pathlib import Path
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import (
     MAX_GPUS,
     Gpu,
+    Knowledge,
     Machine,
     Nic,
     NumaNode,
     NvLink,
     NvSwitch,
     PciBridge,
+    PeerAccess,
     check,
 )
 from tccl_py.model.symmetry import joined_groups
+from tccl_py.readers.live import WITHOUT_P2P
 
 MAX_DEVICES = 256
 MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS: no GPU has more
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Relations on PCI, from near to far
 _GPU_LABEL = re.compile(r"GPU([0-9]{1,3})", re.ASCII)
+_GPU_NAME = re.compile(
+    r"GPU ([0-9]{1,3}): (?P<listed>[\w ./+-]{1,80}) \(UUID: .*"
+    r"|(?:([0-9]{1,3}), )?(?P<queried>(?:NVIDIA|GeForce|Quadro|Tesla|TITAN) [\w ./+-]{1,80})"
+    r"(?:,.*)?",
+    re.ASCII,
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NIC_NAME = re.compile(r"(NIC[0-9]{1,3}): *(\S{1,64})", re.ASCII)
 _TITLES = re.compile(r"(CPU Affinity|NUMA Affinity|GPU NUMA ID)")
 _NVLINKED = re.compile(r"NV([1-9][0-9]{0,2})", re.ASCII)
 _OLD_NAMES = {"SOC": "SYS"}  # Names by drivers before 2017
 _SELF = "X"
-_WHOLE = "give the whole output of `nvidia-smi topo -m`"
+_MATRIX = "`nvidia-smi topo -m`"
+_WHOLE = "give the whole output of `nvidia-smi topo`"
+_SAME = "paste outputs of one machine"
+_SUPPORTED = "OK"
+_STATUSES = (_SUPPORTED, "CNS", "GNS", "TNS", "NS", "DR", "U")  # Chipset, GPU, topology, regkey
 
 _Groups = list[list[int]]  # Row numbers of devices that belong together, in order
 
@@ -88,19 +106,22 @@ class _Matrix:
         return InputError(self.where, f"relates {labels} by {relation}", right)
 
 
-def read_nvidia_smi(path: Path) -> Machine:
+def read_nvidia_smi(path: Path) -> tuple[Machine, Knowledge]:
     """Read a file with the output of `nvidia-smi topo -m`; the machine is named after it."""
     return parse_nvidia_smi(read_text(path), where=str(path))
 
 
-def parse_nvidia_smi(text: str, *, where: str) -> Machine:
-    """Turn the text of `nvidia-smi topo -m`, with or without a prompt or colours, into a Machine.
+def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
+    """Turn the text of `nvidia-smi topo -m`, with or without prompts or colours, into a machine.
 
-    InputError: no matrix, one cut off or not symmetric, or relations of no PCI tree (names the two
-    devices). The stem of `where` is the machine's name.
+    InputError: no matrix, one cut off or not symmetric, relations of no PCI tree (names the two
+    devices), or P2P or names of other GPUs. The stem of `where` is the machine's name.
     """
-    matrix = _parse_matrix(_COLOUR.sub("", text).splitlines(), where)
+    text = _COLOUR.sub("", text)
+    lines = text.splitlines()
+    matrix, supported = _parse_matrices(lines, where)
     _check_symmetry(matrix)
+    names = _gpu_names(lines, sorted(matrix.gpus.values()), where)
     nic_names = {match[1]: match[2] for match in _NIC_NAME.finditer(text)}
     nodes, bridges, parents = _tree(matrix, {level: matrix.joined(level) for level in LEVELS[:-1]})
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
@@ -110,7 +131,12 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
         numa_nodes=tuple(nodes),
         bridges=tuple(bridges),
         gpus=tuple(
-            Gpu(index=index, bus_id=f"ffff:{index:02x}:00.0", parent=parents[row])
+            Gpu(
+                index=index,
+                bus_id=f"ffff:{index:02x}:00.0",
+                parent=parents[row],
+                name=names.get(index, ""),
+            )
             for row, index in matrix.gpus.items()
         ),
         nics=tuple(
@@ -124,27 +150,98 @@ def parse_nvidia_smi(text: str, *, where: str) -> Machine:
         nvswitches=switches,
         nvlinks=links,
     )
-    return check(machine, where=where)
+    lacking = [
+        not gpu.name or any(line in gpu.name for line in WITHOUT_P2P) for gpu in machine.gpus
+    ]
+    knowledge = Knowledge(
+        peer_access_default=not any(lacking),
+        peer_access=tuple(
+            PeerAccess(source=source, target=target, supported=yes, provenance="reported")
+            for (source, target), yes in supported.items()
+        ),
+    )
+    return check(machine, where=where), knowledge
 
 
-def _parse_matrix(lines: Sequence[str], where: str) -> _Matrix:
-    words = ([*line.split(), "", ""] for line in lines)
-    headers = (_GPU_LABEL.fullmatch(found[0]) and not _is_relation(found[1]) for found in words)
-    start = next((i for i, header in enumerate(headers) if header), None)
+def _parse_matrices(
+    lines: Sequence[str], where: str
+) -> tuple[_Matrix, dict[tuple[int, int], bool]]:
+    """Return the matrix of relations, and P2P by ordered pair of GPUs where the text has it."""
+    headers = [number for number, line in enumerate(lines) if _is_header(line.split())]
+    ways = [number for number in headers if _has_statuses(lines[number + 1 :])]
+    start = next((number for number in headers if number not in ways), None)
     if start is None:
-        raise InputError(where, "has no line that begins with GPU0", "give `nvidia-smi topo -m`")
+        what = "has no line that begins with GPU0, and is neither JSON nor XML"
+        raise InputError(where, what, f"give {_MATRIX}")
+    matrix = _parse_matrix(lines, start, where)
+    supported: dict[tuple[int, int], bool] = {}
+    for way in ways:
+        for pair, yes in _parse_p2p(lines, way, where).items():
+            supported[pair] = yes and supported.get(pair, True)
+    for index in {index for pair in supported for index in pair} - {*matrix.gpus.values()}:
+        raise InputError(where, f"tells P2P of GPU{index}, which {_MATRIX} lacks", _SAME)
+    return matrix, supported
+
+
+def _is_header(words: Sequence[str]) -> bool:
+    first, second = (*words, "", "")[:2]
+    known = _is_relation(second) or second in _STATUSES
+    return _GPU_LABEL.fullmatch(first) is not None and not known
+
+
+def _has_statuses(body: Sequence[str]) -> bool:
+    row = next((line.split() for line in body if line.strip()), [])
+    return not {*row}.isdisjoint(_STATUSES)
+
+
+def _parse_p2p(lines: Sequence[str], start: int, where: str) -> dict[tuple[int, int], bool]:
+    labels = lines[start].split()
+    gpus = _gpu_rows(labels, f"{where}:{start + 1}")
+    cells = [
+        _cells(words, label, labels, where=place, statuses=True)
+        for label, place, words in _rows(lines, start, labels, where)
+    ]
+    pairs = permutations(gpus, 2)
+    return {(gpus[a], gpus[b]): cells[a][b] == _SUPPORTED for a, b in pairs}
+
+
+def _gpu_names(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[int, str]:
+    """Return names by GPU index, by `nvidia-smi -L`, or by a query with or without indices."""
+    matches = [match for line in lines if (match := _GPU_NAME.fullmatch(line.strip()))]
+    found = [(match[1] or match[3], match["listed"] or match["queried"]) for match in matches]
+    names = {int(index): name for index, name in found if index}
+    # A list without indices has all GPUs in order.
+    if listed := [name for index, name in found if not index]:
+        names |= dict(zip(gpus, listed, strict=False))
+        fits = len(listed) == len(gpus)
+        what = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
+        require(fits, where, what, _SAME)
+    for index in names:
+        require(index in gpus, where, f"names GPU {index}, which {_MATRIX} lacks", _SAME)
+    return names
+
+
+def _rows(
+    lines: Sequence[str], start: int, labels: Sequence[str], where: str
+) -> list[tuple[str, str, list[str]]]:
+    """Return the label, place and words of each row below a header."""
+    body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
+    what = f"has {len(body)} rows for {len(labels)} devices"
+    require(len(body) >= len(labels), where, what, _WHOLE)
+    rows = zip(labels, body, strict=False)
+    return [(label, f"{where}:{n}", line.split()) for label, (n, line) in rows]
+
+
+def _parse_matrix(lines: Sequence[str], start: int, where: str) -> _Matrix:
     pieces = _TITLES.split(lines[start])
     labels, titles = pieces[0].split(), pieces[1::2]
     gpus = _gpu_rows(labels, f"{where}:{start + 1}")
-    body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
-    if len(body) < len(labels):
-        raise InputError(where, f"has {len(body)} rows for {len(labels)} devices", _WHOLE)
     cells, numa = [], []
-    for label, (n, line) in zip(labels, body, strict=False):
-        cells.append(_relations(line.split(), label, labels, where=f"{where}:{n}"))
+    for label, place, words in _rows(lines, start, labels, where):
+        cells.append(_cells(words, label, labels, where=place))
         # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
         # written and always last; a Machine has no place for it.
-        told = line.split()[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
+        told = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
         affinities = dict(zip(titles, told, strict=False))
         numa.append(affinities.get("NUMA Affinity", "").replace("N/A", ""))
     return _Matrix(where=where, labels=labels, cells=cells, numa=numa, gpus=gpus)
@@ -168,16 +265,26 @@ def _gpu_rows(labels: Sequence[str], where: str) -> dict[int, int]:
     return gpus
 
 
-def _relations(words: Sequence[str], label: str, labels: Sequence[str], *, where: str) -> list[str]:
+def _cells(
+    words: Sequence[str],
+    label: str,
+    labels: Sequence[str],
+    *,
+    where: str,
+    statuses: bool = False,
+) -> list[str]:
+    """Return the cells of a row: relations, or the `statuses` of P2P."""
     if words[0] != label:
         raise InputError(where, f"begins with {shown(words[0])}", f"the row of {label} comes here")
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
-        raise InputError(where, f"has {len(cells)} of {label}'s {len(labels)} relations", _WHOLE)
+        what = f"has {len(cells)} of {label}'s {len(labels)} relations"
+        raise InputError(where, what, _WHOLE)
     for column, cell in zip(labels, cells, strict=True):
-        if not _is_relation(cell):
+        if not (cell in (_SELF, *_STATUSES) if statuses else _is_relation(cell)):
             what = f"relates {label} and {column} by {shown(cell)}"
-            raise InputError(where, what, f"{', '.join((_SELF, *LEVELS))} or NV#")
+            right = ", ".join((_SELF, *(_STATUSES if statuses else LEVELS)))
+            raise InputError(where, what, right if statuses else f"{right} or NV#")
     return cells
 
 

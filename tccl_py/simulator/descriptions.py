@@ -19,6 +19,7 @@ from tccl_py.model.machine import (
     check_knowledge,
 )
 from tccl_py.readers.nccl_topology import parse_nccl_topology
+from tccl_py.readers.nvidia_smi import parse_nvidia_smi
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -189,7 +190,7 @@ _FIFO_CACHE = FifoCache(
 
 _MODELS = resources.files("tccl_py.simulator").joinpath("machines")
 _SUFFIX = ".json"
-_FORMS = "give a machine or model as JSON, or an NCCL topology XML"
+_FORMS = "give a machine or model as JSON, an NCCL topology XML, or `nvidia-smi topo -m`"
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,18 +220,25 @@ def load_bundled(name: str) -> MachineModel:
     return model_from_json(text, where=name + _SUFFIX)
 
 
-def load_machine(name: str | Path) -> MachineModel:
+def load_machine(name: str | Path, *, p2p: bool | None = None) -> MachineModel:
     """Return the machine model of a bundled name or a file; the bundled name comes first.
 
-    A Machine or topology without a model gets a model of assumed values only.
+    A Machine or topology without a model gets a model of assumed values only. `p2p` says whether
+    GPUs without NVLink have P2P, of machines where that is not known.
 
     >>> model = load_machine("h200x4-vm")
     >>> model.machine.gpu_indices
     (0, 1, 2, 3)
 
-    Raises InputError: an unknown name (the message names all models), no such file, or a file of
-    another form.
+    Raises InputError: an unknown name (the message names all models), no such file, a file of
+    another form, or `p2p` of a machine where it is known.
     """
+    model = _loaded(name)
+    knowledge = model.knowledge.with_p2p(model.machine, p2p)
+    return msgspec.structs.replace(model, knowledge=knowledge)
+
+
+def _loaded(name: str | Path) -> MachineModel:
     path, name = Path(name), str(name)
     if name in bundled_names():
         return load_bundled(name)
@@ -257,7 +265,8 @@ def read_description(path: Path) -> Description:
         return Description(machine=parse_nccl_topology(text, where=where), knowledge=Knowledge())
     if start == "{":
         return _from_json(text, where)
-    raise InputError(where, "is neither JSON nor XML", _FORMS)
+    machine, knowledge = parse_nvidia_smi(text, where=where)
+    return Description(machine=machine, knowledge=knowledge)
 
 
 def _from_json(text: str, where: str) -> Description:

@@ -100,7 +100,8 @@ def host_facts(
 def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, Fingerprint]:
     if backend == "host":
         machine = host_machine(devices, least=1)
-        return _with_own_nics(machine), Knowledge(), host_fingerprint(machine)
+        reached = Knowledge(peer_access_provenance="reported")
+        return _with_own_nics(machine), reached, host_fingerprint(machine)
     try:
         machine, knowledge, fingerprint = live.discover_machine()
     except InputError as error:
