@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.graph_file import Channel, GraphFaultError, parse_graph_file
+from tccl_py.nccl.graph_file import Channel, parse_graph_file
 from tccl_py.nccl.graph_writer import GraphRings, graph_xml
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import known_versions
+from tccl_py.nccl.xml_reader import GraphFaultError
 from tests.nccl_cases import (
     CASES,
     VERDICTS,
@@ -50,6 +51,10 @@ def test_a_missing_type_is_a_crash(name):
     with pytest.raises(GraphFaultError, match=f"has no {name}") as error:
         parse_graph_file(text, where="graph.xml")
     assert error.value.crash
+
+
+def cased(name):
+    return (CASES / "nccl-cases" / f"{name}.xml").read_text()
 
 
 def many_channels(count):
@@ -150,6 +155,9 @@ def test_messages_say_file_line_reason_and_remedy():
         ('<?xml version="1.0"?>\n' + OK, "rejected"),
         (OK.replace("<channel>", "<!-- a=b --><channel>"), "used"),
         (OK.replace("<channel>", "<!--a=b--><channel>"), "rejected"),
+        (OK.replace("<channel>", "<!-- a <!-- b --><channel>"), "used"),
+        (OK.replace("<channel>", "<!--- a--b ---><channel>"), "used"),
+        (OK.replace("<channel>", "<!--a--><channel>"), "used"),
         (OK.replace("<channel>", "<!-- never closed "), "rejected"),
         (OK.replace('id="0"', "id=0"), "rejected"),
         (OK.replace('id="0"', "id='0'"), "used"),
@@ -158,14 +166,32 @@ def test_messages_say_file_line_reason_and_remedy():
         (OK.replace('id="0"', f'id="0" note="{"x" * 253}"'), "used"),
         (OK.replace('id="0"', f'id="0" note="{"x" * 254}"'), "rejected"),
         (OK.replace("<channel>", "<a><b></b></a><channel>"), "used"),
-        (OK.replace("<channel>", "<a><b></c></a><channel>"), "rejected"),
+        # Inside an element that NCCL skips, any closing tag ends one.
+        (OK.replace("<channel>", "<a><b></c></a><channel>"), "used"),
+        (OK.replace("<channel>", "<a><b></a><channel>"), "rejected"),
+        (OK.replace("<channel>", "<graph><channel/></graph><channel>"), "used"),
+        (OK.replace("<channel>", "<channel >"), "used"),
+        (OK.replace(' id="0"', '  id="0"'), "used"),
+        (OK.replace(' id="0"', ' id="0" id="1"'), "used"),
+        (OK.replace(' id="0"', ' id="1" id="0"'), "ignored"),
+        (OK.replace(' id="0"', '\nid="0"'), "rejected"),
+        (OK.replace('<gpu dev="0"/>', '<gpu dev="0"/x>'), "used"),
+        (OK.replace('<gpu dev="0"/>', '<gpu dev="0"/ >'), "rejected"),
+        (OK.replace('<gpu dev="0"/>', '<gpu x="\u00e9\t<\n" dev=" +0x0z"></gpu>'), "used"),
         (OK.replace('nchannels="1"', 'nchannels="-1"'), "crash"),
         (OK.replace('nchannels="1"', 'nchannels="0"'), "ignored"),
-        (OK.replace('nchannels="1"', 'nchannels="one"'), "rejected"),
-        (OK.replace('pattern="4"', 'pattern="5"'), "rejected"),
+        (OK.replace('nchannels="1"', 'nchannels="one"'), "ignored"),
+        (OK.replace('nchannels="1"', 'nchannels="01 channel"'), "used"),
+        (OK.replace('nchannels="1"', 'nchannels="4294967297"'), "used"),
+        (OK.replace('pattern="4"', 'pattern="5"'), "used"),
+        (OK.replace('crossnic="0"', 'crossnic="7"'), "used"),
+        (OK.replace('speedinter="10"', 'speedinter="0"'), "used"),
+        (OK.replace('speedintra="10"', 'speedintra="fast"'), "rejected"),
         (OK.replace('speedintra="', 'speedintra="-'), "rejected"),
-        (OK.replace("</graphs>", OK[OK.index("<graph id") :]), "rejected"),
-        (OK + OK, "rejected"),
+        (OK.replace("</graphs>", OK[OK.index("<graph id") :]), "used"),
+        (OK + OK, "used"),
+        (OK + '<graphs version="2"/>', "rejected"),
+        (OK + "<other><a>", "rejected"),
         (OK + "\n\n", "used"),
         ("", "ignored"),
         ("\0", "rejected"),
@@ -173,8 +199,34 @@ def test_messages_say_file_line_reason_and_remedy():
         ("</graphs>", "rejected"),
     ],
 )
-def test_the_reader_takes_only_what_every_nccl_reads_alike(text, verdict):
+def test_the_verdict_is_on_what_nccls_reader_takes(text, verdict):
     assert judge(text).verdict == verdict
+
+
+def test_the_channels_beyond_a_second_graph_of_an_id_are_the_firsts():
+    found = judge(cased("ring-ok-then-fewer"))
+    assert found.verdict == "used"
+    assert found.rings[:2] == ((0, 3, 2, 1), (0, 2, 1, 3))
+
+
+def test_of_many_ring_channels_and_few_of_the_tree_the_few_count():
+    found = judge(cased("nchannels-34-tree-1"))
+    assert (found.verdict, len(found.rings)) == ("clipped", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        (OK.replace('id="0"', "id='0'"), "rejected", "used"),
+        (OK.replace('id="0"', "id='0\""), "used", "rejected"),
+        (OK.replace('id="0"', f'id="0" note="{"x" * 255}"'), "used", "rejected"),
+        (OK.replace('id="0"', f'id="0" note="{"x" * 256}"'), "crash", "rejected"),
+        (OK.replace("</graph>", "<channel/>" * 128 + "</graph>"), "crash", "rejected"),
+    ],
+)
+def test_releases_differ_in_quotes_and_limits(text, old, new):
+    found = [judge(text, version=version).verdict for version in ("2.20.5", "2.28")]
+    assert found == [old, new]
 
 
 PIECES = st.sampled_from(

@@ -7,11 +7,11 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Nic, NvLink, NvSwitch
-from tccl_py.nccl.graph_file import read_elements
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
+from tccl_py.nccl.xml_reader import read_elements
 from tccl_py.readers.nccl_topology import parse_nccl_topology, read_nccl_topology
 from tccl_py.simulator.descriptions import load_bundled
 from tests.topology_writer import topology_xml
@@ -32,6 +32,17 @@ def count(element, name):
     return (element.name == name) + sum(count(child, name) for child in element.children)
 
 
+# As NCCL's handlers for a topology (graph/xml.cc).
+INSIDE = {
+    "": ("system",),
+    "system": ("cpu",),
+    "cpu": ("pci", "nic"),
+    "pci": ("pci", "gpu", "nic", "pcilink"),
+    "gpu": ("nvlink", "c2c"),
+    "nic": ("net",),
+}
+
+
 def again(machine, text):
     return parse_nccl_topology(text, where=machine.name)
 
@@ -47,7 +58,7 @@ def test_nccls_own_lexer_takes_it(path):
     machine = read_nccl_topology(path)
     text = topology_xml(machine, comment=["rates -> measured -- here"])
     assert text.startswith("<!-- rates -) measured - here -->\n<system ")
-    (system,) = read_elements(text, version_facts("2.30"), where=path.name)
+    (system,) = read_elements(text, version_facts("2.30"), INSIDE, where=path.name)
     assert count(system, "gpu") == len(machine.gpus)
     assert count(system, "net") == len([nic for nic in machine.nics if nic.name != nic.bus_id])
     assert count(system, "nvlink") == len(machine.nvlinks)

@@ -201,10 +201,7 @@ def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
     def verdict(kind: VerdictKind, reason: str) -> Verdict:
         return Verdict(verdict=kind, reason=reason, rings=rings)
 
-    try:
-        file = parse_graph_file(text, where=where, version=found.version).get(RING)
-    except InputError as error:
-        return verdict("rejected", f"{name} starts with it, but not every NCCL does: {error}")
+    file = parse_graph_file(text, where=where, version=found.version).get(RING)
     if file is None or file.nchannels < 1:
         return verdict("ignored", f"the file has no channels of graph {RING}: {name} searches")
     count, orders, loaded = file.nchannels, file.orders, found.graph

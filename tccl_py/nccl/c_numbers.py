@@ -11,6 +11,11 @@ _DIGITS = {
 }
 _MOST_DIGITS = 40
 """More digits than any 64-bit number has."""
+_FLOAT = re.compile(
+    _BLANKS + r"([+-]?(?:(?P<hex>0x(?:[0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p[+-]?[0-9]+)?)"
+    r"|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan))",
+    re.IGNORECASE | re.ASCII,
+)
 
 
 def c_integer(text: str, base: int = 0) -> tuple[int, str]:
@@ -27,3 +32,18 @@ def c_integer(text: str, base: int = 0) -> tuple[int, str]:
     digits = match[1][:_MOST_DIGITS]
     octal = base == 0 and re.fullmatch("[+-]?0[0-7]+", digits)
     return int(digits, 8 if octal else base), text[match.end() :]
+
+
+def c_float(text: str) -> float:
+    """Return the floating-point number at the start of a text, 0.0 if there is none.
+
+    >>> c_float("12.5 GB/s"), c_float("fast"), c_float("0x10"), c_float("1e999")
+    (12.5, 0.0, 16.0, inf)
+    """
+    match = _FLOAT.match(text)
+    if match is None:
+        return 0.0
+    try:
+        return float.fromhex(match[1]) if match["hex"] else float(match[1])
+    except OverflowError:
+        return float("inf")

@@ -98,7 +98,7 @@ def _check(rings: GraphRings, version: str) -> None:
     require(known, where, f"names devices {devices}", f"0 to {_MAX_DEVICE}")
     elements = 1 + 2 * (1 + channels * (1 + len(first) + 2 * bool(nets)))
     right = f"{name} takes {facts.max_elements}: use fewer channels"
-    require(elements <= facts.max_elements, where, f"would have {elements} elements", right)
+    require(elements < facts.max_elements, where, f"would have {elements} elements", right)
     what = f"has a speed of {rings.speed_gbps}"
     require(0 < rings.speed_gbps < _MAX_GBPS, where, what, "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter):

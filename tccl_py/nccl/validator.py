@@ -11,18 +11,18 @@ import msgspec
 from tccl_py.errors import counted, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.graph_file import Channel, Graph, GraphFaultError, parse_graph_file
+from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
+from tccl_py.nccl.xml_reader import GraphFaultError
 
 VerdictKind = Literal["used", "ignored", "clipped", "rejected", "crash"]
 MAX_NODES = 65_536
 _SHOWN_NODES = 8
-_PATTERNS = {RING: (4,), TREE: (1, 2, 3)}
-_BALANCED_TREE = 1
+_TREE_PATTERN, _NVLS_PATTERN = 3, 5
 _ONE_LINK = 2
 """Up to so many nodes a tree has no node with children of both kinds."""
 
@@ -38,9 +38,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on the graph files of a job.
 
     `used`: NCCL runs the files' channels. `clipped`: fewer or other channels, or only some nodes
-    use their files. `ignored`: NCCL searches for itself. `rejected`: init fails, or the file has a
-    form that not every NCCL reads. `crash`: NCCL segfaults, corrupts memory, hangs or gives wrong
-    sums.
+    use their files. `ignored`: NCCL searches for itself. `rejected`: init fails. `crash`: NCCL
+    segfaults, corrupts memory, hangs or gives wrong sums.
 
     `rings` are the final channels' rank orders, each from rank 0 on; empty where init fails, and
     for a node that NCCL cuts in parts. `nics` has a row for each of `rings` with one entry a node,
@@ -150,10 +149,11 @@ class _Node:
         devices = net_devices(node.machine, settings)
         self._nics = {device: nic for nic, device in devices.items()}
         self.cut = len(seen.parts) > 1
-        self._file = parse_graph_file(node.graph, where=node.where, version=settings.version)
+        self._file = parse_graph_file(
+            node.graph, where=node.where, version=settings.version, cross_nic=settings.cross_nic
+        )
         for graph in self._file.values():
-            if not self._gated(graph):
-                self._check(graph)
+            self._check(graph)
         self.ring, self._tree = self._loaded(RING), self._loaded(TREE)
         if self.ring is None:
             found = search_ring(seen, nodes=count)
@@ -171,18 +171,18 @@ class _Node:
             self.trees = self._tree.nchannels
         self.channels = min(len(self.orders), self.trees)
 
-    def _gated(self, graph: Graph) -> bool:
-        return graph.crossnic == 1 and self._seen.settings.cross_nic == 0
-
     def _loaded(self, number: int) -> Graph | None:
         graph = self._file.get(number)
-        return None if graph is None or not graph.nchannels or self._gated(graph) else graph
+        return None if graph is None or not graph.nchannels else graph
 
     # Graphs with which NCCL does not start
 
     def _check(self, graph: Graph) -> None:
         facts, channels = self._facts, len(graph.channels)
-        if not 0 <= graph.nchannels <= facts.max_channels:
+        # NCCL takes the smaller number of channels of the ring and the tree.
+        both = (graph, self._file.get(TREE if graph.id == RING else RING, graph))
+        used = min((each.nchannels for each in both if each.nchannels > 0), default=0)
+        if used > facts.max_channels or not 0 <= graph.nchannels <= facts.max_final_channels:
             right = f"0 to {facts.max_channels}; others corrupt NCCL's memory"
             graph.fail(f"has nchannels {graph.nchannels}", right, crash=True)
         if channels > facts.max_final_channels:
@@ -192,17 +192,17 @@ class _Node:
         if strange:
             what = f"names GPU {min(strange)}, which the communicator does not have"
             graph.fail(what, f"NCCL says: dev {min(strange):x} not found")
-        if graph.id not in _PATTERNS or graph.nchannels == 0:
+        if graph.id not in (RING, TREE) or graph.nchannels == 0:
             return
-        if graph.pattern not in _PATTERNS[graph.id] or graph.crossnic not in (0, 1, 2):
-            what = f"has pattern {graph.pattern} and crossnic {graph.crossnic}"
-            graph.fail(what, "a ring has pattern 4, a tree 1 to 3, and crossnic is 0, 1 or 2")
-        if min(graph.speedintra, graph.speedinter) <= 0:
-            graph.fail("has a speed of 0", "NCCL would find no algorithm")
-        if channels < graph.nchannels:
+        if graph.pattern == _NVLS_PATTERN and self._count > 1:
+            graph.fail("has pattern 5, of NVLS", "a ring has pattern 4, a tree 1 to 3")
+        speed = graph.speedintra if self._count <= _ONE_LINK else graph.speedinter
+        if graph.id == RING and not speed > 0:
+            graph.fail(f"has a speed of {speed:g}", "NCCL would find no algorithm")
+        if channels < used:
             what = f"has {channels} channels, but nchannels {graph.nchannels}"
             graph.fail(what, "write all channels")
-        for number, channel in enumerate(graph.channels[: graph.nchannels]):
+        for number, channel in enumerate(graph.channels[:used]):
             if sorted(channel.gpus[: self.size]) != sorted(self.gpus):
                 what = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
                 right = f"name each of {sorted(self.gpus)} once"
@@ -252,7 +252,7 @@ class _Node:
             return [self.why_ignored()]
         nets = [channel.nets[:2] for channel in self.orders]
         ends = [pair for pair in nets if len(pair) == 2]
-        spreads = self._tree is not None and self._tree.pattern == _BALANCED_TREE
+        tree = _TREE_PATTERN if self._tree is None else self._tree.pattern
         said = {
             f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}": (
                 len(graph.channels) > graph.nchannels
@@ -265,13 +265,13 @@ class _Node:
                 several and not all(leaves_as_named(self.gpus, *pair) for pair in ends)
             ),
             # NCCL then reads beyond the last channel's GPU (ncclTopoPreset).
-            "the node has one GPU: a tree of pattern 1 hangs other nodes from a second": (
-                self._count > _ONE_LINK and self.size == 1 and spreads
+            f"the node has one GPU: a tree of pattern {tree} hangs other nodes from a second": (
+                self._count > _ONE_LINK and self.size == 1 and tree != _TREE_PATTERN
             ),
             "some GPUs would talk over NICs, where NCCL may cut the node: set "
             "NCCL_NET_DISABLE_INTRA=1": bool(self._seen.by_network),
-            f"the tree has {self.trees} of {len(self.orders)} channels": (
-                self.trees < len(self.orders)
+            f"the tree has {self.trees} of {graph.nchannels} channels": (
+                self.trees < graph.nchannels
             ),
             f"another node has {channels} of {self.channels} channels": channels < self.channels,
         }
@@ -279,12 +279,9 @@ class _Node:
 
     def why_ignored(self) -> str:
         """Return why NCCL does not use the node's file."""
-        graph = self._file.get(RING)
-        if graph is None:
-            return "there is no graph with id 0; NCCL searches for itself"
-        if graph.nchannels == 0:
-            return "nchannels is 0; NCCL searches for itself"
-        return "crossnic is 1 and NCCL_CROSS_NIC 0; NCCL searches for itself"
+        passed = " whose crossnic is not 1" if self._seen.settings.cross_nic == 0 else ""
+        why = "nchannels is 0" if RING in self._file else f"there is no graph with id 0{passed}"
+        return f"{why}; NCCL searches for itself"
 
 
 class _Job:

@@ -38,7 +38,9 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     the farthest path over which a NIC reaches GPU memory by default; `unknown_levels` are read as
     LOC. With `relays_need_gpu_direct` only a GPU with GPU direct RDMA relays. `crossed` is the
     crossnic of channels that have to change NICs: 2 swaps pairs of them on odd nodes. Without
-    `children_checked` more than `max_children` corrupt memory instead of failing.
+    `children_checked` more than `max_children` corrupt memory instead of failing. With
+    `checks_values` a value ends at the quote that it began with, and too long ones fail; before,
+    only at a double quote, and they corrupt memory.
 
     With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
     fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
@@ -63,6 +65,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_final_channels: int = 32
     max_children: int = 32
     children_checked: bool = False
+    checks_values: bool = False
     max_elements: int = 1024
     rank_overrides_dev: bool = False
     shm_copy_engine: bool = True
@@ -78,7 +81,13 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
-    (2, 21, 5): {"fuses_topologies": True},
+    (2, 21, 5): {
+        "fuses_topologies": True,
+        "dev_base": 16,
+        "max_children": 128,
+        "children_checked": True,
+        "max_elements": 4096,
+    },
     # Checked in 2.28, and taken from halfway to 2.18 on.
     (2, 24, 0): {
         "name": "2.28",
@@ -86,13 +95,9 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "unknown_levels": (),
         "crossed": 2,
         "amd_gpus": 2,
-        "dev_base": 16,
-        "max_channels": 32,
-        "max_final_channels": 64,
-        "max_children": 640,
-        "children_checked": True,
-        "max_elements": 4096,
     },
+    (2, 25, 1): {"max_channels": 32, "max_final_channels": 64},
+    (2, 27, 3): {"checks_values": True},
     (2, 29, 2): {
         "old_gpus_leave_over_sys": True,
         "falls_back_to_local_nets": True,
@@ -101,6 +106,7 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
     (2, 29, 7): {"unknown_inter": (86.0,)},
     (2, 30, 0): {
         "name": "2.30",
+        "max_children": 640,
         "max_elements": 65536,
         "rank_overrides_dev": True,
         "shm_copy_engine": False,
