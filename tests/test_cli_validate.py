@@ -62,6 +62,17 @@ def test_variables_of_the_job_count():
     assert len(json.loads(clipped.stdout)["rings"]) == 6 > len(json.loads(plain.stdout)["rings"])
 
 
+def test_bytes_that_are_no_utf8_are_read_as_nccl_reads_them(tmp_path):
+    graph = tmp_path / "graph.xml"
+    graph.write_bytes(b"<!-- \xff -->\n" + (GRAPHS / "a_ok1.xml").read_bytes())
+    assert (
+        json.loads(tccl("validate", graph, "--machine", FOUR, "--json").stdout)["verdict"] == "used"
+    )
+    graph.write_bytes(b"\xff")
+    found = tccl("validate", graph, "--machine", FOUR)
+    assert (found.exit_code, found.stdout.splitlines()[0]) == (1, f"{graph}: rejected")
+
+
 def test_misspelt_variables_are_refused_and_misspelt_values_told():
     words = ("validate", GRAPHS / "a_ok1.xml", "--machine", FOUR, "--json", "--env")
     wrong = tccl(*words, "NCCL_P2P_LEVLE=SYS")

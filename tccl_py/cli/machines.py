@@ -11,7 +11,7 @@ from tccl_py.cli.options import MACHINE_HELP, arg, gpus_argument, opt, p2p_argum
 from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.files import picked, read_text
+from tccl_py.files import picked, read_bytes, read_text
 from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices
@@ -146,7 +146,8 @@ def validate(
             nearest = version_facts(version).name
             notice(f"NCCL {version} was not checked; taken for {nearest}, the nearest")
         verdict = validator.validate(
-            read_text(graph),
+            # NCCL reads bytes, whatever they are in a comment.
+            read_bytes(graph).decode("utf-8", "surrogateescape"),
             _as_told(model.machine, given.get("NCCL_TOPO_FILE", "")),
             model.knowledge,
             gpus=gpus_argument(gpus, model.machine),

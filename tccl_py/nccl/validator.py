@@ -199,14 +199,14 @@ class _Node:
         speed = graph.speedintra if self._count <= _ONE_LINK else graph.speedinter
         if graph.id == RING and not speed > 0:
             graph.fail(f"has a speed of {speed:g}", "NCCL would find no algorithm")
+        # With a tree that is not whole NCCL starts, and hangs or sums wrongly.
         if channels < used:
             what = f"has {channels} channels, but nchannels {graph.nchannels}"
-            graph.fail(what, "write all channels")
+            graph.fail(what, "write all channels", crash=graph.id == TREE)
         for number, channel in enumerate(graph.channels[:used]):
             if sorted(channel.gpus[: self.size]) != sorted(self.gpus):
                 what = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
                 right = f"name each of {sorted(self.gpus)} once"
-                # With such a tree NCCL starts, and hangs or sums wrongly.
                 graph.fail(what, right, crash=graph.id == TREE)
             missing = [net for net in channel.nets[:2] if net not in self._nics]
             if missing and self._count > 1:

@@ -250,9 +250,7 @@ def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[
     if "," in str(library) or len(str(library)) > _MAX_PATH:
         right = f"at most {_MAX_PATH} characters without a comma"
         raise InputError(str(library), "is a path that NCCL cannot open", right)
-    if why := why_not_trusted(index):
-        right = "let nobody but root and the user of the jobs write it, and the folders above it"
-        raise InputError(str(index), f"is not trusted by the plugin: {why}", right)
+    check_trusted(index)
     loading = {PLUGIN_VARIABLE: library, **named}
     return {name: str(path) for name, path in loading.items()} | plugin_variables(plan)[0]
 
@@ -271,7 +269,8 @@ def why_not_trusted(path: Path) -> str:
 
 def check_trusted(path: Path) -> None:
     """Check that nobody but root and this user can write a file or a folder above it."""
-    why, right = why_not_trusted(path), "let nobody but root and yourself write it and its folders"
+    why = why_not_trusted(path)
+    right = "let nobody but root and the user of the jobs write it, and the folders above it"
     require(not why, str(path), f"is not trusted: {why}", right)
 
 
