@@ -81,7 +81,7 @@ def stopping(pids, *, for_s, times, apart_s=0.02):
 
 def measured_or_failed(source, transfers, path):
     """Ask for a set by a journal: what it has of it is a whole measurement, or it has nothing."""
-    header = JournalHeader(machine="host", identity="host backend", simulated=False)
+    header = JournalHeader(machine="host", identity="host backend", simulated=False, dry_run=True)
     with RememberingSource(source, journal=JournalFile(path, header)) as journal:
         try:
             (answer,) = journal.measure([transfers])

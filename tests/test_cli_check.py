@@ -31,7 +31,7 @@ from tests.verified import changed, dry_run
 NAME = "intel-v100"
 KEYS = [
     "machine", "drifted", "sets_compared", "false_alarm_rate", "changes", "points_to", "lost",
-    "skipped", "seconds", "simulated",
+    "skipped", "seconds", "simulated", "dry_run",
 ]  # fmt: skip
 CHANGE_KEYS = ["set", "flow", "was_gbps", "is_gbps", "ratio", "p"]
 
@@ -272,7 +272,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
     ring = msgspec.structs.replace(made.rings[0], hops=hops)
     made = with_parts(
         made, machine=place.machine, knowledge=place.knowledge, gpus=(0, 1), rings=(ring,),
-        simulated=False, assumed=False, subsets=(),
+        simulated=False, assumed=False, dry_run=True, subsets=(),
         stock=msgspec.structs.replace(made.stock, rings=((0, 1),), assumed=False),
         variables=msgspec.structs.replace(made.variables, rings=((0, 1),), assumed=False),
         alternatives=(),
@@ -291,7 +291,7 @@ def test_the_host_backend_is_checked_by_itself(plan):
     result = tccl("check", plan, "--json", "--max-seconds", "25")
     assert result.exit_code in (0, 1)
     found = json.loads(result.stdout)
-    assert not found["simulated"]
+    assert not found["simulated"] and found["dry_run"]
     assert found["sets_compared"] + len(found["skipped"]) == 1
     assert "host backend" in result.stderr
 

@@ -26,7 +26,7 @@ from tccl_py.sources.profiled import MeasurementOptions, measured_machine, searc
 from tests.planned import SMALL, WRX
 from tests.sessions import PRINT, Fake, measures_by
 
-KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed"]
+KEYS = ["set", "gbps", "total_gbps", "simulated", "assumed", "dry_run"]
 MEASURED_KEYS = [
     *KEYS,
     "skew_us",
@@ -499,7 +499,7 @@ def test_the_host_backend_measures_and_its_journal_answers_a_second_run(tmp_path
     found = json.loads(output)
     assert [list(entry) for entry in found] == [MEASURED_KEYS] * 2
     assert all(rate > 0 for entry in found for rate in entry["gbps"])
-    assert all(entry["repeats"] == 1 for entry in found)
+    assert all(entry["repeats"] == 1 and entry["dry_run"] for entry in found)
     kept = path.read_text()
     path.write_text(kept + '{"transfers":')
     output, errors = on_host(*command)
@@ -539,16 +539,17 @@ def test_a_plan_over_the_host_backend_is_a_rehearsal_and_says_so(tmp_path):
     place = tmp_path / "plan"
     command = ("plan", *ON_HOST, "-o", place, "--rings", "1", "--max-sets", "4", "--target", "0.3")
     output, _ = on_host(*command)
-    assert "for host-2, GPUs 0,1: measured" in output
+    assert "for host-2, GPUs 0,1: measured in a DRY RUN" in output.partition("\n")[0]
     assert REHEARSAL in output.replace("\n", " ")
     shown = json.loads(tccl("show", place, "--json").stdout)
     assert (shown["simulated"], shown["machine"]) == (False, "host-2")
     assert any(REHEARSAL in text for text in shown["notices"])
-    exports = tccl("env", place, "--choice", "graph").stdout
-    assert exports.startswith("# tccl-py, rates measured\n")
+    assert shown["dry_run"]
+    exports = tccl("env", place, "--choice", "graph", "--force").stdout
+    assert exports.startswith("# tccl-py, rates measured in a DRY RUN\n")
     assert f"NCCL_GRAPH_FILE={place}/nccl/graph.xml" in exports
     journal = read_journal(place / "measurements.jsonl")
-    assert not journal.header.simulated
+    assert not journal.header.simulated and journal.header.dry_run
     # The plan's file is gone: its journal answers all that a new plan asks, and nothing starts.
     kept = (place / "measurements.jsonl").read_text()
     again, _ = on_host(*command, "--force", "--json")

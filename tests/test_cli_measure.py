@@ -32,7 +32,7 @@ def entries(*arguments):
 def test_json_is_a_list_with_an_entry_for_each_set():
     found = entries(*SETS, "--simulate", BOX)
     assert [list(entry) for entry in found] == [
-        ["set", "gbps", "total_gbps", "simulated", "assumed"]
+        ["set", "gbps", "total_gbps", "simulated", "assumed", "dry_run"]
     ] * 2
     assert [entry["set"] for entry in found] == list(SETS)
     assert [len(entry["gbps"]) for entry in found] == [2, 1]

@@ -17,14 +17,15 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.verify import plans as module
 from tccl_py.verify.record import Verification
 from tccl_py.verify.spec import WrongValue
+from tccl_py.verify.verify import RunBudget, budget_of
 from tests.planned import as_only
 from tests.verified import FakeJobs, by_plan, without_gpus
 
 NAME = "intel-v100"
 KEYS = [
-    "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "tried",
-    "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions", "notices",
-    "by_size",
+    "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "dry_run",
+    "tried", "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions",
+    "notices", "by_size",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",
@@ -74,9 +75,9 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     found = tccl("verify", place, "--backend", "host")
     assert found.exit_code == 0
     words = " ".join(found.stdout.split())
-    assert "as a dry run over" in words and f"{NAME}" in words
+    assert "as a DRY RUN over" in words and f"{NAME}" in words
     assert "variables only, the recommended" in words
-    assert "1 GiB" in words
+    assert "4 MiB" in words
     assert "variables: 12.66 GB/s predicted" in words
     assert "variables: 240 results of collectives" in words
     assert "communicators over GPUs 0,1 and 2,3: 16" in words
@@ -99,6 +100,15 @@ def test_another_winner_than_the_recommended_choice_is_said(place, jobs, graph, 
     assert found.exit_code == code
     assert sentences in " ".join(found.stdout.split())
     assert "Yes" not in found.stdout
+
+
+def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
+    jobs(lambda _: 1.0)
+    assert tccl("verify", place, "--backend", "host").exit_code == 0
+    kept = Verification.load(place)
+    assert (kept.arms[0].sizes[0].bytes, kept.arms[0].sizes[-1].bytes) == (1024, 4 << 20)
+    assert [row.bytes for row in kept.arms[1].transfers] == [4 << 20]
+    assert (budget_of("host").seconds, budget_of(None)) == (30.0, RunBudget())
 
 
 def test_one_choice_is_compared_alone(place, jobs):
@@ -292,7 +302,9 @@ def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jo
     assert after.gain("variables") == pytest.approx(1.4, rel=0.02)
     kept = Verification.load(place)
     assert (kept.winner, kept.accepted) == ("variables", True)
-    assert "export NCCL_BUFFSIZE=524288" in tccl("env", place).stdout
+    # What gloo achieved says nothing about GPUs.
+    assert after.dry_run and "NCCL_BUFFSIZE" not in tccl("env", place).stdout
+    assert "export NCCL_BUFFSIZE=524288" in tccl("env", place, "--force").stdout
     levels = {one.settings.p2p_level for one in kept.tried if one.arm == "variables"}
     assert levels == {None, "SYS", "PHB"}
 

@@ -166,7 +166,7 @@ def test_the_report_draws_means_over_sets_by_collective_and_size(place, jobs):
     _, _, drawn = page.partition('id="ratios"')
     drawn = drawn.partition("</section>")[0]
     assert drawn.count("4 KiB") == 2 and "send_recv" not in drawn
-    assert drawn.count(">1.25</td>") == 4 and "a dry run over gloo" in drawn
+    assert drawn.count(">1.25</td>") == 4 and "a DRY RUN over gloo" in drawn
     (place / "evaluate.json").write_text('{"format_version": 1, "cells": 3}')
     assert tccl("report", place).exit_code == 0
     assert "evaluate.json is left out" in (place / "report.html").read_text()

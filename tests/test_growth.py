@@ -261,7 +261,9 @@ def test_equal_machines_join_a_class_and_known_hosts_keep_their_machine():
 
 def header(*hosts, driver="1", rest="host backend, repeats 6"):
     parts = dict.fromkeys(hosts, f"GPUs x; driver {driver}")
-    return JournalHeader(machine=",".join(hosts), identity=rest, hosts=parts, simulated=False)
+    return JournalHeader(
+        machine=",".join(hosts), identity=rest, hosts=parts, simulated=False, dry_run=True
+    )
 
 
 def test_a_journal_of_more_hosts_holds_for_fewer_and_no_others():

@@ -34,7 +34,12 @@ def test_every_ordered_pair_has_the_rate_of_a_direct_write_alone():
     found = pairs("--simulate", BOX)
     assert set(found) == {(a, b) for a in range(8) for b in range(8) if a != b}
     for (a, b), one in found.items():
-        assert one == {"gbps": rates(BOX, f"{a}:{b}")[0][0], "latency_us": None, "via": "direct"}
+        assert one == {
+            "gbps": rates(BOX, f"{a}:{b}")[0][0],
+            "latency_us": None,
+            "via": "direct",
+            "dry_run": False,
+        }
 
 
 def test_both_directions_run_together():
@@ -76,6 +81,7 @@ def test_a_dry_run_has_latencies_and_a_journal_answers_again(tmp_path):
     journal = ("--journal", tmp_path / "pairs.jsonl")
     first = pairs(*command, *journal)
     assert all(one["gbps"] > 0 and one["latency_us"] > 0 for one in first.values())
+    assert all(one["dry_run"] for one in first.values())
     assert pairs(*command, *journal) == first
 
 

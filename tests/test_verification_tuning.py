@@ -444,7 +444,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     assert [one.bytes for one in Verification.load(tmp_path).judged.sizes] == list(SIZES[:-1])
     told = capsys.readouterr()
     assert told.out == ""
-    assert "as a dry run over gloo" in told.err
+    assert "as a DRY RUN over gloo" in told.err
 
 
 def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(

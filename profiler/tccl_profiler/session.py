@@ -100,7 +100,12 @@ class Session:
             f"{print_.numa_count} NUMA node(s); {self._backend} backend, "
             f"{self.options.identity}"
         )
-        return JournalHeader(machine=self.machine.name, identity=identity, simulated=False)
+        return JournalHeader(
+            machine=self.machine.name,
+            identity=identity,
+            simulated=False,
+            dry_run=self._backend == "host",
+        )
 
 
 def pool_of(

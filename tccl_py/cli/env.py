@@ -14,7 +14,7 @@ from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
 from tccl_py.errors import InputError
-from tccl_py.files import refused
+from tccl_py.files import picked, refused
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     JobEnvironment,
@@ -30,7 +30,11 @@ HOST = opt("NAME", "A cluster's host; this one if not given.")
 VERSION = opt("VERSION", "The job's; if not given, as installed.")
 CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
 PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
+FORCE = flag("--force", "Also by the plan of a dry run.")
 ALIKE = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
+
+
+DRY_RUN_OFF = "rates of host memory say nothing about GPUs, NCCL stays as it is (--force exports)"
 
 
 def env(
@@ -42,6 +46,7 @@ def env(
     choice: str | None = CHOICE,
     plugin: bool = PLUGIN,
     alike: bool = ALIKE,
+    force: bool = FORCE,
     json: bool = options.JSON,
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
@@ -64,6 +69,9 @@ def env(
     and the exit code is 1. With --alike (or TCCL_ALIKE=1) GPUs of the same kinds at the same places
     will do.
 
+    Of a dry run's plan (--backend host) a comment alone is printed, with exit code 0: its rates say
+    nothing about GPUs. With --force its variables are exported all the same.
+
     The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
     of the plan with ranks in its order (DIR/nccl/order). For a host outside of the plan, and for
     this host after a change of GPUs, the exit code is 1, and the variables are printed alone: ranks
@@ -77,8 +85,10 @@ def env(
     """
     found = _environment(SimpleNamespace(**locals()), is_rank=False)
     if json:
-        simulated = found.plan.simulated
-        print_json({**found.subject, "environment": found.variables, "simulated": simulated})
+        marks = picked(found.plan, "simulated", "dry_run")
+        print_json({**found.subject, "environment": found.variables, **marks})
+    elif found.plan.dry_run and not force:
+        print(f"# tccl-py, DRY RUN: {DRY_RUN_OFF}")
     else:
         if "off" not in found.subject:
             print(f"# tccl-py, rates {found.plan.provenance}")
@@ -99,12 +109,13 @@ def run(
     choice: str | None = CHOICE,
     plugin: bool = PLUGIN,
     alike: bool = ALIKE,
+    force: bool = FORCE,
 ) -> None:
     """Run a job with the plan's recommended choice, in the environment of `tccl env`.
 
     The process becomes COMMAND, whose exit code counts. NCCL variables that you have set stay as
-    they are. Where they contradict the plan, or the plan does not apply, COMMAND runs without the
-    plan, and stderr says why.
+    they are. Where they contradict the plan, the plan does not apply, or is of a dry run (without
+    --force), COMMAND runs without the plan, and stderr says why.
 
     A choice that places bounce buffers on NUMA nodes needs the plugin, which is then loaded. For
     NCCL without plugins each rank has to be started by `tccl run`: the planned node is preferred
@@ -151,6 +162,10 @@ def _environment(asked: SimpleNamespace, *, is_rank: bool) -> JobEnvironment:
         refuse({"--gpus": gpus, "--nccl": asked.nccl}, options.OF_CLUSTER)
     else:
         refuse({"--host": asked.host}, ("", "is for the plan of a cluster", "leave it out"))
+    if plan.dry_run and not asked.force:
+        notice(f"the plan is disabled, it is a DRY RUN: {DRY_RUN_OFF}")
+        off = {"off": f"DRY RUN: {DRY_RUN_OFF}"}
+        return JobEnvironment(plan=plan, subject=off, variables={}, refused=False)
     given = {name: vars(asked)[name] for name in ("host", "nccl", "choice", "plugin", "alike")}
     given["gpus"] = None if gpus is None else gpus_argument(gpus, plan.machine)
     return job_environment_of(plan, asked.directory, is_rank=is_rank, say=notice, **given)

@@ -20,6 +20,7 @@ from tccl_py.nccl_library import user_file
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.directory import GRAPH_FILE, machine_file
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
@@ -87,12 +88,19 @@ def export(
     if runtime == "tuner":
         _export_tuner(directory, output)
         return
-    plan = load_plan(directory)
+    plan = _marked(load_plan(directory), directory)
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return
     plan.check_single(directory, "there is a file for each host: name a new directory by --output")
     print(nccl_files(plan, directory)[GRAPH_FILE], end="")
+
+
+def _marked(plan: Plan, path: Path) -> Plan:
+    """Return a plan to export; a notice says if it is of a dry run."""
+    if plan.dry_run:
+        notice(f"{path} is a DRY RUN: what is exported says nothing about GPUs, use it in no job")
+    return plan
 
 
 def _export_tuner(directory: Path, output: Path | None) -> None:
@@ -101,7 +109,7 @@ def _export_tuner(directory: Path, output: Path | None) -> None:
     from tccl_py.plan.beside import load_tuning  # noqa: PLC0415
 
     _check_new(output)
-    plan = plan_in(directory)
+    plan = _marked(plan_in(directory), directory)
     tuning = load_tuning(plan, directory)
     if tuning is None:
         raise InputError(str(directory), "was not tuned", "run tccl verify --tune there")
@@ -131,7 +139,7 @@ def _export_fork(
     _check_new(output)
     place = directory if directory.is_dir() else directory.parent
     with interrupts_put_off(), ExitStack() as stack:
-        plan = load_plan(directory)
+        plan = _marked(load_plan(directory), directory)
         check_plan_for_fork(plan, where=str(directory))
         line = stack.enter_context(ProgressLine())
         source, tables, notices = rates_of(plan, place, watch=line.measured)
@@ -159,7 +167,7 @@ def _export_job(
     if output is None:
         right = "name a new directory that all hosts of the job can read"
         raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
-    plan = plan_in(directory)
+    plan = _marked(plan_in(directory), directory)
     if not plan.is_cluster:
         raise InputError("--hosts", "is for the plan of a cluster", "leave it out")
     listed = listed_hosts(hosts, where="--hosts")

@@ -34,6 +34,7 @@ from tccl_py.health.drift import Drift, Effort, drift_json, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import DriverState, Host
 from tccl_py.plan.beside import plan_in
+from tccl_py.plan.parts import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.verify.jobs import Launcher
@@ -90,13 +91,13 @@ def check(
 
     --json has the keys `machine`, `drifted`, `sets_compared`, `false_alarm_rate`, `changes` (a list
     of `set`, `flow`, `was_gbps`, `is_gbps`, `ratio`, `p`), `points_to`, `lost` (why, by set),
-    `skipped`, `seconds`, `simulated`. The rates are those of the flow that fell most. The metrics
-    of --prometheus are tccl_check_drifted, _sets_compared, _sets_lost, _false_alarm_rate,
-    _duration_seconds, _timestamp_seconds and, by set, _set_rate_ratio and _set_changed.
-    --preflight adds the keys `ok`, `findings` (a list of `what`, `where`, `expected`, `measured`),
-    `collective`, `collectives_checked`, `bandwidths` (a list of `bytes`, `gbps`, `expected_gbps`,
-    `p`), and the metrics _preflight_ok, _findings, _collectives_checked and, by size,
-    _collective_gbps and _collective_expected_gbps.
+    `skipped`, `seconds`, `simulated`, `dry_run`. The rates are those of the flow that fell most.
+    The metrics of --prometheus are tccl_check_drifted, _sets_compared, _sets_lost,
+    _false_alarm_rate, _duration_seconds, _timestamp_seconds and, by set, _set_rate_ratio and
+    _set_changed. --preflight adds the keys `ok`, `findings` (a list of `what`, `where`, `expected`,
+    `measured`), `collective`, `collectives_checked`, `bandwidths` (a list of `bytes`, `gbps`,
+    `expected_gbps`, `p`), and the metrics _preflight_ok, _findings, _collectives_checked and, by
+    size, _collective_gbps and _collective_expected_gbps.
 
     Examples:
 
@@ -135,24 +136,23 @@ def check(
     drift = found.drift
     if prometheus:
         own: dict[str, Any] = {"machine": plan_name(plan), "simulated": plan.simulated}
-        text = prometheus_text(drift, **own, now=time.time())
+        text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, **own, now=time.time())
         write_result(text + preflight_metrics(found, **own) * preflight, output)
     elif json:
         result = preflight_json(plan, found) if preflight else drift_json(plan, drift)
         write_result(encode_json(result), output)
     else:
         if preflight:
-            _print_preflight(found)
+            _print_preflight(found, dry_run=plan.dry_run)
         _print_drift(plan, drift)
     if not found.ok if preflight else drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _print_preflight(found: Preflight) -> None:
+def _print_preflight(found: Preflight, *, dry_run: bool) -> None:
     console = results()
-    console.print(
-        f"preflight {'passed' if found.ok else 'failed'}", style=GOOD if found.ok else BAD
-    )
+    said = f"preflight {'passed' if found.ok else 'failed'}{IN_DRY_RUN * dry_run}"
+    console.print(said, style=GOOD if found.ok else BAD)
     for problem in found.problems:
         console.print(f"{problem.what}: {problem.measured}, expected {problem.expected}")
         console.print(f"  at {problem.where}")

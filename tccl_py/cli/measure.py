@@ -18,8 +18,9 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
+from tccl_py.plan.parts import IN_DRY_RUN
+from tccl_py.plan.parts import mark as provenance
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import mark as provenance
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
@@ -82,8 +83,8 @@ def measure(
     With --all-pairs each GPU writes to each other GPU, alone: directly, or through host memory
     where NCCL would. The latency is half the time in which 16 bytes go over and their slot is free
     again; models have none. With --bidirectional a bandwidth is that of one direction, beside the
-    other direction. The keys of --json and columns of --csv are `from`, `to`, `gbps`, `latency_us`
-    and `via`.
+    other direction. The keys of --json and columns of --csv are `from`, `to`, `gbps`,
+    `latency_us`, `via` and `dry_run`.
 
     Under mpirun or srun, with a rank or more on each host, sets may span hosts: `h0` and `h1` are
     their names, `N0` is a NIC.
@@ -144,9 +145,9 @@ def _measure_sets(
     texts = [" ".join(flow_texts(text)) for text in sets]
     rows = list(zip(texts, found, strict=True))
     if asked.json:
-        print_json([measurement_json(*row) for row in rows])
+        print_json([measurement_json(*row, dry_run=source.dry_run) for row in rows])
     else:
-        _print_table(title, conditions, rows)
+        _print_table(title, conditions, rows, dry_run=source.dry_run)
     # When it is closed, the source has looked at the GPUs once more.
     notice_each(source.notices)
     for row in rows:
@@ -181,7 +182,8 @@ def _measure_pairs(asked: SimpleNamespace) -> None:
     elif asked.csv:
         print(pairs_csv(pairs), end="")
     else:
-        mark = provenance(simulated=source.simulated, assumed=assumed)
+        basis = {"simulated": source.simulated, "dry_run": source.dry_run}
+        mark = provenance(assumed=assumed, **basis)
         beside = ", beside the other direction" if asked.bidirectional else ""
         _print_pairs(pairs, f"{machine.name}, {mark}{beside}", conditions)
 
@@ -251,14 +253,16 @@ def _measured(
             raise
 
 
-def _print_table(title: str, conditions: str, rows: Sequence[tuple[str, Measurement]]) -> None:
+def _print_table(
+    title: str, conditions: str, rows: Sequence[tuple[str, Measurement]], *, dry_run: bool
+) -> None:
     simulated = rows[0][1].simulated
     more = () if simulated else ("interval", "repeats")
-    title = f"Transfer sets on {title}"
+    title = f"Transfer sets on {title}{IN_DRY_RUN * dry_run}"
     table = Table("Flow", "GB/s", *more, "Source", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
     for text, measurement in rows:
-        mark = provenance(simulated=simulated, assumed=measurement.assumed)
+        mark = provenance(simulated=simulated, assumed=measurement.assumed, dry_run=dry_run)
         gbps = in_given_order(text, measurement)
         widths = in_given_order(text, measurement, relative_intervals(measurement))
         repeats, timing = str(len(measurement.samples_gbps[0])), timing_text(measurement)

@@ -69,7 +69,8 @@ def overlap(
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         pairs, products, first = time_overlap(chosen, places, wanted, timeout=timeout, **counted)
-    head = {"backend": chosen, "gpus": places, "gpu": first.device, "torch": first.torch, **counted}
+    head: dict[str, Any] = {"backend": chosen, "dry_run": chosen == "gloo", "gpus": places}
+    head |= {"gpu": first.device, "torch": first.torch, **counted}
     if json:
         print_json({**head, "pairs": pairs, "products": products})
     else:
@@ -97,7 +98,7 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
 
 def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row]) -> None:
     out = results()
-    where = head["gpu"] or "host memory, a dry run"
+    where = head["gpu"] or "host memory, a DRY RUN"
     out.print(
         f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
         f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"

@@ -37,7 +37,6 @@ from tccl_py.plan.words import (
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, tuning_json
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import OpenedSource
-from tccl_py.sources.profiled import is_dry_run
 from tccl_py.verify.record import Verification
 from tccl_py.verify.sizes import load_sizes
 
@@ -186,7 +185,7 @@ def explain(
             sources = [source] * len(plan.cluster.classes)
         source.watch(line.measured)
         notice_each(told)
-        most = max_sets or (_DRY_SETS if is_dry_run(source.header) else MOST_SETS)
+        most = max_sets or (_DRY_SETS if source.dry_run else MOST_SETS)
         found = explanation_of(plan, sources, max_sets=most, most=max_causes)
     notice_each(source.notices)
     found = found.keep(directory, notice)

@@ -48,8 +48,8 @@ from tccl_py.verify.plans import evaluate_plan, tuning_budget, verify_plan
 from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
 from tccl_py.verify.size_table import SizeTuning
 from tccl_py.verify.sizes import load_sizes
-from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, SIZES, Collective, Dtype, parse_sizes
-from tccl_py.verify.verify import RunBudget
+from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, Collective, Dtype, parse_sizes
+from tccl_py.verify.verify import RunBudget, budget_of
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -67,8 +67,8 @@ def verify(
     *,
     choice: str | None = opt("variables|graph", "Compare this choice alone."),
     rounds: int = opt("N", "Rounds with a job of each choice.", default=RunBudget().rounds),
-    sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given."),
-    seconds: float = opt("S", "After this no round begins.", default=RunBudget().seconds),
+    sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given, in a dry run to 4M."),
+    seconds: float | None = opt("S", "After this no round begins; 300, in a dry run 30."),
     collective: str = opt("NAME", f"One of {', '.join(COLLECTIVES)}.", default="all_reduce"),
     training: bool = flag("--training", "Also time steps of a small GPT."),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
@@ -82,11 +82,11 @@ def verify(
 
     Arms of a machine's plan are default NCCL, variables alone, and the graph file with its
     variables; choices of equal environment share an arm. First the values of all collectives are
-    compared with computed values. Then jobs of fresh processes, one a GPU, time all-reduce from
-    1 KiB to 1 GiB in interleaved rounds, with three GPUs or more over pairs and halves of GPUs as
-    well. A size is better or worse than default NCCL if the difference is beyond chance and more
-    than 1 %. Last, the rings of NCCL's log are compared with the graph file's. Needs torch and idle
-    GPUs.
+    compared with computed values. Then jobs of fresh processes, one a GPU, time all-reduce from 1
+    KiB to 1 GiB in interleaved rounds (over gloo, a dry run, to 4 MiB in about a minute), with
+    three GPUs or more over pairs and halves of GPUs as well. A size is better or worse than default
+    NCCL if the difference is beyond chance and more than 1 %. Last, the rings of NCCL's log are
+    compared with the graph file's. Needs torch and idle GPUs.
 
     The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
     64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
@@ -119,9 +119,9 @@ def verify(
     `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
     `verdict`), `groups`, `training`, `transfers` (send/recv), `not_recommended` (sizes in bytes),
     `checked`, `wrong`, `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`,
-    `arm`, `rows`, `entries`, `predictions`, `seconds`), `simulated`, `tried`, `rounds`, `seconds`,
-    `hosts` (in rank order; none of a single machine), `backend`, `collective`, `devices` (names in
-    rank order), `versions`, `notices`.
+    `arm`, `rows`, `entries`, `predictions`, `seconds`), `simulated`, `dry_run`, `tried`, `rounds`,
+    `seconds`, `hosts` (in rank order; none of a single machine), `backend`, `collective`, `devices`
+    (names in rank order), `versions`, `notices`.
 
     Examples:
 
@@ -131,6 +131,8 @@ def verify(
         mpirun -N 1 tccl verify my-cluster
     """
     in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
+    usual = budget_of(backend)
+    seconds = usual.seconds if seconds is None else seconds
     in_range("--seconds", seconds, 86_400, least=0)
     one_of("--collective", collective, COLLECTIVES)
     program = None
@@ -147,9 +149,10 @@ def verify(
             ("beside --with", "is about jobs of torch", "leave one of the two out"),
         )
         collective = own
-    budget = RunBudget(
+    budget = replace(
+        usual,
         rounds=rounds,
-        sizes=SIZES if sizes is None else parse_sizes(sizes, "--sizes"),
+        sizes=usual.sizes if sizes is None else parse_sizes(sizes, "--sizes"),
         seconds=seconds,
         collectives=(cast(Collective, collective),),
         checks=not no_checks,

@@ -139,6 +139,7 @@ def explain(
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
         simulated=hosts[0].prober.source.simulated,
+        dry_run=plan.dry_run,
         assumed=plan.assumed or any(host.prober.assumed for host in hosts),
         rings=tuple(rings),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),

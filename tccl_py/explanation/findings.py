@@ -11,7 +11,7 @@ import msgspec
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
 from tccl_py.plan.beside import Kept
-from tccl_py.plan.words import mark
+from tccl_py.plan.parts import mark
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 COLLAPSE = 0.75
@@ -108,6 +108,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
     machine: str
     simulated: bool
     assumed: bool
+    dry_run: bool = False
     rings: tuple[RingExplanation, ...]
     pitfalls: tuple[Finding, ...] = msgspec.field(name="avoided")
     sets_measured: int
@@ -118,7 +119,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
     @property
     def provenance(self) -> str:
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
-        return mark(simulated=self.simulated, assumed=self.assumed)
+        return mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
 
     def told(self) -> Iterator[str | tuple[Finding, ...]]:
         """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""

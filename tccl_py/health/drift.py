@@ -306,7 +306,7 @@ def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
         "lost": {str(transfers): why for transfers, why in drift.lost.items()},
         "skipped": [str(transfers) for transfers in drift.skipped],
         "seconds": drift.seconds,
-        "simulated": plan.simulated,
+        **picked(plan, "simulated", "dry_run"),
     }
 
 

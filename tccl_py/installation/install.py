@@ -102,6 +102,7 @@ def plan_to_install(
     check_path(place)
     check_trusted(place / PLAN_FILE)
     why = "is simulated" if plan.simulated else why_not_verified(directory)
+    why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
     if not why and not plan.is_cluster:
         elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""

@@ -22,7 +22,7 @@ from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
-from tccl_py.sources.profiled import MeasuredMachine, is_dry_run, measured_machine, search_options
+from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_options
 from tccl_py.sources.remembering import JournalHeader, RememberingSource
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
 
     Raises InputError: there is no GPU.
     """
-    devices = ("host", len(machine.gpus)) if is_dry_run(header) else ()
+    devices = ("host", len(machine.gpus)) if header.dry_run else ()
     return measured_machine(*devices)
 
 
@@ -172,7 +172,7 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
     Raises InputError: the plan was measured on other hosts.
     """
     machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
-    if is_dry_run(journal):
+    if journal.dry_run:
         nics = ",".join(nic.name for nic in machine.nics)
         dry_run = {"backend": "host", "devices": len(machine.gpus), "interfaces": nics}
     options = search_options(dry_run.get("backend"))

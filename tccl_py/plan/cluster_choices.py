@@ -74,6 +74,7 @@ def plan_over(
         bound_gbps=best.bound_gbps,
         proven=is_proven(best.rate_gbps, best.bound_gbps),
         simulated=any(nodes[number].kept.simulated for number, _ in numbers),
+        dry_run=any(nodes[number].kept.dry_run for number, _ in numbers),
         assumed=best.assumed,
         strategy=strategy,
         sets_measured=0,

@@ -146,6 +146,7 @@ class ChainSearch(HostTable):
             gpus=task.gpus,
             nics=task.nics,
             simulated=task.source.simulated,
+            dry_run=task.source.dry_run,
             default_settings=task.default_settings,
             stock=_own_chains(started),
             plain=plain,

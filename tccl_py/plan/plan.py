@@ -22,6 +22,7 @@ from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.parts import (
     AS_GOOD,
     CUT_SHORT,
+    IN_DRY_RUN,
     Alternative,
     ChoiceName,
     Gpu,
@@ -34,6 +35,7 @@ from tccl_py.plan.parts import (
     Rate,
     SubsetRings,
     as_good,
+    mark,
     per_channel,
     sender_nodes,
     slowest_first,
@@ -63,7 +65,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     concurrent copies over the hops of the recommended choice, and `whole_ring_gbps` that of all
     rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL variables
     that all jobs have, with the plan or without. `simulated` and `assumed` say what the rates rest
-    on. `winner` is the choice that jobs found best.
+    on; in a `dry_run` transfers or jobs ran in host memory. `winner` is the choice that jobs found
+    best.
     """
 
     format_version: int = FORMAT_VERSION
@@ -82,6 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     whole_ring_gbps: Rate | None = None
     simulated: bool
     assumed: bool
+    dry_run: bool = False
     strategy: str
     sets_measured: Number
     sets_remembered: Number
@@ -268,11 +272,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def provenance(self) -> str:
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
-        if not self.simulated:
-            return (
-                "measured, the network assumed" if self.assumed and self.is_cluster else "measured"
-            )
-        return "simulated from assumed values" if self.assumed else "simulated"
+        basis = mark(
+            simulated=self.simulated,
+            assumed=self.assumed and self.simulated,
+            dry_run=self.dry_run,
+        )
+        network = self.assumed and self.is_cluster and not self.simulated
+        return f"{basis}, the network assumed" if network else basis
 
     @property
     def choices(self) -> dict[ChoiceName, PlanChoice]:
@@ -340,6 +346,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def advice(self) -> str:
         """The recommendation, in a sentence or two."""
+        return f"DRY RUN, no advice for GPUs: {self._advice}" if self.dry_run else self._advice
+
+    @property
+    def _advice(self) -> str:
         name, gain = self.recommended, self.gain(self.recommended)
         times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
         variables = environment_text(self.job_settings)
@@ -371,8 +381,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def expected(self) -> str:
         """The basis of `gain`."""
         if self.tuned:
-            return "achieved by jobs"
-        return self.provenance if self.simulated else "predicted from measurements"
+            return "achieved by jobs" + IN_DRY_RUN * self.dry_run
+        measured = not (self.simulated or self.dry_run)
+        return "predicted from measurements" if measured else self.provenance
 
     def gain(self, name: ChoiceName) -> float | None:
         """Return the ratio of a choice to default NCCL, of achieved bandwidths if jobs ran.

@@ -209,6 +209,7 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
         proven=is_proven(best.rate_gbps, best.bound_gbps),
         simulated=source.simulated,
         assumed=measurement.assumed,
+        dry_run=source.dry_run,
         strategy=task.strategy,
         sets_measured=source.sets_measured,
         sets_remembered=source.sets_remembered,

@@ -99,6 +99,11 @@ class PlacedSource:
         """Return whether the answers come from a model."""
         return self._source.simulated
 
+    @property
+    def dry_run(self) -> bool:
+        """Return whether the answers come from host memory in the place of GPUs."""
+        return getattr(self._source, "dry_run", False)
+
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Answer each set, in the order given; a repeated set gets a fresh answer.
 

@@ -20,7 +20,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.cluster_choices import plan_over
 from tccl_py.plan.directory import conf_text, env_text
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.parts import ChoiceName, mark
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
@@ -70,7 +70,7 @@ def plan_of_job(
         HostTable(one, _table(tables, known[number], some))
         for one, (number, some) in zip(cluster.classes, keys, strict=True)
     ]
-    return plan_over(
+    made = plan_over(
         cluster,
         nodes,
         strategy=plan.strategy,
@@ -78,6 +78,8 @@ def plan_of_job(
         ib_gid_index=plan.settings.ib_gid_index,
         pinned_env=plan.pinned_env,
     )
+    # Tables of earlier programs do not say.
+    return msgspec.structs.replace(made, dry_run=made.dry_run or plan.dry_run)
 
 
 def as_achieved(
@@ -293,7 +295,8 @@ def write_bounded_job(
     sets = [some for _, some in keys]
     bound = bound_of(cluster, sets, tables)
     most = "" if bound is None else f", at most {bound:.2f} GB/s"
-    rate = f"not known{most} ({'simulated' if plan.simulated else 'measured'} tables)"
+    basis = mark(simulated=plan.simulated, assumed=False, dry_run=plan.dry_run)
+    rate = f"not known{most} (tables {basis})"
     settings = tables[0][0].kept.default_settings
     named = [(host.name, sets[host.node_class]) for host in cluster.hosts]
 

@@ -74,6 +74,7 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpus: tuple[int, ...]
     nics: tuple[int, ...]
     simulated: bool
+    dry_run: bool = False
     default_settings: Settings
     stock: OwnChains
     plain: OwnChains | str

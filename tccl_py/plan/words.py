@@ -34,17 +34,6 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 }
 
 
-def mark(*, simulated: bool, assumed: bool) -> str:
-    """Return the mark beside every block of rates.
-
-    >>> mark(simulated=True, assumed=True)
-    'simulated from assumed values'
-    """
-    if not simulated:
-        return "measured"
-    return "simulated from assumed values" if assumed else "simulated"
-
-
 def gpu_list(gpus: Sequence[int]) -> str:
     """Return GPU indices as `tccl env --gpus` takes them.
 
@@ -324,7 +313,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "rings": plan.channel_rings,
         **picked(plan, "rate_gbps", "bound_gbps"),
         **limit,
-        **picked(plan, "proven", "sets_measured", "simulated", "assumed"),
+        **picked(plan, "proven", "sets_measured", "simulated", "assumed", "dry_run"),
         **_settings_json(plan.settings),
         "kept": plan.pinned_env,
         "recommended": plan.recommended,

@@ -26,14 +26,13 @@ from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
-from tccl_py.plan.parts import ChoiceName, PlanChain
+from tccl_py.plan.parts import IN_DRY_RUN, ChoiceName, PlanChain, mark
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import (
     CHOICE_WORDS,
     choice_words,
     gpu_list,
     limit_text,
-    mark,
     order_words,
     plan_name,
     proof,
@@ -116,6 +115,7 @@ def report_html(contents: Contents) -> str:
             directory=shlex.quote(str(contents.directory)),
             # Drawings
             nodes=nodes,
+            stand_ins=_has_stand_ins(plan),
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
             searched=settings_bars(plan),
@@ -144,6 +144,8 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
         yield f"NUMA nodes{of}", _counted(cpus)
         speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
         yield f"NICs{of}", _counted(speeds) or "none"
+        if _has_stand_ins(plan):
+            continue
         best = _counted(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
         links = [contents.now[gpu.id] for gpu in machine.gpus if gpu.id in contents.now]
         now = _counted(" ".join(link_words(link)) for link in links)
@@ -153,6 +155,11 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     yield from ((name, told[name]) for name in ("NCCL", "pinned") if name in told)
     yield "planned", contents.planned
     yield "report by", f"tccl-py {__version__}"
+
+
+def _has_stand_ins(plan: Plan) -> bool:
+    """Return whether cores stand in for the machine's GPUs, without links."""
+    return plan.dry_run and not plan.simulated
 
 
 def _counted(words: Iterable[str]) -> str:
@@ -180,7 +187,7 @@ def _node(contents: Contents, number: int) -> NodeView:
         node_view(part.machine, plan, number),
         name=part.name if plan.is_cluster else "",
         gpus=gpus,
-        loads=link_loads(Paths(part.machine, part.knowledge), hops),
+        loads={} if _has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
         maps=heat_maps(journal, gpus, numa_nodes, hosts),
     )
 
@@ -191,7 +198,8 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
     yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
-    stock = mark(simulated=plan.simulated, assumed=plan.stock.assumed)
+    assumed = plan.stock.assumed
+    stock = mark(simulated=plan.simulated, assumed=assumed, dry_run=plan.dry_run)
     yield f"Default NCCL: {stock}. {plan.stock.note}"
     if contents.verification is not None and contents.verification.achieved:
         yield "Achieved rates: measured with NCCL (verify.json)."
@@ -217,7 +225,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
-    how = "achieved when tuned" if plan.tuned else "predicted"
+    how = ("achieved when tuned" if plan.tuned else "predicted") + IN_DRY_RUN * plan.dry_run
     found = []
     for name, choice in plan.choices.items():
         recommended, gain = name == plan.recommended, plan.gain(name)

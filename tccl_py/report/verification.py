@@ -10,8 +10,8 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.files import picked
-from tccl_py.plan.parts import ChoiceName
-from tccl_py.plan.words import CHOICE_WORDS, choice_words, mark
+from tccl_py.plan.parts import ChoiceName, mark
+from tccl_py.plan.words import CHOICE_WORDS, choice_words
 from tccl_py.verify.evaluation import Cell, Evaluation, Summary
 from tccl_py.verify.record import (
     FALSE_RATE,
@@ -34,7 +34,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
     return {
         **picked(found, "machine", "accepted", "winner", "recommended", "chosen"),
         "arms": [_arm_json(arm) for arm in found.arms],
-        **picked(found, "simulated", "tried", "rounds", "seconds", "hosts"),
+        **picked(found, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
         **picked(found, "backend", "collective", "devices", "versions", "notices"),
     }
 
@@ -68,7 +68,7 @@ def _us(row: Row) -> float:
 def headline(found: Verification) -> tuple[str, str]:
     """Return the winner, and whether the choice in question may be used."""
     of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
-    backend = "over NCCL" if found.backend == "cuda" else "as a dry run over gloo"
+    backend = "as a DRY RUN over gloo" if found.dry_run else "over NCCL"
     return f"{found.machine}, {of}, {backend}: {_winner(found)}", _answer(found)
 
 
@@ -187,7 +187,7 @@ class RatioMap(msgspec.Struct, frozen=True, kw_only=True):
 def evaluation_json(found: Evaluation) -> dict[str, Any]:
     """Return what `evaluate --json` prints."""
     return {
-        **picked(found, "machine", "simulated", "recommended"),
+        **picked(found, "machine", "simulated", "dry_run", "recommended"),
         "arms": found.summaries,
         **picked(found, "cells", "wrong", "failures", "left_out", "seconds"),
     }
@@ -207,8 +207,8 @@ def evaluation_lines(found: Evaluation) -> Iterator[str]:
 
 
 def _kind(found: Evaluation) -> str:
-    if not found.simulated and found.backend != "cuda":
-        return "a dry run over gloo, which says nothing about GPUs or NCCL"
+    if found.dry_run:
+        return "a DRY RUN over gloo, which says nothing about GPUs or NCCL"
     return mark(simulated=found.simulated, assumed=found.assumed)
 
 

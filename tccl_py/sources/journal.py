@@ -66,6 +66,9 @@ def read_journal(path: Path) -> JournalContents:
             if header is None:
                 header = decode_json(_text(line, where), JournalHeader, where=where)
                 check_version(header.format_version, FORMAT_VERSION, where)
+                # Earlier programs wrote no field.
+                dry_run = header.dry_run or "host backend" in header.identity
+                header = msgspec.structs.replace(header, dry_run=dry_run)
             elif (measurement := _measurement(line, header, where)) is None:
                 ignored += 1
             else:

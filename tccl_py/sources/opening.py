@@ -94,7 +94,12 @@ def open_source(
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
         session = open_session(place, gpus, options)
-        found = OpenedSource(session=session, options=options, limits=place.notices)
+        found = OpenedSource(
+            session=session,
+            options=options,
+            limits=place.notices,
+            dry_run=place.backend == "host",
+        )
     if journal is not None:
         found.keep_in(journal)
     return found
@@ -119,7 +124,8 @@ class OpenedSource(RememberingSource):
     """A source of `open_source`; a context manager.
 
     A `session` measures: workers, of this host or of a job's hosts, start with the first set, and
-    `limits` are notices on every rate measured here. Else `source` simulates under this `header`.
+    `limits` are notices on every rate measured here, of host memory in a `dry_run`. Else `source`
+    simulates under this `header`.
     """
 
     def __init__(
@@ -130,13 +136,20 @@ class OpenedSource(RememberingSource):
         session: Session | ClusterSession | None = None,
         options: MeasurementOptions | None = None,
         limits: Sequence[str] = (),
+        dry_run: bool = False,
     ) -> None:
         super().__init__(source)
+        self._dry_run = dry_run
         self._header, self._session, self._options = header, session, options
         self._limits = tuple(limits)
         self._entered = False
         self._on_set: Callable[[int], None] = lambda _: None
         self._failures: list[str] = []
+
+    @property
+    def dry_run(self) -> bool:
+        """Return whether host memory is measured in the place of GPUs."""
+        return self._dry_run
 
     @property
     def header(self) -> JournalHeader:
@@ -323,8 +336,9 @@ class HostsSource(OpenedSource):
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
-        self.session, self.dry_run = session, dry_run
-        super().__init__(session=session, options=options, limits=(DRY_RUN,) if dry_run else ())
+        self.session = session
+        limits = (DRY_RUN,) if dry_run else ()
+        super().__init__(session=session, options=options, limits=limits, dry_run=dry_run)
 
     def __enter__(self) -> HostsSource:
         self._enter(self.session)

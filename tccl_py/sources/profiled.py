@@ -16,7 +16,6 @@ from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow
 from tccl_py.readers.live import discover_machine
-from tccl_py.sources.remembering import JournalHeader
 
 if TYPE_CHECKING:
     from tccl_profiler.profiler import Options
@@ -143,11 +142,6 @@ def check_backend(backend: str | None, devices: int | None = None) -> Backend:
     return "host" if backend == "host" else "cuda"
 
 
-def is_dry_run(header: JournalHeader) -> bool:
-    """Return whether a journal has measurements of the host backend (`Session.header`)."""
-    return "host backend" in header.identity
-
-
 def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     """Return the GPUs of sets, after checking the sets against the machine.
 
@@ -179,11 +173,11 @@ def in_given_order(
     return measurement.in_order(map(parse_flow, flow_texts(text)), values)
 
 
-def measurement_json(text: str, measurement: Measurement) -> dict[str, Any]:
+def measurement_json(text: str, measurement: Measurement, *, dry_run: bool) -> dict[str, Any]:
     """Return the JSON of a measurement of the set `text`, rates in its order."""
     gbps = in_given_order(text, measurement)
     entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
-    entry |= picked(measurement, "simulated", "assumed")
+    entry |= picked(measurement, "simulated", "assumed") | {"dry_run": dry_run}
     if not measurement.simulated:
         entry |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
         entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))

@@ -29,12 +29,14 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision.
     Measurements of several `hosts` have their GPUs, driver and NICs by name, and in `identity` the
-    rest. `noise` and `seed` are of a simulation. A journal with another header is refused.
+    rest. Those of a `dry_run` are of host memory. `noise` and `seed` are of a simulation. A journal
+    with another header is refused.
     """
 
     machine: str
     identity: str
     simulated: bool
+    dry_run: bool = False
     hosts: Mapping[str, str] = {}
     noise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     seed: int = 0
@@ -126,6 +128,11 @@ class RememberingSource:
     def simulated(self) -> bool:
         """Return whether the wrapped source simulates."""
         return self._source is not None and self._source.simulated
+
+    @property
+    def dry_run(self) -> bool:
+        """Return whether the wrapped source measures host memory in the place of GPUs."""
+        return getattr(self._source, "dry_run", False)
 
     @property
     def model(self) -> str:

@@ -109,6 +109,11 @@ class Evaluation(Kept, frozen=True, kw_only=True):
     plan_digest: str = ""
     format_version: int = 1
 
+    @property
+    def dry_run(self) -> bool:
+        """Return whether jobs ran over gloo."""
+        return self.backend == "host" and not self.simulated
+
     def summary(self, arm: ChoiceName, collective: str | None = None) -> Summary | None:
         """Return the ratios of an arm, of one collective or of all; None without any."""
         ratios = [
@@ -324,9 +329,9 @@ def csv_text(found: Evaluation) -> str:
     text = io.StringIO()
     names = Cell.__struct_fields__
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*names, "simulated"])
+    writer.writerow([*names, "simulated", "dry_run"])
     for cell in found.cells:
         values = [getattr(cell, name) for name in names]
         texts = [" ".join(map(str, one)) if isinstance(one, tuple) else one for one in values]
-        writer.writerow([*texts, found.simulated])
+        writer.writerow([*texts, found.simulated, found.dry_run])
     return text.getvalue()

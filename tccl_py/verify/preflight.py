@@ -40,7 +40,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import HostsSource, OpenedSource
-from tccl_py.sources.profiled import is_dry_run, users_of
+from tccl_py.sources.profiled import users_of
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
 from tccl_py.verify.jobs import Arm, Launcher, Outcome
@@ -268,7 +268,7 @@ def measure_plan_again(
             launcher.say(text)
 
     tell(journal.notices)
-    if is_dry_run(journal.header):
+    if journal.header.dry_run:
         launcher = replace(launcher, backend="host")
         effort = replace(effort, sets=_DRY_SETS)
     with ExitStack() as stack:

@@ -256,6 +256,11 @@ class Verification(Kept, frozen=True, kw_only=True):
         return next((arm for arm in self.arms if arm.name == name), None)
 
     @property
+    def dry_run(self) -> bool:
+        """Return whether jobs ran over gloo."""
+        return self.backend == "host"
+
+    @property
     def achieved(self) -> dict[ChoiceName, float]:
         """Return the bus bandwidth of each choice's jobs, GB/s."""
         return {arm.name: arm.gbps for arm in self.arms if arm.gbps is not None}

@@ -201,7 +201,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             sizes = sizes_text(sorted({row.bytes for row in variables.losses}))
             note = f"slower than default NCCL at {sizes}"
             plan = replace(plan, variables=replace(plan.variables, note=note))
-        return replace(self, plan=replace(plan, winner=found.winner))
+        dry_run = plan.dry_run or found.dry_run
+        return replace(self, plan=replace(plan, winner=found.winner, dry_run=dry_run))
 
     def write(self) -> None:
         """Replace the plan in its directory."""

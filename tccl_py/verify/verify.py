@@ -46,6 +46,8 @@ FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
 _TRANSFER_BYTES = 64 << 20
 """Size of send/recv, which no sweep of sizes has: small FIFOs slow it alike from 16 MiB up."""
+_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
+"""The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
 _NARROW = 1 << 20
 """From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
 _alike = partial(math.isclose, rel_tol=5e-3)
@@ -84,6 +86,14 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         """Return send/recv, which is timed beside; () where it is the collective."""
         size = min(_TRANSFER_BYTES, max(self.sizes))
         return () if "send_recv" in self.collectives else rows_of((size,), ("send_recv",))
+
+
+def budget_of(backend: str | None) -> RunBudget:
+    """Return the usual work of a comparison; a dry run on a laptop takes about a minute."""
+    if backend != "host":
+        return RunBudget()
+    sizes = tuple(size for size in SIZES if size <= _LARGEST_DRY)
+    return RunBudget(sizes=sizes, seconds=_DRY_SECONDS)
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):

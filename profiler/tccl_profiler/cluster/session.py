@@ -158,7 +158,11 @@ class ClusterSession:
         }
         options = f"{self._backend} backend, network by {self.network}, {self.options.identity}"
         return JournalHeader(
-            machine=",".join(hosts), identity=options, simulated=False, hosts=hosts
+            machine=",".join(hosts),
+            identity=options,
+            simulated=False,
+            dry_run=self._backend == "host",
+            hosts=hosts,
         )
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:

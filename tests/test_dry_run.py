@@ -1,0 +1,127 @@
+"""The plan of a dry run, made in host memory, is marked in all that is made from it."""
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_py.cli.main import app
+from tccl_py.files import encode_json
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import write_plan
+from tccl_py.sources.journal import read_journal
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import DRY_RUN, measured_machine
+from tests.planned import SMALL, needing_a_graph, plan_of, rebind
+
+MARK = "DRY RUN"
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A plan that recommends its graph file, as if copies in host memory had been measured."""
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    made = msgspec.structs.replace(
+        needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False, dry_run=True
+    )
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    write_plan(made, directory, fingerprint=host_fingerprint(host_machine(4)))
+    return directory
+
+
+def test_every_file_of_the_plan_says_so_in_its_first_line(place, tmp_path):
+    texts = {path.name: path.read_text() for path in (place / "nccl").rglob("*.*")
+             if path.is_file() and path.suffix in (".xml", ".sh", ".conf")}  # fmt: skip
+    assert {"graph.xml", "env.sh", "nccl.conf"} < set(texts)
+    assert [name for name, text in texts.items() if MARK not in text.partition("\n")[0]] == []
+    assert json.loads((place / "plan.json").read_text())["dry_run"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("show",), ("env",), ("env", "--force"), ("export",), ("run", "--", "true")],
+    ids=" ".join,
+)
+def test_the_first_line_of_every_answer_says_so(place, words, monkeypatch):
+    monkeypatch.setattr("os.execve", lambda *_: None)
+    name, *options = words
+    found = tccl(name, place, *options)
+    assert found.exit_code == 0, found.stderr
+    assert MARK in (found.stdout or found.stderr).partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", ["show", "env"])
+def test_json_has_a_key_for_it(place, name):
+    assert json.loads(tccl(name, place, "--json").stdout)["dry_run"] is True
+
+
+def test_the_report_has_neither_a_green_badge_nor_links_of_made_up_gpus(place):
+    assert tccl("report", place).exit_code == 0
+    page = (place / "report.html").read_text()
+    _, _, words = page.partition("<main>")
+    assert MARK in page.partition("<title>")[2].partition("</title>")[0]
+    assert MARK in words.strip().partition("\n")[0]
+    assert 'badge measured"' not in words and "tccl env " + str(place) + " --gpus" not in words
+    assert "PCIe of GPUs" not in words and "is a PCI Express link" not in words
+    assert "Every rate" not in words
+
+
+def test_a_dry_run_exports_nothing_unless_it_is_forced(place):
+    for words in ((), ("--plugin",), ("--choice", "graph"), ("--gpus", "0,1")):
+        found = tccl("env", place, *words)
+        assert found.exit_code == 0, found.stderr
+        assert [line[:1] for line in found.stdout.splitlines()] == ["#"]
+    forced = tccl("env", place, "--force").stdout
+    assert f"export NCCL_GRAPH_FILE={place}/nccl/graph.xml\n" in forced
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_job_of_tccl_run_gets_a_dry_runs_variables_only_by_force(place, monkeypatch, force):
+    seen = {}
+    monkeypatch.setattr("os.execve", lambda *given: seen.update(given[2]))
+    tccl("run", place, *["--force"] * force, "--", "true")
+    assert ("NCCL_GRAPH_FILE" in seen) == force
+    assert "PATH" in seen
+
+
+def test_a_dry_run_is_installed_only_by_force_and_marked(place, tmp_path):
+    found = tccl("install", place)
+    assert found.exit_code == 2
+    assert MARK in found.stderr and not (tmp_path / "nccl.conf").exists()
+    found = tccl("install", place, "--force", "--no-plugin")
+    assert found.exit_code == 0, found.stderr
+    marker, first, *_ = (tmp_path / "nccl.conf").read_text().splitlines()
+    assert MARK in marker + first
+
+
+def test_a_plan_and_a_journal_of_earlier_programs_are_known_by_their_words(place):
+    made = msgspec.structs.replace(load_plan(place), dry_run=False, notices=(DRY_RUN,))
+    fields = json.loads(encode_json(made))
+    del fields["dry_run"]
+    (place / "plan.json").write_text(json.dumps(fields))
+    rebind(place)
+    assert load_plan(place).dry_run
+    (place / "plan.json").write_text(json.dumps({**fields, "notices": []}))
+    rebind(place)
+    assert not load_plan(place).dry_run
+
+
+def test_a_journal_of_earlier_programs_is_resumed(tmp_path):
+    path, here = tmp_path / "journal.jsonl", measured_machine("host", 2)
+    with open_source(here, journal=path) as source:
+        assert source.dry_run and source.header.dry_run
+    header = json.loads(path.read_text())
+    assert header.pop("dry_run")
+    path.write_text(json.dumps(header) + "\n")
+    assert read_journal(path).header == source.header
+    with open_source(here, journal=path):
+        pass
+    with open_source(SMALL) as simulated:
+        assert not simulated.dry_run and not simulated.header.dry_run
