@@ -1,12 +1,16 @@
-"""Judge the NCCL plugin over NCCL's own host code, and print every complaint.
+"""Judge the NCCL plugin over NCCL on GPUs, and print every complaint.
 
-`cases [NAME...]`: each case on NCCL 2.28.9 and 2.30.7. `sequences N [FIRST [VERSION]]`: N random
-sequences of creations, splits, aborts and destroys. `kills N [FIRST [VERSION]]`: SIGKILL of random
-ranks while they create communicators; nothing else of this user may use NCCL meanwhile.
-`mutations N`: N mutations of indices and boards, and random cost tables of the tuner, under ASan
-and UBSan. `cost`: the time that the plugin adds to a communicator and to a collective.
+`cases [NAME...]`: each case on each release that is here. `sequences N [FIRST [VERSION]]`: N
+random sequences of creations, splits, aborts and destroys. `mixtures N [FIRST [VERSION]]`: N
+random mixtures of ranks: without the plugin, with other indices, on two hosts. `kills N [FIRST
+[VERSION]]`: SIGKILL of random ranks while they create communicators; nothing else of this user may
+use NCCL then.
+
+Without GPUs: `mutations N`: N mutations of indices and boards, and random cost tables of the tuner,
+under ASan and UBSan. `cost`: the time that the plugin adds to a communicator.
 """
 
+import os
 import random
 import re
 import sys
@@ -15,13 +19,24 @@ import time
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tests.plugin.cases import CASES, run_case
+from tests.plugin.mixtures import draw, indices
 from tests.plugin.programs import StandIn, expected_answers, fuzz, stand_in_plan
 from tests.plugin.ranks import boards
-from tests.plugin.runs import VERSIONS, complaints, differences, make_plan, run_ranks
+from tests.plugin.runs import (
+    VERSIONS,
+    bus_ids,
+    complaints,
+    differences,
+    make_plan,
+    plugin_library,
+    releases,
+    run_ranks,
+)
+
+VIRTUAL = "TCCL_VIRTUAL_GPUS" in os.environ
+"""Whether one real GPU stands for all (scripts/test-gpu)."""
 
 
 def main() -> None:
@@ -29,6 +44,7 @@ def main() -> None:
     kinds = {
         "cases": cases,
         "sequences": sequences,
+        "mixtures": mixtures,
         "kills": kills,
         "mutations": mutations,
         "cost": cost,
@@ -43,7 +59,7 @@ def cases(folder: Path, *names: str) -> int:
     """Run all cases, or those named; return the number of wrong ones."""
     bad = runs = 0
     for case in CASES:
-        for version in case.versions:
+        for version in () if case.real and VIRTUAL else _versions():
             if names and case.name not in names:
                 continue
             start = time.monotonic()
@@ -64,16 +80,13 @@ def cases(folder: Path, *names: str) -> int:
 
 
 def sequences(folder: Path, count: str, first: str = "0", *only: str) -> int:
-    """Run random sequences on 4 to 8 ranks; return the number of wrong ones.
-
-    A rank of NCCL 2.30.7's host code takes a gigabyte of memory, one of 2.28.9's a tenth.
-    """
+    """Run random sequences on 4 to 8 ranks; return the number of wrong ones."""
     plan = make_plan(folder / "plan")
     bad = communicators = 0
     for seed in range(int(first), int(first) + int(count)):
         place, size = folder / f"run{seed}", random.Random(seed).randint(4, 8)
-        version = only[0] if only else VERSIONS[seed % 2]
-        options = {"version": version, "argument": seed, "env": {"NCCL_MAX_NCHANNELS": "4"}}
+        version = only[0] if only else _versions()[seed % len(_versions())]
+        options = {"version": version, "argument": seed, "timeout": 60.0}
         result = run_ranks(place, "sequence", size, plan=plan, **options)
         wrong = differences(result, plan)
         if wrong:
@@ -90,13 +103,44 @@ def sequences(folder: Path, count: str, first: str = "0", *only: str) -> int:
     return bad
 
 
+def mixtures(folder: Path, count: str, first: str = "0", *only: str) -> int:
+    """Run random mixtures of ranks; return the number with a communicator that failed or hung."""
+    bad, plugin = 0, str(plugin_library())
+    for seed in range(int(first), int(first) + int(count)):
+        version = only[0] if only else _versions()[seed % len(_versions())]
+        mixture, place = draw(seed, version), folder / f"run{seed}"
+        made = indices(folder / f"plans{seed}", version, bus_ids())
+        env = {rank: mixture.env(rank) for rank in range(len(mixture.ranks))}
+        for rank, kind in enumerate(mixture.ranks):
+            if kind.index:
+                env[rank] |= {"NCCL_ENV_PLUGIN": plugin, "TCCL_INDEX": made[kind.index]}
+        options = {"version": version, "argument": seed, "timeout": 60.0}
+        result = run_ranks(place, "mixture", len(env), plan=None, rank_env=env, **options)
+        wrong = result.errors + [f"exit {code}" for code in result.codes.values() if code]
+        graphs: dict[str, set[str]] = {}
+        for record in (record for records in result.made for record in records or ()):
+            wrong += [f"{record.name}: code {record.code}"] if record.code else []
+            graphs.setdefault(record.name, set()).add(record.graph)
+        wrong += [f"{name}: {found}" for name, found in graphs.items() if len(found) > 1]
+        bad += bool(wrong)
+        files = sum(found != {""} for found in graphs.values())
+        counts = f"{len(graphs)} communicators, {files} with a graph file"
+        print(f"seed {seed}, {version}: {counts}", *wrong[:12], sep="\n    ", flush=True)
+    print(f"{count} mixtures, {bad} wrong")
+    return bad
+
+
+def _versions() -> list[str]:
+    return [version for version in VERSIONS if version in releases()]
+
+
 def kills(folder: Path, count: str, first: str = "0", *only: str) -> int:
     """Kill random ranks at random moments, then look what the next job leaves behind."""
     plan = make_plan(folder / "plan")
     bad = died = boards_left = 0
     for seed in range(int(first), int(first) + int(count)):
         source = random.Random(seed)
-        version, size = only[0] if only else VERSIONS[seed % 2], source.randint(2, 4)
+        version, size = (only or _versions())[seed % len(only or _versions())], source.randint(2, 4)
         victims = source.sample(range(size), source.randint(1, size))
         # Most kills hit a board: it is there for a few milliseconds.
         seen = source.randint(0, 4)
@@ -152,35 +196,7 @@ def cost(folder: Path) -> int:
     print(f"loading an index of 247 sets: median {sorted(starts)[10]:.3f} ms, once in a process")
     choices = fuzz(folder, "tuner", 3_000_000, 1, sanitizer="")
     print(f"tuner: {choices}")
-    more = max(_tuned_calls(folder / version, version) for version in VERSIONS)
-    return worst > 5 or more > 1
-
-
-def _tuned_calls(folder: Path, version: str) -> float:
-    """Print and return the microseconds that a table of 16 entries adds to an all-reduce call."""
-    gpus, least = (0, 1), {"default": float("inf"), "tuned": float("inf")}
-    first = TunerEntry(
-        collective="all_reduce", from_bytes=0, to_bytes=1, algorithm="ring", protocol="ll"
-    )
-    ranges = [(1 << n, (1 << n) + 1) for n in range(1, 17)]
-    entries = tuple(replace(first, from_bytes=low, to_bytes=high) for low, high in ranges)
-    table = TunerTable(gpus=gpus, measured_on=gpus, entries=entries)
-    plans = {
-        "default": make_plan(folder / "default", sizes=(2,)),
-        "tuned": make_plan(folder / "tuned", sizes=(2,), tables=(table,)),
-    }
-    for number in range(6):
-        for name, plan in plans.items():
-            place = folder / f"{name}{number}"
-            options = {"version": version, "argument": 1000, "env": {"NCCL_DEBUG_SUBSYS": "INIT"}}
-            result = run_ranks(place, "calls", 2, plan=plan, **options)
-            seconds = [made[-1].seconds for made in result.made if made]
-            least[name] = min(least[name], *seconds)
-    more = 1e6 * (least["tuned"] - least["default"])
-    print(
-        f"NCCL {version}: {1e6 * least['default']:.2f} us a call, {more:.2f} us more with a table"
-    )
-    return more
+    return worst > 5
 
 
 if __name__ == "__main__":

@@ -15,9 +15,17 @@ from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
-from tests.nccl_host import TOPOLOGIES
 from tests.planned import needing_a_graph
-from tests.plugin.runs import TOPOLOGY, VERSIONS, needs_host, plugin_library, run_ranks
+from tests.plugin.runs import (
+    TOPOLOGIES,
+    TOPOLOGY,
+    VERSIONS,
+    needs_release,
+    plugin_library,
+    run_ranks,
+)
+
+pytestmark = pytest.mark.gpu(count=8)
 
 JOBS = {
     "two hosts": {"h1": (0, 1), "h3": (0, 1)},
@@ -39,7 +47,7 @@ def machine():
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     """A plan of three hosts with its tables, and its directory."""
-    needs_host()
+    needs_release("2.28.9")
     place, own = tmp_path_factory.mktemp("planned"), machine()
     cluster = cluster_of([HostReport(host=f"h{n}", machine=own, slots=4) for n in (1, 2, 3)])
     tables = []
@@ -59,7 +67,7 @@ def planned(tmp_path_factory):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("job", JOBS)
 def test_nccl_runs_the_rings_of_a_job_with_its_files(planned, job, version, tmp_path):
-    needs_host(version)
+    needs_release(version)
     plan, place = planned
     hosts = [HostSlots(name) for name in JOBS[job]]
     made = plan_of_job(plan, place, hosts, JOBS[job])
@@ -130,7 +138,7 @@ def run_job(folder, ranks, env, *, scenario="world", version="2.28.9", rank_env=
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_plugin_gives_a_jobs_files_to_its_whole_communicator_alone(job, version, tmp_path):
-    needs_host(version)
+    needs_release(version)
     made, ranks, env = job
     for rank, found in enumerate(run_job(tmp_path / "run", ranks, env, scenario="many")):
         for one in found:
@@ -153,7 +161,7 @@ def test_the_plugin_gives_a_jobs_files_to_its_whole_communicator_alone(job, vers
 )
 def test_a_host_without_the_jobs_files_leaves_a_valid_ring(job, changes, tmp_path):
     """Hosts cannot see each other's choices; NCCL joins any chains of whole hosts."""
-    needs_host()
+    needs_release("2.28.9")
     _, ranks, env = job
     first = [rank for rank, (host, _) in enumerate(ranks) if host == ranks[0][0]]
     found = run_job(tmp_path / "run", ranks, env, rank_env={first[-1]: changes})
@@ -167,7 +175,7 @@ def test_a_host_without_the_jobs_files_leaves_a_valid_ring(job, changes, tmp_pat
 
 
 def test_ranks_on_other_gpus_of_a_host_get_default_nccl_there(job, tmp_path):
-    needs_host()
+    needs_release("2.28.9")
     _, ranks, env = job
     moved = [(host, gpu + 4 * (host == ranks[0][0])) for host, gpu in ranks]
     found = run_job(tmp_path / "run", moved, env)

@@ -2,16 +2,13 @@
 
 import shutil
 import subprocess
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.nccl_host import TOPOLOGIES
-from tests.plugin import runs
-from tests.plugin.runs import TOPOLOGY, VERSIONS, differences, make_plan, run_ranks
+from tests.plugin.runs import differences, make_plan, run_ranks
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,10 +16,11 @@ HERE = Path(__file__).resolve().parent
 class Case(msgspec.Struct, kw_only=True):
     """A scenario run by `size` ranks.
 
-    `default` are the names of communicators that must get default NCCL, or True for all. `prepare`
-    is given the case's folder and its plan, and returns more options of `run_ranks`; `plan` are
-    fields of the index. `check` returns complaints about a result. With
-    `like_default` communicators end as without the plugin: default NCCL fails there too.
+    A `real` case needs real GPUs. `default` are the names of communicators that must get default
+    NCCL, or True for all. `prepare` is given the case's folder and its plan, and returns more
+    options of `run_ranks`; `plan` are fields of the index. `check` returns complaints about a
+    result. With `like_default` communicators end as without the plugin: default NCCL fails there
+    too.
     """
 
     name: str
@@ -34,7 +32,7 @@ class Case(msgspec.Struct, kw_only=True):
     prepare: Callable | None = None
     check: Callable | None = None
     like_default: bool = False
-    versions: tuple[str, ...] = VERSIONS
+    real: bool = False
 
 
 def run_case(case, folder, version):
@@ -132,31 +130,6 @@ def _other_env_answers(result, folder):
     return [] if good else ["the other environment plugin was not asked"]
 
 
-def _container(folder, plan):
-    """GPUs 2, 3, 5 and 6 of the host, which a container numbers 0 to 3."""
-    tree = ET.parse(TOPOLOGIES / TOPOLOGY)
-    chosen = {2: 0, 3: 1, 5: 2, 6: 3}
-    for pci in list(tree.iter("pci")):
-        for gpu in pci.findall("gpu"):
-            number = chosen.get(int(gpu.get("dev")))
-            if number is None:
-                pci.remove(gpu)
-            else:
-                gpu.set("dev", str(number))
-    path = folder / "container.xml"
-    tree.write(path)
-    buses = runs.bus_ids()
-    return {
-        "gpus": list(chosen),
-        "devices": list(chosen.values()),
-        "env": {
-            "NCCL_TOPO_FILE": str(path),
-            "FAKE_GPUS": "4",
-            "FAKE_BUSES": ",".join(buses[gpu] for gpu in chosen),
-        },
-    }
-
-
 def _alike(result, folder):
     """Any choice is right that is the same on all ranks."""
     graphs = {}
@@ -208,13 +181,12 @@ CASES = (
     Case(name="split8", scenario="split", size=8),
     Case(name="share", scenario="share"),
     Case(name="group", scenario="group"),
-    Case(name="one process", scenario="one_process", size=1, options={"argument": 8}),
+    # Virtual GPUs are one a process.
+    Case(name="one process", scenario="one_process", size=1, options={"argument": 8}, real=True),
     Case(name="shrunk", scenario="shrunk"),
-    # The pretended CUDA has no UUIDs for NCCL 2.30 to tell GPUs by that are each the only visible.
-    Case(name="visible pair", size=2, options=_visible((5, 2)), versions=("2.28.9",)),
-    Case(name="visible three", size=3, options=_visible((7, 0, 4)), versions=("2.28.9",)),
+    Case(name="visible pair", size=2, options=_visible((5, 2))),
+    Case(name="visible three", size=3, options=_visible((7, 0, 4))),
     Case(name="single", size=1, default=True),
-    Case(name="container", prepare=_container),
     Case(name="NCCL_NET=Socket", scenario="many", options={"env": {"NCCL_NET": "Socket"}}),
     Case(name="set without file", plan={"missing": {(0, 1, 2, 3)}}, default=True),
     Case(name="own file", default=True, prepare=_own_file, check=_only_own_file),

@@ -17,6 +17,7 @@ import msgspec
 
 from tccl_py.nccl.plugin.index import plugin_environment
 from tccl_py.nccl.settings import Settings
+from tests.plugin.runs import make_plan
 
 RANKS = 8
 VARIABLES = ("NCCL_P2P_LEVEL", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_ALGO")
@@ -63,12 +64,12 @@ def settings_of(version):
     return Settings(version=version, p2p_level="SYS", buffsize=131072, min_channels=4, algo="Ring")
 
 
-def draw(seed, version, *, kinds=KINDS):
+def draw(seed, version="2.28.9"):
     """Return a random mixture: a few special ranks, and at times a launcher without variables."""
     source = random.Random(seed)
     ranks = [RankKind()] * RANKS
     for rank in source.sample(range(RANKS), source.choice((0, 1, 1, 2, 4))):
-        ranks[rank] = source.choice(kinds)
+        ranks[rank] = source.choice(KINDS)
     needed, _ = plugin_environment(settings_of(version))
     sizes = (2, 2, 2, 4, 4, 8, 8)
     communicators = [
@@ -82,6 +83,23 @@ def draw(seed, version, *, kinds=KINDS):
         launcher=needed if source.random() < 0.85 else {},
         communicators=(*communicators, tuple(range(RANKS))),
     )
+
+
+def indices(folder, version, buses):
+    """Make the plans of mixtures: of all GPUs, the same with other rings, and of the first four.
+
+    Return their indices by name, also of one that is missing.
+    """
+    needed, given = plugin_environment(settings_of(version))
+    fields = {"needed": needed, "given": given, "forbid": ("NCCL_CROSS_NIC",)}
+    four = {gpu: buses[gpu] for gpu in range(4)}
+    plans = {
+        "whole": make_plan(folder / "whole", buses=buses, sizes=(2, 4, 8), **fields),
+        "other": make_plan(folder / "other", buses=buses, sizes=(2, 8), missing=[(0, 1)], **fields),
+        "part": make_plan(folder / "part", buses=four, sizes=(2, 4), **fields),
+    }
+    found = {name: str(plan.index) for name, plan in plans.items()}
+    return found | {"missing": "/nowhere/plugin.index"}
 
 
 # The program.

@@ -1,8 +1,7 @@
-"""Ranks over NCCL's own host code, by ctypes: a process each, forked from a process without NCCL.
+"""Ranks over NCCL by ctypes: a process each, on a GPU each, forked from a process without NCCL.
 
-Run as `python -m tests.plugin.ranks SPEC.json` with LD_LIBRARY_PATH at NCCL and its pretended CUDA,
-which the dynamic linker reads when the process starts. Each rank runs the scenario of the spec and
-writes its records to `result.RANK`.
+Run as `python -m tests.plugin.ranks SPEC.json`; NCCL is the first of LD_LIBRARY_PATH, else the
+installed one. Each rank runs the scenario of the spec and writes its records to `result.RANK`.
 """
 
 import ctypes
@@ -17,10 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.nccl_library import find_library
+
 UNDEFINED = -(1 << 31)
 NO_COLOR = -1
 MAGIC = 0xCAFEBEEF
 IN_PROGRESS = 7
+SUMMED, WRONG_SUM = 1 << 20, 99
 _GRAPH = re.compile(r"tccl: rank \d+ of (\d+): graph file (\S+) of ")
 _DEFAULT = re.compile(r"tccl: rank \d+ of (\d+): default NCCL: (.*)")
 _RING = re.compile(r"Ring (\d+) : -?\d+ -> (\d+) -> (\d+)")
@@ -107,6 +109,13 @@ class Config(ctypes.Structure):
         self.blocking, self.split_share = int(blocking), int(share)
 
 
+def cuda_runtime():
+    """Return the library of the CUDA runtime: of a Python package, or the loader's."""
+    places = (Path(place) for place in sys.path)
+    found = (path for place in places for path in place.glob("nvidia/*/lib/libcudart.so.1[0-9]"))
+    return str(next(found, "libcudart.so.13"))
+
+
 class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
@@ -128,12 +137,13 @@ class Job:
         self.folder, self.made, self._read = Path(spec.folder), [], 0
         self._log = self.folder / f"log.{rank}"
         self._gpus = spec.gpus or list(range(max(spec.size, spec.argument)))
-        self._nccl = ctypes.CDLL("libnccl.so.2")
-        self._cuda = ctypes.CDLL("libcudart.so.13")
+        self._nccl = ctypes.CDLL(find_library())
+        self._cuda = ctypes.CDLL(cuda_runtime(), ctypes.RTLD_GLOBAL)
         self.use((spec.devices or self._gpus)[rank])
 
     def use(self, device):
-        self._cuda.cudaSetDevice(device)
+        # A library that makes virtual GPUs is preloaded, and found in the whole process alone.
+        assert ctypes.CDLL(None).cudaSetDevice(device) == 0
 
     def init(self, name, ranks, *, blocking=True, share=False):
         """Return a communicator over some ranks (None for the other ranks), ready or failed."""
@@ -215,10 +225,26 @@ class Job:
                 time.sleep(0.001)
         made.code = made.code or state.value
         made.seconds += time.monotonic()
+        made.code = made.code or self._sum(comm)
         if alone:
             self._describe(made)
         self.made.append(made)
         return comm
+
+    def _sum(self, comm):
+        """Add ones of all ranks by an all-reduce of bytes; return its error, or WRONG_SUM."""
+        data, buffer = ctypes.create_string_buffer(SUMMED), ctypes.c_void_p()
+        self._cuda.cudaMalloc(ctypes.byref(buffer), ctypes.c_size_t(SUMMED))
+        self._cuda.cudaMemset(buffer, 1, ctypes.c_size_t(SUMMED))
+        values = buffer, buffer, ctypes.c_size_t(SUMMED), 0, 0, comm.handle, None
+        code = self._nccl.ncclAllReduce(*values)
+        while code == IN_PROGRESS:  # a communicator that does not block
+            state = ctypes.c_int(IN_PROGRESS)
+            self._nccl.ncclCommGetAsyncError(comm.handle, ctypes.byref(state))
+            code = state.value
+        code = code or self._cuda.cudaMemcpy(data, buffer, ctypes.c_size_t(SUMMED), 2)
+        self._cuda.cudaFree(buffer)
+        return code or (0 if data.raw == bytes([len(comm.ranks)]) * SUMMED else WRONG_SUM)
 
     def _new(self, name, ranks, rank, *, shared=False):
         gpus = [self._gpus[other] for other in ranks]
@@ -242,7 +268,7 @@ class Job:
             self.made.append(Made(name=f"{how} {comm.made.name}", gpus=[], rank=0, code=code))
 
     def collective(self, comm, name, size):
-        """Enqueue a collective of bytes, of `size` in all; its kernel does nothing."""
+        """Enqueue a collective of bytes, of `size` in all."""
         buffer, share = ctypes.c_void_p(), size // len(comm.ranks)
         self._cuda.cudaMalloc(ctypes.byref(buffer), ctypes.c_size_t(size))
         count = share if name in ("AllGather", "ReduceScatter") else size

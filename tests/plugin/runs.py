@@ -1,5 +1,6 @@
 """Runs of ranks with the plugin: a made-up plan, the run, and what each communicator must get."""
 
+import functools
 import itertools
 import os
 import random
@@ -15,13 +16,14 @@ from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, PluginIndex
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import tune_lines
+from tccl_py.nccl_library import NAME, installed_nccl
 from tccl_py.plan.directory import graph_text
-from tests.nccl_host import FOLDER, TOPOLOGIES, patience
 from tests.plugin.ranks import Made, Record, Spec
 
-TOPOLOGY = "asus-esc8000a-e13p.xml"
-VERSIONS = ("2.28.9", "2.30.7")
 ROOT = Path(__file__).resolve().parents[2]
+TOPOLOGIES = ROOT / "tests" / "cases" / "topologies"
+TOPOLOGY = "asus-esc8000a-e13p.xml"
+VERSIONS = ("2.28.9", "2.30.7", "2.31.2", "2.32.3")
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -47,9 +49,21 @@ class MadePlan(msgspec.Struct, kw_only=True):
         return f"subsets/graph-{'-'.join(map(str, sorted(gpus)))}.xml"
 
 
-def needs_host(version="2.28.9"):
-    if not (FOLDER / version / "libnccl.so.2").is_file():
-        pytest.skip(f"NCCL {version}'s host code is not in {FOLDER}")
+@functools.cache
+def releases():
+    """Return the folders of NCCL's libraries by version: the installed one is in no folder.
+
+    TCCL_TEST_NCCL names a folder with VERSION/libnccl.so.2 for other releases.
+    """
+    folder, installed = os.environ.get("TCCL_TEST_NCCL"), installed_nccl()
+    found = {path.parent.name: path.parent for path in Path(folder or "/nowhere").glob(f"*/{NAME}")}
+    return found | ({installed.version: None} if installed else {})
+
+
+def needs_release(version):
+    """Skip a test of a release that is not here."""
+    if version not in releases():
+        pytest.skip(f"NCCL {version} is not here: TCCL_TEST_NCCL names a folder of releases")
 
 
 def bus_ids(topology=TOPOLOGY):
@@ -100,20 +114,19 @@ def plugin_library():
         pytest.skip(str(error))
 
 
-def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLOGY, **options):
+def run_ranks(folder, scenario, size, *, plan, version="2.28.9", **options):
     """Run a scenario; `env` and `rank_env` come on top of what loads the plugin."""
     folder.mkdir(parents=True)
-    buses = bus_ids(topology)
     env = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_RAS_ENABLE": "0",
-        "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
-        "NCCL_TOPO_FILE": str(TOPOLOGIES / topology),
-        "FAKE_GPUS": str(len(buses)),
-        "FAKE_BUSES": ",".join(buses[gpu] for gpu in sorted(buses)),
+        # All channels of virtual GPUs are on one real GPU at the same time.
+        "NCCL_MAX_NCHANNELS": str(128 // size),
+        "NCCL_MAX_P2P_NCHANNELS": str(128 // size),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     }
     if plan is not None:
         env |= {"NCCL_ENV_PLUGIN": str(plugin_library()), "TCCL_INDEX": str(plan.index)}
@@ -124,11 +137,9 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", topology=TOPOLO
     )
     path = folder / "spec.json"
     path.write_bytes(msgspec.json.encode(spec))
-    host = FOLDER / version
-    environ = os.environ | {
-        "LD_LIBRARY_PATH": f"{host}:{FOLDER / 'cuda'}",
-        "LD_PRELOAD": str(patience()),
-    }
+    environ, release = dict(os.environ), releases()[version]
+    if release is not None:
+        environ["LD_LIBRARY_PATH"] = f"{release}:{environ.get('LD_LIBRARY_PATH', '')}"
     command = [*wrapper, sys.executable, "-m", "tests.plugin.ranks", str(path)]
     subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=spec.timeout + 60)
     return _collect(folder, size)

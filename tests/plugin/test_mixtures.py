@@ -6,23 +6,12 @@ import sys
 import msgspec
 import pytest
 
-from tccl_py.nccl.plugin.index import plugin_environment
-from tests.plugin.mixtures import Spec, draw, settings_of
-from tests.plugin.programs import RECORDS, StandIn, stand_in_plan
+from tests.plugin.mixtures import Spec, draw, indices
+from tests.plugin.programs import RECORDS, StandIn
 from tests.plugin.runs import ROOT
 
 MIXTURES = 150
-
-
-def indices(folder, version):
-    """Make the plans of mixtures: of all GPUs, the same with other rings, and of four GPUs."""
-    needed, given = plugin_environment(settings_of(version))
-    fields = {"needed": needed, "given": given, "forbid": ("NCCL_CROSS_NIC",)}
-    whole = stand_in_plan(folder / "whole", **fields, sizes=(2, 4, 8))
-    other = stand_in_plan(folder / "other", **fields, sizes=(2, 8), missing=[(0, 1)])
-    part = stand_in_plan(folder / "part", **fields, sizes=(2, 4), gpus=4)
-    paths = {"whole": whole.index, "other": other.index, "part": part.index}
-    return {name: str(path) for name, path in paths.items()} | {"missing": "/nowhere/plugin.index"}
+BUSES = {gpu: f"0000:{16 + gpu:02x}:00.0" for gpu in range(8)}
 
 
 @pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
@@ -30,7 +19,7 @@ def test_ranks_of_any_mixture_are_given_the_same(tmp_path, version):
     standin = StandIn(tmp_path)
     spec = Spec(
         mixtures=[draw(seed, version) for seed in range(MIXTURES)],
-        indices=indices(tmp_path, version),
+        indices=indices(tmp_path, version, BUSES),
         plugin=str(standin.plugin),
         libraries=[str(library) for library in standin.libraries],
         record=str(RECORDS / f"asked-by-{version}.txt"),

@@ -1,4 +1,4 @@
-"""Plans that `tccl` writes reach the communicators of NCCL's own host code by the plugin."""
+"""Plans that `tccl` writes reach communicators by the plugin."""
 
 import shutil
 
@@ -10,7 +10,9 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import ASUS, as_only, needing_a_graph, plan_of
 from tests.plugin.logs import assert_own_rings
-from tests.plugin.runs import needs_host, plugin_library, run_ranks
+from tests.plugin.runs import needs_release, plugin_library, run_ranks
+
+pytestmark = pytest.mark.gpu(count=8)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def directory(tmp_path_factory):
 def test_communicators_run_the_rings_that_were_planned_for_their_gpus(
     directory, tmp_path, version, scenario
 ):
-    needs_host(version)
+    needs_release(version)
     env = plugin_exports(load_plan(directory), directory)
     result = run_ranks(tmp_path / "run", scenario, 4, plan=None, version=version, env=env)
     assert result.errors == [] and set(result.codes.values()) == {0}

@@ -1,17 +1,19 @@
-"""NCCL's own host code loads the tuner, asks it, and does what the tables say.
+"""NCCL loads the tuner, asks it, and does what the tables say.
 
 NCCL's log says what each collective runs; default NCCL's choices are those of the same plan without
 tables.
 """
 
+import os
 import re
 
 import pytest
 
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
-from tests.nccl_host import FOLDER
 from tests.plugin.cases import compile_c
-from tests.plugin.runs import VERSIONS, make_plan, needs_host, run_ranks
+from tests.plugin.runs import VERSIONS, make_plan, needs_release, run_ranks
+
+pytestmark = pytest.mark.gpu(count=8)
 
 K, M = 1 << 10, 1 << 20
 CHOICE = re.compile(r"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+) channel{Lo..Hi}={0..(\d+)}")
@@ -59,8 +61,7 @@ class Ran:
         plan, size = make_plan(folder / "plan", sizes=(2, 4), tables=tables), 4
         env = {"NCCL_DEBUG_SUBSYS": "INIT,TUNING,ENV", "NCCL_MAX_NCHANNELS": "4"}
         options["env"] = env | options.get("env", {})
-        late = 3 * (version != VERSIONS[0])
-        options |= {"version": version, "argument": late}
+        options |= {"version": version}
         result = run_ranks(folder / "run", scenario, size, plan=plan, **options)
         assert result.errors == [] and set(result.codes.values()) == {0}
         assert {made.code for records in result.made for made in records} == {0}
@@ -79,7 +80,7 @@ class Ran:
 @pytest.fixture(scope="module", params=VERSIONS)
 def default(request, tmp_path_factory):
     """The version, and what it does without tables."""
-    needs_host(request.param)
+    needs_release(request.param)
     ran = Ran(tmp_path_factory.mktemp("default"), request.param, tables=())
     assert not any(ran.tuned) and ran.using == [[]] * 4 and not ran.profiled
     return request.param, ran.choices
@@ -124,22 +125,20 @@ OWN_TUNER = {"env": {"NCCL_TUNER_PLUGIN": "none"}}
     ids=str,
 )
 def test_any_doubt_on_one_rank_leaves_all_ranks_to_nccl(tmp_path, options):
-    needs_host()
+    needs_release("2.28.9")
     assert not any(Ran(tmp_path / "run", "2.28.9", scenario="world", **options).tuned)
 
 
 def test_another_librarys_tuner_is_nccls(tmp_path):
-    needs_host()
+    needs_release("2.28.9")
     compile_c("other_tuner.c", tmp_path).rename(tmp_path / "libnccl-tuner.so")
-    paths = f"{tmp_path}:{FOLDER / '2.28.9'}:{FOLDER / 'cuda'}"
-    ran = Ran(
-        tmp_path / "run", "2.28.9", scenario="world", wrapper=["env", f"LD_LIBRARY_PATH={paths}"]
-    )
+    wrapper = ["env", f"LD_LIBRARY_PATH={tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"]
+    ran = Ran(tmp_path / "run", "2.28.9", scenario="world", wrapper=wrapper)
     assert ran.using == [["other"]] * 4 and not any(ran.tuned)
 
 
 def test_a_users_algorithm_is_not_overruled(tmp_path):
-    needs_host()
+    needs_release("2.28.9")
     ran = Ran(tmp_path / "run", "2.28.9", env={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert all(ran.tuned)
     assert {choice[:2] for choice in ran.choices.values()} == {("ring", "simple")}
