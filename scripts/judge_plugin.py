@@ -123,9 +123,12 @@ def mixtures(folder: Path, count: str, first: str = "0", *only: str) -> int:
             graphs.setdefault(record.name, set()).add(record.graph)
         wrong += [f"{name}: {found}" for name, found in graphs.items() if len(found) > 1]
         bad += bool(wrong)
+        if wrong:
+            logs = "\n".join(path.read_text() for path in sorted(place.glob("log.*")))
+            wrong += [line for line in logs.splitlines() if "WARN" in line or "tccl" in line][:40]
         files = sum(found != {""} for found in graphs.values())
         counts = f"{len(graphs)} communicators, {files} with a graph file"
-        print(f"seed {seed}, {version}: {counts}", *wrong[:12], sep="\n    ", flush=True)
+        print(f"seed {seed}, {version}: {counts}", *wrong[:50], sep="\n    ", flush=True)
     print(f"{count} mixtures, {bad} wrong")
     return bad
 
