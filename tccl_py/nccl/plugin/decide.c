@@ -241,9 +241,9 @@ void conclude(void) {
   }
   member.set = set;
   if (set)
-    say("rank %u of %u: %s%s%s of %s%s", member.post.rank, member.post.ranks,
-        set->text ? "graph file " : "variables", set->text ? set->name : "",
-        set->text && plan->give.count > 0 ? " and variables" : "", plan->path,
+    say("rank %u of %u: %s%s of %s%s%s", member.post.rank, member.post.ranks,
+        set->text ? "graph file " : "variables", set->text ? set->name : "", plan->path,
+        set->text && plan->give.count > 0 ? ", and variables" : "",
         plan->simulated ? " (simulated)" : "");
   else say("rank %u of %u: default NCCL: %s", member.post.rank, member.post.ranks, decision.why);
   if (!set && !member.table) forget();
