@@ -9,7 +9,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.transport import candidates, expressible, final_channels, hop_space
-from tccl_py.nccl.variables import given_variables, notices, similar_name
+from tccl_py.nccl.variables import given_variables, notices, similar_name, unfollowed
 from tccl_py.nccl.versions import asked_version, known_versions, version_facts
 from tccl_py.nccl.view import view
 from tests.nccl_cases import machine
@@ -121,6 +121,22 @@ def test_values_are_read_as_nccl_reads_them(name, text, field, value):
     assert getattr(settings_from_environment({name: text}), field) == value
 
 
+@pytest.mark.parametrize(
+    ("variables", "limits"),
+    [
+        ({"MIN_NRINGS": "4", "MAX_NRINGS": "8"}, (4, 8)),
+        ({"MIN_NRINGS": "4", "MIN_NCHANNELS": "6"}, (6, None)),
+        ({"MIN_CTAS": "4", "MIN_NCHANNELS": "6"}, (6, None)),
+        ({"MAX_CTAS": "4", "MAX_NCHANNELS": "6", "MIN_CTAS": "9"}, (4, 4)),
+        ({"MAX_CTAS": "0", "MIN_CTAS": "-1"}, (None, None)),
+        ({"MIN_CTAS": "1000"}, (64, None)),
+    ],
+)
+def test_every_variable_that_limits_channels_counts(variables, limits):
+    found = settings_from_environment({f"NCCL_{name}": text for name, text in variables.items()})
+    assert (found.min_channels, found.max_channels) == limits
+
+
 def test_the_settings_variables_are_among_those_of_nccl():
     whole = Settings(version="2.28", p2p_level="SYS", p2p_read=True, shm_disable=True, **NETWORK)
     names = environment(whole)
@@ -139,6 +155,8 @@ def test_misspelt_names_and_values_are_told():
     level, switch, other = notices(given)
     assert "ignores NCCL_P2P_LEVEL=BANANA" in level and "SYS" in level
     assert "NCCL_NVLS_ENABLE=off as 0" in switch
+    (missed,) = unfollowed(["NCCL_PXN_DISABLE", "NCCL_DEBUG"])
+    assert "NCCL_PXN_DISABLE" in missed
     assert other.endswith("no variable A")
 
 

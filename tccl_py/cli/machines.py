@@ -14,7 +14,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import picked, read_bytes, read_text
 from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
-from tccl_py.nccl.variables import given_variables, notices
+from tccl_py.nccl.variables import given_variables, notices, unfollowed
 from tccl_py.nccl.versions import LATEST, asked_version, known_versions, version_facts
 from tccl_py.plan.nccl_here import verdict_here
 from tccl_py.plan.words import ring_lines
@@ -141,6 +141,7 @@ def validate(
         chosen = None if gpus is None else parse_gpus(gpus, "--gpus")
         verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
     else:
+        notice_each(unfollowed(given))
         model, version = load_machine(machine), LATEST if nccl is None else asked_version(nccl)
         if not version_facts(version).verified:
             nearest = version_facts(version).name

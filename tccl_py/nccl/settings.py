@@ -32,6 +32,7 @@ HOST_VARIABLES = (
     "NCCL_HOSTID",
 )
 """Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
+_ENDS = ("MIN", "MAX")
 _SHM_MODE = "NCCL_SHM_MEMCPY_MODE"
 _SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}
 _OLD_LEVELS: tuple[Level, ...] = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
@@ -231,6 +232,9 @@ def settings_from_environment(
     """
     facts = version_facts(version)
     found: dict[str, Any] = {}
+    # Names of NCCL before 2.5.
+    older = {f"NCCL_{end}_NCHANNELS": variables.get(f"NCCL_{end}_NRINGS") for end in _ENDS}
+    variables = {name: text for name, text in older.items() if text} | dict(variables)
     for field, (name, read, _) in _VARIABLES.items():
         text = variables.get(name)
         value = None if text is None else read(text, integer(text))
@@ -244,6 +248,12 @@ def settings_from_environment(
         found["shm_copy_engine"] = mode if facts.shm_copy_engine else None
     if "shm_locality" not in found:
         found.pop("shm_placement", None)
+    least, most = (integer(variables.get(f"NCCL_{end}_CTAS")) for end in _ENDS)
+    if most > 0:
+        found["max_channels"] = min(most, found.get("max_channels", most))
+    if least > 0:
+        least = min(least, most) if most > 0 else least
+        found["min_channels"] = max(least, found.get("min_channels", least))
     for end in found.keys() & {"min_channels", "max_channels"}:
         found[end] = min(found[end], facts.max_final_channels)
     if found.get("sockets_per_thread", 0) * found.get("socket_threads", 1) > _MAX_SOCKETS:

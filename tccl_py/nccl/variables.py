@@ -7,7 +7,7 @@ in ncclGetLevel (graph/paths.cc). NCCL itself ignores names that it does not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -18,6 +18,14 @@ from tccl_py.nccl.versions import LEVELS
 
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
+_UNFOLLOWED = (
+    "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_NET", "NCCL_NETDEVS_POLICY",
+    "NCCL_NET_FORCE_MERGE", "NCCL_NET_GDR_C2C", "NCCL_NET_GDR_MLOPART", "NCCL_NET_MERGE_LEVEL",
+    "NCCL_NET_PLUGIN", "NCCL_NVB_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C",
+    "NCCL_PXN_DISABLE", "NCCL_TOPO_SPLIT_MLOPART", "NCCL_UNPACK_DOUBLE_NCHANNELS",
+    "NCCL_WORK_ARGS_BYTES",
+)  # fmt: skip
+"""Variables by which NCCL 2.30.7 may find other paths, NICs or channels than its rules here."""
 _SIMILAR = 0.88
 """By difflib's measure two letters in the wrong order in the shortest names."""
 
@@ -74,3 +82,9 @@ def notices(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"NCCL ignores {said}, which is no path type: {', '.join(LEVELS)}"
         elif name in integers and text and (rest := c_integer(text)[1].strip()):
             yield f"NCCL reads {said} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
+
+
+def unfollowed(variables: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence on each variable that changes NCCL's graphs and is no rule here."""
+    for name in sorted({*_UNFOLLOWED} & {*variables}):
+        yield f"{name} can give NCCL other paths, NICs or channels, which are not followed here"
