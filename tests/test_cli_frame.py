@@ -544,7 +544,8 @@ def test_a_pipe_gets_progress_in_lines_with_the_time_left(monkeypatch, capsys):
     assert "bound of this search 3.0" in said[0]
     assert all("4 rings: 1 set, " in text for text in said)
     assert all(
-        re.match(r"tccl: .*\d+ of at most 10 sets, at most .* left$", text) for text in said[1:]
+        re.match(r"tccl: .*\d+ of at most 10 sets, .* left at this pace$", text)
+        for text in said[1:]
     )
 
 
@@ -560,13 +561,17 @@ def test_the_bound_of_a_later_search_is_not_shown_below_the_best_so_far(monkeypa
 
 
 def test_the_time_left_is_no_more_than_the_limit_of_seconds_leaves(monkeypatch, capsys):
-    clock = iter([0.0, 11.0, 11.0, 25.0, 25.0])
+    clock = iter([0.0, 11.0, 11.0, 25.0, 25.0, 40.0, 40.0])
     monkeypatch.setattr("tccl_py.cli.output.time.monotonic", lambda: next(clock))
-    with ProgressLine(1000, 15.0) as line:
-        line.measured(5)
-        line.measured(6)
-    said = capsys.readouterr().err.splitlines()
-    assert [text.rpartition(", ")[2] for text in said] == ["at most 4 s left", "at most 0 s left"]
+    with ProgressLine(1000, 26.0) as line:
+        for count in (5, 6, 7):
+            line.measured(count)
+    said = [text.rpartition(": ")[2] for text in capsys.readouterr().err.splitlines()]
+    assert said == [
+        "5 of at most 1000 sets, at most 15 s left",
+        "6 of at most 1000 sets, at most 1 s left",
+        "7 of at most 1000 sets",
+    ]
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])

@@ -1,6 +1,7 @@
 """`tccl measure` and `tccl plan` on hardware: fakes, and the host backend where a run is real."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
@@ -380,6 +381,23 @@ def test_a_plan_whose_first_set_cannot_be_measured_ends_with_its_sentence(fake, 
     assert " the worker of G1" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_is_written_from_what_was_measured_when_the_time_cuts_a_set(fake, tmp_path):
+    deadlines = []
+
+    def cut(transfers):
+        deadlines.append(fake.deadline)
+        if len(deadlines) > 3:
+            raise BudgetSpentError("over")
+
+    fake.before = cut
+    result = planned(tmp_path / "plan", "--max-seconds", "1000")
+    assert result.exit_code == 0
+    assert "the limit of sets or seconds was reached" in result.stdout
+    assert len(read_journal(tmp_path / "plan" / "measurements.jsonl").measurements) == 3
+    # Without a set there would be no plan.
+    assert deadlines[0] == math.inf > deadlines[1] == deadlines[-1]
 
 
 def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake, tmp_path):

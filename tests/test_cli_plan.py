@@ -163,19 +163,27 @@ def test_a_plan_says_whether_the_limit_of_sets_cut_it_short(tmp_path):
     assert notices("--max-sets", "20")
 
 
-def test_max_seconds_is_the_time_of_the_whole_run(tmp_path):
-    class Slow(Simulator):
-        def measure(self, sets):
-            time.sleep(0.02 * len(sets))
-            return super().measure(sets)
+class Slow(Simulator):
+    """Each set takes so many seconds of a clock that stands still otherwise."""
 
+    set_s, now_s = 1.0, 0.0
+
+    def measure(self, sets):
+        type(self).now_s += self.set_s * len(sets)
+        return super().measure(sets)
+
+
+@pytest.mark.parametrize(("set_s", "most_s"), [(0.02, 1.0), (1.0, 30.0), (5.0, 21.0), (10.0, 1.0)])
+def test_no_set_of_a_plan_ends_after_max_seconds_but_the_first(set_s, most_s, monkeypatch):
+    monkeypatch.setattr(Slow, "set_s", set_s)
+    monkeypatch.setattr(Slow, "now_s", 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: Slow.now_s)
     model = load_bundled(PCIE)
-    begun = time.monotonic()
-    budget = Budget(seconds=1.0)
-    plan = make_plan(model.machine, model.knowledge, Slow(model), budget=budget)
-    assert time.monotonic() - begun < 10
-    assert 0 < plan.sets_measured <= 50
+    budget = Budget(seconds=most_s)
+    plan = make_plan(model.machine, model.knowledge, Slow(model, noise=0.05), budget=budget)
+    assert 0 < Slow.now_s - 100.0 <= max(most_s, set_s)
     assert plan.stock.rate_gbps
+    assert any("limit of sets or seconds" in text for text in plan.notices)
 
 
 BAD = {

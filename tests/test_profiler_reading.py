@@ -12,7 +12,7 @@ from tccl_profiler.precision import ChannelRate, Stopping, WindowLimits, paces_f
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import median_channels, sample_of
 from tccl_profiler.shared_memory import MAX_STAMPS, RECORD
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER
 from tccl_py.model.transfer import parse_set
 from tests.fakes import FakePool
@@ -288,6 +288,41 @@ def test_the_limit_is_never_exceeded(minimum, limit):
     stopping = Stopping(minimum=minimum, limit=limit)
     assert len(one(profiler_of(pool, stopping=stopping)).samples_gbps[0]) == limit
     assert all(timing.repeats <= 12 for timing in pool.timings)
+
+
+class TimedPool(FakePool):
+    """Notes when its last run ended."""
+
+    def run(self, program, timing):
+        outcomes = super().run(program, timing)
+        self.ended = self.clock()
+        return outcomes
+
+
+def test_no_run_begins_that_would_end_after_the_deadline():
+    pool = TimedPool(swinging)
+    profiler = profiler_of(pool, limits=WindowLimits(minimum_ms=50.0, maximum_ms=60.0))
+    repeats, counts = len(one(profiler).samples_gbps[0]), []
+    for left_s in (0.01, 0.5, 1.0, 2.0, 3.0, 30.0):
+        profiler.deadline = pool.clock() + left_s
+        try:
+            counts.append(len(one(profiler).samples_gbps[0]))
+        except BudgetSpentError:
+            counts.append(0)
+        assert pool.ended <= profiler.deadline
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, repeats)
+    assert any(6 <= count < repeats for count in counts)
+
+
+def test_workers_are_not_started_anew_after_the_deadline():
+    pool = FakePool(steady)
+    profiler = profiler_of(pool)
+    one(profiler)
+    pool.faults, profiler.deadline = [WorkerLost("gone")], pool.clock() - 1.0
+    with pytest.raises(BudgetSpentError):
+        one(profiler)
+    assert pool.restarts == 0
 
 
 def test_a_set_has_its_time_and_always_its_minimum():

@@ -29,7 +29,7 @@ from tccl_profiler.precision import (
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
@@ -76,6 +76,7 @@ class Profiler:
     """Measures transfer sets through the pools of one host or several; a `BandwidthSource`.
 
     `notices` are sentences for the user, each once. The pool is started and closed by the caller.
+    No run begins that would end after `deadline`, by the clock.
     """
 
     simulated = False
@@ -91,6 +92,7 @@ class Profiler:
     ) -> None:
         self._pool = pool
         self._now = clock
+        self.deadline = math.inf
         self.options = options or Options()
         self._source = source
         self._clocks: dict[str, Clock] = {}
@@ -106,7 +108,7 @@ class Profiler:
         self.sets_run = 0
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set."""
+        """Measure each set; raises BudgetSpentError where one would end after the deadline."""
         results = []
         for transfers in sets:
             results.append(self._retried(transfers, self._measured))
@@ -162,6 +164,8 @@ class Profiler:
             return measured(transfers)
         except WorkerLost as error:
             lost = str(error)
+            if self._now() >= self.deadline:
+                raise BudgetSpentError(lost) from error
         self.note(f"{lost}; all workers were started anew and {transfers} measured again")
         try:
             self._forget_clocks()
@@ -205,6 +209,8 @@ class Profiler:
         if few not in self._uncontended:
             try:
                 self._uncontended[few] = self._retried(few, self._uncontended_measured)
+            except BudgetSpentError:
+                raise
             except MeasurementError as error:
                 # Not tried again: sets that are compared are to be read alike.
                 self._uncontended[few] = {}
@@ -238,7 +244,14 @@ class Profiler:
             missing = stopping.minimum - len(seen)
             wanted = missing if missing > 0 else min(_MORE, stopping.limit - len(seen))
             repeats = min(wanted, MAX_REPEATS)
-            samples = self._run(program, window, channels, repeats=repeats, uncontended=uncontended)
+            try:
+                samples = self._run(
+                    program, window, channels, repeats=repeats, uncontended=uncontended
+                )
+            except BudgetSpentError:
+                if len(seen) < stopping.minimum:
+                    raise
+                break
             channels, start_error_us = rates.median_channels(samples), _start_error(samples)
             # 2. Begin again if these repeats are of little use.
             if needs_longer(window, channels, start_error_us, limits):
@@ -289,6 +302,9 @@ class Profiler:
         check: bool = False,
         uncontended: Mapping[Flow, float] | None = None,
     ) -> list[rates.Sample]:
+        lasting_s = repeats * (window.warm_us + window.window_us) / 1e6
+        if self._now() + lasting_s > self.deadline:
+            raise BudgetSpentError(f"{program.transfers}: the time for measuring is over")
         spec = RunSpec(
             repeats=repeats,
             warm_us=window.warm_us,
@@ -336,6 +352,8 @@ class Profiler:
         self._since_sentinel = 0
         try:
             newest = self._retried(first.transfers, self._measured)
+        except BudgetSpentError:
+            return
         except MeasurementError as error:
             # The set that was asked for has been measured, and counts.
             self.note(f"the first set could not be measured again: {error}")

@@ -159,15 +159,16 @@ class ProgressLine:
         self._show()
 
     def measured(self, count: int, total: int | None = None) -> None:
-        """Show how many sets were measured, of how many, and the time left at this pace."""
+        """Show how many sets were measured, of how many, and the time left."""
         most, words = (total, "") if total else (self._most, "at most ")
         self._measured = f"{counted(count, 'set')} measured"
         if most is not None and 0 < count < most:
             spent = time.monotonic() - self._begun
-            left = max(0.0, min(spent / count * (most - count), self._seconds - spent))
-            self._measured = (
-                f"{count} of {words}{counted(most, 'set')}, {words}{_time_text(left)} left"
-            )
+            pace, limit = spent / count * (most - count), self._seconds - spent
+            left = "" if limit <= 0 else f", {_time_text(pace)} left at this pace"
+            if 0 < limit <= pace:
+                left = f", at most {_time_text(limit)} left"
+            self._measured = f"{count} of {words}{counted(most, 'set')}{left}"
         self._show()
 
     def say(self, text: str) -> None:

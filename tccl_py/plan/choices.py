@@ -82,7 +82,7 @@ class SettingsSearch:
     def _explore(self, waiting: list[Settings], left: int) -> int:
         """Search under one mechanism after the other; return the number of sets left."""
         task = self._task
-        while waiting and left > 0 and not self.cancelled:
+        while waiting and left > 0 and not self.cancelled and task.source.has_time():
             settings = max(waiting, key=lambda one: _promise(task, one, self._known))
             waiting.remove(settings)
             share = max(MIN_SETS, left // 2)
@@ -370,6 +370,8 @@ def own_gbps(task: Task, settings: Settings) -> float:
 
     It is 0.0 where they cannot be rated, and infinite where no further set may be measured.
     """
+    if not task.source.has_time():
+        return inf
     try:
         return _rated(task, settings, own_rings(task, settings)).rate_gbps
     except BudgetSpentError:

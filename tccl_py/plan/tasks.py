@@ -212,7 +212,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
 def search_under(
     task: Task, settings: Settings, *, known: Sequence[Rings] = (), floor: float, sets: int
 ) -> SearchResult | None:
-    """Search for rings under one choice of settings; None where a GPU has no hop.
+    """Search for rings under one choice of settings; None without time, or if a GPU has no hop.
 
     Args:
         task: the input of planning.
@@ -221,6 +221,8 @@ def search_under(
         floor: scores up to this, GB/s, are of no interest.
         sets: the limit of measured sets.
     """
+    if not task.source.has_time():
+        return None
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
     rules = {count: rule for count in counts if (rule := task.rule(settings, count)) is not None}
     try:

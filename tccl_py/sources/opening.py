@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,13 @@ import msgspec
 
 from tccl_profiler.cluster.mpi import in_mpi_job as in_job
 from tccl_profiler.cluster.mpi import mpi_job as join_job
-from tccl_py.errors import InputError, MeasurementError, SourceLostError, require
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    SourceLostError,
+    require,
+)
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, parse_set
@@ -227,21 +234,27 @@ class OpenedSource(RememberingSource):
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._session is None:
             return super()._measured(transfers)
-        self._on_set(self.sets_measured)
-        self._enter(self._session)
         profiler = self._session.profiler
+        profiler.deadline = self._deadline if self._answered else inf
         try:
             (measurement,) = profiler.measure([transfers])
+        except BudgetSpentError:
+            self.cut_short = True
+            raise
         except MeasurementError as error:
+            profiler.deadline = inf
             self._check_alive(profiler, error)
             self._failures.append(str(error))
             raise
         self._on_set(self.sets_measured + (transfers not in self._new))
         return measurement
 
-    def _enter(self, session: Session | ClusterSession) -> None:
+    def _start(self) -> None:
+        if self._session is None:
+            return
+        self._on_set(self.sets_measured)
         if not self._entered:
-            session.__enter__()
+            self._session.__enter__()
             self._entered = True
 
     def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
@@ -341,7 +354,7 @@ class HostsSource(OpenedSource):
         super().__init__(session=session, options=options, limits=limits, dry_run=dry_run)
 
     def __enter__(self) -> HostsSource:
-        self._enter(self.session)
+        self._start()
         return self
 
     def _measured(self, transfers: TransferSet) -> Measurement:

@@ -119,7 +119,8 @@ class RememberingSource:
         self._new: dict[TransferSet, list[Measurement]] = {}
         self._random = random.Random(0)
         self._asked: set[tuple[TransferSet, int]] = set()
-        self._most_sets, self._ends = math.inf, math.inf
+        self._most_sets, self._ends, self._deadline = math.inf, math.inf, math.inf
+        self._spent_s = 0.0
         self.cut_short = False
         self.times_measured = 0
         self.sets_remembered = 0
@@ -172,17 +173,41 @@ class RememberingSource:
         # What a journal answers counts as well: a resumed run goes the same way.
         new = {one for one in wanted if one not in self._asked}
         if self._asked and new:
-            self._check_limit(len(new))
+            self._refuse_if(len(self._asked) + len(new) > self._most_sets or not self.has_time())
         self._asked |= new
         return self._answers(wanted)
 
     def repeated(self, transfers: TransferSet, times: int) -> Sequence[Measurement]:
-        """Answer a set several times, as `measure` does; the set counts once for `limited`."""
-        self._check_limit(0)
-        return self._answers([(transfers, number) for number in range(times)])
+        """Answer a set several times, as `measure` does, or less often if the time is up.
 
-    def _check_limit(self, new: int) -> None:
-        if len(self._asked) + new > self._most_sets or time.monotonic() > self._ends:
+        The set counts once for `limited`.
+        """
+        answers: list[Measurement] = []
+        for number in range(times):
+            try:
+                answers += self._answers([(transfers, number)])
+            except BudgetSpentError:
+                if not answers:
+                    raise
+                break
+        return answers
+
+    def has_time(self) -> bool:
+        """Return whether a set may be begun: the time is not up, and will not be up within it.
+
+        The first set may always be.
+        """
+        now, usual_s = time.monotonic(), self._spent_s / max(1, self.times_measured)
+        over = self._answered and (now > self._ends or now + usual_s > self._deadline)
+        self.cut_short |= over
+        return not over
+
+    @property
+    def _answered(self) -> bool:
+        return self.times_measured + self.sets_remembered > 0
+
+    def _refuse_if(self, over: bool) -> None:
+        if over:
             self.cut_short = True
             raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
 
@@ -192,6 +217,7 @@ class RememberingSource:
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
+            self._refuse_if(not self.has_time())
             self.measure_anew(key)
         return [self._answer(key, number) for key, number in wanted]
 
@@ -200,7 +226,8 @@ class RememberingSource:
         """Limit new sets in a block, which gets a function that allows a share of the limits.
 
         Beyond the share, sets that were not asked for before are refused, and `cut_short` tells so.
-        The first set is not refused.
+        The first set is not refused. A set that runs when all `seconds` are over is cut, where its
+        source can.
         """
         begun, before, self.cut_short = time.monotonic(), len(self._asked), False
 
@@ -210,9 +237,10 @@ class RememberingSource:
 
         try:
             allow(1.0)
+            self._deadline = self._ends
             yield allow
         finally:
-            self._most_sets = self._ends = math.inf
+            self._most_sets = self._ends = self._deadline = math.inf
 
     def _answer(self, key: TransferSet, number: int) -> Measurement:
         before = self._before.get(key, ())
@@ -220,7 +248,10 @@ class RememberingSource:
 
     def measure_anew(self, transfers: TransferSet) -> Measurement:
         """Measure a set once more, whatever is known of it, and keep the result."""
+        self._start()
+        begun = time.monotonic()
         measurement = self._measured(transfers)
+        self._spent_s += time.monotonic() - begun
         if not measurement.is_together:
             share = f"{measurement.overlap:.0%}"
             raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
@@ -229,6 +260,9 @@ class RememberingSource:
         self._new.setdefault(transfers, []).append(measurement)
         self.times_measured += 1
         return measurement
+
+    def _start(self) -> None:
+        """Start what measures, which takes long once."""
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         assert self._source is not None
