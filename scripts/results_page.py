@@ -55,9 +55,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Add files, and write the page."""
-    for name in sys.argv[1:]:
-        found = read_result(Path(name))
+    """Add files, all or none, and write the page."""
+    try:
+        results = {name: read_result(Path(name)) for name in sys.argv[1:]}
+    except InputError as error:
+        sys.stderr.write(f"results_page: {error}\n")
+        sys.exit(2)
+    for name, found in results.items():
         SENT.mkdir(exist_ok=True)
         target = re.sub(r"[^a-z0-9-]+", "-", Path(name).stem.lower()).strip("-") or "machine"
         (SENT / f"{target}.json").write_text(encode_json(found))

@@ -1,5 +1,6 @@
 """The frame of the `tccl` command: exit codes, sentences, help, output that cannot be written."""
 
+import ast
 import os
 import re
 import signal
@@ -385,6 +386,28 @@ FAILURES = {
     "a pipe": "import tccl_py.cli.main as m\ndef app(**_): raise BrokenPipeError\nm.app = app",
     "standard error": "sys.stderr = None; sys.modules['typer'] = None",
 }
+
+
+def test_the_library_names_parameters_and_commands_but_no_bare_option():
+    modules = (PLANS.parent / folder for folder in ("tccl_py", "profiler"))
+    modules = [path for folder in modules for path in folder.rglob("*.py")]
+    texts = [path.read_text() for path in modules if path.parent.name != "cli"]
+    raised = [
+        text.value
+        for module in texts
+        for error in ast.walk(ast.parse(module))
+        if isinstance(error, ast.Raise) or ast.unparse(getattr(error, "func", error)) == "require"
+        for text in ast.walk(error)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
+    assert len(raised) > 500
+    bare = re.compile(r"^(?!.*\b(tccl|srun|mpirun) ).*--[a-z]")
+    assert [text for text in raised if bare.search(text)] == []
+
+
+def test_an_error_of_the_library_names_the_commands_option():
+    error = tccl("measure", "--all-pairs", "--simulate", "amd-v100", "--gpus", "0").stderr
+    assert error.startswith("tccl: --gpus: ")
 
 
 @pytest.mark.parametrize("case", FAILURES)

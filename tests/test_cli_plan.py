@@ -214,7 +214,7 @@ BAD = {
     "a negative seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),
     "GPUs per job that no host has": (
         ("--nodes", "2", "--gpus-per-job", "99"),
-        "GPUs per job: '99' fits no host",
+        "--gpus-per-job: '99' fits no host",
     ),
     "a missing list of hosts": (("--hosts", "nope.txt"), "--hosts 'nope.txt': is no file"),
     "a missing folder of lists": (("--hosts", "lists/a"), "--hosts 'lists/a': is no file"),

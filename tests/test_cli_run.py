@@ -49,10 +49,21 @@ def test_a_job_over_other_gpus_than_the_plans_gets_no_graph_file(directory):
     assert "NCCL_GRAPH_FILE" not in variables_of(directory, "--gpus", "0")
 
 
-@pytest.mark.parametrize("command", [(), ("",), ("no-such-program",), ("/",)])
-def test_what_is_no_program_is_refused_in_one_line(command, directory):
+NO_PROGRAMS = [
+    ((), 2),
+    (("",), 127),
+    (("no-such-program",), 127),
+    (("/",), 126),
+    ((__file__,), 126),
+]
+
+
+@pytest.mark.parametrize(("command", "code"), NO_PROGRAMS)
+def test_what_is_no_program_is_refused_in_one_line_with_a_shells_exit_code(
+    command, code, directory
+):
     done = run(directory, "--", *command)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
 
 
 def test_a_job_ends_as_usual_where_nobody_reads_its_output(directory):

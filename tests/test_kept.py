@@ -451,8 +451,6 @@ def test_a_plan_for_jobs_that_have_sys_is_compared_with_stock_that_has_it(tmp_pa
 def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "far")
-    said = (
-        "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, add --pin-env"
-    )
-    assert not_pinned(()) == (f"{said} NCCL_P2P_DISABLE",)
+    said = "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, "
+    assert not_pinned(()) == (f"{said}give `tccl plan` --pin-env NCCL_P2P_DISABLE",)
     assert not_pinned(("NCCL_P2P_DISABLE",)) == ()

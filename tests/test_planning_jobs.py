@@ -177,4 +177,4 @@ def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp
     for nodes, hosts in ((2, "gpu[1-3]"), (1, None), (None, None)):
         with pytest.raises(InputError) as caught:
             simulated_cluster(model, nodes, hosts, None)
-        assert caught.value.where == "--nodes"
+        assert caught.value.where == "`nodes`"

@@ -76,6 +76,20 @@ def test_what_is_no_result_is_refused(case, printed, tmp_path):
         read_result(sent)
 
 
+def test_a_dry_run_is_refused_in_one_sentence_and_adds_nothing(
+    printed, tmp_path, monkeypatch, capsys
+):
+    good, dry = tmp_path / "good.json", tmp_path / "dry.json"
+    good.write_text(json.dumps(printed))
+    dry.write_text(json.dumps(printed | BAD["a dry run"]))
+    monkeypatch.setattr(results_page, "SENT", tmp_path / "results")
+    monkeypatch.setattr("sys.argv", ["results_page", str(good), str(dry)])
+    with pytest.raises(SystemExit) as ended:
+        results_page.main()
+    assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+    assert not results_page.SENT.exists()
+
+
 def test_wrong_values_are_refused(printed, tmp_path):
     printed["arms"][1]["wrong"] = [{}]
     sent = tmp_path / "sent.json"

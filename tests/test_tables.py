@@ -156,7 +156,7 @@ def test_a_table_that_was_changed_or_is_gone_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "0", "x", "4-", "1,,2", "4-2", "99999", "0-1-2", "-1"])
 def test_lists_of_gpus_per_job_that_are_refused(text):
-    with pytest.raises(InputError, match="GPUs per job"):
+    with pytest.raises(InputError, match="gpus_per_job"):
         job_gpus(text, range(8))
 
 

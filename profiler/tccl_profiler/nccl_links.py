@@ -121,7 +121,7 @@ class Communicators:
         try:
             return Library()
         except MeasurementError as error:
-            instead = "or measure the network by TCP: --network tcp"
+            instead = "or measure the network by TCP (`network` tcp)"
             raise MeasurementError(f"{error}, {instead}") from error
 
     def _drop(self, link: Link) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ import typer
 
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
-from tccl_py.cli.process import ANSWER_IS_NO, flush_output, notice, print_json
-from tccl_py.errors import InputError
-from tccl_py.files import picked, refused
+from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
+from tccl_py.files import picked
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     JobEnvironment,
@@ -31,6 +29,8 @@ VERSION = opt("VERSION", "The job's; if not given, as installed.")
 CHOICE = opt("|".join(CHOICES), "The recommended one if not given.")
 PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
 FORCE = flag("--force", "Also by the plan of a dry run.")
+NO_EXECUTABLE, NO_PROGRAM = 126, 127
+"""The exit codes of shells for a program that cannot be run, and for one that does not exist."""
 ALIKE = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
 
 
@@ -113,9 +113,10 @@ def run(
 ) -> None:
     """Run a job with the plan's recommended choice, in the environment of `tccl env`.
 
-    The process becomes COMMAND, whose exit code counts. NCCL variables that you have set stay as
-    they are. Where they contradict the plan, the plan does not apply, or is of a dry run (without
-    --force), COMMAND runs without the plan, and stderr says why.
+    The process becomes COMMAND, whose exit code counts; it is 127 if there is no such program, and
+    126 if it cannot be run. NCCL variables that you have set stay as they are. Where they
+    contradict the plan, the plan does not apply, or is of a dry run (without --force), COMMAND runs
+    without the plan, and stderr says why.
 
     A choice that places bounce buffers on NUMA nodes needs the plugin, which is then loaded. For
     NCCL without plugins each rank has to be started by `tccl run`: the planned node is preferred
@@ -138,15 +139,17 @@ def run(
         why = prefer_numa_node(found.numa_id)
         where = f"all memory of this rank is on NUMA node {found.numa_id} by preference"
         notice(f"NUMA node {found.numa_id} cannot be preferred: {why}" if why else where)
-    program = shutil.which(command[0])
-    if program is None:
-        where = f"command {command[0][:60]!r}"
-        raise InputError(where, "is no program here", "name a program after --")
     flush_output(0)
     # Python ignores it, and what is ignored is inherited.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    with refused(Path(program), "cannot be run", "name a program after --"):
-        os.execve(program, command, {**variables, **os.environ})
+    try:
+        os.execvpe(command[0], command, {**variables, **os.environ})
+    except (OSError, ValueError) as error:
+        # The empty name is a ValueError.
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
+        what = "is no program here" if missing else f"cannot be run ({error})"
+        complain(f"command {command[0][:60]!r}: {what}; name a program after --")
+        raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
 
 
 def _environment(asked: SimpleNamespace, *, is_rank: bool) -> JobEnvironment:

@@ -107,7 +107,7 @@ class _Commands(_HelpOption, TyperGroup):
         """Run a command line; ends the process unless `standalone_mode` is off."""
         standalone = extra.pop("standalone_mode", True)
         code = flush_output(self._run(*args, **extra))
-        Said.verbosity = Verbosity.USUAL
+        Said.verbosity, Said.options = Verbosity.USUAL, {}
         if standalone:
             sys.exit(code)
         return code
@@ -140,6 +140,10 @@ class _Command(_HelpOption, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; refuse the empty name, which Path takes for the current directory."""
         given: Mapping[str, Any] = {}
+        named = [param for param in self.params if param.param_type_name == "option"]
+        names = {str(param.name): max(param.opts, key=len) for param in named}
+        # In Python a model is given in the place of a machine.
+        Said.options = {"machine": names.get("simulate", "MACHINE"), **names}
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[0]
             rest = super().parse_args(ctx, args)

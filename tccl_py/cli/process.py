@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ class Verbosity(Enum):
 
 
 class Said:
-    """What the command that runs says."""
+    """What the command that runs says, and its options by their parameters' names."""
 
     verbosity = Verbosity.USUAL
+    options: Mapping[str, str] = {}
 
 
 def notice(text: str) -> None:
@@ -41,10 +43,12 @@ def notice(text: str) -> None:
 
 
 def _print_line(text: str) -> None:
+    # The library names parameters of functions, which are a command's options.
+    line = re.sub(r"`(\w+)`", lambda name: Said.options.get(name[1], name[0]), text)
     # Without a working stderr the exit code still tells.
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            print(f"tccl: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
+            print(f"tccl: {visible(' '.join(line.split()))}", file=sys.stderr, flush=True)
 
 
 def notice_each(texts: Iterable[str]) -> None:

@@ -269,7 +269,7 @@ def check_nccl(host: Host) -> Found:
     for second in others:
         if second.minor != first.minor:
             what = f"NCCL {second.version} is installed as well"
-            fix = f"plan with --nccl {second.minor} for jobs with it"
+            fix = f"tccl plan --nccl {second.minor}, for jobs with it"
             yield defect("second", second.source, what=what, fix=fix)
 
 

@@ -140,7 +140,7 @@ def find_drift(
     now = {transfers: found for transfers, found in bench.found.items() if len(found) > 1}
     if not now and not bench.lost:
         raise InputError(
-            "--max-seconds", "is too short to measure one set twice", "give it more seconds"
+            "`max_seconds`", "is too short to measure one set twice", "give it more seconds"
         )
     families = len(plan.cluster.classes) * effort.families
     rows = _confirmed(bench, chosen, journal, now, families)

@@ -144,7 +144,7 @@ def why_not_with(settings: Settings, nccl: str) -> str:
     """Return why a plan's settings are for another version of NCCL, in a clause; "" if they fit.
 
     >>> why_not_with(Settings(version="2.30"), "2.28.9")
-    'it is for NCCL 2.30 and this is 2.28.9 (plan again with --nccl 2.28)'
+    'it is for NCCL 2.30 and this is 2.28.9 (plan again by `tccl plan --nccl 2.28`)'
     """
     planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
     if used is None:
@@ -152,7 +152,8 @@ def why_not_with(settings: Settings, nccl: str) -> str:
         raise InputError(where, "is no version", "give a number such as 2.28.9")
     if planned is not None and planned.groups() == used.groups():
         return ""
-    again = f" (plan again with --nccl {'.'.join(used.groups())})" if has_rules(nccl) else ""
+    minor = ".".join(used.groups())
+    again = f" (plan again by `tccl plan --nccl {minor}`)" if has_rules(nccl) else ""
     return f"it is for NCCL {settings.version} and this is {nccl}{again}"
 
 
@@ -182,7 +183,7 @@ def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:
     wrong = "" if version is None else why_not_with(plan.settings, version)
     if wrong and installed is not None:
         found = f"NCCL {installed.version} is here, {installed.source}"
-        say(f"{found}; if the job has another, add --nccl")
+        say(f"{found}; if the job has another, add `nccl`")
     return wrong
 
 

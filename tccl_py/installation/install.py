@@ -107,9 +107,9 @@ def plan_to_install(
         elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if why and not force:
-        raise InputError(str(directory), why, "measure and `tccl verify` it first, or add --force")
+        raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
     if why:
-        say(f"{directory} {why}: accepted because of --force")
+        say(f"{directory} {why}: accepted because of `force`")
     loading = _loading(plan, directory, alike=alike, say=say) if plugin else {}
     of_host = not plan.is_cluster and not plan.simulated
     fingerprint = planned_fingerprint(plan, directory) if of_host else None

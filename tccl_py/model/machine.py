@@ -347,7 +347,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if p2p is None:
             return self
         what = f"is for machines whose P2P is not known; that of {machine.name} is"
-        require(self.assumptions(machine), "--p2p", what, "leave it out")
+        require(self.assumptions(machine), "`p2p`", what, "leave it out")
         changes = {"peer_access_default": p2p, "peer_access_provenance": "reported"}
         return msgspec.structs.replace(self, **changes)
 

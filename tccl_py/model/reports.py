@@ -85,7 +85,7 @@ def _joined(
         return _with_uplinks(given, {one.name: one.uplink_gbps for one in known.all_switches})
     if len(hosts) > before:
         what = f"is at no switch that is known: {hosts[-1]}"
-        raise InputError("a new host", what, "give switches (--switches FILE) with all hosts")
+        raise InputError("a new host", what, "give switches (`switches`) with all hosts")
     return known
 
 

@@ -287,15 +287,24 @@ def env_sh(settings: Settings, *, graph: PurePosixPath | None = None) -> str:
 
 
 def export_lines(variables: Mapping[str, str]) -> str:
-    """Return `export NAME=value` lines, quoted for any shell: zsh expands a leading `=mlx5_0`.
+    """Return `export NAME=value` lines, quoted for any shell."""
+    return "".join(f"export {word}\n" for word in shell_words(variables))
 
-    >>> print(export_lines({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}), end="")
-    export NCCL_IB_HCA='=mlx5_0:1'
-    export NCCL_CROSS_NIC=1
+
+def shell_words(variables: Mapping[str, str]) -> list[str]:
+    """Return `NAME=value` for each variable, quoted for any shell: zsh expands a leading `=mlx5_0`.
+
+    >>> print(*shell_words({"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_CROSS_NIC": "1"}))
+    NCCL_IB_HCA='=mlx5_0:1' NCCL_CROSS_NIC=1
     """
     plain = {name: shlex.quote(value) for name, value in variables.items()}
     quoted = {n: f"'{v}'" if v == variables[n] and "=" in v else v for n, v in plain.items()}
-    return "".join(f"export {name}={value}\n" for name, value in quoted.items())
+    return [f"{name}={value}" for name, value in quoted.items()]
+
+
+def shell_text(variables: Mapping[str, str]) -> str:
+    """Return variables as `NAME=VALUE ...`, quoted for any shell."""
+    return " ".join(shell_words(variables))
 
 
 # The pinned environment of a plan (variables of all its jobs), and conflicts with settings.
@@ -317,7 +326,7 @@ def check_pinnable(name: str, *, where: str) -> None:
 def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
     """Return the variables with the values that NCCL reads; each must set a P2P level.
 
-    >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="--pin-env")
+    >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="`pin_env`")
     {'NCCL_P2P_LEVEL': 'PIX'}
     """
     found = {}
@@ -343,11 +352,6 @@ def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where
         what = f"is for jobs with {shell_text(pinned)} and has p2p_level {settings.p2p_level}"
         right = f"it is {level} there; plan it again"
         require(settings.p2p_level == level, where, what, right)
-
-
-def shell_text(variables: Mapping[str, str]) -> str:
-    """Return variables as `NAME=VALUE ...`."""
-    return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def pinned_env_text(pinned: Mapping[str, str]) -> str:

@@ -39,7 +39,7 @@ def _names() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def given_variables(settings: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of NAME=VALUE texts (--env).
+    """Return the environment variables of NAME=VALUE texts.
 
     Raises InputError: a name is like one of NCCL's, but none.
 
@@ -49,7 +49,7 @@ def given_variables(settings: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in settings:
         match = _SET.fullmatch(text)
-        where = f"--env {text[:60]!r}"
+        where = f"`env` {text[:60]!r}"
         if match is None:
             raise InputError(where, "sets no variable", "write NAME=VALUE, as NCCL_P2P_LEVEL=SYS")
         name, value = match.groups()

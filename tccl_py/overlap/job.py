@@ -167,7 +167,7 @@ def time_overlap(
                 (output,) = run_tasks([task], server=server)
             except RanksError as error:
                 if error.late:
-                    raise MeasurementError(f"{error}; raise --timeout") from error
+                    raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
             results = decoded(output, task.ranks, OverlapResult)
             found = rows_of(by, spec, results, gpus)

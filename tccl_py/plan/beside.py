@@ -333,10 +333,10 @@ def _check_held(directory: Path, *, force: bool) -> None:
         with suppress(InputError):
             resumed = load_plan(directory).cancelled
         if not force and not resumed:
-            raise InputError(where, "already holds a plan", "add --force to replace it")
+            raise InputError(where, "already holds a plan", "add `force` to replace it")
         return
     if held - {JOURNAL_FILE} and not force:
-        right = "name a new directory, or add --force to use this one"
+        right = "name a new directory, or add `force` to use this one"
         raise InputError(where, "is not empty", right)
     # Without a plan beside them these are not ours to replace.
     for name in sorted(held & set(FOLDERS)):

@@ -44,7 +44,7 @@ WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
 _ASSUMED = {
     "tcp": "what NICs move to and from GPU memory was not measured, but assumed to run at their "
-    "ports' speed; all else was measured (NCCL measures it: leave out --network tcp)",
+    "ports' speed; all else was measured (`tccl plan` measures it without --network tcp)",
     "nccl": "what GPUs send by another GPU's memory was not measured, but assumed to run at the "
     "speed of the NICs' ports; all else was measured",
 }
@@ -127,13 +127,13 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
     (one, *others), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
     if others:
         what = f"are of one of {1 + len(others)} classes"
-        raise InputError("--hosts", what, "start ranks on them: then their class is found out")
+        raise InputError("`hosts`", what, "start ranks on them: then their class is found out")
     slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
     reports = [
         HostReport(host=name, machine=one.machine, knowledge=one.knowledge, slots=count)
         for name, count in slots.items()
     ]
-    return _cluster(reports, switches, known, where="--hosts")
+    return _cluster(reports, switches, known, where="`hosts`")
 
 
 def cluster_of_job(
@@ -169,13 +169,13 @@ def _cluster(
 
 def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
     if text is not None:
-        hosts = listed_hosts(text, where="--hosts")
+        hosts = listed_hosts(text, where="`hosts`")
         if nodes not in (None, len(hosts)):
-            what = f"is {nodes}, but --hosts has {len(hosts)} hosts"
-            raise InputError("--nodes", what, "give one of the two, or equal numbers")
+            what = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
+            raise InputError("`nodes`", what, "give one of the two, or equal numbers")
         return hosts
     if nodes is None or not 2 <= nodes <= MANY_NODES:
-        raise InputError("--nodes", f"is {nodes}", f"2 to {MANY_NODES} nodes")
+        raise InputError("`nodes`", f"is {nodes}", f"2 to {MANY_NODES}, or none for one machine")
     width = len(str(nodes))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
 

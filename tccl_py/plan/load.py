@@ -22,7 +22,7 @@ from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
 from tccl_py.plan.parts import WORLD, HostPath, Number, PlanChain, PlanHop
 from tccl_py.plan.plan import FORMAT_VERSION, Plan
-from tccl_py.plan.staging import PLAN_FILE, check_if_listed, settle
+from tccl_py.plan.staging import AGAIN, PLAN_FILE, check_if_listed, settle
 
 _AGAIN = "plan it again"
 
@@ -47,7 +47,7 @@ def load_plan(path: Path | str) -> Plan:
     if head.format_version != FORMAT_VERSION or head.cluster is msgspec.UNSET:
         later = head.format_version > FORMAT_VERSION
         what = f"is of {'a later' if later else 'an earlier'} program"
-        again = "plan again with --force; what the journal beside it has is not measured again"
+        again = AGAIN
         raise InputError(
             str(path),
             f"{what} (format version {head.format_version})",

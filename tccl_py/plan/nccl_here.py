@@ -27,7 +27,7 @@ from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.live import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 
-_DESCRIBED = "give --machine MACHINE for a verdict by NCCL's rules"
+_DESCRIBED = "give `machine` for a verdict by NCCL's rules"
 MOST_FILES = 16
 """Of more graph files one for each number of GPUs is loaded."""
 
@@ -45,7 +45,7 @@ def version_to_plan(say: Callable[[str], None], told: str | None = None) -> str:
     version, why = LATEST, f", the newest known: {none}"
     if found is not None:
         version, why = found.minor, f": {found.version} is {where}{found.source}"
-    say(f"planned for NCCL {version}{why}; --nccl VERSION plans for another")
+    say(f"planned for NCCL {version}{why}; `nccl` names another")
     return version
 
 
@@ -135,11 +135,11 @@ def verdict_here(
 def pinned_here(names: Sequence[str]) -> dict[str, str]:
     """Return the variables of these names as they are set here, and as NCCL reads them."""
     for name in names:
-        check_pinnable(name, where="--pin-env")
+        check_pinnable(name, where="`pin_env`")
         if name not in os.environ:
             right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
-            raise InputError(f"--pin-env {name}", "is not set here", right)
-    return pinned_values({name: os.environ[name] for name in names}, where="--pin-env")
+            raise InputError(f"`pin_env` {name}", "is not set here", right)
+    return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
 
 
 def not_pinned(names: Sequence[str]) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
 
     Raises InputError: unknown GPUs, or fewer than two.
     """
-    where = f"machine {machine.name}" if gpus is None else "--gpus"
+    where = f"machine {machine.name}" if gpus is None else "`gpus`"
     gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     chosen = tuple(sorted({machine.gpu(index).index for index in indices}))

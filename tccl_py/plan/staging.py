@@ -36,7 +36,7 @@ PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = "measurements.jsonl"
 FORMAT_VERSION = 1
-AGAIN = "plan again with --force, which measures nothing twice"
+AGAIN = "plan again by `tccl plan --force`, which measures nothing twice"
 _PLUGIN_FILES = ("nccl/plugin", "nccl/libnccl-env-")
 
 

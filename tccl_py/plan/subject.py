@@ -89,8 +89,8 @@ def subject_of(
             raise InputError(str(asked.output), what, "add hosts with such rates")
         named = asked.hosts or (asked.nodes and asked.simulate)
         if job is None and not named:
-            right = f"{UNDER_MPI}, or name them by --hosts"
-            raise InputError("--extend", "has no hosts to add", right)
+            right = f"{UNDER_MPI}, or name them by `hosts`"
+            raise InputError("`extend`", "has no hosts to add", right)
     if job is not None:
         return _of_job(asked, task, known, job, stack, say=say)
     if asked.simulate is not None:
@@ -112,7 +112,7 @@ def plain_subject(machine: str | None, say: Say, *, p2p: bool | None = None) -> 
 
 def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan) -> Subject:
     """Extend a plan by hosts that are only named."""
-    hosts = listed_hosts(asked.hosts, where="--hosts")
+    hosts = listed_hosts(asked.hosts, where="`hosts`")
     cluster = named_cluster(known, hosts, asked.switches)
     return Subject(search=partial(grown_plan, known, cluster, None, {}, **task), known=known)
 
@@ -175,7 +175,7 @@ def _of_job(
     say: Say,
 ) -> Subject:
     """Find out what the hosts of an MPI job are."""
-    listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="--hosts")
+    listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="`hosts`")
     named = ("backend", "devices", "interfaces", "network", "gid_index", "options")
     given = {name: getattr(asked, name) for name in named}
     opened = open_hosts(job, expected=[host.name for host in listed], **given)
@@ -205,7 +205,7 @@ def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
     """Parse the numbers of rings of --rings; None stays None."""
     if text is None:
         return None
-    where = f"--rings {text[:40]!r}"
+    where = f"`rings` {text[:40]!r}"
     if re.fullmatch(r"\s*\d{1,99}\s*(,\s*\d{1,99}\s*)*", text, re.ASCII) is None:
         raise InputError(where, "is no list of numbers", "write 1,2,4")
     counts = tuple(sorted(set(map(int, text.split(",")))))

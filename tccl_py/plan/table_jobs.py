@@ -132,10 +132,10 @@ def job_cluster(
     """
     odd = sorted(gpus.keys() - {host.name for host in hosts})
     if odd:
-        raise InputError("--gpus", f"names {shown(odd[0])}", "name hosts of --hosts")
+        raise InputError("`gpus`", f"names {shown(odd[0])}", "name hosts of `hosts`")
     used = {host.name: _class_and_gpus(plan, host, gpus.get(host.name)) for host in hosts}
     if len(hosts) < 2:
-        raise InputError("--hosts", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
+        raise InputError("`hosts`", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
     keys = list(dict.fromkeys(used.values()))
     of_class = Counter(number for number, _ in keys)
     classes: list[NodeClass] = []
@@ -159,7 +159,7 @@ def _class_and_gpus(plan: Plan, host: HostSlots, some: tuple[int, ...] | None) -
     number = plan.cluster.host_classes.get(host.name)
     if number is None:
         right = f"name hosts of the plan, {shown(compress(plan.cluster.names))}, or plan again"
-        raise InputError("--hosts", f"host {shown(host.name)} is not in the plan", right)
+        raise InputError("`hosts`", f"host {shown(host.name)} is not in the plan", right)
     machine = plan.cluster.classes[number].machine
     known = machine.gpu_indices
     if some is None:

@@ -262,14 +262,14 @@ def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ..
         if not any(named):
             listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
             what = f"{shown(item)} fits no host: their GPUs are {listed}"
-            raise InputError("GPUs per job", what, "name fewer, or leave it out")
+            raise InputError("`gpus_per_job`", what, "name fewer, or leave it out")
         for sets, more in zip(found, named, strict=True):
             sets.extend(more)
     return [list(dict.fromkeys(sets)) for sets in found]
 
 
 def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the set of GPUs of an item of --gpus-per-job; none if the host lacks one of them."""
+    """Return the set of GPUs of an item of `gpus_per_job`; none if the host lacks one of them."""
     if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
         return [tuple(gpus[: int(item)])] if int(item) <= len(gpus) else []
     try:
@@ -277,5 +277,5 @@ def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
         some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
     except InputError as error:
         what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
-        raise InputError("GPUs per job", what, f"write counts or sets, {right}") from error
+        raise InputError("`gpus_per_job`", what, f"write counts or sets, {right}") from error
     return [tuple(sorted(some))] if set(some) <= set(gpus) else []

@@ -18,6 +18,7 @@ from tccl_py.nccl.settings import (
     environment_text,
     pinned_env_text,
     shell_text,
+    shell_words,
 )
 from tccl_py.plan.directory import gaining_sets, graph_files, plugin_variables
 from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
@@ -59,8 +60,10 @@ def settings_words(settings: Settings) -> str:
 
     >>> settings_words(Settings(p2p_level="SYS", channels=2))
     'NCCL_P2P_LEVEL=SYS, 2 channels'
+    >>> print(settings_words(Settings(ib_hca=("mlx5_0:1",))))
+    NCCL_IB_HCA='=mlx5_0:1', 1 channel
     """
-    variables = [f"{name}={value}" for name, value in environment(settings).items()]
+    variables = shell_words(environment(settings))
     return ", ".join([*(variables or ["default settings"]), _channels(settings)])
 
 

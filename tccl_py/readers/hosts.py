@@ -156,14 +156,14 @@ def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
 
 
 def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Parse GPUs (--gpus) of all hosts, as `0-3`, or of some, as `gpu[1-2]:0-3;gpu3:4,5`."""
+    """Parse GPUs of all hosts, as `0-3`, or of some, as `gpu[1-2]:0-3;gpu3:4,5`."""
     found: dict[str, tuple[int, ...]] = {}
     for part in [] if text is None else text.split(";"):
         names, colon, gpus = part.rpartition(":")
-        some = tuple(sorted(parse_gpus(gpus, "--gpus")))
-        for name in expand(names.strip(), where="--gpus") if colon else hosts:
+        some = tuple(sorted(parse_gpus(gpus, "`gpus`")))
+        for name in expand(names.strip(), where="`gpus`") if colon else hosts:
             if name in found:
-                raise InputError("--gpus", f"names {shown(name)} twice", "once is right")
+                raise InputError("`gpus`", f"names {shown(name)} twice", "once is right")
             found[name] = some
     return found
 

@@ -309,7 +309,7 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
         with target.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     if head and _GENERATOR.encode() not in head:
-        right = "name another file" if inside else "name another file, or add --force to replace it"
+        right = "name another file" if inside else "name another file, or add `force` to replace it"
         raise InputError(str(target), "is no report of tccl", right)
 
 

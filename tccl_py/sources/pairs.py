@@ -74,7 +74,7 @@ def all_pairs(
     latencies. `watch` is told how many sets are measured, of how many.
     """
     if len(gpus) < 2:
-        raise InputError("--all-pairs", f"has {len(gpus)} GPU to measure", "a pair has two")
+        raise InputError("`gpus`", f"has {len(gpus)} GPU to measure", "a pair has two")
     ends = itertools.permutations(sorted(gpus), 2)
     flows = [pair_flow(machine, knowledge, *pair, via_host=via_host) for pair in ends]
     sets = pair_sets(flows, bidirectional=bidirectional)

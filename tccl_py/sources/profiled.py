@@ -33,9 +33,7 @@ _SEARCH_REPEATS = 10
 _DRY_TARGET, _DRY_REPEATS = 0.1, 6
 """A dry run is to end within minutes; its rates say nothing about GPUs."""
 
-_INSTEAD = (
-    "ask a model (--simulate MACHINE), or measure this host's memory as a dry run (--backend host)"
-)
+_INSTEAD = "ask a model (`machine`), or measure this host's memory as a dry run (`backend` host)"
 DRY_RUN = (
     "measured by the host backend: copies in host memory, a process in each GPU's place; between "
     "hosts by TCP. NCCL does not run there, and the rates say nothing about GPUs"

@@ -139,8 +139,8 @@ def gpu_sets(text: str | None) -> tuple[tuple[int, ...], ...] | None:
     if text is None:
         return None
     lists = text.split()
-    require(lists, "--subsets", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
-    return tuple(tuple(sorted(parse_gpus(part, "--subsets"))) for part in lists)
+    require(lists, "`subsets`", "names no set of GPUs", "write lists, as '0-3 4-7 0,4'")
+    return tuple(tuple(sorted(parse_gpus(part, "`subsets`"))) for part in lists)
 
 
 def check_plan_for_fork(plan: Plan, *, where: str = "plan") -> None:

@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 
 def find_program(name: str) -> Path:
     """Return the path of a program of nccl-tests. Raises InputError: another one, or none there."""
-    where = f"--with {name[:80]!r}"
+    where = f"program {name[:80]!r}"
     if Path(name).name not in PROGRAMS:
         raise InputError(where, "is no program of nccl-tests", f"one of {', '.join(PROGRAMS)}")
     found = shutil.which(name)
@@ -81,7 +81,7 @@ def size_options(sizes: Sequence[int]) -> list[str]:
     first, *rest = sizes
     factor = rest[0] // first if rest else 2
     if [first * factor**at for at in range(len(sizes))] != list(sizes):
-        raise InputError("--sizes", "do not grow by one whole factor", "such as 1M,4M,16M")
+        raise InputError("`sizes`", "do not grow by one whole factor", "such as 1M,4M,16M")
     return ["-b", str(first), "-e", str(sizes[-1]), "-f", str(factor)]
 
 

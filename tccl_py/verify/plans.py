@@ -79,7 +79,7 @@ def check_tuning(job: Job | None = None) -> None:
         measured_machine()
     except InputError as error:
         raise InputError(
-            "--tune",
+            "`tune`",
             f"runs NCCL's collectives, and {error.what}",
             "leave it out; `tccl verify DIR --backend host --tune` is a dry run over gloo",
         ) from error
@@ -221,7 +221,7 @@ def evaluate_plan(
         cells = _simulated(plan, directory, budget, gpus)
         if not cells:
             right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
-            raise InputError("--collectives", "names none that the plan's model rates", right)
+            raise InputError("`collectives`", "names none that the plan's model rates", right)
         return replace(base, cells=cells).keep(directory, launcher.say)
     with ExitStack() as stack:
         parts: list[Part] = []
@@ -279,7 +279,7 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
         raise InputError(
             f"the plan of {plan.machine.name} ({kind})",
             f"cannot run here: {error.what}",
-            "run it on the machine that it is for; --backend host is a dry run over gloo",
+            "run it on its machine; `tccl verify --backend host` is a dry run over gloo",
         ) from error
     where, right = str(directory), "plan this machine, or run it where it belongs"
     if not plan.simulated:

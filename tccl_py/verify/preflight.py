@@ -258,7 +258,7 @@ def measure_plan_again(
     """
     if preflight and plan.simulated:
         what = "is simulated, which says nothing of this machine"
-        raise InputError(str(directory), what, "name a measured plan, or leave out --preflight")
+        raise InputError(str(directory), what, "name a measured plan, or leave out `preflight`")
     begun = time.monotonic()
     until = begun + effort.seconds
     journal, jobs = journal_of(plan, directory), CollectivesChecked()
@@ -276,7 +276,7 @@ def measure_plan_again(
             with launcher_of(plan, directory, launcher) as ready:
                 here = ready.backend == "cuda" and not plan.is_cluster
                 users = users_of(plan.gpus) if here else ""
-                require(not users, "--preflight", users, "let it end: preflights need idle GPUs")
+                require(not users, "`preflight`", users, "let it end: preflights need idle GPUs")
                 verified, target = Verification.load(directory), read_target(plan, directory)
                 jobs = check_collectives(target, ready, verified, until=until)
         watch = watching()

@@ -126,7 +126,7 @@ def verify_target(
         arms = arms[0], target.arm(only)
         if arms[0] is arms[1]:
             what = "sets nothing that default NCCL has not"
-            raise InputError(f"--choice {only}", what, "leave it out")
+            raise InputError(f"`choice` {only}", what, "leave it out")
     # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     groups = groups_of(launcher.world) if with_groups else ()

@@ -27,7 +27,7 @@ PROC = Path("/proc")
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
-_GPUS = "start ranks where GPUs are, or add --backend host for a dry run on the hosts' memory"
+_GPUS = "start ranks where GPUs are, or add `backend` host for a dry run on the hosts' memory"
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +179,7 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
             raise InputError(f"host {host.name}", "has no NIC", "leave it out of the job")
         if addressed and not host.addresses:
             what = "has no NIC with an address that other hosts could reach"
-            right = "bring one up, or name the interfaces to use, as --interfaces eth0"
+            right = "bring one up, or name the interfaces to use, as `interfaces` eth0"
             raise InputError(f"host {host.name}", what, right)
 
 
