@@ -207,6 +207,13 @@ def test_cells_rows_and_columns_that_are_wrong_are_refused_where_they_stand():
         assert words in what
 
 
+def test_lines_that_are_cut_lose_no_device_in_silence():
+    text = "\n".join("\t".join(line.split("\t")[:3]) for line in matrix({}, 4).splitlines())
+    assert refusal(text) == ("topo.txt:4", "is a row of 'GPU2', which has no column")
+    wrapped = matrix({}, 4).replace("SYS\t", "SYS\n")
+    assert "GPU0" in refusal(wrapped)[1]
+
+
 def names(name: str, gpus: int) -> str:
     return "".join(f"GPU {i}: {name} (UUID: GPU-{i}e0f)\n" for i in range(gpus))
 

@@ -228,6 +228,12 @@ def _rows(
     body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
     what = f"has {len(body)} rows for {len(labels)} devices"
     require(len(body) >= len(labels), where, what, _WHOLE)
+    for n, line in body[len(labels) :][:1]:
+        label, cell = (*line.split(), "")[:2]
+        more = label not in labels and (cell in _STATUSES or _is_relation(cell))
+        require(
+            not more, f"{where}:{n}", f"is a row of {shown(label)}, which has no column", _WHOLE
+        )
     rows = zip(labels, body, strict=False)
     return [(label, f"{where}:{n}", line.split()) for label, (n, line) in rows]
 
@@ -275,7 +281,9 @@ def _cells(
 ) -> list[str]:
     """Return the cells of a row: relations, or the `statuses` of P2P."""
     if words[0] != label:
-        raise InputError(where, f"begins with {shown(words[0])}", f"the row of {label} comes here")
+        raise InputError(
+            where, f"begins with {shown(words[0])}", f"the whole row of {label} is next"
+        )
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
         what = f"has {len(cells)} of {label}'s {len(labels)} relations"

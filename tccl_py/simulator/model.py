@@ -350,7 +350,7 @@ def provenances_text(model: MachineModel) -> str:
 
 def gpu_names(machine: Machine) -> str:
     """Return the different names of a machine's GPUs."""
-    kinds = (gpu.name or (f"sm {gpu.sm}" if gpu.sm else "GPU") for gpu in machine.gpus)
+    kinds = (gpu.name or (f"sm {gpu.sm}" if gpu.sm else "names not known") for gpu in machine.gpus)
     return ", ".join(dict.fromkeys(kinds))
 
 
