@@ -1,5 +1,6 @@
 """Findings of the doctor on recorded hosts; no host can hurt it."""
 
+import dataclasses
 import os
 import struct
 from importlib import resources
@@ -241,9 +242,87 @@ def test_the_environment_comes_before_the_file(tmp_path):
 
 
 def test_a_graph_file_in_a_job_is_worth_a_note_only(tmp_path):
+    write(tmp_path, "a.xml", "<graphs/>")
     assert settings(tmp_path, NCCL_GRAPH_FILE="/a.xml") == [
         ("note", "NCCL_GRAPH_FILE=/a.xml", "the environment")
     ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "severity", "words"),
+    [
+        ("NCCL_GRAPH_FILE=", "hang", "with no file"),
+        ("NCCL_GRAPH_FILE=/old/graph.xml", "hang", "not here"),
+        ("NCCL_TOPO_FILE=/old/topo.xml", "note", "not here"),
+        ("NCCL_TOPO_FILE=/opt/other.xml", "slow", "lacks GPU 1 (0000:04:00.0)"),
+        ("NCCL_TOPO_FILE=/opt/own.xml", "slow", "is set"),
+        ("NCCL_TOPO_FILE=own.xml", "slow", "is set"),
+        ("NCCL_IB_HCA=mlx5_4:1", "slow", "names mlx5_4, and the RDMA NICs here are mlx5_0"),
+        ("NCCL_IB_HCA==mlx5", "slow", "names mlx5,"),
+        ("NCCL_IB_HCA=mlx5,ib", "note", "names ib,"),
+        ("NCCL_IB_HCA=mlx5_0", None, ""),
+        ("NCCL_IB_HCA=^mlx5_4", None, ""),
+        ("NCCL_PROTO=LL,LL128", "hang", "LL128"),
+        ("NCCL_PROTO=allreduce:LL128;broadcast:LL", "hang", "LL128"),
+        ("NCCL_PROTO=^LL128", "note", "is set"),
+    ],
+)
+def test_values_that_do_not_fit_the_host_are_told_in_files_and_jobs(
+    tmp_path, variable, severity, words
+):
+    host = recorded("clean", tmp_path, driver=driver(2))
+    write(tmp_path, "sys/class/infiniband/mlx5_0/node_guid", "1")
+    write(tmp_path, "sys/module/nvidia_peermem/version", "1")
+    ids = ("00000000:03:00.0", "0000:04:00.0")
+    files = {"other": ids[:1], "own": ids}
+    for name, bus_ids in files.items():
+        text = "".join(f'<pci busid="{bus_id}"/>' for bus_id in bus_ids)
+        write(tmp_path, f"opt/{name}.xml", text)
+    name, _, value = variable.partition("=")
+    in_job = examine(dataclasses.replace(host, environment={name: value})).findings
+    write(tmp_path, "etc/nccl.conf", f"{variable}\n")
+    for findings, fix in ((in_job, f"unset {name}"), (examine(host).findings, "remove the line")):
+        assert [one.severity for one in findings] == [severity] * (severity is not None)
+        assert all(words in one.what and one.fix == fix for one in findings)
+
+
+def test_ll128_is_nccls_own_affair_where_nvlink_joins_all_gpus(tmp_path):
+    state = driver(2)
+    gpus = tuple(dataclasses.replace(gpu, links={"": 18}) for gpu in state.gpus)
+    state = dataclasses.replace(state, gpus=gpus)
+    host = recorded("clean", tmp_path, driver=state, environment={"NCCL_PROTO": "LL128"})
+    assert [one.severity for one in examine(host).findings] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("options", "findings"),
+    [
+        ("", []),
+        ("RMIntrLockingMode=1", []),
+        ("RMForceP2PType=1;EnableResizableBar=1", ["note /RMForceP2PType=1"]),
+        ("ForceP2P=0x11; RMPcieP2PType=2", ["note /ForceP2P=0x11; RMPcieP2PType=2"]),
+        ("ForceP2P=0x1", ["slow /ForceP2P=0x1"]),
+        ("ForceP2P=529", ["note /ForceP2P=529"]),
+    ],
+)
+def test_options_of_the_driver_that_decide_on_p2p_are_told(tmp_path, options, findings):
+    host = recorded("clean", tmp_path, driver=driver(2))
+    write(tmp_path, "proc/driver/nvidia/params", f'EnableMSI: 1\nRegistryDwords: "{options}"\n')
+    found = examine(host).findings
+    assert [f"{one.severity} /{one.measured}" for one in found] == findings
+    assert all("NVreg_RegistryDwords" in one.fix for one in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "more", "count"), [("N", "", 1), ("Y", "", 0), ("N", " nokaslr", 0)]
+)
+def test_hmm_is_noted_unless_it_or_address_randomisation_is_disabled(tmp_path, value, more, count):
+    host = recorded("clean", tmp_path, driver=driver(2))
+    write(tmp_path, "sys/module/nvidia_uvm/parameters/uvm_disable_hmm", f"{value}\n")
+    write(tmp_path, "proc/cmdline", f"iommu=pt{more}\n")
+    findings = examine(host).findings
+    assert [one.severity for one in findings] == ["note"] * count
+    assert all("uvm_disable_hmm=1" in one.fix for one in findings)
 
 
 @pytest.mark.parametrize(

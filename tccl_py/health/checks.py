@@ -151,6 +151,7 @@ def check_peers(host: Host) -> Found:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
     if host.driver.unseen and len(host.gpus) > 1:
         yield Unseen(what="pairs of GPUs with P2P", why=host.driver.unseen)
+    yield from _driver_options(host)
     facts = host.driver.peer_access
     without = [
         f"{fact.source}-{fact.target}"
@@ -164,6 +165,32 @@ def check_peers(host: Host) -> Found:
     nics = host.rdma_nics()
     if nics and host.gpus and not host.offers_gpu_memory():
         yield defect("no-peermem", listed(nics))
+
+
+_PARAMS = "proc/driver/nvidia/params"
+_NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
+_REGISTRY = re.compile(r'^RegistryDwords: "(.*)"$', re.MULTILINE)
+
+
+def _driver_options(host: Host) -> Iterator[Finding]:
+    """Find options of the driver's modules that decide on P2P, or on CUDA's start."""
+    if len(host.gpus) < 2:
+        return
+    found = _REGISTRY.search(host.text(_PARAMS))
+    entries = [entry.strip() for entry in (found[1] if found else "").split(";")]
+    options = [entry for entry in entries if "p2p" in entry.partition("=")[0].lower()]
+    if options:
+        name = "p2p-disabled" if any(map(_disables_p2p, options)) else "p2p-options"
+        yield defect(name, f"/{_PARAMS}", measured="; ".join(options)[:200])
+    if host.text(_NO_HMM) == "N" and "nokaslr" not in host.text("proc/cmdline").split():
+        yield defect("hmm", f"/{_NO_HMM}", measured="N", expected="Y")
+
+
+def _disables_p2p(option: str) -> bool:
+    """Return whether ForceP2P forbids reads (bits 0 and 1) or writes (bits 4 and 5)."""
+    match = re.fullmatch(r"ForceP2P=(0x[0-9a-f]{1,8}|[0-9]{1,10})", option, re.I | re.ASCII)
+    bits = int(match[1], 16 if "x" in match[1].lower() else 10) if match else 0x22
+    return not bits & 0x03 or not bits & 0x30
 
 
 def check_gpus(host: Host) -> Found:

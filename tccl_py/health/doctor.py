@@ -11,12 +11,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.checks import HOST_CHECKS
-from tccl_py.health.host import SEVERITIES, DriverState, Finding, Found, Host, Unseen, defect, rules
+from tccl_py.health.host import (
+    SEVERITIES,
+    DriverState,
+    Finding,
+    Found,
+    Host,
+    Unseen,
+    defect,
+    listed,
+    rules,
+)
+from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
@@ -181,6 +193,8 @@ _SHM = "/dev/shm"
 _SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
+_MAX_TOPOLOGY = 1 << 22
+_BUS_IDS = re.compile(r'busid="([0-9A-Fa-f:.]{1,20})"', re.ASCII)
 _HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
 
 
@@ -216,6 +230,12 @@ def check_settings(host: Host) -> Found:
     for name, line in found.items():
         if meant := similar_name(name):
             yield defect("misread", line.where, what=f"NCCL has no {name}", fix=f"write {meant}")
+    for name, check in _CHECKED_VALUES.items():
+        if name in found and (fields := check(host, found[name].value)):
+            line = found.pop(name)
+            what = f"{name}={_cut(line.value)} {fields.pop('what')}"
+            fix = f"unset {name}" if line.where == ENVIRONMENT else "remove the line"
+            yield defect(fields.pop("rule"), line.where, what=what, fix=fix, **fields)
     graph = found.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
         what, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
@@ -231,6 +251,59 @@ def check_settings(host: Host) -> Found:
                 scope, fix = "it overrides a plan's setting", f"unset {name}"
             what = f"{name}={_cut(line.value)} is set"
             yield defect(name, line.where, what=what, effect=f"; {scope}", fix=fix)
+
+
+# Values that do not fit this host, often from another one: fields of the finding, or none.
+def _unfit_graph(host: Host, value: str) -> dict[str, Any]:
+    if value and (not value.startswith("/") or host.has(value)):
+        return {}
+    what = "names a file that is not here" if value else "is set, with no file"
+    return {"rule": "no-graph-file", "what": what}
+
+
+def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
+    if not value.startswith("/"):
+        return {}
+    data = host.data(value, limit=_MAX_TOPOLOGY)
+    if data is None:
+        why = "NCCL reads the machine itself, and says so in its log only"
+        what = "names a file that is not here"
+        return {"rule": "foreign", "severity": "note", "what": what, "why": why}
+    ids = {normal_bus_id(text) for text in _BUS_IDS.findall(data.decode("utf-8", "replace"))}
+    lost = [host.gpu_name(gpu) for gpu in host.gpus if gpu not in ids]
+    return {"rule": "foreign", "what": f"lacks {listed(lost)}"} if lost else {}
+
+
+def _unfit_nics(host: Host, value: str) -> dict[str, Any]:
+    exact, nics = value.startswith("="), host.rdma_nics()
+    wanted = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
+    found = [{nic for nic in nics if nic.startswith(name)} for name in wanted]
+    hits = [name in nics if exact else bool(near) for name, near in zip(wanted, found, strict=True)]
+    if value.startswith("^") or all(hits):
+        return {}
+    lost = [name for name, hit in zip(wanted, hits, strict=True) if not hit]
+    what = f"names {_cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
+    if any(hits) or not nics:
+        return {"rule": "foreign", "severity": "note", "what": what, "why": "NCCL passes them over"}
+    return {"rule": "foreign", "what": what, "why": "NCCL uses none of the NICs here, but sockets"}
+
+
+def _unfit_protocol(host: Host, value: str) -> dict[str, Any]:
+    lists = [part.rpartition(":")[2] for part in value.upper().split(";")]
+    forced = any("LL128" in part.split(",") for part in lists if not part.startswith("^"))
+    ids = {gpu.bus_id for gpu in host.driver.gpus}
+    # The end "" is a switch.
+    apart = any("" not in gpu.links and ids - {gpu.bus_id, *gpu.links} for gpu in host.driver.gpus)
+    what = "forces LL128, and some GPUs here are not joined by NVLink"
+    return {"rule": "forced-ll128", "what": what} if forced and apart else {}
+
+
+_CHECKED_VALUES: Mapping[str, Callable[[Host, str], dict[str, Any]]] = {
+    "NCCL_GRAPH_FILE": _unfit_graph,
+    "NCCL_TOPO_FILE": _unfit_topology,
+    "NCCL_IB_HCA": _unfit_nics,
+    "NCCL_PROTO": _unfit_protocol,
+}
 
 
 def _misread(line: ConfLine) -> Found:
