@@ -1,24 +1,21 @@
-"""Graph files of plans for random machines, their mutants, and what NCCL's own code does with them.
+"""Graph files of plans for random machines, their mutants, and what released NCCL does with them.
 
-A case is a job: its environment and its nodes with their topology, GPUs and graph file.
+A case is a communicator over GPUs of one machine, its variables and its graph file.
 """
 
-import itertools
+import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import SearchError
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.nccl.settings import environment
+from tccl_py.nccl.validator import Verdict, validate
 from tccl_py.plan.parts import per_channel
 from tccl_py.plan.planner import make_plan
 from tccl_py.plan.writing import nccl_files
@@ -26,125 +23,84 @@ from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
-from tests.graph_judge import judged
 from tests.random_machines import random_machine
+from tests.released_nccl import Answer, GraphCode, ring_text
 
 SHORT = Budget(sets=60, idle_sets=15)
 SUBSETS = 6
 """Smaller communicators that are tried of each plan."""
 
 
-class Node(msgspec.Struct, frozen=True):
-    """One node of a job."""
-
-    topology: str
-    gpus: tuple[int, ...]
-    graph: str
-
-
 class Case(msgspec.Struct, frozen=True):
-    """A job, and the final rings that its files ask for, as ranks from rank 0 on."""
+    """A communicator with a graph file, and the channels that the file asks for."""
 
     name: str
     environment: dict[str, str]
-    nodes: tuple[Node, ...]
-    rings: tuple[tuple[int, ...], ...] = ()
-
-
-def from_zero(ring):
-    start = ring.index(0)
-    return (*ring[start:], *ring[:start])
+    topology: str
+    gpus: tuple[int, ...]
+    graph: str
+    orders: tuple[tuple[int, ...], ...] = ()
 
 
 def planned_cases(seed: int) -> list[Case]:
-    """Return the files of a plan for one random machine and, with NICs, for two or three of it."""
+    """Return the files of a plan for one random machine."""
     rng = random.Random(seed)
     text, gpus = random_machine(rng)
     machine = parse_nccl_topology(text, where=f"machine {seed}")
     source = Simulator(model_for(machine))
-    plan = make_plan(
-        machine, Knowledge(), source, gpus=gpus, ring_counts=(1,), budget=SHORT
-    )  # fmt: skip
+    plan = make_plan(machine, Knowledge(), source, gpus=gpus, ring_counts=(1,), budget=SHORT)
     files = nccl_files(plan, Path("/"))
     graphs = {tuple(plan.gpus): files["graph.xml"]}
     for subset in rng.sample(plan.subsets, min(SUBSETS, len(plan.subsets))):
         name = "-".join(map(str, subset.gpus))
         graphs[subset.gpus] = files[f"subsets/graph-{name}.xml"]
-    cases = []
-    for some, graph in graphs.items():
-        sm = min(gpu.sm for gpu in machine.gpus if gpu.index in some)
-        orders = per_channel(plan.subset(some).rings, plan.settings.channels)
-        rings = [from_zero([some.index(gpu) for gpu in order]) for order in orders]
-        final = final_channels(Settings(), sm=sm, channels=len(rings))
-        cases.append(
-            Case(
-                f"{seed}:{some}",
-                environment(plan.settings),
-                (Node(text, some, graph),),
-                tuple(rings[number % len(rings)] for number in range(final)),
-            )
+    variables = environment(plan.settings)
+    return [
+        Case(
+            f"{seed}:{some}",
+            variables,
+            text,
+            some,
+            graph,
+            tuple(per_channel(plan.subset(some).rings, plan.settings.channels)),
         )
-    if machine.nics and seed % 3 == 0:
-        cases.append(cluster_case(seed, text, machine, source, hosts=rng.choice((2, 3))))
-    return cases
+        for some, graph in graphs.items()
+    ]
 
 
-def cluster_case(seed, text, machine, source, *, hosts) -> Case:
-    reports = [HostReport(host=f"h{number}", machine=machine) for number in range(hosts)]
-    cluster = cluster_of(reports, where="test")
-    plan = make_cluster_plan(cluster, [source], ring_counts=(1,), budget=SHORT)
-    files = nccl_files(plan, Path("/"))
-    nodes, orders = [], []
-    for host in plan.hosts:
-        nodes.append(Node(text, plan.class_gpus[0], files[f"hosts/{host.name}.xml"]))
-        chains = [chain.gpus for chain in plan.paths[host.path].chains]
-        order = per_channel(chains, plan.settings.channels)
-        orders.append(
-            [[host.first_rank + plan.class_gpus[0].index(gpu) for gpu in one] for one in order]
-        )
-    rings = [from_zero([*itertools.chain(*parts)]) for parts in zip(*orders, strict=True)]
-    final = final_channels(
-        Settings(),
-        channels=len(rings),
-        sm=min(gpu.sm for gpu in machine.gpus),
-        nodes=hosts,
-        speed_intra=plan.rate_gbps / len(rings),
-    )
-    final_rings = tuple(rings[number % len(rings)] for number in range(final))
-    return Case(f"{seed}:{hosts} hosts", environment(plan.settings), tuple(nodes), final_rings)
+def loaded(code: GraphCode, case: Case) -> Answer | str:
+    """Return the graphs that NCCL loads, or how it fails; in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        with tempfile.NamedTemporaryFile("wb", suffix=".xml") as file:
+            file.write(case.graph.encode("utf-8", "surrogateescape"))
+            file.flush()
+            try:
+                answer = code.answer(case.topology, case.gpus, Path(file.name))
+                os.write(writing, msgspec.json.encode(answer))
+            except AssertionError as error:
+                os.write(writing, msgspec.json.encode(str(error)))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return msgspec.json.decode(data, type=Answer | str) if data else f"exit status {status}"
 
 
-def answers(cases: list[Case]) -> list[dict]:
-    """Return what NCCL's own code makes of the cases."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths: dict[str, str] = {}
-        for case in cases:
-            for node in case.nodes:
-                if node.graph not in paths:
-                    paths[node.graph] = f"{folder}/{len(paths)}.xml"
-                    data = node.graph.encode("utf-8", "surrogateescape")
-                    Path(paths[node.graph]).write_bytes(data)
-        return judged(
-            [
-                (
-                    case.environment,
-                    [(node.topology, node.gpus, paths[node.graph]) for node in case.nodes],
-                )
-                for case in cases
-            ]
-        )
-
-
-def trouble(case: Case, answer: dict) -> str:
-    """Return what is wrong with NCCL's answer to files that are to be used, "" for nothing."""
-    if answer.get("rc") != 0:
-        return f"init fails: {answer}"
-    if answer["badtree"] or answer["oob"]:
-        return f"broken tree: {answer['badtree']}"
-    rings = [from_zero(ring) for ring in answer["rings"]]
-    if rings != list(case.rings):
-        return f"rings {rings}, not {case.rings}"
-    return ""
+def trouble(case: Case, answer: Answer | str) -> str:
+    """Return what is wrong with NCCL's graphs from a file that is to be used, "" for nothing."""
+    if isinstance(answer, str):
+        return answer
+    rings, trees = (text.split()[2:] for text in (answer.ring, answer.tree))
+    wanted = [ring_text(order) for order in case.orders]
+    if rings != wanted[: len(rings)] or len(rings) != len(wanted):
+        return f"rings {rings}, not {wanted}"
+    whole = sorted(ring_text(case.gpus))
+    broken = len(trees) < len(rings) or any(sorted(tree) != whole for tree in trees)
+    return f"broken trees {trees}" if broken else ""
 
 
 # Mutants
@@ -220,57 +176,53 @@ def _characters(rng, text):
     return text[:place] + rng.choice(PIECES) + text[place + rng.choice((0, 1)) :]
 
 
-def mutants(rng: random.Random, cases: list[Case], count: int) -> Iterator[Case]:
-    """Return changed copies of cases; all nodes get the same changes if their files are equal."""
+def mutants(rng: random.Random, cases: Sequence[Case], count: int) -> Iterator[Case]:
+    """Return cases with changed files."""
     for number in range(count):
         case = rng.choice(cases)
-        changed = {node.graph: mutant(rng, node.graph) for node in case.nodes}
-        nodes = tuple(msgspec.structs.replace(n, graph=changed[n.graph]) for n in case.nodes)
-        yield msgspec.structs.replace(case, name=f"{case.name} mutant {number}", nodes=nodes)
+        name = f"{case.name} mutant {number}"
+        yield msgspec.structs.replace(case, name=name, graph=mutant(rng, case.graph))
 
 
-def verdict(case: Case):
+def verdict(case: Case) -> Verdict:
     """Return the project's verdict on a case."""
-    machines = {n.topology: parse_nccl_topology(n.topology, where="test") for n in case.nodes}
-    jobs = [
-        NodeJob(machine=machines[n.topology], knowledge=Knowledge(), gpus=n.gpus, graph=n.graph)
-        for n in case.nodes
-    ]
-    return validate_cluster(jobs, environment=case.environment)
+    machine = parse_nccl_topology(case.topology, where="test")
+    return validate(case.graph, machine, Knowledge(), gpus=case.gpus, environment=case.environment)
 
 
-def compare_plans(seeds) -> tuple[int, list[str]]:
-    """Return how many files there were and what NCCL would not run as planned."""
+def compare_plans(codes: Sequence[GraphCode], seeds: Sequence[int]) -> tuple[int, list[str]]:
+    """Return how many files there were and what NCCL would not load as planned."""
     count, wrong = 0, []
     for seed in seeds:
         try:
             cases = planned_cases(seed)
         except SearchError:
             continue
-        for case, answer in zip(cases, answers(cases), strict=True):
-            found = trouble(case, answer) or (
-                "" if verdict(case).verdict == "used" else f"our verdict: {verdict(case)}"
-            )
+        for case in cases:
+            ours = verdict(case)
+            found = "" if ours.verdict == "used" else f"our verdict: {ours}"
             count += 1
+            for code in codes:
+                found = found or trouble(case, loaded(code, case))
             wrong += [f"{case.name}: {found} {case.environment}"] if found else []
     return count, wrong
 
 
-def compare_mutants(rng: random.Random, cases: list[Case], count: int):
-    """Return the numbers of our verdicts, and mutants called used that NCCL does not run so.
-
-    NCCL is asked about mutants called used alone: it takes about a second for each.
-    """
+def compare_mutants(
+    codes: Sequence[GraphCode], rng: random.Random, cases: Sequence[Case], count: int
+) -> tuple[Counter[str], list[str]]:
+    """Return the numbers of our verdicts, and mutants called used that NCCL does not load so."""
     kinds: Counter[str] = Counter()
-    used = []
+    wrong = []
     for case in mutants(rng, cases, count):
         ours = verdict(case)
         kinds[ours.verdict] += 1
-        if ours.verdict == "used":
-            used.append(msgspec.structs.replace(case, rings=ours.rings))
-    wrong = []
-    for case, answer in zip(used, answers(used), strict=True):
-        found = trouble(case, answer)
-        if found:
-            wrong.append(f"{case.name}: {found}\n{case.nodes[0].graph}")
+        if ours.verdict != "used":
+            continue
+        # Final channels are the file's channels twice.
+        rings = ours.rings[: len(ours.rings) // 2]
+        orders = tuple(tuple(case.gpus[rank] for rank in ring) for ring in rings)
+        used = msgspec.structs.replace(case, orders=orders)
+        found = next(filter(None, (trouble(used, loaded(code, case)) for code in codes)), "")
+        wrong += [f"{case.name}: {found}\n{case.graph}"] if found else []
     return kinds, wrong

@@ -6,6 +6,7 @@ NCCL's limit of 256 elements in a topology file.
 
 import itertools
 import random
+import xml.etree.ElementTree as ET
 from xml.sax.saxutils import quoteattr
 
 SMS = (70, 75, 80, 86, 89, 90, 100, 120)
@@ -187,3 +188,65 @@ class _Machine:
     def _element(self, tag: str, attributes: dict, inner: list[str] = ()) -> str:
         named = "".join(f" {name}={quoteattr(str(value))}" for name, value in attributes.items())
         return f"<{tag}{named}>\n{''.join(inner)}</{tag}>\n" if inner else f"<{tag}{named}/>\n"
+
+
+PRETENDED = tuple(f"0000:{16 * (dev + 1) + 8:02x}:00.0" for dev in range(8))
+"""Bus ids of the GPUs of every `pcie_machine`, by NVML index."""
+MODERN_CPUS = (
+    *CPUS[:-1],
+    # Without a vendor, NCCL on an x86 host writes the host's own into each rank's CPU.
+    {"arch": "arm64", "vendor": "ARM", "familyid": 0, "modelid": 0},
+    *({"arch": "x86_64", "vendor": "AuthenticAMD", "familyid": family, "modelid": 17}
+      for family in (23, 26, 143, 175, 191)),
+    {"arch": "x86_64", "vendor": "GenuineIntel", "familyid": 6, "modelid": 173},
+    {"arch": "x86_64", "vendor": "GenuineIntel", "familyid": 6, "modelid": 175},
+    {"arch": "x86_64", "vendor": "GenuineIntel", "familyid": 6, "modelid": 106},
+)  # fmt: skip
+
+
+def pcie_machine(seed: int) -> str:
+    """Return the topology XML of a machine of 8 GPUs over PCIe, a tenth with NVLink bridges.
+
+    All machines have their GPUs at the bus ids `PRETENDED`, each anywhere in its tree, and one
+    interface, `lo`. Elements stand in the order in which NCCL discovers them, so that a rank that
+    reads the file sees what a rank sees on the machine.
+    """
+    rng = random.Random(f"pcie {seed}")
+    sm, nvlinks = rng.choice((80, 86, 89, 90, 100, 120)), "pairs" if rng.random() < 0.1 else "none"
+    text, _ = random_machine(rng, gpus=8, nics=False, sm=sm, nvlinks=nvlinks)
+    root, cpu = ET.fromstring(text), rng.choice(MODERN_CPUS)
+    buses: dict[str, str] = {}
+    for node in root:
+        for name in ("vendor", "familyid", "modelid", "arch"):
+            node.attrib.pop(name, None)
+        node.attrib |= {name: str(value) for name, value in cpu.items()}
+        _place(node, 0, buses)
+    for gpu in root.iter("gpu"):
+        del gpu.attrib["rank"]
+        for link in gpu.findall("nvlink"):
+            link.set("target", buses[link.get("target")])
+    nodes = [node for node in root if len(node)]
+    root[:] = sorted(nodes, key=lambda node: node.find(".//gpu[@dev='0']") is None)
+    nic = ET.SubElement(rng.choice(list(root)), "nic")
+    ET.SubElement(nic, "net", {
+        "name": "lo", "dev": "0", "latency": "0", "speed": "10000", "port": "0", "guid": "0x0",
+        "maxconn": "65536", "gdr": "0", "rail": "-1", "plane": "-1",
+    })  # fmt: skip
+    for element in root.iter():
+        element.text = element.tail = "\n"
+    return ET.tostring(root, encoding="unicode")
+
+
+def _place(above: ET.Element, depth: int, buses: dict[str, str]) -> None:
+    """Give what hangs below a CPU or bridge its bus id, a bridge's just before its first GPU."""
+    for device in above:
+        _place(device, depth + 1, buses)
+        gpu = device.find("gpu")
+        if gpu is not None:
+            buses[device.get("busid")] = PRETENDED[int(gpu.get("dev"))]
+        elif device.tag == "pci":
+            first = min(int(gpu.get("dev")) for gpu in device.iter("gpu"))
+            buses[device.get("busid")] = f"0000:{16 * (first + 1) + depth:02x}:00.0"
+        if device.tag == "pci":
+            device.set("busid", buses[device.get("busid")])
+    above[:] = sorted(above, key=lambda device: device.get("busid", ""))

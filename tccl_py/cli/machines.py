@@ -15,7 +15,7 @@ from tccl_py.files import picked, read_bytes, read_text
 from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices, unfollowed
-from tccl_py.nccl.versions import LATEST, asked_version, known_versions, version_facts
+from tccl_py.nccl.versions import LATEST, asked_version, known_versions, unchecked
 from tccl_py.plan.nccl_here import verdict_here
 from tccl_py.plan.words import ring_lines
 from tccl_py.readers.live import discover_machine
@@ -143,9 +143,8 @@ def validate(
     else:
         notice_each(unfollowed(given))
         model, version = load_machine(machine), LATEST if nccl is None else asked_version(nccl)
-        if not version_facts(version).verified:
-            nearest = version_facts(version).name
-            notice(f"NCCL {version} was not checked; taken for {nearest}, the nearest")
+        if doubt := unchecked(version):
+            notice(doubt)
         verdict = validator.validate(
             # NCCL reads bytes, whatever they are in a comment.
             read_bytes(graph).decode("utf-8", "surrogateescape"),

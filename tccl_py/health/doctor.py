@@ -33,7 +33,7 @@ from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import version_facts, why_no_plugin
+from tccl_py.nccl.versions import unchecked, why_no_plugin
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
     HOST_FILE,
@@ -336,9 +336,9 @@ def check_nccl(host: Host) -> Found:
         yield Unseen(what="the NCCL of jobs", why="none was found; `tccl plan --nccl` names one")
         return
     first, *others = host.nccl
-    facts = version_facts(first.version)
-    unchecked = "" if facts.verified else f", not checked and treated as {facts.name}"
-    yield defect("version", first.source, what=f"NCCL {first.version} is installed{unchecked}")
+    doubt = unchecked(first.version)
+    what = f"NCCL {first.version} is installed" + (f"; {doubt}" if doubt else "")
+    yield defect("version", first.source, what=what)
     for second in others:
         if second.minor != first.minor:
             what = f"NCCL {second.version} is installed as well"

@@ -37,10 +37,14 @@ MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A communicator over GPUs in rank order, with the text of a graph file (None: no file)."""
+    """A communicator over GPUs in rank order, with the text of a graph file (None: no file).
+
+    `topology` is the text of a topology file; without one the process's variables hold.
+    """
 
     gpus: tuple[int, ...]
     graph: str | None = None
+    topology: str | None = None
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,10 +103,11 @@ def _made(library: Library, spec: JobSpec, number: int, rank: int, folder: Path)
     # 1. Name the files that NCCL reads and writes with every communicator.
     os.environ["NCCL_GRAPH_DUMP_FILE"] = str(dump)
     os.environ.pop("NCCL_GRAPH_FILE", None)
-    if question.graph is not None:
-        graph = folder / f"graph-{number}.xml"
-        write_atomically(graph, question.graph)
-        os.environ["NCCL_GRAPH_FILE"] = str(graph)
+    for name, text in (("GRAPH", question.graph), ("TOPO", question.topology)):
+        if text is not None:
+            path = folder / f"{name.lower()}-{number}.xml"
+            write_atomically(path, text)
+            os.environ[f"NCCL_{name}_FILE"] = str(path)
     # 2. Join by the id of rank 0.
     id_file = folder / f"id-{number}"
     if place == 0:

@@ -149,7 +149,7 @@ def build_system(
     _add_nvlinks(system)
     numa = {node.id: node for node in machine.numa_nodes}
     for source, target in permutations(system.cpus, 2):
-        system.connect(source, target, PathType.SYS, between_cpus_gbps(numa[source]))
+        system.connect(source, target, PathType.SYS, between_cpus_gbps(numa[source], rules))
     for cpu in system.cpus:
         _sort_links(system, cpu, None)
     _check_both_ways(system)
@@ -278,7 +278,9 @@ def _add_below(system: System, parent: str, below: Mapping[str, Sequence[str]]) 
         if device in system.nets:
             _add_net(system, device, parent)
         else:
-            system.join(device, parent, PathType.PIX, pci_gbps(system.machine.links[device]))
+            speed = system.rules.unknown_gts if device in system.sm else 8.0
+            gbps = pci_gbps(system.machine.links[device], unknown_gts=speed)
+            system.join(device, parent, PathType.PIX, gbps)
 
 
 def _add_net(system: System, device: str, parent: str) -> None:
@@ -302,7 +304,7 @@ def _add_nvlinks(system: System) -> None:
         elif target not in chosen and target not in system.cpus:
             continue
         kind = PathType.C2C if link.kind == "c2c" else PathType.NVL
-        each = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source])
+        each = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source], system.rules)
         system.connect(source, target, kind, link.count * each)
         if target not in chosen:
             system.connect(target, source, kind, link.count * each)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -13,11 +13,14 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, require
 from tccl_py.model.machine import NumaNode, PciLink
 
+T = TypeVar("T")
+
 Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"]
 """NCCL's names of path types, nearest first; a P2P level is one of them."""
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 LATEST = "2.30"
+"""The version that stands for all where none is named or installed: what torch brings."""
 
 RING, TREE = 0, 1
 """Ids of the graphs that this package writes."""
@@ -50,7 +53,9 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before
     sm 90 may reach NICs over any path. From sm 100 on its search does not try `unknown_intra` rates
     inside a node, and `unknown_inter` between nodes. Variables that NCCL_NO_CACHE names are read
-    for each communicator; of those, `rereads` have effect there.
+    for each communicator; of those, `rereads` have effect there. `amd_gbps` are the rates between
+    sockets of Zen 1 and 2, 3 and 4, and 5, `xeon6_gbps` between those of Granite Rapids and Sierra
+    Forest. A GPU's unknown link speed counts as `unknown_gts`. `has_rubin`: it knows GPUs of sm 107.
     """
 
     name: str = "2.18"
@@ -73,7 +78,11 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     old_gpus_leave_over_sys: bool = False
     falls_back_to_local_nets: bool = False
     unknown_intra: tuple[float, ...] = (45.0,)
-    unknown_inter: tuple[float, ...] = (80.0, 86.0)
+    unknown_inter: tuple[float, ...] = (80.0, 86.0, 90.2)
+    amd_gbps: tuple[float, float, float] = (16.0, 16.0, 16.0)
+    xeon6_gbps: float = 22.0
+    unknown_gts: float = 8.0
+    has_rubin: bool = False
     device_nodes: bool = False
     nearer_wins: bool = False
     shares_nets_by_place: bool = False
@@ -103,7 +112,7 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "falls_back_to_local_nets": True,
         "unknown_intra": (),
     },
-    (2, 29, 7): {"unknown_inter": (86.0,)},
+    (2, 29, 7): {"unknown_inter": (86.0, 90.2)},
     (2, 30, 0): {
         "name": "2.30",
         "max_children": 640,
@@ -114,8 +123,19 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         # init.cc computeBuffSizes, graph/connect.cc ncclTopoPostset
         "rereads": ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     },
-    (2, 30, 3): {"device_nodes": True, "unknown_inter": ()},
+    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,)},
     (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True},
+    # ConnectX-8 beside sm 100 still shares NICs by place: a Machine does not say the card.
+    (2, 31, 0): {
+        "name": "2.31",
+        "amd_gbps": (16.0, 24.0, 32.0),
+        "xeon6_gbps": 40.0,
+        "unknown_gts": 16.0,
+        "unknown_inter": (),
+        "shares_nets_by_place": False,
+    },
+    # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks).
+    (2, 32, 0): {"name": "2.32", "has_rubin": True},
 }
 """The first release with each change (src of NCCL's releases), oldest first."""
 _VERSION = re.compile(
@@ -166,6 +186,23 @@ def version_facts(version: str) -> VersionFacts:
     return replace(facts, verified=facts.name == f"{release[0]}.{release[1]}")
 
 
+def unchecked(version: str) -> str:
+    """Return which rules of a version were not checked, as a sentence; "" if all were.
+
+    >>> unchecked("2.28.9"), unchecked("2.21")
+    ('', 'NCCL 2.21 is taken for 2.18, the nearest version that was checked')
+    """
+    facts, newest = version_facts(version), known_versions()[-1]
+    if facts.verified:
+        return ""
+    if facts.name != newest:
+        return f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
+    return (
+        f"NCCL {version} is newer than {newest}, the newest that was checked: its bandwidths, "
+        f"paths, graph search, channels, graph files and variables are taken for {newest}'s"
+    )
+
+
 def _release(version: str) -> tuple[int, int, int]:
     match = _VERSION.fullmatch(version)
     if match is None:
@@ -186,12 +223,16 @@ MBPS_PER_GBPS = 8000.0
 _PCI_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> what NCCL counts a lane as, in 100 Mb/s (80 of them are 1 GB/s)."""
 
-_NVLINK = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (70, 20.0), (60, 18.0))
+_RUBIN, _NOT_RUBIN = 107, (110, 120, 121)
+_NVLINK = {_RUBIN: 31.2, 100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
 """From this sm on, one NVLink's GB/s; older or unknown counts as sm 80."""
 
 INTEL, AMD = "GenuineIntel", "AuthenticAMD"
 _INTEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 """From this model on, GB/s between sockets: Emerald Rapids, Sapphire Rapids, Skylake."""
+_XEON6 = (0xAD, 0xAE, 0xAF)
+_ZEN34, _ZEN5 = 25, 26
+"""Families of AMD CPUs as the kernel numbers them."""
 _ZHAOXIN = ("CentaurHauls", "  Shanghai  ")
 _ZHAOXIN_YONGFENG = (7, 0x5B)
 
@@ -200,42 +241,54 @@ _INTRA = {
     0: (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0),
     90: (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0),
     100: (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0),
+    _RUBIN: (280.8, 187.2, 140.4, 93.6, 70.2, 46.8, 35.1, 23.4, 17.55),
 }
 _INTER = {
-    0: (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0),
-    90: (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0),
-    100: (96.0, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0,
-          3.0),
+    0: (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0,
+        *_SLOW_NET),
+    90: (48.0, 45.0, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0, 6.0, 3.0, *_SLOW_NET),
+    100: (96.0, 90.2, 86.0, 80.0, 48.0, 45.1, 42.0, 40.0, 30.0, 24.0, 22.0, 20.0, 17.5, 15.0, 12.0,
+          6.0, 3.0, *_SLOW_NET),
+    _RUBIN: (280.8, 187.2, 140.4, 96.0, 93.6, 74.6, 70.2, 48.0, 46.8, 37.4, 36.1, 35.1, 32.8, 24.6,
+             23.4, 19.7, 18.1, 17.55, 16.4, 14.4, 12.3, 9.9, 4.9, 2.5, 2.0, 1.0, 0.2, 0.1),
 }  # fmt: skip
 """From this sm on, a channel's rates inside a node, and between nodes."""
 
 
-def pci_gbps(link: PciLink) -> float:
-    """A PCI link by NCCL's table; an unknown speed counts as 8 GT/s, an unknown width as 16.
+def pci_gbps(link: PciLink, *, unknown_gts: float = 8.0) -> float:
+    """A PCI link by NCCL's table; an unknown speed counts as `unknown_gts`, an unknown width as 16.
 
     >>> pci_gbps(PciLink(speed_gts=32.0)), pci_gbps(PciLink(speed_gts=8.0, width=8))
     (48.0, 6.0)
     """
-    lane = _PCI_LANE.get(link.speed_gts or 0.0, 60)
+    lane = _PCI_LANE.get(link.speed_gts or unknown_gts, 60)
     return (link.width or 16) * lane / 80.0
 
 
-def nvlink_gbps(sm: int | None) -> float:
+def nvlink_gbps(sm: int | None, facts: VersionFacts) -> float:
     """Return the bandwidth of one NVLink of a GPU of this sm."""
-    return next((gbps for first, gbps in _NVLINK if (sm or 0) >= first), 20.0)
+    return _from_sm(_NVLINK, sm or 0, facts, 20.0)
 
 
-def between_cpus_gbps(node: NumaNode) -> float:
-    """Return the bandwidth between NUMA nodes, by architecture, vendor and model."""
+def _from_sm(table: Mapping[int, T], sm: int, facts: VersionFacts, otherwise: T) -> T:
+    """Return the entry of the highest sm that a GPU reaches."""
+    rubin = facts.has_rubin and sm not in _NOT_RUBIN
+    firsts = [first for first in table if first <= sm and (rubin or first != _RUBIN)]
+    return table[max(firsts)] if firsts else otherwise
+
+
+def between_cpus_gbps(node: NumaNode, facts: VersionFacts) -> float:
+    """Return the bandwidth between NUMA nodes, by architecture, vendor, family and model."""
     if node.arch.startswith("ppc"):
         return 32.0
     if node.arch.startswith(("arm", "aarch")):
         return 6.0
     if node.vendor == INTEL:
         known = _INTEL if node.family == 6 else ()
-        return next((gbps for first, gbps in known if (node.model or 0) >= first), 6.0)
+        gbps = next((gbps for first, gbps in known if (node.model or 0) >= first), 6.0)
+        return facts.xeon6_gbps if known and node.model in _XEON6 else gbps
     if node.vendor == AMD:
-        return 16.0
+        return facts.amd_gbps[(node.family in (_ZEN34, _ZEN5)) + (node.family == _ZEN5)]
     if node.vendor in _ZHAOXIN:
         return 9.0 if (node.family, node.model) == _ZHAOXIN_YONGFENG else 6.0
     return LOCAL_GBPS
@@ -243,11 +296,9 @@ def between_cpus_gbps(node: NumaNode) -> float:
 
 def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
     """Return the rates of a channel that the search tries, fastest first (search.cc)."""
-    first = max(first for first in _INTRA if sm >= first)
-    table, unknown = _INTRA[first], facts.unknown_intra
-    if inter:
-        table, unknown = (*_INTER[first], *_SLOW_NET), facts.unknown_inter
-    return tuple(rate for rate in table if first < 100 or rate not in unknown)
+    table, unknown = (_INTER, facts.unknown_inter) if inter else (_INTRA, facts.unknown_intra)
+    rates = _from_sm(table, sm, facts, ())
+    return tuple(rate for rate in rates if sm < 100 or rate not in unknown)
 
 
 FIRST_WITH_PLUGIN = (2, 28, 7)

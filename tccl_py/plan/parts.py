@@ -12,7 +12,7 @@ from tccl_py.model.rings import Hop, Ring, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.versions import unchecked
 
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
@@ -210,9 +210,7 @@ def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
 
 def version_notices(version: str) -> tuple[str, ...]:
     """Return a notice where the rules of another version of NCCL stand for this version's."""
-    facts = version_facts(version)
-    known = f"NCCL {version} is taken for {facts.name}, the nearest version that was checked"
-    return () if facts.verified else (known,)
+    return tuple(filter(None, [unchecked(version)]))
 
 
 def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[int, ...]:

@@ -1,0 +1,238 @@
+"""Judge the rules of NCCL's releases, as this project has them, by released libraries.
+
+`code LIBRARY` compares default rings and trees of random PCIe machines of 8 GPUs with those of the
+library's graph code, without a GPU. LIBRARY is libnccl.so.2 of a package nvidia-nccl-cu12 or -cu13.
+`ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
+those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
+virtual GPUs. `record FILE...` keeps answers for the tests, and `recorded` compares all kept ones.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.files import encode_json
+from tccl_py.nccl.asked import PROGRAM, rank_environment
+from tccl_py.nccl.communicators import (
+    CommunicatorLog,
+    JobSpec,
+    Question,
+    RankResult,
+    parse_log,
+    same_rings,
+)
+from tccl_py.nccl.graph_file import parse_graph_file
+from tccl_py.nccl.versions import RING, TREE
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.writing import nccl_files
+from tccl_py.rank_processes.tasks import Task, decoded, run_tasks
+from tests.random_machines import PRETENDED, pcie_machine
+from tests.released_nccl import (
+    GPUS,
+    Answer,
+    GraphCode,
+    expected,
+    graph_text,
+    hops_of,
+    record,
+    recorded,
+    ring_text,
+)
+from tests.topology_writer import topology_xml
+
+PLANS = Path(__file__).parents[1] / "plans"
+CONNECTED, RUN = 40, 100
+"""Machines whose transports are asked for, which takes twice the time, and machines of a run."""
+_BUS_ID = re.compile(r'((?:busid|target)=")0000:')
+START_S, EACH_S = 40.0, 4.0
+VARIABLES = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_DEBUG_SUBSYS": "INIT,GRAPH",
+}
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One answer of NCCL, or the error in place of it, for a machine or a plan's graph file."""
+
+    release: str
+    seed: int
+    answer: Answer | None = None
+    error: str = ""
+    plan: str = ""
+
+
+def main() -> None:
+    """Run one kind of judgement; the exit status is 1 if less than 98 of 100 machines agree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("code", "ask", "base", "record", "recorded"))
+    parser.add_argument("paths", type=Path, nargs="*")
+    parser.add_argument("--machines", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first machine")
+    parser.add_argument("--seconds", type=float, default=1e6, help="begin nothing after these")
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.machines)
+    if options.kind == "base":
+        print(pcie_machine(0), end="")
+    elif options.kind == "ask":
+        ask(options.paths[0], seeds, time.monotonic() + options.seconds)
+    elif options.kind == "record":
+        record(dict(_answers(options.paths)))
+    elif options.kind == "recorded":
+        compare({key: (answer, pcie_machine(key[1])) for key, answer in recorded().items()})
+    else:
+        for path in options.paths:
+            code, found = GraphCode(path), {}
+            for seed in seeds:
+                machine = pcie_machine(seed)
+                found[code.version, seed] = code.answer(machine), machine
+            compare(found)
+
+
+def compare(answers: dict[tuple[str, int], tuple[Answer, str]]) -> None:
+    """Print how many machines agree by release, and seeds of those that do not; may exit 1."""
+    classes: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (release, seed), (answer, machine) in answers.items():
+        ours = expected(machine, release, ordered_by=answer.channels)
+        classes[release][ours.difference(answer)].append(seed)
+    bad = False
+    for release, found in classes.items():
+        count, same = sum(map(len, found.values())), len(found.pop("", ()))
+        print(f"NCCL {release}: {same} of {count} machines are equal", flush=True)
+        for name, seeds in found.items():
+            print(f"    {name} differs: seeds {' '.join(map(str, seeds[:10]))}")
+        bad |= same < 0.98 * count
+    if bad:
+        sys.exit(1)
+
+
+# Communicators
+
+
+def ask(path: Path, seeds: Sequence[int], until: float) -> None:
+    """Write the answers about plans and machines to a file, a line each, until the time is up."""
+    runs = [seeds[at : at + RUN] for at in range(CONNECTED, len(seeds), RUN)]
+    with path.open("wb") as file:
+        for number, some in enumerate((range(0), seeds[:CONNECTED], *runs)):
+            begun = time.monotonic()
+            if begun > until:
+                break
+            lines = _machine_lines(some, connect=number == 1) if number else _plan_lines()
+            file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
+            file.flush()
+            errors = [line.error for line in lines if line.error]
+            print(f"{some}: {time.monotonic() - begun:.1f} s, {errors[:2]}", flush=True)
+
+
+def _machine_lines(seeds: Sequence[int], *, connect: bool) -> list[Line]:
+    questions = [Question(gpus=GPUS, topology=pcie_machine(seed)) for seed in seeds]
+    try:
+        release, logs = _logs(questions, VARIABLES, connect=connect)
+    except MeasurementError as error:
+        # One of them may be at fault.
+        if len(seeds) == 1:
+            return [Line("", seeds[0], error=str(error)[:400])]
+        halves = seeds[: len(seeds) // 2], seeds[len(seeds) // 2 :]
+        return [line for half in halves for line in _machine_lines(half, connect=connect)]
+    return [_line(release, seed, each) for seed, each in zip(seeds, logs, strict=True)]
+
+
+def _line(release: str, seed: int, logs: Sequence[CommunicatorLog], plan: str = "") -> Line:
+    try:
+        return Line(release, seed, _answer(logs, release), plan=plan)
+    except (InputError, KeyError) as error:
+        return Line(release, seed, error=f"incomplete: {error}", plan=plan)
+
+
+def _logs(
+    questions: Sequence[Question], variables: dict[str, str], *, connect: bool
+) -> tuple[str, list[list[CommunicatorLog]]]:
+    """Return NCCL's version, and each question's logs by rank."""
+    task = Task(
+        program=PROGRAM,
+        spec=encode_json(JobSpec(gpus=GPUS, questions=tuple(questions))),
+        ranks=GPUS,
+        environment=rank_environment(variables, connect=connect),
+        timeout=START_S + EACH_S * len(questions),
+    )
+    (output,) = run_tasks([task])
+    results = decoded(output, GPUS, RankResult)
+    logs = [
+        [results[gpu].logs[number] for gpu in question.gpus]
+        for number, question in enumerate(questions)
+    ]
+    return results[0].version, logs
+
+
+def _answer(logs: Sequence[CommunicatorLog], release: str) -> Answer:
+    """Return an answer from the ranks' logs and rank 0's dump."""
+    log = parse_log("\n".join(each.log for each in logs), where="NCCL's log")
+    dump = parse_graph_file(logs[0].dump, where="NCCL's dump", version=release)
+    graphs = (
+        graph_text(round(graph.speedintra, 3), graph.typeintra, graph.orders)
+        for graph in (dump[RING], dump[TREE])
+    )
+    channels = " ".join(map(ring_text, log.rings_over(len(logs))))
+    via = {(link.source, link.target): link.via[0] for link in log.connections}
+    transports = "".join(via.get(hop, "?") for hop in hops_of(channels)) if via else ""
+    return Answer(*graphs, channels, transports)
+
+
+def _plans() -> Iterator[tuple[str, Question, tuple[tuple[int, ...], ...]]]:
+    """Yield the reference plans of at most 8 GPUs: name, question, and rings in rank order."""
+    for path in sorted(PLANS.glob("*.json")):
+        plan = load_plan(path)
+        if len(plan.machine.gpus) > len(GPUS):
+            continue
+        # The GPUs get the pretended bus ids, and all else a domain of its own.
+        text = _BUS_ID.sub(r"\g<1>0001:", topology_xml(plan.machine))
+        for gpu in plan.machine.gpus:
+            text = text.replace(gpu.bus_id.replace("0000:", "0001:", 1), PRETENDED[gpu.index])
+        graph = nccl_files(plan, Path("/"))["graph.xml"]
+        question = Question(gpus=plan.gpus, graph=graph, topology=text)
+        yield path.stem, question, plan.choices["graph"].rings
+
+
+def _plan_lines() -> list[Line]:
+    """Return a line for each plan; its error says what NCCL did not run as planned."""
+    plans = list(_plans())
+    variables = {**VARIABLES, "NCCL_P2P_LEVEL": "SYS"}
+    try:
+        release, logs = _logs([plan[1] for plan in plans], variables, connect=True)
+    except MeasurementError as error:
+        return [Line("", -1, error=str(error)[:400], plan="all")]
+    lines = []
+    for (name, question, rings), each in zip(plans, logs, strict=True):
+        line = _line(release, -1, each, name)
+        words = line.answer.channels.split() if line.answer else []
+        found = [tuple(int(gpu, 16) for gpu in word) for word in words]
+        right = found and all(
+            same_rings(ring, rings[number % len(rings)]) for number, ring in enumerate(found)
+        )
+        said = f"runs {found}, not {rings} over {question.gpus}"
+        lines.append(line if right else msgspec.structs.replace(line, error=line.error or said))
+    return lines
+
+
+def _answers(paths: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Answer]]:
+    for path in paths:
+        for data in path.read_bytes().splitlines():
+            line = msgspec.json.decode(data, type=Line)
+            if line.answer is not None and not line.plan:
+                yield (line.release, line.seed), line.answer
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

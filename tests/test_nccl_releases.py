@@ -1,0 +1,79 @@
+"""Rules by release, against released libraries of NCCL: their recorded answers, and constants."""
+
+import pytest
+
+from tccl_py.model.machine import NumaNode, PciLink
+from tccl_py.nccl.versions import (
+    between_cpus_gbps,
+    nvlink_gbps,
+    pci_gbps,
+    speeds,
+    unchecked,
+    version_facts,
+)
+from tests.random_machines import pcie_machine
+from tests.released_nccl import RECORDED, RELEASES, expected, fused, recorded
+
+TRIED = 60
+"""Machines of each release that a test compares; `scripts/judge-rules` compares all."""
+
+
+def cpu(family, model=1, vendor="AuthenticAMD"):
+    return NumaNode(
+        index=0, numa_id=0, arch="x86_64", vendor=vendor, family=family, model=model, affinity=""
+    )
+
+
+@pytest.mark.parametrize(("family", "gbps"), [(23, 16.0), (25, 24.0), (26, 32.0), (None, 16.0)])
+def test_amd_sockets_have_bandwidths_of_their_own_from_2_31_on(family, gbps):
+    for version in ("2.31.2", "2.32.3"):
+        assert between_cpus_gbps(cpu(family), version_facts(version)) == gbps
+    assert between_cpus_gbps(cpu(family), version_facts("2.30.7")) == 16.0
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "since"), [(0xAC, 22.0, 22.0), (0xAD, 22.0, 40.0), (0xAF, 22.0, 40.0),
+                                   (0xB0, 22.0, 22.0), (0xCF, 40.0, 40.0)],
+)  # fmt: skip
+def test_granite_rapids_and_sierra_forest_are_fast_from_2_31_on(model, before, since):
+    xeon = cpu(6, model, "GenuineIntel")
+    assert between_cpus_gbps(xeon, version_facts("2.30.7")) == before
+    assert between_cpus_gbps(xeon, version_facts("2.31.2")) == since
+
+
+def test_tables_follow_the_release():
+    rates = {v: speeds(100, inter=True, facts=version_facts(v)) for v in RELEASES}
+    assert [90.2 in rates[v] for v in RELEASES] == [False, False, True, True]
+    rubin, before = version_facts("2.32.3"), version_facts("2.31.2")
+    assert [speeds(sm, inter=False, facts=rubin)[0] for sm in (103, 107, 110, 120)] == [
+        90.0, 280.8, 90.0, 90.0]  # fmt: skip
+    assert speeds(107, inter=False, facts=before)[0] == 90.0
+    assert [nvlink_gbps(107, facts) for facts in (before, rubin)] == [40.1, 31.2]
+    unknown = [pci_gbps(PciLink(), unknown_gts=facts.unknown_gts) for facts in
+               (version_facts("2.30.7"), before)]  # fmt: skip
+    assert unknown == [12.0, 24.0]
+
+
+def test_a_newer_release_has_one_line_on_what_was_not_checked():
+    assert unchecked("2.32.6") == unchecked("2.31") == ""
+    assert "2.34.1 is newer than 2.32" in unchecked("2.34.1")
+    assert "\n" not in unchecked("2.34.1")
+
+
+def test_ranks_see_the_cpus_of_earlier_ranks_and_of_nics_first():
+    text = pcie_machine(29)
+    numbers = [text.index(f'numaid="{node}"') for node in (1, 0, 2, 3)]
+    assert numbers == sorted(numbers)
+    whole = fused(text, (7, 0))
+    assert whole.index('numaid="0"') < whole.index('numaid="2"') < whole.index('numaid="1"')
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_recorded_communicators_of_released_libraries_are_as_expected(release):
+    answers = {seed: answer for (name, seed), answer in recorded().items() if name == release}
+    assert len(answers) >= 200, RECORDED
+    differences = {}
+    for seed, answer in list(answers.items())[:TRIED]:
+        found = expected(pcie_machine(seed), release, ordered_by=answer.channels)
+        differences[seed] = found.difference(answer)
+    assert set(differences.values()) == {""}, differences
