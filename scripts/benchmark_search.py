@@ -19,7 +19,7 @@ from tccl_py.errors import InputError, SearchError
 from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
 from tccl_py.plan.choices import own_choices
 from tccl_py.plan.planner import DEFAULT_BUDGET, FEW_RING_COUNTS, RING_COUNTS, make_plan
@@ -117,7 +117,7 @@ class Bench:
             knowledge=self.model.knowledge,
             source=Simulator(self.model),
             gpus=self.gpus,
-            version=LATEST,
+            version=ASSUMED,
             ring_counts=self.counts,
             strategy="best-first",
             budget=DEFAULT_BUDGET,

@@ -1,7 +1,9 @@
 """Judge the rules of NCCL's releases, as this project has them, by released libraries.
 
-`code LIBRARY` compares default rings and trees of random PCIe machines of 8 GPUs with those of the
-library's graph code, without a GPU. LIBRARY is libnccl.so.2 of a package nvidia-nccl-cu12 or -cu13.
+`code LIBRARY...` compares default rings and trees of random PCIe machines of 8 GPUs with those of
+the libraries' graph code, without a GPU. A LIBRARY is libnccl.so.2 of a package nvidia-nccl-cu13.
+`plans LIBRARY...` has them load the graph files of plans for random machines, `mutants` random
+changes of such files that `tccl validate` calls used.
 `ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
 those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
 virtual GPUs. `record FILE...` keeps answers for the tests, and `recorded` compares all kept ones.
@@ -9,6 +11,7 @@ virtual GPUs. `record FILE...` keeps answers for the tests, and `recorded` compa
 
 import argparse
 import os
+import random
 import re
 import sys
 import time
@@ -34,6 +37,7 @@ from tccl_py.nccl.versions import RING, TREE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import nccl_files
 from tccl_py.rank_processes.tasks import Task, decoded, run_tasks
+from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
 from tests.random_machines import PRETENDED, pcie_machine
 from tests.released_nccl import (
     GPUS,
@@ -63,6 +67,11 @@ VARIABLES = {
 }
 
 
+KINDS = ("code", "plans", "mutants", "ask", "base", "record", "recorded")
+MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
+"""Seeds of the machines whose files are mutated."""
+
+
 class Line(msgspec.Struct, frozen=True):
     """One answer of NCCL, or the error in place of it, for a machine or a plan's graph file."""
 
@@ -76,7 +85,7 @@ class Line(msgspec.Struct, frozen=True):
 def main() -> None:
     """Run one kind of judgement; the exit status is 1 if less than 98 of 100 machines agree."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("code", "ask", "base", "record", "recorded"))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--machines", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first machine")
@@ -91,13 +100,26 @@ def main() -> None:
         record(dict(_answers(options.paths)))
     elif options.kind == "recorded":
         compare({key: (answer, pcie_machine(key[1])) for key, answer in recorded().items()})
+    elif options.kind == "code":
+        for code in map(GraphCode, options.paths):
+            machines = {(code.version, seed): pcie_machine(seed) for seed in seeds}
+            compare({key: (code.answer(text), text) for key, text in machines.items()})
     else:
-        for path in options.paths:
-            code, found = GraphCode(path), {}
-            for seed in seeds:
-                machine = pcie_machine(seed)
-                found[code.version, seed] = code.answer(machine), machine
-            compare(found)
+        sys.exit(load(options.kind, [GraphCode(path) for path in options.paths], seeds))
+
+
+def load(kind: str, codes: Sequence[GraphCode], seeds: Sequence[int]) -> bool:
+    """Have libraries load files of plans, or mutants of such files; return whether any is wrong."""
+    if kind == "plans":
+        count, wrong = compare_plans(codes, seeds)
+        print(f"{len(seeds)} machines, {count} files, {len(wrong)} not loaded as planned")
+    else:
+        cases = [case for seed in MUTATED for case in planned_cases(seed)]
+        kinds, wrong = compare_mutants(codes, random.Random(seeds[0]), cases, len(seeds))
+        print(f"{len(seeds)} mutants, {dict(kinds)}, {len(wrong)} called used wrongly")
+    for text in wrong:
+        print(text)
+    return bool(wrong)
 
 
 def compare(answers: dict[tuple[str, int], tuple[Answer, str]]) -> None:

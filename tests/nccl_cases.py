@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tccl_py.model.machine import Machine
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.versions import LATEST, SWAPPING
+from tccl_py.nccl.versions import ASSUMED, SWAPPING
 from tccl_py.readers.nccl_topology import read_nccl_topology
 
 CASES = Path(__file__).parent / "cases"
@@ -62,7 +62,7 @@ def case_name(case) -> str:
     return "-".join(str(case[key]) for key in case if key in ("graph", "topology", "environment"))
 
 
-def read_graph_file(path, version=LATEST):
+def read_graph_file(path, version=ASSUMED):
     return parse_graph_file(path.read_text(), where=str(path), version=version)
 
 

@@ -1,7 +1,6 @@
-"""The default rings and trees of random machines: by this project, and by NCCL's own graph code."""
+"""The default rings and trees that this project expects of NCCL, of random machines too."""
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,8 +14,6 @@ from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tests.random_machines import random_environment, random_machine
 
-NET_PAIRS = "pairs go by NET"
-
 
 class Case(msgspec.Struct, frozen=True):
     """A communicator over GPUs of one or two equal nodes."""
@@ -25,11 +22,6 @@ class Case(msgspec.Struct, frozen=True):
     gpus: list[int]
     environment: dict[str, str]
     nodes: int
-
-    def question(self):
-        """Return the case as `graph_judge.judged` takes it, devices as NCCL discovers them."""
-        node = (self.topology, self.gpus, None)
-        return {**self.environment, "ORACLE_DISCOVER": "1"}, [node] * self.nodes
 
 
 def random_case(rng: random.Random) -> Case:
@@ -87,48 +79,3 @@ def _outside(graph: Graph) -> dict[str, Any]:
         "type outside": graph.type_inter.name,
         "NICs": [list(nics) for nics in graph.nics],
     }
-
-
-def theirs(case: Case, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return NCCL's answer for the first node in the form of `ours`."""
-    first = answer["sys"][0]
-    graphs = {
-        name: {
-            "orders": [[case.gpus[rank] for rank in order] for order in first[name]["ch"]],
-            "cross nic": first[name]["crossNic"],
-            "rate inside": round(first[name]["bwIntra"], 3),
-            "type inside": first[name]["typeIntra"],
-            **(_their_outside(first[name]) if case.nodes > 1 else {}),
-        }
-        for name in ("ring", "tree")
-    }
-    types = {pair: way[0] for pair, way in first["topo"]["gg"].items()}
-    return {
-        "order of GPUs": first["topo"]["gpus"],
-        "path types": types,
-        **graphs,
-        "final channels": answer["final"],
-    }
-
-
-def _their_outside(graph: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rate outside": round(graph["bwInter"], 3),
-        "type outside": graph["typeInter"],
-        "NICs": graph["inter"],
-    }
-
-
-def difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Return the name of the first thing that differs, None if all is equal; orders come last."""
-    for name in ("order of GPUs", "path types"):
-        if found[name] != wanted[name]:
-            return NET_PAIRS if "NET" in wanted["path types"].values() else name
-    for graph in ("ring", "tree"):
-        one, other = found[graph], wanted[graph]
-        if len(one["orders"]) != len(other["orders"]):
-            return f"{graph}: number of channels"
-        for name in sorted(one, key=lambda name: name in ("orders", "NICs")):
-            if one[name] != other[name]:
-                return f"{graph}: {name}"
-    return None if found["final channels"] == wanted["final channels"] else "final channels"

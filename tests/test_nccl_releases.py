@@ -71,7 +71,7 @@ def test_ranks_see_the_cpus_of_earlier_ranks_and_of_nics_first():
 @pytest.mark.parametrize("release", RELEASES)
 def test_recorded_communicators_of_released_libraries_are_as_expected(release):
     answers = {seed: answer for (name, seed), answer in recorded().items() if name == release}
-    assert len(answers) >= 200, RECORDED
+    assert len(answers) >= 50, RECORDED
     differences = {}
     for seed, answer in list(answers.items())[:TRIED]:
         found = expected(pcie_machine(seed), release, ordered_by=answer.channels)

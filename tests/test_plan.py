@@ -20,7 +20,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
-from tccl_py.nccl.versions import LATEST, known_versions
+from tccl_py.nccl.versions import ASSUMED, known_versions
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.parts import per_channel
@@ -52,7 +52,7 @@ def files_of(plan):
 
 def of_version(name, version):
     """A plan for a version; a small one where it is not the latest."""
-    return plan_of(name) if version == LATEST else plan_of(name, version=version, budget=FEW)
+    return plan_of(name) if version == ASSUMED else plan_of(name, version=version, budget=FEW)
 
 
 def turned(ring):

@@ -15,7 +15,7 @@ from tccl_py.files import picked, read_bytes, read_text
 from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices, unfollowed
-from tccl_py.nccl.versions import LATEST, asked_version, known_versions, unchecked
+from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked
 from tccl_py.plan.nccl_here import verdict_here
 from tccl_py.plan.words import ring_lines
 from tccl_py.readers.live import discover_machine
@@ -114,7 +114,7 @@ def validate(
     gpus: str | None = opt("LIST", "The job's GPUs on every node, in rank order."),
     nodes: int | None = opt("N", "How many equal nodes; one if not given."),
     nccl: str | None = opt(
-        "VERSION", f"{LATEST} if not given; {', '.join(known_versions())} were checked."
+        "VERSION", f"{ASSUMED} if not given; {', '.join(known_versions())} were checked."
     ),
     env: list[str] | None = opt("NAME=VALUE", "Variables of the job."),
     json: bool = options.JSON,
@@ -142,7 +142,7 @@ def validate(
         verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
     else:
         notice_each(unfollowed(given))
-        model, version = load_machine(machine), LATEST if nccl is None else asked_version(nccl)
+        model, version = load_machine(machine), ASSUMED if nccl is None else asked_version(nccl)
         if doubt := unchecked(version):
             notice(doubt)
         verdict = validator.validate(

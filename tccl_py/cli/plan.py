@@ -36,7 +36,7 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
-from tccl_py.nccl.versions import LATEST, asked_version, known_versions
+from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions
 from tccl_py.plan.beside import holds_measurements, output_directory
 from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
@@ -109,7 +109,7 @@ def plan(
 
     A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is that of
     torch here, else an nvidia-nccl package's, else of the system's libnccl.so.2, and under mpirun
-    that of all hosts; with a model the newest known.
+    that of all hosts; with a model that of current torch.
 
     Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
     together. NCCL joins nodes in the order of ranks: nccl/order has files for launchers.
@@ -157,7 +157,7 @@ def plan(
     asked.p2p = p2p_argument(p2p)
     tables = list[KeptTable]()
     task: dict[str, Any] = {
-        "version": LATEST if nccl is None else asked_version(nccl),
+        "version": ASSUMED if nccl is None else asked_version(nccl),
         "pinned_env": pinned_here(asked.pin_env),
         "ring_counts": ring_counts_of(rings),
         "strategy": strategy,

@@ -10,7 +10,7 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.nccl.versions import LATEST, TYPES, VersionFacts, version_facts
+from tccl_py.nccl.versions import ASSUMED, TYPES, VersionFacts, version_facts
 from tccl_py.nccl.xml_reader import GraphFaultError, XmlElement, read_elements
 
 _INSIDE = {
@@ -62,7 +62,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_graph_file(
-    text: str, *, where: str, version: str = LATEST, cross_nic: int | None = None
+    text: str, *, where: str, version: str = ASSUMED, cross_nic: int | None = None
 ) -> dict[int, Graph]:
     """Return the graphs of a graph file or dump by id, as a release of NCCL reads them.
 

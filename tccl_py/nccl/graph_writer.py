@@ -1,11 +1,11 @@
-"""Writer of graph files, in XML that NCCL 2.18, 2.28 and 2.30 read alike."""
+"""Writer of graph files, in XML that NCCL 2.18 to 2.32 read alike."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tccl_py.errors import require
-from tccl_py.nccl.versions import LATEST, RING, TREE, TYPES, version_facts
+from tccl_py.nccl.versions import ASSUMED, RING, TREE, TYPES, version_facts
 from tccl_py.nccl.view import leaves_as_named
 
 _RING_PATTERN = 4
@@ -35,7 +35,7 @@ class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
     tree_spreads: bool = True
 
 
-def graph_xml(rings: GraphRings, *, version: str = LATEST) -> str:
+def graph_xml(rings: GraphRings, *, version: str = ASSUMED) -> str:
     """Return the text of a graph file with a ring and a tree graph over the same orders."""
     _check(rings, version)
     # A single node's tree uses no NIC, whatever its pattern.

@@ -19,7 +19,7 @@ from tccl_py.errors import require
 from tccl_py.files import check_path, check_types
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, MAX_FIFO_BYTES, Side
 from tccl_py.nccl.c_numbers import c_integer
-from tccl_py.nccl.versions import LATEST, LEVELS, Level, version_facts
+from tccl_py.nccl.versions import ASSUMED, LEVELS, Level, version_facts
 
 CopyEngineSide = Literal["sender", "receiver", "both"]
 CrossNic = Literal[0, 1, 2]
@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     has `socket_threads` helper threads with `sockets_per_thread` sockets each.
     """
 
-    version: str = LATEST
+    version: str = ASSUMED
     p2p_level: Level | None = None
     p2p_read: bool | None = None
     p2p_copy_engine: bool = False
@@ -223,7 +223,7 @@ def environment_text(settings: Settings) -> str:
 
 
 def settings_from_environment(
-    variables: Mapping[str, str], *, version: str = LATEST, channels: int = 1
+    variables: Mapping[str, str], *, version: str = ASSUMED, channels: int = 1
 ) -> Settings:
     """Return the settings that NCCL reads from variables; values without meaning count as unset.
 

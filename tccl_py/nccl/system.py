@@ -14,9 +14,9 @@ from typing import Literal
 from tccl_py.errors import require
 from tccl_py.model.machine import Machine, Nic, PciBridge
 from tccl_py.nccl.versions import (
+    ASSUMED,
     C2C_GBPS,
     DEFAULT_NET_MBPS,
-    LATEST,
     LOCAL_GBPS,
     MBPS_PER_GBPS,
     VersionFacts,
@@ -132,7 +132,7 @@ def build_system(
     *,
     gpus: Sequence[int] | None = None,
     nics: Sequence[int] | None = None,
-    version: str = LATEST,
+    version: str = ASSUMED,
 ) -> System:
     """Return NCCL's view of `machine` for ranks on `gpus` (NVML indices), with usable NICs `nics`.
 

@@ -18,7 +18,7 @@ from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
 from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, environment_text
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.versions import LATEST, Level, version_facts
+from tccl_py.nccl.versions import ASSUMED, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
 
 MechanismKind = Literal["write", "read", "bounce", "network"]
@@ -161,7 +161,7 @@ _ENGINES: tuple[CopyEngineSide | None, ...] = (None, "both", "sender", "receiver
 _SIDES: tuple[Side, ...] = ("receiver", "sender")
 
 
-def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
+def expressible(version: str = ASSUMED, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
     """Return every combination of mechanism switches of this NCCL version, defaults first.
 
     Channels and FIFO size are NCCL's defaults; `p2p_level` fixes the level (None: any).
@@ -178,7 +178,7 @@ def expressible(version: str = LATEST, *, p2p_level: Level | None = None) -> tup
 def candidates(
     machine: Machine,
     knowledge: Knowledge,
-    version: str = LATEST,
+    version: str = ASSUMED,
     *,
     gpus: Sequence[int] | None = None,
     channels: Sequence[int] = DEFAULT_CHANNELS,

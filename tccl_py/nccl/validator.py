@@ -15,7 +15,7 @@ from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.versions import LATEST, RING, SWAPPING, TREE
+from tccl_py.nccl.versions import ASSUMED, RING, SWAPPING, TREE
 from tccl_py.nccl.view import leaves_as_named, net_devices, view
 from tccl_py.nccl.xml_reader import GraphFaultError
 
@@ -72,7 +72,7 @@ def validate(
     *,
     gpus: Sequence[int] | None = None,
     nodes: int = 1,
-    version: str = LATEST,
+    version: str = ASSUMED,
     environment: Mapping[str, str] | None = None,
     where: str = "graph file",
 ) -> Verdict:
@@ -87,7 +87,10 @@ def validate(
 
 
 def validate_cluster(
-    nodes: Sequence[NodeJob], *, version: str = LATEST, environment: Mapping[str, str] | None = None
+    nodes: Sequence[NodeJob],
+    *,
+    version: str = ASSUMED,
+    environment: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Return the verdict on the graph files of a job whose nodes, in rank order, may all differ.
 

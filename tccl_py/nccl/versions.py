@@ -19,8 +19,8 @@ Level = Literal["LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "
 """NCCL's names of path types, nearest first; a P2P level is one of them."""
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-LATEST = "2.30"
-"""The version that stands for all where none is named or installed: what torch brings."""
+ASSUMED = "2.30"
+"""The version where none is named or installed: what torch brings."""
 
 RING, TREE = 0, 1
 """Ids of the graphs that this package writes."""
@@ -55,7 +55,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     inside a node, and `unknown_inter` between nodes. Variables that NCCL_NO_CACHE names are read
     for each communicator; of those, `rereads` have effect there. `amd_gbps` are the rates between
     sockets of Zen 1 and 2, 3 and 4, and 5, `xeon6_gbps` between those of Granite Rapids and Sierra
-    Forest. A GPU's unknown link speed counts as `unknown_gts`. `has_rubin`: it knows GPUs of sm 107.
+    Forest. A GPU's unknown link speed counts as `unknown_gts`. `has_rubin`: it knows sm 107.
     """
 
     name: str = "2.18"

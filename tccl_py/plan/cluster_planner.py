@@ -13,7 +13,7 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
-from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.cluster_choices import best_rings, plan_over
 from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.plan import Plan
@@ -34,7 +34,7 @@ def make_cluster_plan(
     sources: Sequence[BandwidthSource | None],
     *,
     kept: Sequence[HostTable] = (),
-    version: str = LATEST,
+    version: str = ASSUMED,
     ring_counts: Sequence[int] | None = None,
     strategy: str = "best-first",
     budget: Budget = DEFAULT_BUDGET,

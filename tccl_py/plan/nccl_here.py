@@ -19,7 +19,7 @@ from tccl_py.nccl.asked import (
 from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, environment, pinned_level, pinned_values
 from tccl_py.nccl.validator import Verdict
-from tccl_py.nccl.versions import LATEST
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.directory import GRAPH_FILE, subset_file
 from tccl_py.plan.plan import Plan
@@ -42,7 +42,7 @@ def version_to_plan(say: Callable[[str], None], told: str | None = None) -> str:
     else:
         found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
         where, none = "", "the hosts have none that was found"
-    version, why = LATEST, f", the newest known: {none}"
+    version, why = ASSUMED, f", which current torch brings: {none}"
     if found is not None:
         version, why = found.minor, f": {found.version} is {where}{found.source}"
     say(f"planned for NCCL {version}{why}; `nccl` names another")

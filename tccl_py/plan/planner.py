@@ -23,7 +23,7 @@ from tccl_py.nccl.settings import (
     pinned_level,
     pinned_values,
 )
-from tccl_py.nccl.versions import LATEST, version_facts
+from tccl_py.nccl.versions import ASSUMED, version_facts
 from tccl_py.plan.choices import (
     OwnChoices,
     SettingsSearch,
@@ -67,7 +67,7 @@ def make_plan(
     source: BandwidthSource,
     *,
     gpus: Sequence[int] | str | None = None,
-    version: str = LATEST,
+    version: str = ASSUMED,
     ring_counts: Sequence[int] | None = None,
     strategy: str = "best-first",
     budget: Budget = DEFAULT_BUDGET,
