@@ -309,7 +309,8 @@ def test_small_differences_are_notes_and_gpus_outside_the_plan_do_not_count():
 def test_metrics_are_well_formed_and_labels_escaped(case):
     now = exact_rates(with_slower_link(case.model, "G2", 0.5))
     drift = checked(case, noise=0.01, seed=1, now=now)
-    text = prometheus_text(drift, machine='a"b\\c\nd\x1b', simulated=True, now=1700000000.5)
+    own = {"machine": 'a"b\\c\nd\x1b', "simulated": "true"}
+    text = prometheus_text(drift, own, now=1700000000.5)
     assert 'tccl_check_drifted{machine="a\\"b\\\\c\\nd?",simulated="true"} 1\n' in text
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) == 8

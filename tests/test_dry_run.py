@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tccl_profiler.host_device import host_fingerprint, host_machine
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
+from tccl_py.health.drift import metric_labels
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.sources.journal import read_journal
@@ -60,6 +61,11 @@ def test_the_first_line_of_every_answer_says_so(place, words, monkeypatch):
 @pytest.mark.parametrize("name", ["show", "env"])
 def test_json_has_a_key_for_it(place, name):
     assert json.loads(tccl(name, place, "--json").stdout)["dry_run"] is True
+
+
+def test_metrics_have_a_label_for_it(place):
+    assert metric_labels(load_plan(place))["dry_run"] == "true"
+    assert "dry_run" not in metric_labels(plan_of(SMALL))
 
 
 def test_the_report_has_neither_a_green_badge_nor_links_of_made_up_gpus(place):

@@ -163,8 +163,8 @@ def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
     drift = Drift(rows=(row,), changes=(row,), points_to="", lost={}, skipped=(), seconds=1.0)
     jobs = CollectivesChecked(rates=(BusRate(bytes=1, gbps=1.0, expected_gbps=2.0, p=1.0),))
     found = Preflight(drift=drift, collectives=jobs, seconds=1.0)
-    printed = prometheus_text(drift, machine="m", simulated=False, now=1.0)
-    printed += preflight_metrics(found, machine="m", simulated=False)
+    own = {"machine": "m", "simulated": "false"}
+    printed = prometheus_text(drift, own, now=1.0) + preflight_metrics(found, own)
     assert asked <= set(re.findall(r"^# TYPE (\S+)", printed, flags=re.MULTILINE))
     for panel in panels:
         assert panel["targets"][0]["expr"]

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.padding import Padding
@@ -30,7 +29,7 @@ from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, w
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.files import encode_json
 from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_host
-from tccl_py.health.drift import Drift, Effort, drift_json, prometheus_text
+from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import DriverState, Host
 from tccl_py.plan.beside import plan_in
@@ -135,9 +134,9 @@ def check(
         )
     drift = found.drift
     if prometheus:
-        own: dict[str, Any] = {"machine": plan_name(plan), "simulated": plan.simulated}
-        text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, **own, now=time.time())
-        write_result(text + preflight_metrics(found, **own) * preflight, output)
+        own = metric_labels(plan)
+        text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, own, now=time.time())
+        write_result(text + preflight_metrics(found, own) * preflight, output)
     elif json:
         result = preflight_json(plan, found) if preflight else drift_json(plan, drift)
         write_result(encode_json(result), output)

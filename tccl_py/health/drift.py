@@ -310,13 +310,20 @@ def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
     }
 
 
-def prometheus_text(drift: Drift, *, machine: str, simulated: bool, now: float) -> str:
-    """Return a check in Prometheus' text format; `now` is its end, in seconds since 1970.
+def metric_labels(plan: Plan) -> dict[str, str]:
+    """Return the labels of a plan's metrics; those of a dry run say so."""
+    own = {"machine": plan_name(plan), "simulated": str(plan.simulated).lower()}
+    return own | ({"dry_run": "true"} if plan.dry_run else {})
+
+
+def prometheus_text(drift: Drift, own: Mapping[str, str], *, now: float) -> str:
+    """Return a check in Prometheus' text format, with the plan's `own` labels.
+
+    `now` is its end, in seconds since 1970.
 
     The node exporter's textfile collector takes it. Source of the format:
     prometheus.io/docs/instrumenting/exposition_formats.
     """
-    own = {"machine": machine, "simulated": str(simulated).lower()}
     changed = {row.transfers for row in drift.changes} | drift.lost.keys()
     sets = {one: {**own, "set": str(one)} for one in (*drift.sets, *drift.lost)}
     totals = (

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, cast
@@ -351,9 +351,8 @@ def preflight_json(plan: Plan, found: Preflight) -> dict[str, Any]:
     }
 
 
-def preflight_metrics(found: Preflight, *, machine: str, simulated: bool) -> str:
-    """Return the metrics that a preflight adds to those of a check."""
-    own = {"machine": machine, "simulated": str(simulated).lower()}
+def preflight_metrics(found: Preflight, own: Mapping[str, str]) -> str:
+    """Return the metrics that a preflight adds to those of a check, with a plan's labels."""
     jobs = found.collectives
     sizes = [({**own, "bytes": str(row.bytes)}, row) for row in jobs.rates]
     now = [(labels, row.gbps) for labels, row in sizes]
