@@ -111,6 +111,14 @@ def test_a_rank_of_another_gpu_is_rejected_by_the_version_that_believes_it():
     assert judge(text, version="2.28").verdict == "used"
 
 
+def test_a_rank_counts_more_than_dev_where_the_version_believes_it():
+    text = graph_text("a_rankattr.xml")
+    assert judge(text, gpus=[3, 2, 1, 0]).rings == ((0, 2, 1, 3),) * 2
+    assert judge(text, gpus=[3, 2, 1, 0], version="2.28").rings == ((0, 3, 1, 2),) * 2
+    twice = OK.replace('<gpu dev="0"/>', '<gpu dev="0" rank="1"/>')
+    assert judge(twice).verdict == "rejected"
+
+
 def test_crossed_nics_are_ignored_where_the_job_forbids_them():
     text = OK.replace('crossnic="0"', 'crossnic="1"')
     assert judge(text).verdict == "used"

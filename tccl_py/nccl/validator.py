@@ -155,6 +155,8 @@ class _Node:
         self._file = parse_graph_file(
             node.graph, where=node.where, version=settings.version, cross_nic=settings.cross_nic
         )
+        if count == 1 and self._facts.rank_overrides_dev:
+            self._file = {number: self._by_rank(graph) for number, graph in self._file.items()}
         for graph in self._file.values():
             self._check(graph)
         self.ring, self._tree = self._loaded(RING), self._loaded(TREE)
@@ -177,6 +179,17 @@ class _Node:
     def _loaded(self, number: int) -> Graph | None:
         graph = self._file.get(number)
         return None if graph is None or not graph.nchannels else graph
+
+    def _by_rank(self, graph: Graph) -> Graph:
+        """Return a graph with the GPUs of the ranks that it names, which count more than dev."""
+        known: dict[int | None, int] = dict(enumerate(self.gpus))
+        channels = []
+        for channel in graph.channels:
+            pairs = zip(channel.gpus, channel.ranks, strict=True)
+            gpus = tuple(known.get(rank, gpu) for gpu, rank in pairs)
+            wrong = tuple(None if rank in known else rank for rank in channel.ranks)
+            channels.append(Channel(gpus, channel.nets, wrong))
+        return msgspec.structs.replace(graph, channels=tuple(channels))
 
     # Graphs with which NCCL does not start
 
