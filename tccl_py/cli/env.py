@@ -69,8 +69,8 @@ def env(
     and the exit code is 1. With --alike (or TCCL_ALIKE=1) GPUs of the same kinds at the same places
     will do.
 
-    Of a dry run's plan (--backend host) a comment alone is printed, with exit code 0: its rates say
-    nothing about GPUs. With --force its variables are exported all the same.
+    Of a dry run's plan (`tccl plan --backend host`) a comment alone is printed, with exit code 0:
+    its rates say nothing about GPUs. With --force its variables are exported all the same.
 
     The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
     of the plan with ranks in its order (DIR/nccl/order). For a host outside of the plan, and for
