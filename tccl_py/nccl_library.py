@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -324,9 +325,13 @@ def user_file(environment: Mapping[str, str] = os.environ) -> Path:
 def home() -> Path:
     """Return the user's home directory as the installed NCCL finds it: from 2.30 on by HOME."""
     own, named = passwd_home(), Path(os.environ.get("HOME") or "/")
-    installed = installed_nccl() if named != own else None
-    numbers = (0,) if installed is None else tuple(map(int, installed.minor.split(".")))
-    return named if numbers >= _READS_HOME else own
+    return named if named != own and _reads_home() else own
+
+
+@cache
+def _reads_home() -> bool:
+    installed = installed_nccl()
+    return installed is not None and tuple(map(int, installed.minor.split("."))) >= _READS_HOME
 
 
 def passwd_home() -> Path:

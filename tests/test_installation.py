@@ -29,7 +29,7 @@ from tccl_py.installation.install import (
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
-from tccl_py.nccl_library import InstalledNccl, conf_lines, settings_of_files
+from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, settings_of_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.verify.record import ArmResult, Compared, Row, Verification
@@ -64,6 +64,9 @@ def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("NCCL_CONF_FILE", str(home / ".nccl.conf"))
+    _reads_home.cache_clear()
+    yield
+    _reads_home.cache_clear()
 
 
 def everything(folder):
