@@ -51,7 +51,6 @@ SLOWEST_FIRST = (
     "test_profiler_nccl.py",
     *PLANNING,
     "test_docs.py",
-    "test_placement.py",
     "test_asking_nccl.py",
     "test_cli_hardware.py",
     "test_jobs_against_nccl.py",

@@ -692,6 +692,19 @@ def test_a_directory_without_a_plan_is_a_sentence(tmp_path):
     assert tccl("install", tmp_path / "none").exit_code == 2
 
 
+def test_an_nccl_later_than_those_tried_gets_the_plugin_on_request(tmp_path, monkeypatch):
+    directory, conf = tmp_path / "plan", Path(os.environ["NCCL_CONF_FILE"])
+    directory.mkdir()
+    write_plan(needing_a_graph(plan_of(BOX)), directory)
+    (directory / "nccl" / LIBRARY).touch()
+    monkeypatch.setattr("tccl_py.installation.install.planned_or_installed", lambda _: "2.33.1")
+    assert "newer than 2.32" in tccl("install", directory, "--force").stderr
+    assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
+    assert tccl("install", directory, "--force", "--newer-nccl").exit_code == 0
+    assert b"NCCL_ENV_PLUGIN" in conf.read_bytes()
+    assert b"TCCL_NEWER_NCCL=1\n" in conf.read_bytes()
+
+
 def test_the_plugin_is_loaded_where_nccl_has_plugins_and_a_library_is_there(tmp_path):
     directory, conf = tmp_path / "plan", Path(os.environ["NCCL_CONF_FILE"])
     directory.mkdir()

@@ -214,14 +214,16 @@ def install(
     plugin: bool = flag(
         "--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True
     ),
+    newer_nccl: bool = flag("--newer-nccl", "Load the plugin also for an untried NCCL."),
     force: bool = flag("--force", "Also if not verified, or of another machine."),
 ) -> None:
     """Put a verified plan where jobs find it.
 
     The plan's lines stand between two marker lines; others stay, byte for byte. They load the
-    plan's plugin: NCCL 2.28.7 and later asks it for each communicator, and gets the graph file of
-    exactly its GPUs, or none, and the variables of the recommended choice. Any doubt is default
-    NCCL, and a user's own variables win.
+    plan's plugin: NCCL 2.28.7 to 2.32 asks it for each communicator, and gets the graph file of
+    exactly its GPUs, or none. They also set the variables that the plugin needs, alike for all
+    ranks. Any doubt is default NCCL, and a user's own variables win. With --newer-nccl a later NCCL
+    gets the plugin too, which then relies on its checks alone.
 
     For an older NCCL, for a plan of several hosts, without the plugin's library, and with
     --no-plugin the lines set the variables alone. No line names a graph file: communicators over
@@ -238,7 +240,7 @@ def install(
         tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.0
         tccl install my-plan --slurm-prolog - --force
     """
-    how = {"alike": alike, "plugin": plugin, "force": force}
+    how = {"alike": alike, "plugin": plugin, "force": force, "newer_nccl": newer_nccl}
     installed = plan_to_install(directory, **how, say=notice)
     named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
     targets = {kind: path for kind, path in named.items() if path is not None}

@@ -33,7 +33,7 @@ from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import unchecked, why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, unchecked, why_no_plugin
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
     HOST_FILE,
@@ -94,7 +94,7 @@ def check_plugin(host: Host) -> Found:
             what = f"{name}={other.value[:60]} is set beside the plugin"
             yield defect("plugin", other.where, severity="note", what=what, why=effect, fix="")
     for nccl in host.nccl or ():
-        if why := why_no_plugin(nccl.version):
+        if why := why_no_plugin(nccl.version, newer=NEWER_VARIABLE in variables):
             fix = "tccl install --no-plugin DIR, for programs that load this NCCL"
             yield defect("plugin", nccl.source, severity="note", what=why, fix=fix)
 

@@ -15,7 +15,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.cluster import shown
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings, job_environment
-from tccl_py.nccl.versions import has_rules, why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, has_rules, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.beside import known_fingerprint, planned_fingerprint, plugin_exports
 from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, machine_file, subset_file
@@ -247,7 +247,9 @@ def job_environment_of(
             wrong = _why_not_used(plan, nccl, say=say)
             elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
             disabled = "; ".join(filter(None, (elsewhere, wrong)))
-        why = why_no_plugin(nccl or planned_or_installed(plan)) if plugin or placed else ""
+        newer = os.environ.get(NEWER_VARIABLE) == "1"
+        used = nccl or planned_or_installed(plan)
+        why = why_no_plugin(used, newer=newer) if plugin or placed else ""
         if plugin and not disabled:
             disabled = why
         elif placed and why:

@@ -44,7 +44,7 @@ from tccl_py.installation.blocks import (
 )
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
-from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import conf_lines, passwd_home, user_file
 from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_exports
 from tccl_py.plan.directory import conf_text
@@ -89,12 +89,14 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_to_install(
-    directory: Path, *, alike: bool, plugin: bool, force: bool, say: Say
+    directory: Path, *, alike: bool, plugin: bool, force: bool, newer_nccl: bool = False, say: Say
 ) -> Installed:
     """Return the plan in a directory as it is installed; `say` gets notices.
 
     Without `force` the plan must be verified, and of this machine. With `plugin` the plugin is
-    loaded where NCCL has plugins. Raises InputError: no plan, changed files, or not to be trusted.
+    loaded where NCCL has plugins, with `newer_nccl` also where it is later than those tried.
+
+    Raises InputError: no plan, changed files, or not to be trusted.
     """
     plan = plan_in(directory)
     check_files(directory)
@@ -110,7 +112,7 @@ def plan_to_install(
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
     if why:
         say(f"{directory} {why}: accepted because of `force`")
-    loading = _loading(plan, directory, alike=alike, say=say) if plugin else {}
+    loading = _loading(plan, directory, alike, newer_nccl, say) if plugin else {}
     of_host = not plan.is_cluster and not plan.simulated
     fingerprint = planned_fingerprint(plan, directory) if of_host else None
     uuids = {} if fingerprint is None or alike else fingerprint.uuids(plan.machine)
@@ -125,11 +127,13 @@ def plan_to_install(
     )
 
 
-def _loading(plan: Plan, directory: Path, *, alike: bool, say: Say) -> dict[str, str]:
+def _loading(plan: Plan, directory: Path, alike: bool, newer: bool, say: Say) -> dict[str, str]:
     """Return the variables of jobs with the plugin; none, with a notice, where it does not work."""
-    why = why_no_plugin(planned_or_installed(plan))
+    why = why_no_plugin(planned_or_installed(plan), newer=newer)
     try:
-        loading = plugin_exports(plan, directory, alike=alike)
+        loading = plugin_exports(plan, directory, alike=alike) | (
+            {NEWER_VARIABLE: "1"} if newer else {}
+        )
     except InputError as error:
         loading, why = {}, why or str(error)
     if why:

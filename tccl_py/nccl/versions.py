@@ -301,18 +301,27 @@ def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
     return tuple(rate for rate in rates if sm < 100 or rate not in unknown)
 
 
-FIRST_WITH_PLUGIN = (2, 28, 7)
+FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN = (2, 28, 7), (2, 32)
+"""Releases with which the plugin was tried (FIRST_NCCL and LAST_NCCL in nccl/plugin/env.c)."""
+NEWER_VARIABLE = "TCCL_NEWER_NCCL"
+"""Set to 1 in jobs that load the plugin with a later NCCL."""
 
 
-def why_no_plugin(version: str) -> str:
-    """Return why a version of NCCL does not load the plugin, as a clause; "" if it does.
+def why_no_plugin(version: str, *, newer: bool = False) -> str:
+    """Return why a version of NCCL does not work with the plugin, as a clause; "" if it does.
 
-    Missing numbers are taken for favourable ones.
+    Missing numbers are taken for favourable ones. With `newer`, later releases than those tried
+    will do.
 
     >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
     ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
+    >>> why_no_plugin("2.33.1")
+    'NCCL 2.33.1 is newer than 2.32, up to which the plugin was tried'
     """
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
-    if numbers >= FIRST_WITH_PLUGIN[: len(numbers)]:
-        return ""
-    return f"NCCL {version} has no environment plugins, which came with 2.28.7"
+    if numbers < FIRST_WITH_PLUGIN[: len(numbers)]:
+        return f"NCCL {version} has no environment plugins, which came with 2.28.7"
+    if numbers[:2] > LAST_WITH_PLUGIN and not newer:
+        last = ".".join(map(str, LAST_WITH_PLUGIN))
+        return f"NCCL {version} is newer than {last}, up to which the plugin was tried"
+    return ""

@@ -16,11 +16,11 @@ HERE = Path(__file__).resolve().parent
 class Case(msgspec.Struct, kw_only=True):
     """A scenario run by `size` ranks.
 
-    A `real` case needs real GPUs. `default` are the names of communicators that must get default
-    NCCL, or True for all. `prepare` is given the case's folder and its plan, and returns more
-    options of `run_ranks`; `plan` are fields of the index. `check` returns complaints about a
-    result. With `like_default` communicators end as without the plugin: default NCCL fails there
-    too.
+    It is for releases from `since` to before `until`; a `real` case needs real GPUs. `default` are
+    the names of communicators that must get default NCCL, or True for all. `prepare` is given the
+    case's folder and its plan, and returns more options of `run_ranks`; `plan` are fields of the
+    index. `check` returns complaints about a result. With `like_default` communicators end as
+    without the plugin: default NCCL fails there too.
     """
 
     name: str
@@ -33,6 +33,8 @@ class Case(msgspec.Struct, kw_only=True):
     check: Callable | None = None
     like_default: bool = False
     real: bool = False
+    since: str = "2.28"
+    until: str = "3"
 
 
 def run_case(case, folder, version):
@@ -159,6 +161,21 @@ def _visible(gpus):
     }
 
 
+GIVEN = {"NCCL_BUFFSIZE": "131072", "NCCL_MIN_NCHANNELS": "8"}
+SEPARATE = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0", "NCCL_COMM_SHRINK_SHARE_RESOURCES": "0"}
+SINGLE = {"given": GIVEN, "needed": SEPARATE}
+
+
+def _given_where_planned(result, folder):
+    """Communicators with a graph file have the plan's variables, and no others have."""
+    return [
+        f"{made.name} over {made.gpus}: {made.graph or 'no file'}, {made.variables}"
+        for records in result.made
+        for made in records or ()
+        if made.rings and made.variables != (GIVEN if made.graph else {})
+    ]
+
+
 LACKS = {"rank_env": {2: {"NCCL_ENV_PLUGIN": None}}}
 
 
@@ -268,6 +285,31 @@ CASES = (
         plan={"nodes": dict.fromkeys(range(8), 0)},
         options={"env": {"NCCL_PROFILER_PLUGIN": "none"}},
         check=_hosts_buffers(False),
+    ),
+    Case(
+        name="variables of single communicators",
+        scenario="many",
+        plan=SINGLE | {"missing": {(0, 1), (0, 1, 2)}},
+        options={"env": SEPARATE},
+        check=_given_where_planned,
+        since="2.30",
+    ),
+    # A child that shared its parent's smaller buffers would overrun them.
+    Case(
+        name="variables of parents",
+        scenario="share",
+        plan=SINGLE | {"sizes": (4,)},
+        options={"env": SEPARATE},
+        check=_given_where_planned,
+        since="2.30",
+    ),
+    Case(name="needed variables are missing", plan=SINGLE, default=True, since="2.30"),
+    Case(
+        name="variables before 2.30",
+        plan=SINGLE,
+        default=True,
+        options={"env": SEPARATE},
+        until="2.30",
     ),
     Case(name="NCCL_COMM_ID", default=True, options={"env": {"NCCL_COMM_ID": "127.0.0.1:51234"}}),
 )

@@ -114,6 +114,7 @@ class Spec(msgspec.Struct):
     libraries: list[str]
     record: str
     version: str
+    asks_no_cache: bool = True
 
 
 class Given(msgspec.Struct):
@@ -168,7 +169,7 @@ class StandIn:
             elif section is not None:
                 section.append(name or word)
         uncached = set()
-        if spec.version >= "2.29.7":
+        if spec.version >= "2.29.7" and spec.asks_no_cache:
             uncached = set((self._get("NCCL_NO_CACHE") or "").split(","))
         again = {*sections["later"], *uncached}
         self._order = [name for name in sections["first"] if name in again]

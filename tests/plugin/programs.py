@@ -67,15 +67,15 @@ class StandIn:
         except BuildError as error:
             pytest.skip(str(error))
 
-    def run(self, plan, script, *, version="2.30.7", wrapper=(), **env):
+    def run(self, plan, script, *, version="2.30.7", release="2.30.7", wrapper=(), **env):
         """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV).
 
         `nodes` has the preferred NUMA node of each, and `said` the text on stderr. `wrapper` is the
-        start of the command.
+        start of the command, `release` what the plugin is told of NCCL.
         """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
         record = RECORDS / f"asked-by-{version}.txt"
-        command = [*wrapper, self._program, self.plugin, record, *self.libraries]
+        command = [*wrapper, self._program, self.plugin, record, *self.libraries, release]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TCCL_"))}
         done = subprocess.run(
             command,

@@ -26,6 +26,7 @@ SUMMED, WRONG_SUM = 1 << 20, 99
 _GRAPH = re.compile(r"tccl: rank \d+ of (\d+): graph file (\S+) of ")
 _DEFAULT = re.compile(r"tccl: rank \d+ of (\d+): default NCCL: (.*)")
 _RING = re.compile(r"Ring (\d+) : -?\d+ -> (\d+) -> (\d+)")
+_READ = re.compile(r"(NCCL_(?:BUFFSIZE|MIN_NCHANNELS)) set by environment to (\d+)")
 _SHOWN = re.compile(r"NCCL_GRAPH_FILE set by environment to (\S+)")
 
 
@@ -55,7 +56,8 @@ class Made(msgspec.Struct, kw_only=True):
     """A communicator as one rank saw it.
 
     `gpus` has NVML indices by rank, `files` NCCL's values of NCCL_GRAPH_FILE, `graph` the plugin's
-    choice, and `rings` this rank's next rank for each channel. A record of a group, behind those of
+    choice, `rings` this rank's next rank for each channel, and `variables` what NCCL read of the
+    variables that plans give to single communicators. A record of a group, behind those of
     its communicators, has the GPUs of each in `group` and all their choices.
     """
 
@@ -70,6 +72,7 @@ class Made(msgspec.Struct, kw_only=True):
     reason: str = ""
     rings: dict[int, int] = {}
     seconds: float = 0.0
+    variables: dict[str, str] = {}
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -172,7 +175,8 @@ class Job:
         """
         config = Config(share=share)
         rank = ranks.index(self.rank) if color != NO_COLOR else -1
-        made = self._new(name, ranks, rank, shared=parent.share)
+        separate = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "0"
+        made = self._new(name, ranks, rank, shared=parent.share and not separate)
         comm = Comm(ctypes.c_void_p(), made, list(ranks), share)
         self._read_log()
         made.seconds = -time.monotonic()
@@ -327,6 +331,7 @@ class Job:
         text = self._read_log()
         made.files = _SHOWN.findall(text)
         made.graph = " ".join(graph for _, graph in _GRAPH.findall(text))
+        made.variables = dict(_READ.findall(text))
         made.reason = " | ".join(reason for _, reason in _DEFAULT.findall(text))
         found = [(int(c), int(rank), int(to)) for c, rank, to in _RING.findall(text)]
         made.rings = {c: to for c, rank, to in found if rank == made.rank}

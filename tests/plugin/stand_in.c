@@ -1,12 +1,13 @@
 /* A stand-in for NCCL: a thread for each rank plays what NCCL was recorded to ask of its plugins.
  *
- * usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML < SCRIPT
+ * usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML RELEASE < SCRIPT
  * SCRIPT: one line for each communicator, played by its ranks alone, in the order of lines:
  *     comm HASH R,R,...     the ranks make a communicator
  *     lacks HASH R,R,...    the same, but the last rank's NCCL has no plugin
  *     failed HASH R,R,...   the ranks begin, and fail before NCCL's first barrier
  *     shared HASH R,R,...   a child that shares its parent's network
  *     late HASH R,R,...     the ranks fail when the profiler is initialised
+ *     racy HASH R,R,...     the ranks do not wait for each other
  * Prints `HASH RANK SIZE FNV PROTO ALGO NODE` for each rank of a communicator: the graph file that
  * the plugin answered, or 0 0, and the NUMA node that the thread prefers when NCCL would create the
  * proxy's thread, or -1; and at last the seconds of loading the plan, and the mean and the worst
@@ -103,6 +104,7 @@ static int profile(uint64_t hash, int rank, int ranks, void **context) {
 static void play(struct line *line, int place, bool first) {
   bool mute = strcmp(line->kind, "lacks") == 0 && place == line->count - 1;
   bool shared = strcmp(line->kind, "shared") == 0, behind = false;
+  bool racy = strcmp(line->kind, "racy") == 0;
   const struct section *asked = &sections[shared ? 2 : first ? 0 : 1];
   char *comm = calloc(1, HASH_AT + 64);
   uint32_t ranks[2] = {(uint32_t)place, (uint32_t)line->count};
@@ -123,8 +125,9 @@ static void play(struct line *line, int place, bool first) {
     }
     bool next = strcmp(name, "NCCL_P2P_DISABLE") == 0 || strcmp(name, "NCCL_TOPO_DUMP_FILE") == 0;
     if (next && strcmp(line->kind, "failed") == 0) break;
+    if (strcmp(name, "net") == 0 && racy) usleep((unsigned)rand() % 500);
     if (next && !behind) {
-      pthread_barrier_wait(&line->barrier); /* NCCL's allgather of peer information */
+      if (!racy) pthread_barrier_wait(&line->barrier); /* NCCL's allgather of peer information */
       behind = true;
     }
     if (strcmp(name, "net") == 0 || mute) continue;
@@ -200,7 +203,9 @@ static void read_script(void) {
 
 int main(int count, char **arguments) {
   pthread_t threads[RANKS];
-  if (count != 5) return fprintf(stderr, "usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML\n"), 2;
+  unsigned char nccl[3];
+  if (count != 6 || sscanf(arguments[5], "%hhu.%hhu.%hhu", nccl, nccl + 1, nccl + 2) != 3)
+    return fprintf(stderr, "usage: stand_in PLUGIN RECORD LIBCUDA LIBNVML RELEASE\n"), 2;
   void *cuda = dlopen(arguments[3], RTLD_NOW), *nvml = dlopen(arguments[4], RTLD_NOW);
   void *plugin = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
   if (!cuda || !nvml || !plugin) return fprintf(stderr, "%s\n", dlerror()), 2;
@@ -211,7 +216,7 @@ int main(int count, char **arguments) {
   read_record(arguments[2]);
   read_script();
   double start = now();
-  environment->init(2, 30, 7, "", NULL);
+  environment->init(nccl[0], nccl[1], nccl[2], "", NULL);
   start = now() - start;
   environment->get("NCCL_NET_PLUGIN");
   for (intptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, be_rank, (void *)i);

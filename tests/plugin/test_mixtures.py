@@ -14,26 +14,37 @@ MIXTURES = 150
 BUSES = {gpu: f"0000:{16 + gpu:02x}:00.0" for gpu in range(8)}
 
 
-@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
-def test_ranks_of_any_mixture_are_given_the_same(tmp_path, version):
-    standin = StandIn(tmp_path)
+def play(folder, version, count, **fields):
+    """Play mixtures; return complaints, and how many graph files and buffer sizes were given."""
+    standin = StandIn(folder)
     spec = Spec(
-        mixtures=[draw(seed, version) for seed in range(MIXTURES)],
-        indices=indices(tmp_path, version, BUSES),
+        mixtures=[draw(seed, version) for seed in range(count)],
+        indices=indices(folder, version, BUSES),
         plugin=str(standin.plugin),
         libraries=[str(library) for library in standin.libraries],
         record=str(RECORDS / f"asked-by-{version}.txt"),
         version=version,
+        **fields,
     )
-    path = tmp_path / "spec.json"
+    path = folder / "spec.json"
     path.write_bytes(msgspec.json.encode(spec))
     command = [sys.executable, "-m", "tests.plugin.mixtures", str(path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, cwd=ROOT, check=False, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     *wrong, counts = done.stdout.splitlines()
+    return wrong, *(int(part.split()[0]) for part in counts.split(", ")[1:])
+
+
+@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
+def test_ranks_of_any_mixture_are_given_the_same(tmp_path, version):
+    wrong, graphs, buffers = play(tmp_path, version, MIXTURES)
     assert wrong == []
-    graphs, buffers = (int(part.split()[0]) for part in counts.split(", ")[1:])
     assert graphs > MIXTURES
     assert buffers > MIXTURES // 2
+
+
+def test_an_nccl_that_does_not_ask_what_to_read_anew_is_given_no_variable(tmp_path):
+    wrong, graphs, buffers = play(tmp_path, "2.30.7", 10, asks_no_cache=False)
+    assert (wrong, buffers) == ([], 0)
+    assert graphs > 0

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.nccl.plugin.build import build_plugin
+from tccl_py.nccl.plugin.build import SOURCES, build_plugin
 from tccl_py.nccl.plugin.index import IndexedGpu
+from tccl_py.nccl.versions import FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN
 from tests.plugin.programs import (
     StandIn,
+    compile_program,
     expected_answers,
     file_answer,
     fuzz,
@@ -79,6 +81,30 @@ def test_hosts_that_forbid_memory_policies_get_graph_files_all_the_same(tmp_path
     assert plain.run(plan, PAIR, wrapper=wrapper, TCCL_DEBUG="1") == expected_answers(plan, PAIR)
     assert set(plain.nodes.values()) == {-1}
     assert plain.said.count("set_mempolicy: Operation not permitted") == 2
+
+
+def test_ranks_decide_alike_where_nccl_has_no_barrier_before_its_question(folder, plan, plain):
+    slow = compile_program(folder, "slow_read", "-shared", "-fPIC", target="slow_read.so")
+    racy = [("racy", number + 1, (0, 1)) for number in range(500)]
+    found = plain.run(plan, racy, LD_PRELOAD=str(slow))
+    answers = [{found[number, rank] for rank in ranks} for _, number, ranks in racy]
+    assert all(len(answer) == 1 for answer in answers)
+
+
+@pytest.mark.parametrize("version", ["2.28.3", "2.33.0"])
+def test_a_release_that_was_not_tried_gets_default_nccl(plan, plain, version):
+    assert set(plain.run(plan, PAIR, release=version).values()) == {(0, 0)}
+    found = plain.run(plan, PAIR, release=version, TCCL_NEWER_NCCL="1")
+    assert (set(found.values()) == {(0, 0)}) == (version == "2.28.3")
+
+
+def test_python_and_the_plugin_know_the_same_releases():
+    text = (SOURCES / "env.c").read_text()
+    first, last = (int(re.search(rf"{name}_NCCL = (\d+)", text)[1]) for name in ("FIRST", "LAST"))
+    assert first == sum(
+        part * unit for part, unit in zip(FIRST_WITH_PLUGIN, (10000, 100, 1), strict=True)
+    )
+    assert last == LAST_WITH_PLUGIN[0] * 10000 + LAST_WITH_PLUGIN[1] * 100 + 99
 
 
 def test_nothing_is_left_in_shared_memory(plan, plain):

@@ -1,8 +1,8 @@
 /* A board: one post for each rank of a communicator, in a file of /dev/shm named by its hash.
  *
  * The first rank makes the file with its post in it, so no empty board is ever left. Every rank
- * appends one post before NCCL's barrier and holds the file open, with a shared lock, until it has
- * decided. Nobody waits for a lock: an exclusive one is only tried, and granted only where no
+ * appends one post before NCCL's barrier, and a mark when it decides; it holds the file open, with a
+ * shared lock, until it has decided. Nobody waits for a lock: an exclusive one is only tried, and granted only where no
  * living process has a rank on the board. The kernel releases the locks of killed processes.
  */
 #include "plugin.h"
@@ -115,6 +115,17 @@ static void remove_folder(void) {
   char name[40];
   folder_name(name);
   rmdir(name); /* fails while there are boards */
+}
+
+/* Mark that a rank decides now: later posts count no more. Where /dev/shm is full, NCCL's barrier has
+ * to do. */
+void board_mark(int fd) {
+  struct post mark = {.magic = "tcclread"};
+  if (!append(fd, &mark)) say("cannot mark a board: %s", strerror(errno));
+}
+
+bool board_is_mark(const struct post *post) {
+  return memcmp(post->magic, "tcclread", sizeof post->magic) == 0;
 }
 
 /* Leave a board. After the decision, which every rank makes from its open file, its name goes at

@@ -37,6 +37,14 @@ static const char *objection(const struct plan *plan, const struct post *own,
   return NULL;
 }
 
+/* Return how many posts precede the first mark of a rank that decides. A rank marks before it reads,
+ * so all ranks read these alike, even with an NCCL without a barrier before its question. */
+size_t posts_before_mark(const struct post *posts, size_t size) {
+  size_t count = 0;
+  while ((count + 1) * sizeof *posts <= size && !board_is_mark(&posts[count])) count++;
+  return (count + 1) * sizeof *posts <= size ? count * sizeof *posts : size;
+}
+
 /* Decide from nothing but the posts and the plan, which all ranks have alike. */
 struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
                        size_t size) {
@@ -226,10 +234,12 @@ void watch(const struct plan *plan, void *context, uint64_t hash) {
  * alone. */
 void conclude(void) {
   const struct plan *plan = active_plan();
-  struct post posts[MAX_GPUS + 1];
+  struct post posts[MAX_GPUS + 2];
   if (member.phase != POSTED) return forget(); /* a child that shares its parent's network */
+  board_mark(member.board);
   ssize_t size = pread(member.board, posts, sizeof posts, 0);
-  struct decision decision = decide(plan, &member.post, posts, size < 0 ? 0 : (size_t)size);
+  size_t read = posts_before_mark(posts, size < 0 ? 0 : (size_t)size);
+  struct decision decision = decide(plan, &member.post, posts, read);
   board_leave(member.board, member.post.hash, true);
   member.phase = DECIDED;
   const struct set *set = decision.set;

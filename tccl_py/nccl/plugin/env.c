@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { SYSTEM_ERROR = 2, LOG_INFO = 3, LOG_INIT = 0x1, MAX_LIBRARY_NAME = 254 };
-/* NCCL versions whose order of calls and struct ncclComm this plugin knows. */
+/* NCCL versions whose order of calls and struct ncclComm were tried; nccl/versions.py has them too. */
 enum { FIRST_NCCL = 22807, LAST_NCCL = 23299, FIRST_UNCACHED = 23000 };
 
 typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line,
@@ -30,6 +30,7 @@ static struct environment *next;   /* somebody else's environment plugin, behind
 static char *own_path;             /* of this library */
 static char *networks;             /* the answer for NCCL_NET_PLUGIN */
 static char *uncached;             /* the answer for NCCL_NO_CACHE */
+static bool rereads;               /* NCCL has asked for it */
 static uint32_t version;
 static logger_t logger;
 static bool debug;
@@ -120,7 +121,7 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
   int major = (int)(version / 10000), minor = (int)(version / 100 % 100);
   if (found->nccl_major >= 0 && (found->nccl_major != major || found->nccl_minor != minor))
     return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
-  if ((version < FIRST_NCCL || version > LAST_NCCL) && !enabled("TCCL_ANY_NCCL"))
+  if (version < FIRST_NCCL || (version > LAST_NCCL && !enabled("TCCL_NEWER_NCCL")))
     return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
   return host_matches(found, why) && list_networks(why) && list_uncached(found, why);
 }
@@ -260,8 +261,13 @@ static const char *get(const char *name) {
     return value;
   }
   if (strcmp(name, "NCCL_GRAPH_FILE") == 0) return value ? value : chosen_graph_file();
-  if (strcmp(name, "NCCL_NO_CACHE") == 0) return uncached[0] ? uncached : NULL;
+  if (strcmp(name, "NCCL_NO_CACHE") == 0) {
+    __atomic_store_n(&rereads, true, __ATOMIC_RELAXED);
+    return uncached[0] ? uncached : NULL;
+  }
   const char *answer = chosen_variable(name);
+  /* An NCCL that does not ask what to read anew would keep the answer for all communicators. */
+  if (strcmp(name, "NCCL_ALGO") != 0 && !__atomic_load_n(&rereads, __ATOMIC_RELAXED)) answer = NULL;
   if (strcmp(name, "NCCL_ALGO") == 0) forget(); /* its last question (graph/tuning.cc) */
   if (value) return value;
   /* Unasked, NCCL would take the profiler of this library, as of any network library. */

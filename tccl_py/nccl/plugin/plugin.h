@@ -115,6 +115,8 @@ struct post { /* 104 bytes without padding; written by one append */
   uint64_t tuned, spare, check; /* `tuned`: NCCL will ask our tuner; the hash of all before */
 };
 int board_post(const struct post *post, char why[MAX_REASON]);
+void board_mark(int fd);
+bool board_is_mark(const struct post *post);
 void board_leave(int fd, uint64_t hash, bool decided);
 void board_seal(struct post *post);
 void boards_sweep(void);
@@ -126,6 +128,7 @@ struct decision {
   int nvml[MAX_GPUS]; /* today's NVML index of each of the set's GPUs */
   char why[MAX_REASON];
 };
+size_t posts_before_mark(const struct post *posts, size_t size);
 struct decision decide(const struct plan *plan, const struct post *own, const struct post *posts,
                        size_t size);
 size_t graph_text(const struct plan *plan, const struct decision *decision, char *out,
