@@ -12,6 +12,7 @@ from tccl_py.health.host import Finding
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.subject import plain_subject
 from tccl_py.simulator.descriptions import bundled_names
+from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES
 from tests.test_reference_plans import PLANS
 
@@ -56,6 +57,15 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
     assert found.default_gbps
     assert "cut short: `tccl plan`" in found.sure
     assert "ended early" in found.advice
+
+
+def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
+    host = measured_machine("host", 2)
+    monkeypatch.setattr("tccl_py.plan.subject.measured_machine", lambda *_: host)
+    found = advise(plain_subject(None, lambda _: None), seconds=-1.0)
+    assert (found.simulated, found.assumptions) == (False, ())
+    assert found.default_gbps > 0
+    assert "1 set measured here" in found.sure
 
 
 BOX = """\
