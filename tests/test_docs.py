@@ -96,6 +96,20 @@ def test_commands_and_options_that_are_typed_exist(page, line):
     assert used <= options
 
 
+def test_a_directory_in_the_documents_means_one_plan():
+    plans: dict[str, set[str]] = {}
+    for page in [*PAGES, ROOT / "README.md", ROOT / "tccl_py/cli/plan.py"]:
+        text = page.read_text(encoding="utf-8")
+        for name, options in re.findall(
+            r"^ *(?:[$] )?.*?tccl plan (?:-o )?([a-z][a-z0-9-]+)((?: [^#|&`\n]*)?)", text, re.M
+        ):
+            planned = options.replace("--force", "").strip()
+            if "--extend" not in planned:
+                plans.setdefault(name, set()).add(planned)
+    assert len(plans) > 15
+    assert {name: asked for name, asked in plans.items() if len(asked) > 1} == {}
+
+
 def test_every_page_of_a_command_is_of_one_there_is():
     names = {page.stem for page in (DOCS / "commands").glob("*.md")} - {"index"}
     assert names <= set(COMMANDS)

@@ -137,11 +137,11 @@ def plan(
     Examples:
 
         tccl plan my-plan
-        tccl plan my-plan --simulate asus-esc8000a-e13p
-        tccl plan my-plan --simulate nvswitch-8gpu-8nic --nodes 16
-        NCCL_P2P_DISABLE=1 tccl plan my-plan --pin-env NCCL_P2P_DISABLE
-        mpirun -N 1 tccl plan my-plan --switches topology.conf
-        mpirun -N 1 --host new1,new2 tccl plan my-plan --extend
+        tccl plan asus-plan --simulate asus-esc8000a-e13p
+        tccl plan sixteen-hosts --simulate nvswitch-8gpu-8nic --nodes 16
+        NCCL_P2P_DISABLE=1 tccl plan no-p2p-plan --pin-env NCCL_P2P_DISABLE
+        mpirun -N 1 tccl plan gpu-cluster --switches topology.conf
+        mpirun -N 1 --host new1,new2 tccl plan gpu-cluster --extend
     """
     named = [path for path in (directory, output) if path is not None]
     if len(named) != 1:
