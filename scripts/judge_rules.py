@@ -6,7 +6,8 @@ the libraries' graph code, without a GPU. A LIBRARY is libnccl.so.2 of a package
 changes of such files that `tccl validate` calls used.
 `ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
 those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
-virtual GPUs. `record FILE...` keeps answers for the tests, and `recorded` compares all kept ones.
+virtual GPUs. `record FILE|LIBRARY...` adds answers to those of the tests, and `recorded` compares
+all of these.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from tests.released_nccl import (
 from tests.topology_writer import topology_xml
 
 PLANS = Path(__file__).parents[1] / "plans"
-CONNECTED, RUN = 40, 100
+CONNECTED, RUN = 20, 100
 """Machines whose transports are asked for, which takes twice the time, and machines of a run."""
 _BUS_ID = re.compile(r'((?:busid|target)=")0000:')
 START_S, EACH_S = 40.0, 4.0
@@ -97,7 +98,7 @@ def main() -> None:
     elif options.kind == "ask":
         ask(options.paths[0], seeds, time.monotonic() + options.seconds)
     elif options.kind == "record":
-        record(dict(_answers(options.paths)))
+        record({**recorded(), **dict(_answers(options.paths, seeds))})
     elif options.kind == "recorded":
         compare({key: (answer, pcie_machine(key[1])) for key, answer in recorded().items()})
     elif options.kind == "code":
@@ -247,8 +248,17 @@ def _plan_lines() -> list[Line]:
     return lines
 
 
-def _answers(paths: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Answer]]:
+def _answers(
+    paths: Sequence[Path], seeds: Sequence[int]
+) -> Iterator[tuple[tuple[str, int], Answer]]:
+    """Yield the answers in files of `ask`, and new ones of libraries."""
+    known = recorded()
     for path in paths:
+        if path.suffix != ".jsonl":
+            code = GraphCode(path)
+            new = (seed for seed in seeds if (code.version, seed) not in known)
+            yield from (((code.version, seed), code.answer(pcie_machine(seed))) for seed in new)
+            continue
         for data in path.read_bytes().splitlines():
             line = msgspec.json.decode(data, type=Line)
             if line.answer is not None and not line.plan:

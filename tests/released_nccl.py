@@ -1,7 +1,7 @@
 """Released libraries of NCCL as judges of this project's rules, on machines of `pcie_machine`.
 
-`GraphCode` calls a library's own graph code, without a GPU. Where whole communicators were made on
-(virtual) GPUs, their answers are kept in `RECORDED`: a line for each release and machine.
+`GraphCode` calls a library's own graph code, without a GPU. `RECORDED` has answers, a line for each
+release and machine: of whole communicators on GPUs, with channels, or of the graph code alone.
 """
 
 import copy

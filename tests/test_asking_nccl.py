@@ -1,4 +1,4 @@
-"""What the installed NCCL says: NCCL's own host code without a GPU, and libraries that fail."""
+"""What the installed NCCL says: ranks that stand for NCCL's, and libraries that fail."""
 
 import contextlib
 import functools
@@ -17,28 +17,34 @@ from typer.testing import CliRunner
 from tccl_profiler.watch import GpuConditions, GpuProcess
 from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
+from tccl_py.files import decode_json, encode_json
 from tccl_py.health.doctor import check_own_rings
 from tccl_py.health.host import Host
 from tccl_py.nccl import asked
 from tccl_py.nccl import asked as installed_rings
 from tccl_py.nccl.asked import InstalledRings, NcclAnswer, RefusedError, ask_each, ask_nccl, judged
-from tccl_py.nccl.communicators import CommunicatorLog, Question, same_rings, transport_of
-from tccl_py.nccl.graph_file import Channel, Graph
+from tccl_py.nccl.communicators import (
+    CommunicatorLog,
+    JobSpec,
+    Question,
+    RankResult,
+    same_rings,
+    transport_of,
+)
+from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan import nccl_here
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.planner import make_plan
+from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, VERDICTS
-from tests.nccl_host import nccl_host
 from tests.test_cli_hardware import Fake, faked
 
 pytestmark = pytest.mark.timeout(240)
-H200 = "h200x4-vm.xml"
-ASUS = "asus-esc8000a-e13p.xml"
 GRAPH = (CASES / "h200x4-vm" / "graph.xml").read_text()
 PLAIN = Settings(version="2.28")
 
@@ -54,66 +60,75 @@ def pair_graph(one, other):
     return f'<graphs version="1">{"".join(graphs)}</graphs>'
 
 
-# NCCL's own host code
+# A stand-in for the ranks of an NCCL
 
 
-def test_default_nccl_says_its_rings_channels_types_and_transports(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
-    found = ask_nccl(variables, [0, 1, 3])
-    assert (found.version, found.fallback) == ("2.28.9", False)
-    assert found.rings == ((0, 1, 3),) * 24
-    assert (found.graph.nchannels, found.graph.typeintra) == (12, "NVL")
-    assert list(found.via) == [(0, 1), (1, 3), (3, 0)]
-    assert set(map(transport_of, found.via.values())) == {"P2P"}
+def from_first(ring, question):
+    start = ring.index(question.gpus[0])
+    return (*ring[start:], *ring[:start])
 
 
-def test_variables_change_what_nccl_does(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.30.7", ASUS)
-    gpus = [0, 2, 4]
-    found = ask_nccl(variables, gpus)
-    assert (found.version, found.fallback, len(found.rings)) == ("2.30.7", True, 2)
-    assert set(map(transport_of, found.via.values())) == {"SHM"}
-    more = {"NCCL_P2P_LEVEL": "SYS", "NCCL_MIN_NCHANNELS": "8"}
-    found = ask_nccl({**variables, **more}, gpus)
-    assert len(found.rings) == 8
-    assert set(map(transport_of, found.via.values())) == {"P2P"}
+def ranks_of_2_28_9(monkeypatch, graphs=()):
+    """Have ranks answer as NCCL 2.28.9 does: it runs a file's channels twice, or refuses the file.
 
+    Without graph 0 in the file it searches, and takes the last of `graphs`.
+    """
 
-def test_the_callers_variables_of_nccl_do_not_count(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
-    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "2")
-    monkeypatch.setenv("NCCL_GRAPH_FILE", "/nowhere/graph.xml")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert len(ask_nccl(variables, [0, 1]).rings) == 24
+    def run(tasks, **_):
+        spec = decode_json(tasks[0].spec, JobSpec, where="the ranks' task")
+        logs = [{} for _ in spec.gpus]
+        for number, question in enumerate(spec.questions):
+            text = next((t for t in (question.graph, *graphs) if t and 'id="0"' in t), "")
+            rings = parse_graph_file(text, where="g.xml", version="2.28")[0].orders
+            if strange := {gpu for ring in rings for gpu in ring} - set(question.gpus):
+                why = f"XML Import Channel : dev {min(strange)} not found."
+                raise RanksError([0], "ended with code 1", f"error: communicator {number}: {why}")
+            said = "".join(
+                f"h:1:1 [0] NCCL INFO Channel {channel:02}/{2 * len(rings):02} : "
+                + " ".join(str(question.gpus.index(gpu)) for gpu in from_first(ring, question))
+                + "\n"
+                for channel, ring in enumerate(rings * 2)
+            )
+            for gpu in question.gpus:
+                first = gpu == question.gpus[0]
+                logs[spec.gpus.index(gpu)][number] = CommunicatorLog(
+                    log=said if first else "", dump=text if first else ""
+                )
+        results = tuple(encode_json(RankResult(version="2.28.9", logs=one)) for one in logs)
+        return (RankOutput(results=results, log=""),)
+
+    monkeypatch.setattr(asked, "run_tasks", run)
 
 
 def test_graph_files_are_loaded_one_after_the_other_and_the_one_that_fails_is_named(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    ranks_of_2_28_9(monkeypatch)
     questions = [
         Question(gpus=(0, 1), graph=pair_graph(0, 1)),
         Question(gpus=(1, 2), graph=pair_graph(1, 2)),
     ]
-    found = ask_each(variables, questions, connect=False)
+    found = ask_each({}, questions, connect=False)
     assert [one.gpus for one in found] == [(0, 1), (1, 2)]
     assert [len(one.rings) for one in found] == [4, 4]
+    ranks_of_2_28_9(monkeypatch, [pair_graph(1, 2)])
     wrong = Question(gpus=(1, 2), graph=pair_graph(1, 3))
     with pytest.raises(RefusedError, match="dev 3 not found") as refused:
-        ask_each(variables, [questions[0], wrong], connect=False)
+        ask_each({}, [questions[0], wrong], connect=False)
     assert (refused.value.question, refused.value.crash) == (1, False)
 
 
-def test_a_file_that_crashes_nccl_is_told_from_nccl_that_crashes(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
-    text = pair_graph(0, 1).replace(' typeintra="NVL"', "")
-    verdict = judged(variables, [0, 1], text, where="g.xml")
-    assert verdict.verdict == "crash"
-    assert "killed by signal 11" in verdict.reason
-
-
 def test_a_file_without_rings_is_ignored(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     text = pair_graph(0, 1).replace('id="0"', 'id="7"').replace('id="1"', 'id="8"')
-    assert judged(variables, [0, 1], text, where="g.xml").verdict == "ignored"
+    assert judged({}, [0, 1], text, where="g.xml").verdict == "ignored"
+
+
+def test_default_nccl_of_a_real_machine_says_its_rings_channels_and_types():
+    log = (CASES / "h200x4-vm" / "nccl-2.28.9-init.log").read_text()
+    said = [CommunicatorLog(log=log, dump=GRAPH)]
+    found = asked.read_answer(Question(gpus=(0, 1, 2, 3)), said, "2.28.9")
+    assert (len(found.rings), found.fallback) == (24, False)
+    assert (found.graph.nchannels, found.graph.typeintra) == (12, "NVL")
+    assert set(map(transport_of, found.via.values())) <= {"P2P"}
 
 
 # What commands make of it
@@ -125,24 +140,24 @@ def tccl(*arguments):
 
 @pytest.fixture
 def gpus_here(monkeypatch):
-    """Four idle GPUs, and NCCL 2.28.9 on them; options that this NCCL needs."""
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    """Four idle GPUs, and NCCL 2.28.9 on them."""
+    ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     monkeypatch.setattr(nccl_here, "gpu_count", lambda: 4)
     monkeypatch.setattr(nccl_here, "why_not_asked", lambda gpus: "")
-    return [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
 
 
-def test_validate_asks_the_nccl_here(gpus_here, tmp_path):
+@pytest.mark.usefixtures("gpus_here")
+def test_validate_asks_the_nccl_here(tmp_path):
     path = tmp_path / "graph.xml"
     path.write_text(pair_graph(2, 1))
-    used = tccl("validate", path, "--gpus", "1,2", *gpus_here)
+    used = tccl("validate", path, "--gpus", "1,2")
     assert (used.exit_code, used.stderr) == (0, "")
     assert used.stdout.splitlines() == [
         f"{path}: used",
         "2 channels of the file, 4 in NCCL 2.28.9",
         "channels 0 1 2 3: 0 1",
     ]
-    rejected = tccl("validate", path, "--gpus", "1,0", *gpus_here)
+    rejected = tccl("validate", path, "--gpus", "1,0")
     assert rejected.exit_code == 1
     assert "rejected" in rejected.stdout
     assert "dev 2 not found" in rejected.stdout
@@ -174,10 +189,9 @@ def small_plan():
 
 
 def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
-    variables = nccl_host(monkeypatch, "2.28.9", H200)
+    ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     plan = small_plan()
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
-    monkeypatch.setattr(nccl_here, "environment", lambda settings: variables)
     assert nccl_here.graph_file_notices(plan, rings) == ()
     files = {**nccl_here.nccl_files(plan, Path()), "graph.xml": pair_graph(1, 2)}
     monkeypatch.setattr(nccl_here, "nccl_files", lambda plan, folder: files)

@@ -13,6 +13,7 @@ import pytest
 from tccl_py.nccl.asked import InstalledRings, RefusedError, ask_each, ask_nccl, judged, verdict_on
 from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_here import why_not_asked
 from tccl_py.readers.live import discover_machine
@@ -153,3 +154,28 @@ def test_a_measured_plan_takes_nccls_own_rings_and_files_that_it_loads(gpus, tmp
         where="graph.xml",
     )
     assert verdict.verdict == "used"
+
+
+def test_of_several_graph_files_the_one_that_fails_is_named(gpus):
+    pair = tuple(gpus[:2])
+    right = graph_text([pair], Settings(), rate_gbps=12.0, type_intra="SYS", provenance="made up")
+    other = right.replace(f'dev="{pair[1]:#x}"', 'dev="0xfe"')
+    assert other != right
+    with pytest.raises(RefusedError, match="not found") as refused:
+        ask_each({}, [Question(gpus=pair, graph=right), Question(gpus=pair, graph=other)])
+    assert (refused.value.question, refused.value.crash) == (1, False)
+
+
+def test_a_file_that_crashes_nccl_is_told_from_nccl_that_crashes(gpus):
+    pair = tuple(gpus[:2])
+    text = graph_text([pair], Settings(), rate_gbps=12.0, type_intra="SYS", provenance="made up")
+    verdict = judged({}, pair, text.replace(' typeintra="SYS"', ""), where="g.xml")
+    assert verdict.verdict == "crash"
+    assert "killed by signal 11" in verdict.reason
+
+
+def test_a_file_without_rings_is_ignored(gpus):
+    pair = tuple(gpus[:2])
+    text = graph_text([pair], Settings(), rate_gbps=12.0, type_intra="SYS", provenance="made up")
+    text = text.replace('id="0"', 'id="7"').replace('id="1"', 'id="8"')
+    assert judged({}, pair, text, where="g.xml").verdict == "ignored"
