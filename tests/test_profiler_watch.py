@@ -230,7 +230,7 @@ def test_every_name_that_is_asked_for_exists_in_pynvml(proc):
     nvml = FakeNvml([{}])
     with watching([0], set(), nvml, proc=proc) as look:
         look()
-    assert len(set(nvml.asked)) == 15
+    assert len(set(nvml.asked)) == 17
     assert all(hasattr(pynvml, f"nvmlDevice{question}") for question in nvml.asked)
 
 
@@ -311,6 +311,17 @@ def test_own_processes_are_left_out_and_others_have_their_names(proc):
         GpuProcess(pid=200, name="evil?[2J", used_mib=300),
         GpuProcess(pid=300, name=None, used_mib=None),
     )
+
+
+def test_clients_of_an_mps_server_stand_for_it(proc):
+    add_process(proc, 50, "nvidia-cuda-mps")
+    add_process(proc, 200, "train")
+    answers = gpu_answers(
+        GetComputeRunningProcesses_v3=lambda: [process(50)],
+        GetMPSComputeRunningProcesses_v3=lambda: [process(100), process(200)],
+    )
+    (seen,) = look_at(proc, answers, own=frozenset({100}))
+    assert seen.other_processes == (GpuProcess(pid=200, name="train", used_mib=300),)
 
 
 def test_own_processes_may_be_added_while_watching(proc):

@@ -37,8 +37,10 @@ _QUESTIONS: dict[str, tuple[Any, ...]] = {
     # By version, because pynvml's function without a version turns a missing _v3 into another
     # error. Graphics are not asked for: an X server keeps a few MiB on every GPU.
     "other_processes": ("GetComputeRunningProcesses_v3|GetComputeRunningProcesses_v2",),
+    "mps_clients": ("GetMPSComputeRunningProcesses_v3|GetMPSComputeRunningProcesses_v2",),
 }
 """By field of GpuConditions, functions of NVML, less nvmlDevice, and their arguments."""
+_MPS_SERVER = "nvidia-cuda-mps"  # as /proc cuts the names of server and daemon
 _HOST_PIDS = "pid:[4026531836]"
 """The first PID namespace of every Linux (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
 _SETTLED_S = 0.5  # links that have not risen for so long under load will not rise
@@ -111,7 +113,8 @@ def watching(
                 found["persistence"] = bool(found["persistence"])
             if found["throttling"] is not None:
                 found["throttling"] = throttling_names(found["throttling"])
-            found["other_processes"] = _others(found["other_processes"], own_pids, proc)
+            clients = found.pop("mps_clients") or ()
+            found["other_processes"] = _others(found["other_processes"], clients, own_pids, proc)
             return GpuConditions(gpu=gpu, **found)
 
         @_measuring()
@@ -168,16 +171,16 @@ def warmed(
 
 
 def _others(
-    found: Sequence[Any] | None, own_pids: AbstractSet[int], proc: Path
+    found: Sequence[Any] | None, clients: Sequence[Any], own_pids: AbstractSet[int], proc: Path
 ) -> tuple[GpuProcess, ...] | None:
-    """Return foreign processes, one per pid.
+    """Return foreign processes, one per pid; the clients of an MPS server stand for it.
 
     In a container the driver may tell the host's pids, and our own processes then have no entry in
     /proc. So as many hidden pids as own pids are missing from the list are taken for ours.
     """
     if found is None:
         return None
-    entries = {int(entry.pid): entry for entry in found}
+    entries = {int(entry.pid): entry for entry in (*found, *clients)}
     hidden = [pid for pid in entries if not (proc / str(pid)).exists()]
     ours = set(own_pids)
     if _in_container(proc):
@@ -185,11 +188,11 @@ def _others(
     return tuple(
         GpuProcess(
             pid=pid,
-            name=_name(proc, pid),
+            name=name,
             used_mib=None if (used := entry.usedGpuMemory) is None else used // 2**20,
         )
         for pid, entry in sorted(entries.items())
-        if pid not in ours
+        if pid not in ours and (name := _name(proc, pid)) != _MPS_SERVER
     )
 
 
