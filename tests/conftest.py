@@ -9,6 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.gpu.ranks import REAL
+
 # Tests start hundreds of Python processes: each would compile all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -107,14 +109,40 @@ def _own_environment(monkeypatch, tmp_path_factory):
     monkeypatch.setattr("tccl_py.health.doctor.asked_here", lambda *_: "")
 
 
+VIRTUAL_TIMEOUT_S = 150
+"""A test that hangs leaves time for the others on a GPU that is here for minutes."""
+
+
 def _gpus():
+    """Return how many GPUs are here, and what they are."""
     try:
         import pynvml  # noqa: PLC0415
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetCount()
+        count = pynvml.nvmlDeviceGetCount()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
     except Exception:
-        return 0
+        return 0, "no GPU"
+    return count, f"{count} {'' if REAL else 'virtual '}GPUs ({name})"
+
+
+def _skip_without_gpus(item, markers, count, gpus):
+    item.user_properties.append(("gpus", gpus))
+    wanted = max(marker.kwargs.get("count", 1) for marker in markers)
+    if wanted > count:
+        item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPU(s), {count} here"))
+    elif not REAL:
+        item.add_marker(pytest.mark.timeout(VIRTUAL_TIMEOUT_S), append=False)
+        if any(marker.kwargs.get("real") for marker in markers):
+            item.add_marker(pytest.mark.skip(reason="needs real GPUs: virtual ones share one"))
+
+
+def pytest_report_teststatus(report):
+    """Say of each test on GPUs, where tests are listed, which GPUs it had."""
+    gpus = dict(getattr(report, "user_properties", ())).get("gpus")
+    if gpus and report.when == "call" and not report.skipped:
+        return report.outcome, ".F"[report.failed], f"{report.outcome.upper()} on {gpus}"
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -140,11 +168,9 @@ def pytest_collection_modifyitems(items):
     """Skip what needs GPUs or MPI where there are none."""
     place = {name: number for number, name in enumerate((*MEASURING, *SLOWEST_FIRST))}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
-    gpus = _gpus() if any(item.get_closest_marker("gpu") for item in items) else 0
+    count, gpus = _gpus() if any(item.get_closest_marker("gpu") for item in items) else (0, "")
     for item in items:
-        marker = item.get_closest_marker("gpu")
-        wanted = marker.kwargs.get("count", 1) if marker else 0
-        if wanted > gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPU(s), {gpus} here"))
+        if markers := list(item.iter_markers("gpu")):
+            _skip_without_gpus(item, markers, count, gpus)
         if item.get_closest_marker("mpi") and shutil.which("mpirun") is None:
             item.add_marker(pytest.mark.skip(reason="needs mpirun, which is not here"))

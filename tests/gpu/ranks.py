@@ -1,12 +1,24 @@
 """Ranks of a job: started together, and all ended together."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
+"""False on virtual GPUs (scripts/test-gpu): there bandwidths mean nothing, and little is timed."""
+SHARE = {} if REAL else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12", "VGPU_CONNECTIONS": "8"}
+"""Variables of processes that measure on virtual GPUs: an eighth of the real one's multiprocessors
+and queues for each, since the kernels of a set wait for each other."""
+RANKS_TIMEOUT_S = 240 if REAL else 60
+BRIEF = () if REAL else ("--max-sets", "20", "--max-seconds", "20")
+"""Options of `tccl plan`."""
+PINNED = () if REAL else ("--pin-env", "NCCL_MAX_P2P_NCHANNELS")
+"""Options of `tccl verify`: scripts/test-gpu sets what fits on the one real GPU."""
 
 
-def run_ranks(commands, environments, *, timeout):
+def run_ranks(commands, environments, *, timeout=RANKS_TIMEOUT_S):
     """Run a process for each command; return their exit codes, and their output and errors.
 
     None outlives the call, which ends with subprocess.TimeoutExpired where a rank hangs.
@@ -28,3 +40,37 @@ def run_ranks(commands, environments, *, timeout):
         for rank in ranks:
             rank.kill()
     return [rank.returncode for rank in ranks], outputs
+
+
+def torch_nccl():
+    """The version of torch's NCCL; None without torch."""
+    try:
+        import torch  # noqa: PLC0415
+    except ImportError:
+        return None
+    return torch.cuda.nccl.version()
+
+
+def groups_of(size):
+    """Sets of ranks: a pair, halves, every other one, a triple, a single one, and all."""
+    ranks = list(range(size))
+    half = size // 2
+    sets = (ranks[:2], ranks[:half], ranks[half:], ranks[::2], ranks[1::2], ranks[:3], ranks[-1:])
+    return [list(one) for one in dict.fromkeys(map(tuple, (*sets, ranks)))]
+
+
+def splits_of(size):
+    """Ways to part all ranks."""
+    ranks = list(range(size))
+    whole = [ranks] if size == 2 else [ranks[: size // 2], ranks[size // 2 :]]
+    return [whole, [[0, *ranks[2:]], [1]]]
+
+
+def leave():
+    """End this rank as programs do that do not destroy their groups.
+
+    With overlapping splits of four GPUs and more torch 2.11 hangs while it destroys groups, without
+    the plugin too.
+    """
+    sys.stdout.flush()
+    os._exit(0)

@@ -5,6 +5,7 @@ export --hosts` plans each job from the kept tables.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.plan.load import load_plan
-from tests.gpu.ranks import REPOSITORY
+from tests.gpu.ranks import REAL, REPOSITORY, SHARE
 from tests.gpu.test_clusters_on_gpus import INTERFACE, SIZES, WRAPPER, all_reduce
 
 pytestmark = pytest.mark.timeout(420)
@@ -29,7 +30,10 @@ CASES = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.gpu(count=CASES[name][0])) for name in CASES],
+    params=[
+        pytest.param(name, marks=pytest.mark.gpu(count=CASES[name][0], real=name != "2x2"))
+        for name in CASES
+    ],
 )
 def measured(request, tmp_path_factory):
     """The GPUs of each node, the jobs, and the directory of the nodes' plan."""
@@ -43,11 +47,17 @@ def measured(request, tmp_path_factory):
     directory = folder / "plan"
     plan = ["plan", "-o", directory, "--nccl", "2.28", "--interfaces", INTERFACE, "--no-tune"]
     plan += ["--gpus-per-job", "1", "--rings", "1,2", "--max-sets", "25", "--target", "0.05"]
-    verify = ["verify", directory, "--sizes", "1M,64M", "--rounds", "6", "--seconds", "20"]
-    for words, codes in ((plan, (0,)), ([*verify, "--no-checks"], (0, 1))):
+    plan += [] if REAL else ["--network", "tcp"]
+    verify = ["verify", directory, "--sizes", "1M,64M" if REAL else "1M", "--rounds", "6"]
+    verify += ["--seconds", "20"]
+    for words, codes, share in (
+        (plan, (0,), SHARE),
+        ([*verify, "--no-checks"], (0, 1), {}),
+    ):
         done = subprocess.run(
             [*launch, *words],
             cwd=REPOSITORY,
+            env={**os.environ, **share},
             capture_output=True,
             text=True,
             timeout=240,
@@ -99,6 +109,7 @@ def test_nccl_runs_the_rings_of_every_job_planned_from_the_tables(measured, tmp_
             assert same_rings(ring, wanted[at % len(wanted)]), (hosts, at, ring)
 
 
+@pytest.mark.gpu(count=2, real=True)
 def test_a_job_gets_what_its_plan_predicts_and_its_choice_harms_no_size(measured, tmp_path):
     nodes, jobs, directory = measured
     place = tmp_path / "job"

@@ -76,7 +76,7 @@ def run_nodes(folder, variables, graphs=("", "")):
         environments.append({**os.environ, **variables, **own})
     words = [sys.executable, "-m", "tests.gpu.collective"]
     commands = [[*words, rank, NODES, port, 1 << 24, 5] for rank in range(NODES)]
-    codes, outputs = run_ranks(commands, environments, timeout=120)
+    codes, outputs = run_ranks(commands, environments)
     assert codes == [0] * NODES, outputs
     answers = [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
     assert all(answer["right"] for answer in answers)

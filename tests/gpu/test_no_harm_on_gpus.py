@@ -1,6 +1,6 @@
 """Groups of one training job on real NCCL: none fails, each has its own rings or stock's.
 
-Tensor, data and pipeline groups over 2 or 4 GPUs, groups of two and of one, splits, and GPUs in
+Tensor, data and pipeline groups over all GPUs, halves, pairs and single ones, splits, and GPUs in
 another order for CUDA. NCCL_NVLS_ENABLE is taken from the environment as it is. TCCL_KEEP names a
 folder in which NCCL's logs are kept.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import msgspec
@@ -20,48 +19,25 @@ from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.readers.live import discover_machine
-from tests.gpu.ranks import REPOSITORY, run_ranks
+from tests.gpu.ranks import groups_of, run_ranks
 from tests.planned import needing_a_graph, rebind
 
-pytestmark = pytest.mark.timeout(300)
-GROUPS = {
-    2: {"new": [[0, 1], [0], [1]], "split": [[[0, 1]], [[0], [1]]]},
-    4: {
-        "new": [[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2], [0, 1, 2], [3], [0, 1, 2, 3]],
-        "split": [[[0, 1], [2, 3]], [[0, 2, 3], [1]]],
-    },
-}
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(2, marks=pytest.mark.gpu(count=2), id="2 GPUs"),
-        pytest.param(4, marks=pytest.mark.gpu(count=4), id="4 GPUs"),
-    ],
-)
-def planned(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def planned(simulated, tmp_path_factory):
     """How many GPUs, and the directory of a plan for them and the NCCL that torch has.
 
     It is planned by a model and then called measured, so that its fingerprint is looked at.
     """
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    folder = tmp_path_factory.mktemp("here")
-    version = ".".join(map(str, torch.cuda.nccl.version()[:2]))
-    gpus = f"0-{request.param - 1}"
-    options = ["--gpus", gpus, "--nccl", version, "--max-sets", "100"]
-    for words in (
-        ["discover", "-o", folder / "machine.json"],
-        ["plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options],
-    ):
-        command = [sys.executable, "-m", "tccl_py", *map(str, words)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    plan = needing_a_graph(load_plan(folder / "plan"))
+    pytest.importorskip("torch", reason="torch is not installed")
+    folder = tmp_path_factory.mktemp("planned")
+    plan = needing_a_graph(load_plan(simulated))
     plan = msgspec.structs.replace(plan, simulated=False)
     _, _, fingerprint = discover_machine()
-    write_plan(plan, folder / "plan", fingerprint=fingerprint)
-    return request.param, folder / "plan"
+    write_plan(plan, folder, fingerprint=fingerprint)
+    return len(plan.gpus), folder
 
 
 def run_job(size, plan_dir, way, folder, *, visible=None, **variables):
@@ -74,11 +50,11 @@ def run_job(size, plan_dir, way, folder, *, visible=None, **variables):
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV",
     }
-    words = [str(folder / "meet"), str(plan_dir), way, json.dumps(GROUPS[size])]
+    words = [str(folder / "meet"), str(plan_dir), way]
     program = [sys.executable, "-m", "tests.gpu.groups"]
     commands = [[*program, rank, size, *words] for rank in range(size)]
     logged = [{**surroundings, "NCCL_DEBUG_FILE": str(folder / f"log{n}")} for n in range(size)]
-    codes, outputs = run_ranks(commands, logged, timeout=180)
+    codes, outputs = run_ranks(commands, logged)
     assert codes == [0] * size, outputs
     logs = [(folder / f"log{rank}").read_text() for rank in range(size)]
     if os.environ.get("TCCL_KEEP"):
@@ -166,7 +142,7 @@ def test_every_group_of_a_job_works_with_its_own_rings(planned, tmp_path, way, o
         assert files[0] is not None
     made = sum(len(answer["right"]) for answer in answers)
     print(f"{size} GPUs, {way}, {order}: {made} memberships, rings compared by rank {compared}")
-    assert sum(compared) >= len([one for one in GROUPS[size]["new"] if len(one) > 1])
+    assert sum(compared) >= len([one for one in groups_of(size) if len(one) > 1])
 
 
 def test_a_plan_of_other_gpus_is_off_and_all_groups_work(planned, tmp_path):

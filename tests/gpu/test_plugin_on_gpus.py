@@ -9,9 +9,7 @@ TCCL_KEEP names a folder in which NCCL's logs are kept.
 import os
 import re
 import shutil
-import subprocess
 import sys
-from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -25,38 +23,22 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import write_plan
 from tccl_py.readers.live import discover_machine
-from tests.gpu.ranks import REPOSITORY, run_ranks
+from tests.gpu.ranks import groups_of, run_ranks, torch_nccl
 from tests.planned import needing_a_graph
 from tests.plugin.logs import assert_own_rings
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(150)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(2, marks=pytest.mark.gpu(count=2), id="2 GPUs"),
-        pytest.param(4, marks=pytest.mark.gpu(count=4), id="4 GPUs"),
-    ],
-)
-def planned(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def planned(simulated):
     """How many GPUs, a plan for them and for torch's NCCL, and the host's fingerprint."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.cuda.nccl.version() < (2, 28, 7):
+    pytest.importorskip("torch", reason="torch is not installed")
+    if (version := torch_nccl()) < (2, 28, 7):
         pytest.skip(f"NCCL {version} has no environment plugins")
-    folder = tmp_path_factory.mktemp("here")
-    options = ["--gpus", f"0-{request.param - 1}", "--max-sets", "60"]
-    options += ["--nccl", ".".join(version.split(".")[:2])]
-    for words in (
-        ["discover", "-o", folder / "machine.json"],
-        ["plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options],
-    ):
-        command = [sys.executable, "-m", "tccl_py", *map(str, words)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
     _, _, fingerprint = discover_machine()
-    return request.param, needing_a_graph(load_plan(folder / "plan")), fingerprint
+    plan = needing_a_graph(load_plan(simulated))
+    return len(plan.gpus), plan, fingerprint
 
 
 def install(folder, plan, fingerprint):
@@ -86,7 +68,7 @@ def run_job(way, size, conf, folder, **variables):
     program = [sys.executable, "-m", "tests.gpu.plugin_rank", way]
     commands = [[*program, rank, size, folder] for rank in range(size)]
     logged = [{**environment, "NCCL_DEBUG_FILE": str(folder / name)} for name in _logs(size)]
-    codes, outputs = run_ranks(commands, logged, timeout=90)
+    codes, outputs = run_ranks(commands, logged)
     logs = [path.read_text() if path.exists() else "" for path in map(folder.joinpath, _logs(size))]
     if keep := os.environ.get("TCCL_KEEP"):
         for rank, name in enumerate(_logs(size)):
@@ -115,10 +97,7 @@ def test_communicators_of_unmodified_programs_run_the_rings_of_their_gpus(planne
     variables = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"} if way == "background" else {}
     logs = run_job(way, size, conf, tmp_path, **variables)
     counts = assert_own_rings(plan, logs)
-    wanted = {(0, 1), tuple(range(size))}
-    if size == 4:
-        wanted |= {(2, 3), (0, 2), (1, 3), (0, 1, 2)}
-    assert wanted <= counts.keys(), counts
+    assert {tuple(one) for one in groups_of(size) if len(one) > 1} <= counts.keys(), counts
     print(f"{size} GPUs, {way}: communicators by GPUs {dict(counts)}")
     assert boards() <= before
 
@@ -136,7 +115,7 @@ def test_collectives_of_unmodified_programs_run_what_the_tables_say(planned, tmp
         TunerEntry(from_bytes=4096, to_bytes=8192, protocol="simple", channels=1, **given),
         TunerEntry(from_bytes=4 << 20, to_bytes=4 << 20, protocol="ll", channels=2, **given),
     )
-    sets = [found for n in range(2, size + 1) for found in combinations(range(size), n)]
+    sets = [tuple(one) for one in groups_of(size) if len(one) > 1]
     tables = tuple(TunerTable(gpus=gpus, measured_on=gpus, entries=entries) for gpus in sets)
     tuning = Tuning(choice=plan.recommended, nccl=plan.settings.version, tables=tables)
     keep_tuning(tuning, plan, tmp_path / "plan")

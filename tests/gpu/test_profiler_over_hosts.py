@@ -9,9 +9,14 @@ from tccl_profiler.cluster.session import LIMITS, ClusterSession
 from tccl_profiler.precision import Stopping
 from tccl_profiler.profiler import Options
 from tccl_py.model.transfer import parse_set
+from tests.gpu.ranks import REAL
 from tests.profiler_clusters import Checked, agents_in_processes
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.gpu(count=2),
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("sharing"),
+]
 QUICK = Options(stopping=Stopping(limit=6), limits=LIMITS, check="every", sentinel_every=0)
 ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G1", "N0"})}
 OVER = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G1->h1.G1{blocks=2}"
@@ -28,15 +33,17 @@ def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
     ):
         sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", INSIDE)]
         over, ring, inside = Checked(session).measure(sets)
-        assert over.gbps[0] > 0.5
-        assert min(ring.gbps) > 0.3
-        assert min(inside.gbps) > 5
+        assert min(over.gbps + ring.gbps + inside.gbps) > 0
         # Their clocks are each compared with their host's, and those with the controller's.
-        assert inside.skew_us < 300
-        assert 0 < inside.skew_error_us < 500
-        assert inside.overlap > 0.9
+        assert inside.skew_error_us > 0
+        if REAL:
+            assert (over.gbps[0] > 0.5, min(ring.gbps) > 0.3, min(inside.gbps) > 5) == (True,) * 3
+            assert inside.skew_us < 300
+            assert inside.skew_error_us < 500
+            assert inside.overlap > 0.9
 
 
+@pytest.mark.gpu(count=2, real=True)  # beside NCCL's blocks no copy finishes on an eighth of a GPU
 def test_nccl_carries_flows_between_gpus_of_two_hosts():
     options = msgspec.structs.replace(QUICK, network="nccl")
     with (

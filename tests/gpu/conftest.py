@@ -1,0 +1,58 @@
+"""Plans of this machine that several files of tests look at, each made once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.ranks import BRIEF, REAL, REPOSITORY, SHARE, torch_nccl
+
+
+def tccl(*words, **variables):
+    command = [sys.executable, "-m", "tccl_py", *map(str, words)]
+    surroundings = {**os.environ, **variables}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=surroundings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory):
+    """A plan by the machine's description, for torch's NCCL if there is one."""
+    folder = tmp_path_factory.mktemp("simulated")
+    tccl("discover", "-o", folder / "machine.json")
+    options = ["--nccl", f"{version[0]}.{version[1]}"] if (version := torch_nccl()) else []
+    tccl("plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options)
+    return folder / "plan"
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """A plan made by measuring."""
+    folder = tmp_path_factory.mktemp("measured") / "plan"
+    print(tccl("plan", "-o", folder, *BRIEF, **SHARE))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def without_p2p(tmp_path_factory):
+    """The same where NCCL has no P2P.
+
+    Jobs then have 32 channels: all blocks of two jobs of two ranks fit on one real GPU.
+    """
+    folder = tmp_path_factory.mktemp("without-p2p") / "plan"
+    pinned = ("--pin-env", "NCCL_P2P_DISABLE", *(() if REAL else ("--gpus", "0,2")))
+    print(tccl("plan", "-o", folder, *BRIEF, *pinned, NCCL_P2P_DISABLE="1", **SHARE))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    """Give the processes that a module starts to measure their share of a virtual GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in SHARE.items():
+            patch.setenv(name, text)
+        yield
