@@ -51,7 +51,7 @@ def test_every_file_of_the_plan_says_so_in_its_first_line(place, tmp_path):
     ids=" ".join,
 )
 def test_the_first_line_of_every_answer_says_so(place, words, monkeypatch):
-    monkeypatch.setattr("os.execve", lambda *_: None)
+    monkeypatch.setattr("os.execvpe", lambda *_: None)
     name, *options = words
     found = tccl(name, place, *options)
     assert found.exit_code == 0, found.stderr
@@ -91,7 +91,7 @@ def test_a_dry_run_exports_nothing_unless_it_is_forced(place):
 @pytest.mark.parametrize("force", [False, True])
 def test_a_job_of_tccl_run_gets_a_dry_runs_variables_only_by_force(place, monkeypatch, force):
     seen = {}
-    monkeypatch.setattr("os.execve", lambda *given: seen.update(given[2]))
+    monkeypatch.setattr("os.execvpe", lambda *given: seen.update(given[2]))
     tccl("run", place, *["--force"] * force, "--", "true")
     assert ("NCCL_GRAPH_FILE" in seen) == force
     assert "PATH" in seen
