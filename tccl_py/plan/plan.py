@@ -272,11 +272,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def provenance(self) -> str:
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
-        basis = mark(
-            simulated=self.simulated,
-            assumed=self.assumed and self.simulated,
-            dry_run=self.dry_run,
-        )
+        basis = mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
         network = self.assumed and self.is_cluster and not self.simulated
         return f"{basis}, the network assumed" if network else basis
 
