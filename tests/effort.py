@@ -1,13 +1,21 @@
-"""How much work something takes, however busy the cores are."""
+"""How much work something takes, the same on every machine."""
 
 import contextlib
-import time
+import sys
 
 
 @contextlib.contextmanager
-def soon(most_s):
-    """What runs inside takes a core for at most so long; waiting for one does not count."""
-    begun = time.process_time()
-    yield
-    took_s = time.process_time() - begun
-    assert took_s < most_s, f"took a core for {took_s:.1f} s"
+def calls_at_most(most):
+    """What runs inside makes at most so many calls, of functions in Python and in C."""
+    count, before = 0, sys.getprofile()
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    assert count <= most, f"{count} calls"

@@ -60,6 +60,8 @@ def test_what_if_rates_the_plans_order_as_a_plan_of_one_ring_and_refuses_other_g
     for wrong in ((0, 1), (0, 1, 3), (0, 1, 2, 2)):
         with pytest.raises(InputError):
             plan.what_if(wrong, source)
+    with pytest.raises(InputError, match="the source simulates amd-v100"):
+        plan.what_if(order, tccl_py.Simulator(load_bundled("amd-v100")))
 
 
 def test_a_difference_names_what_changed_alone(tmp_path):

@@ -129,10 +129,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
         """Return the bandwidth of another ring order under the plan's settings, GB/s.
 
-        Raises InputError: not each GPU of the plan once. SearchError: NCCL has no hop between two.
+        Raises InputError: not each GPU of the plan once, or the source simulates another machine.
+        SearchError: NCCL has no hop between two.
         """
         from tccl_py.plan.tasks import Task, rings_under  # noqa: PLC0415
-        from tccl_py.sources.remembering import remembering  # noqa: PLC0415
+        from tccl_py.sources.remembering import source_for  # noqa: PLC0415
 
         if sorted(order) != list(self.gpus):
             wanted = ", ".join(map(str, self.gpus))
@@ -140,7 +141,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         task = Task(
             machine=self.machine,
             knowledge=self.knowledge,
-            source=remembering(source),
+            source=source_for(source, self.machine.name),
             gpus=self.gpus,
             version=self.settings.version,
         )

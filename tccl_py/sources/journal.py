@@ -35,6 +35,7 @@ from tccl_py.sources.remembering import FORMAT_VERSION, JournalHeader
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
 _RIGHT = "give a file this program wrote"
+_WITHOUT = "delete this line, and what is needed of it is measured again"
 _UNWRITABLE = "cannot be written", SPACE
 
 
@@ -105,12 +106,14 @@ def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement 
     except NoRateError as error:
         if error.gbps == 0:
             return None
-        raise InputError(where, f"has a rate of {error.gbps:g} GB/s", _RIGHT) from error
+        raise InputError(where, f"has a rate of {error.gbps:g} GB/s", _WITHOUT) from error
+    except InputError as error:
+        raise InputError(where, error.what, _WITHOUT) from error
     fault = next(faults(measurement), None)
     if fault is None and measurement.simulated != header.simulated:
         fault = "contradicts line 1 on whether it is simulated"
     if fault is not None:
-        raise InputError(where, fault, _RIGHT)
+        raise InputError(where, fault, _WITHOUT)
     return measurement if measurement.is_together else None
 
 
