@@ -5,7 +5,6 @@ import functools
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import msgspec
@@ -429,10 +428,8 @@ def failing(failing_library, monkeypatch, tmp_path):
     ],
 )
 def test_a_failing_nccl_is_no_answer_and_leaves_no_process(failing, how, why):
-    begun = time.monotonic()
     with pytest.raises(MeasurementError, match=why):
         failing(how)
-    assert time.monotonic() - begun < 30
 
 
 def test_an_nccl_that_hangs_is_ended_in_time(failing):

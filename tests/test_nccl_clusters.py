@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import time
 
 import msgspec
 import pytest
@@ -21,6 +20,7 @@ from tccl_py.nccl.versions import known_versions
 from tccl_py.nccl.view import net_devices, view
 from tccl_py.plan.writing import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
+from tests.effort import calls_at_most
 from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine, on_node, read_graph_file
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine
@@ -321,14 +321,13 @@ def test_channels_above_45_gbps_are_doubled_twice_on_several_hopper_nodes():
         assert len(validate_cluster([node, node]).rings) == final
 
 
-def test_a_job_of_forty_classes_and_a_thousand_nodes_is_judged_in_seconds():
+def test_a_job_of_forty_classes_and_a_thousand_nodes_is_judged_with_few_calls():
     classes = [
         job(msgspec.structs.replace(FOUR, name=f"class {number}"), [(0, 1, 2, 3)], [(0, 1)])
         for number in range(40)
     ]
-    start = time.process_time()
-    found = validate_cluster([classes[number % 40] for number in range(1000)])
-    assert time.process_time() - start < 5
+    with calls_at_most(150_000):
+        found = validate_cluster([classes[number % 40] for number in range(1000)])
     assert (found.verdict, len(found.rings[0])) == ("used", 4000)
 
 

@@ -141,13 +141,13 @@ def test_a_message_that_comes_byte_by_byte_is_put_together(raw, files):
     os.close(fds[0])
 
 
-def test_a_timeout_says_who_did_not_send_and_takes_as_long_as_asked(pair):
+def test_a_timeout_says_who_did_not_send_and_comes_no_sooner_than_asked(pair):
     began = time.monotonic()
     with pytest.raises(ConnectionTimeout) as caught:
         pair[0].receive(0.05)
     assert "worker of G0 sent" in str(caught.value)
     assert isinstance(caught.value, MeasurementError)
-    assert 0.05 <= time.monotonic() - began < 60
+    assert time.monotonic() - began >= 0.05
 
 
 def test_a_peer_that_does_not_read_ends_the_send_in_time(pair):

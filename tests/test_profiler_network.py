@@ -205,10 +205,8 @@ def test_a_nic_whose_worker_is_killed_amid_a_flow_is_named():
                 until(lambda: worker.process.poll() is not None)
 
             hosts.between = kill
-            begun = time.monotonic()
             with pytest.raises((WorkerLost, LinkLost)) as caught:
                 hosts.run(program, RunSpec(repeats=2, warm_us=0.0, window_us=60e6))
-            assert time.monotonic() - begun < 50
             # The first host is asked first: it has lost its worker, or else its link.
             if victim is hosts.pools["h0"]:
                 assert "the worker of N0" in str(caught.value)
@@ -236,7 +234,7 @@ def test_a_sender_that_never_comes_is_named_and_no_port_stays_open(hosts):
     with pytest.raises(LinkLost) as caught:
         step(pool, "accept", [missing], limit_s=0.5)
     assert "link 0 from h9.N0" in str(caught.value)
-    assert 0.4 < time.monotonic() - begun < 50
+    assert time.monotonic() - begun > 0.4
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((end.addresses[0], end.port), timeout=50)
     assert readings(hosts, HOST_TO_HOST)
@@ -313,13 +311,11 @@ def test_a_link_that_breaks_amid_a_flow_is_named_and_made_again(hosts, how):
     hosts.relay, hosts.between = relay, harm
     program = hosts.program(parse_set(GPU_TO_GPU))
     window_us = 60e6 if how == "cut" else 0.1e6
-    begun = time.monotonic()
     try:
         with pytest.raises(LinkLost) as caught:
             hosts.run(program, RunSpec(repeats=1, warm_us=0.0, window_us=window_us))
     finally:
         hosts.relay, hosts.between = lambda link, end: end, lambda stage, repeat: None
-    assert time.monotonic() - begun < 50
     assert str(caught.value).startswith(f"{LINK} was lost: ")
     for one in relays:
         one.thread.join()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -13,6 +11,7 @@ from tccl_py.model.rings import bounce, direct_read, direct_write
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
+from tests.effort import calls_at_most
 from tests.toy import toy_machine
 
 ASUS = load_bundled("asus-esc8000a-e13p")
@@ -110,8 +109,8 @@ def test_copy_engines_are_not_bound_by_blocks():
     assert direct.rate_gbps > 15 * kernel.rate_gbps
 
 
-@pytest.mark.parametrize(("flows", "milliseconds"), [(16, 1.0), (64, 3.0)])
-def test_a_set_takes_milliseconds(flows, milliseconds):
+@pytest.mark.parametrize("flows", [16, 64])
+def test_a_set_takes_few_calls_for_each_flow(flows):
     simulator = Simulator(ASUS)
     hops = [direct_write, direct_read, lambda a, b: bounce(a, b, b // 4)]
     one = transfer_set(
@@ -119,15 +118,8 @@ def test_a_set_takes_milliseconds(flows, milliseconds):
         for i in range(flows)
     )
     simulator.measure([one])
-    fastest = min(_seconds(simulator, one) for _ in range(100))
-    # Twice the design figure, for slow test machines.
-    assert fastest < 2 * milliseconds / 1000
-
-
-def _seconds(simulator, one):
-    start = time.process_time()
-    simulator.measure([one])
-    return time.process_time() - start
+    with calls_at_most(300 * flows):
+        simulator.measure([one])
 
 
 def test_a_model_for_any_machine_shares_links_and_is_assumed():
