@@ -27,12 +27,14 @@ class SharedResources:
     """Each flow uses some resources; a resource's capacity is shared equally by its flows.
 
     The slowest share is every flow's rate, so adding flows never helps. `alone` overrides what a
-    flow gets at most, by its text. Keeps every set it was asked for in `calls`.
+    flow gets at most, by its text. Keeps every set it was asked for in `calls`. `bounds_hold` says
+    that rates are as symmetric as the machine is described, which nobody knows of hardware.
     """
 
     simulated = True
 
-    def __init__(self, uses, capacity, *, alone=None, noise=0.0, seed=0):
+    def __init__(self, uses, capacity, *, alone=None, noise=0.0, seed=0, bounds_hold=False):
+        self.bounds_hold = bounds_hold
         self.uses, self.capacity, self.alone = uses, capacity, alone or {}
         self.noise, self.random = noise, np.random.default_rng(seed)
         self.calls = []
@@ -80,7 +82,10 @@ def random_resources(seed, *, resources=6, noise=0.0):
         low, high = (10, 50) if isinstance(resource, str) else (5, 60)
         return float(own_random(str(resource)).integers(low, high))
 
-    return SharedResources(lambda flow: uses_of(str(flow)), capacity, noise=noise, seed=seed)
+    # Machines without a symmetry: more flows never help here, and nothing else is assumed.
+    return SharedResources(
+        lambda flow: uses_of(str(flow)), capacity, noise=noise, seed=seed, bounds_hold=True
+    )
 
 
 def two_uplinks(*, uplink=10.0, port=30.0, **more):

@@ -114,7 +114,9 @@ def test_best_first_asks_at_most_a_tenth_of_what_the_eager_search_asks():
         return [f"out{one}", f"in{other}", *across]
 
     def source():
-        return SharedResources(uses, lambda r: 10.0 if r[:2] in ("up", "do") else 30.0)
+        return SharedResources(
+            uses, lambda r: 10.0 if r[:2] in ("up", "do") else 30.0, bounds_hold=True
+        )
 
     symmetry = switches(gpus=8)
     eager = find_rings(problem_for(source(), 8, symmetry=symmetry), strategy=tccl)

@@ -107,7 +107,9 @@ class SettingsSearch:
         """Search under exactly the chosen settings, for a bound that holds for them."""
         best = self.best
         settings, known = best.settings, [best.rings.rings]
-        result = search_under(self._task, settings, known=known, floor=0.0, sets=sets)
+        result = search_under(
+            self._task, settings, known=known, floor=0.0, sets=sets, check_bound=True
+        )
         if result is None:
             return
         self.cancelled = result.cancelled

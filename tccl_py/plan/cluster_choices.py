@@ -23,7 +23,7 @@ from tccl_py.plan.parts import (
     PlanChain,
     PlanChoice,
     PlannedHost,
-    is_proven,
+    is_at_bound,
     preferred,
     version_notices,
 )
@@ -72,7 +72,8 @@ def plan_over(
         rate_gbps=best.rate_gbps,
         error=best.error,
         bound_gbps=best.bound_gbps,
-        proven=is_proven(best.rate_gbps, best.bound_gbps),
+        proven=is_at_bound(best.rate_gbps, best.bound_gbps) and not best.bound_assumptions,
+        bound_assumptions=best.bound_assumptions,
         simulated=any(nodes[number].kept.simulated for number, _ in numbers),
         dry_run=any(nodes[number].kept.dry_run for number, _ in numbers),
         assumed=best.assumed,

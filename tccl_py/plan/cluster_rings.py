@@ -109,8 +109,9 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
 
     `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together,
     and `error` half its 95 % interval, relative.
-    No set of as many rings under these settings exceeds `bound_gbps`, in any order of hosts and
-    over any NICs, if NICs carry equal numbers of rings or one more; None is not known.
+    If `bound_assumptions` hold, no set of as many rings under these settings exceeds `bound_gbps`,
+    in any order of hosts and over any NICs, if NICs carry equal numbers of rings or one more; None
+    is not known.
     No order of hosts exceeds `order_bound_gbps` with these chains; None: no order is better, or the
     order was given.
     """
@@ -124,6 +125,7 @@ class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
     error: float
     assumed: bool
     bound_gbps: float | None
+    bound_assumptions: tuple[str, ...]
     order_bound_gbps: float | None
 
 
@@ -160,6 +162,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         bound = min(bounds) if len(bounds) == len(best) else None
         if bound is not None and (tree := self.cluster.switches) is not None:
             bound = min(bound, uplink_limit(tree, tuple(tree.all_hosts)))
+        assumptions = (one for choice in best for one in choice.bound_assumptions)
         ways = list(zip(ring.order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
         found = {way: self._between(*way) for way in dict.fromkeys(ways)}
         chains = {way: self._in_order(*way, one) for way, one in found.items() if one is not None}
@@ -175,6 +178,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             assumed=any(one.assumed for one in found.values() if one is not None),
             # With noise, chains with other NICs may do better than the best of all were thought to.
             bound_gbps=None if bound is None else float(max(bound, rate)),
+            bound_assumptions=() if bound is None else tuple(dict.fromkeys(assumptions)),
             order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
         )
 

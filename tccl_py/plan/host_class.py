@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.files import picked
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
 from tccl_py.model.measurement import Measurement, dealt
@@ -201,7 +202,7 @@ class ChainSearch(HostTable):
         """Remember the best chains under their settings."""
         measurement = self.task.source.measure([found.rings.flows])[0]
         best = self._kept(found.settings, found.rings, measurement)
-        marks = {"rate_gbps": found.rate_gbps, "bound_gbps": found.bound_gbps}
+        marks = picked(found, "rate_gbps", "bound_gbps", "bound_assumptions")
         best = msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
         self._best[found.settings, len(best.pairs)] = best
 

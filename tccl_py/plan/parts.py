@@ -17,9 +17,9 @@ from tccl_py.nccl.versions import unchecked
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
 PROOF = 0.0101
-"""A plan counts as proven best if its bound is no farther above it (relative).
+"""A plan counts as best if its bound is no farther above it (relative).
 
-It is what a search calls proven, and a little for rounding.
+It is the tolerance of a search, and a little for rounding.
 """
 CUT_SHORT = (
     "the limit of sets or seconds was reached: with more of them rings may be faster, and known "
@@ -203,7 +203,7 @@ def preferred(rate: float, than: float, *, less: bool) -> bool:
     return rate > than * (1 + AS_GOOD) or (less and rate >= than * (1 - AS_GOOD / 2))
 
 
-def is_proven(rate_gbps: float, bound_gbps: float | None) -> bool:
+def is_at_bound(rate_gbps: float, bound_gbps: float | None) -> bool:
     """Return whether a bound shows that no rings are clearly faster; None shows nothing."""
     return bound_gbps is not None and bound_gbps <= rate_gbps * (1 + PROOF)
 

@@ -35,6 +35,7 @@ from tccl_py.plan.parts import (
     Rate,
     SubsetRings,
     as_good,
+    is_at_bound,
     mark,
     per_channel,
     sender_nodes,
@@ -61,9 +62,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Channels take the rings in turn. `rate_gbps` is the predicted bus bandwidth of a collective,
     `error` half its 95 % interval (relative), `achieved_gbps` the bandwidth of real collectives. No
-    ring set searched exceeds `bound_gbps` under these settings. `limit_gbps` is the rate of bare
-    concurrent copies over the hops of the recommended choice, and `whole_ring_gbps` that of all
-    rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL variables
+    ring set searched exceeds `bound_gbps` under these settings if `bound_assumptions` hold, which
+    were not checked for all sets; a plan is `proven` best without any. `limit_gbps` is the rate of
+    bare concurrent copies over the hops of the recommended choice, and `whole_ring_gbps` that of
+    all rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL variables
     that all jobs have, with the plan or without. `simulated` and `assumed` say what the rates rest
     on; in a `dry_run` transfers or jobs ran in host memory. `winner` is the choice that jobs found
     best.
@@ -81,6 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     achieved_gbps: Rate | None = None
     bound_gbps: Rate | None
     proven: bool
+    bound_assumptions: tuple[str, ...] = ()
     limit_gbps: Rate | None = None
     whole_ring_gbps: Rate | None = None
     simulated: bool
@@ -341,6 +344,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return CUT_SHORT in self.notices
 
     @property
+    def at_bound(self) -> bool:
+        """Whether no rings are clearly faster, as far as the bound holds."""
+        return is_at_bound(self.rate_gbps, self.bound_gbps)
+
+    @property
     def advice(self) -> str:
         """The recommendation, in a sentence or two."""
         return f"DRY RUN, no advice for GPUs: {self._advice}" if self.dry_run else self._advice
@@ -358,7 +366,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"Leave NCCL as it is, or set {variables} where large messages decide: "
                 f"{offered:.2f}x default NCCL ({self.expected}), but {self.variables.note}."
             )
-        early = not self.proven and (self.cancelled or self.cut_short)
+        early = not self.at_bound and (self.cancelled or self.cut_short)
         ended = "was clearly faster before the search ended early"
         if name == "default":
             rest = ended if early else "is clearly faster"

@@ -111,6 +111,7 @@ def as_achieved(
         rate_gbps=rates["graph"],
         bound_gbps=None,
         proven=False,
+        bound_assumptions=(),
         stock=replace(made.stock, rate_gbps=rates["default"]),
         variables=replace(
             made.variables,

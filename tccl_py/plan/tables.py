@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.files import check_version, decode_json, encode_line, read_text
+from tccl_py.files import check_version, decode_json, encode_line, picked, read_text
 from tccl_py.model.cluster import NodeClass, shown
 from tccl_py.model.machine import parse_gpus
 from tccl_py.model.rings import Hop
@@ -52,7 +52,8 @@ class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `under` is the number of the table's settings; a chain lists numbers of the table's hops, and
     `gbps` their rates. `error` is half the 95 % interval, relative. `best` marks the best set of so
-    many chains under the settings, with a bound, `chosen` a result of the search over settings.
+    many chains under the settings, with a bound and its assumptions, `chosen` a result
+    of the search over settings.
     """
 
     under: int
@@ -63,6 +64,7 @@ class KeptChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     error: float = 0.0
     assumed: bool = False
     bound_gbps: Rate | None = None
+    bound_assumptions: tuple[str, ...] = ()
     best: bool = False
     chosen: bool = False
 
@@ -151,7 +153,7 @@ class HostTable:
         for (settings, _), best in self._best.items():
             if best is not None:
                 known = self._between.get((settings, best.pairs)) or best
-                marks = {"bound_gbps": best.bound_gbps, "best": True, "chosen": best.chosen}
+                marks = picked(best, "bound_gbps", "bound_assumptions", "best", "chosen")
                 found[settings, best.pairs] = msgspec.structs.replace(known, **marks)
         for key, one in self._between.items():
             if one is not None:

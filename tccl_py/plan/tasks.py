@@ -129,6 +129,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.result.bound_gbps, self.rate_gbps)
 
     @property
+    def bound_assumptions(self) -> tuple[str, ...]:
+        """The unchecked assumptions of the bound, in sentences."""
+        return () if self.result is None or self.bound_gbps is None else self.result.assumptions
+
+    @property
     def orders(self) -> tuple[Order, ...]:
         """GPU orders of the rings."""
         return tuple(one.gpus for one in self.rings.rings)
@@ -210,7 +215,13 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
 
 
 def search_under(
-    task: Task, settings: Settings, *, known: Sequence[Rings] = (), floor: float, sets: int
+    task: Task,
+    settings: Settings,
+    *,
+    known: Sequence[Rings] = (),
+    floor: float,
+    sets: int,
+    check_bound: bool = False,
 ) -> SearchResult | None:
     """Search for rings under one choice of settings; None without time, or if a GPU has no hop.
 
@@ -220,6 +231,7 @@ def search_under(
         known: ring sets known beforehand.
         floor: scores up to this, GB/s, are of no interest.
         sets: the limit of measured sets.
+        check_bound: whether to measure more, as a check of what the bound assumes.
     """
     if not task.source.has_time():
         return None
@@ -235,6 +247,7 @@ def search_under(
             cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
             floor_gbps=floor,
             budget=msgspec.structs.replace(task.budget, sets=sets),
+            check_bound=check_bound,
         )
         return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
     except (SearchError, MeasurementError):

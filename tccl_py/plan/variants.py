@@ -124,6 +124,7 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
         achieved_gbps=achieved_gbps,
         bound_gbps=None,
         proven=False,
+        bound_assumptions=(),
         # These were measured under the settings before.
         whole_ring_gbps=None,
         limit_gbps=None,

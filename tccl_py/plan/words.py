@@ -161,18 +161,21 @@ def limit_text(plan: Plan) -> str:
 
 
 def proof(plan: Plan) -> str:
-    """Return whether the plan is proven best, and among which rings."""
-    if not plan.proven:
+    """Return whether the plan is proven best, or best as far as known, and among which rings."""
+    if not plan.at_bound:
         return "not proven best"
     among = "single rings" if plan.ring_count == 1 else f"sets of {plan.ring_count} rings"
-    return f"proven best within 1 % among {among} under these settings"
+    within = f"within 1 % among {among} under these settings"
+    if plan.proven:
+        return f"proven best {within}"
+    return f"best found {within}; the bound rests on assumptions"
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Return what a plan assumes of its machines, a sentence for each assumption."""
+    """Return what a plan assumes of its machines and for its bound, each in a sentence."""
     classes = plan.cluster.classes
     texts = (text for part in classes for text in part.knowledge.assumptions(part.machine))
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys((*texts, *plan.bound_assumptions)))
 
 
 def _plugin_text(plan: Plan) -> str:

@@ -30,6 +30,7 @@ from tccl_py.plan.parts import IN_DRY_RUN, ChoiceName, PlanChain, mark
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import (
     CHOICE_WORDS,
+    assumptions,
     choice_words,
     gpu_list,
     limit_text,
@@ -198,6 +199,8 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     of = "NCCL jobs when settings were tuned" if plan.tuned else "a prediction of bus bandwidth"
     cost = dict(summary(plan))["cost"]
     yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
+    if texts := assumptions(plan):
+        yield f"Assumed: {'; '.join(texts)}."
     assumed = plan.stock.assumed
     stock = mark(simulated=plan.simulated, assumed=assumed, dry_run=plan.dry_run)
     yield f"Default NCCL: {stock}. {plan.stock.note}"

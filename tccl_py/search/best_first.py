@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.errors import BudgetSpentError
+from tccl_py.model.rings import RingSet
 from tccl_py.search.bounds import (
     Bounds,
     Evaluator,
@@ -39,6 +40,8 @@ MAX_PAIR_KINDS = 64
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
+DIFFERENCE = 0.05
+"""Rates that a symmetry calls equal may differ this much (relative)."""
 MAX_FINALISTS = 64
 """Runners-up kept; more matter only where measurements are very noisy."""
 Sequences = tuple[tuple[int, ...], ...]
@@ -56,6 +59,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def hops(self) -> tuple[int, ...]:
         """All hops of all rings."""
         return tuple(hop for sequence in self.sequences for hop in sequence)
+
+    @property
+    def rings(self) -> RingSet:
+        """The rings of these hops."""
+        return self.index.rings(self.sequences)
 
     @property
     def bounces(self) -> int:
@@ -101,6 +109,11 @@ class Incumbent:
         self._candidates.append(Candidate(score=score, index=index, sequences=rings))
         self._candidates.sort(key=lambda c: (-round(c.score, 6), c.bounces, len(c.sequences)))
         del self._candidates[MAX_FINALISTS:]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The best candidate and the runners-up."""
+        return tuple(self._candidates)
 
     def finalists(self) -> list[Candidate]:
         """Return the candidates within three standard errors of the best, one of each set."""
@@ -164,6 +177,16 @@ class RingSetSearch:
         """Upper bound on the score of any set of this many rings, GB/s."""
         queued = max((state.bound for _, state in self._queue), default=0.0)
         return self.count * min(self._relaxation_bound, max(queued, self._discarded_bound))
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether a measured ring set is faster than its bound, so that an assumption is false."""
+        allowed = 1 + DIFFERENCE + 6 * self._incumbent.error
+        return any(
+            one.score > self.count * self.bounds.bound(one.hops) * allowed
+            for one in self._incumbent.candidates
+            if len(one.sequences) == self.count
+        )
 
     @property
     def _enough(self) -> float:

@@ -35,7 +35,8 @@ class Evaluator:
     """Measures sets of hops by a source, remembers the results, and counts the cost.
 
     `noise` is the relative standard deviation of a measurement that does not state its own;
-    `measured` is called after each measurement.
+    `measured` is called after each measurement. `bounds_hold` tells that the source's rates are
+    such that bounds from parts and from images need no assumption.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Evaluator:
         self._known: dict[str, Measurement] = {}
         self._started = time.monotonic()
         self.sets_measured = self.sets_by_symmetry = 0
+        self.bounds_hold = bool(getattr(source, "bounds_hold", False))
         self.assumed = False
         self._remembered_before = self._remembered
 
@@ -116,6 +118,11 @@ class Evaluator:
             self._measured()
         return self._known[key]
 
+    def known_rate(self, index: HopIndex, hops: Sequence[int]) -> float | None:
+        """Return the rate of `hops` themselves if they were measured, GB/s."""
+        measurement = self._known.get(index.text(hops))
+        return None if measurement is None else measurement.rate_gbps
+
     def remeasure(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
         """Return the rates of several fresh measurements of `hops` themselves, GB/s."""
         measurements = self._source.measure([index.transfer_set(hops)] * times)
@@ -166,7 +173,10 @@ def _without_repetition(is_slow: IsSlow) -> IsSlow:
 
 
 class Bounds:
-    """Upper bounds for sets of `copies` rings; `version` grows with every new bound."""
+    """Upper bounds for sets of `copies` rings, from sets of hops that are `learned`.
+
+    `version` grows with every new bound.
+    """
 
     def __init__(self, index: HopIndex, *, copies: int) -> None:
         count = len(index.hops)
@@ -177,11 +187,13 @@ class Bounds:
         self._masks: Masks = np.zeros((0, self._words), dtype=np.uint64)
         self._rates: Floats = np.zeros(0)
         self._with_hop: dict[int, npt.NDArray[np.int64]] = {}
+        self.learned: list[tuple[int, ...]] = []
         self.version = 0
 
     def learn(self, hops: Sequence[int], upper: float) -> None:
         """Add an upper bound on the rate of `hops` and of all symmetric images."""
         orbit = self._index.orbit(hops)
+        self.learned.append(tuple(hops))
         self.version += 1
         if len(hops) == 1:
             self.single[orbit[:, 0]] = np.minimum(self.single[orbit[:, 0]], upper)

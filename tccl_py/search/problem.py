@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -50,6 +51,7 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     groups of GPUs for upper bounds: any are valid, good ones shorten proofs. Scores up to
     `floor_gbps` are not searched for. `tolerance` is the relative gap at which an answer counts as
     proven, `noise` the relative standard deviation of a measurement that does not state its own.
+    With `check_bound` more sets are measured, as a check of what the bound assumes.
     """
 
     spaces: Mapping[int, HopSpace]
@@ -62,6 +64,7 @@ class SearchProblem(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget = Budget()
     tolerance: float = 0.01
     noise: float = 0.0
+    check_bound: bool = True
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -73,7 +76,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The best ring set found, and an upper bound.
 
     `rate_gbps` is the score of `rings`, GB/s; no ring set of the searched sizes is above
-    `bound_gbps` (None: unknown); `proven` means within the tolerance. `sets_measured` counts new
+    `bound_gbps` (None: unknown), as far as `assumptions` (sentences) are true that were not checked
+    for all sets; `proven` means within the tolerance without any. `sets_measured` counts new
     measurements, `sets_remembered` those of a journal or an earlier search, `sets_by_symmetry` sets
     known by an image or a repetition.
     """
@@ -83,6 +87,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     rate_gbps: float
     bound_gbps: float | None
     proven: bool
+    assumptions: tuple[str, ...]
     sets_measured: int
     sets_remembered: int
     sets_by_symmetry: int
@@ -160,6 +165,11 @@ class HopIndex:
         self.images: npt.NDArray[np.int32] = table[self.inside]
         self._moves = self._generator_images(symmetry)
         self._smallest: dict[Hops, Hops] = {}
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether hops have images other than themselves."""
+        return len(self.images) > 1
 
     def _pairs(self) -> npt.NDArray[np.int64]:
         count = len(self.gpus)
@@ -251,6 +261,16 @@ def all_ring_sets(
     for found in itertools.combinations_with_replacement(all_rings(index), rings):
         if admitted(index, found, rule):
             yield found
+
+
+def random_rings(index: HopIndex, count: int, chance: random.Random) -> tuple[Hops, ...]:
+    """Draw `count` rings, each order and mechanism alike; () if two neighbours have no hop."""
+    rest = range(1, len(index.gpus))
+    rings = [itertools.pairwise((0, *chance.sample(rest, len(rest)), 0)) for _ in range(count)]
+    choices = [[[hop for hop in index.pair[pair] if hop >= 0] for pair in one] for one in rings]
+    if not all(map(all, choices)):
+        return ()
+    return tuple(tuple(int(chance.choice(hops)) for hops in one) for one in choices)
 
 
 def admitted(index: HopIndex, rings: Sequence[Sequence[int]], rule: SetRule | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version
 from tccl_py.model.machine import Knowledge, Machine, PciDevice, Provenance, check, check_knowledge
+from tccl_py.model.symmetry import automorphisms
 
 MODEL_VERSION = 1
 MAX_FIGURE = 1e6  # A petabyte a second; more is a malformed file
@@ -276,6 +277,26 @@ def check_model(model: MachineModel, *, where: str) -> MachineModel:
     for place, figure in figures_of(model):
         _check_figure(figure, figures, f"{where} {place}")
     return model
+
+
+def is_symmetric(model: MachineModel) -> bool:
+    """Return whether the symmetries of the machine leave the capacities of its parts the same."""
+
+    def moved(capacity: Capacity, names: Mapping[str, str]) -> Capacity:
+        at = capacity.at
+        if isinstance(at, Links):
+            devices = tuple(sorted(names[device] for device in at.devices))
+            low, high = sorted(names[end] for end in at.between or ("", ""))
+            at = msgspec.structs.replace(at, devices=devices, between=(low, high))
+        return msgspec.structs.replace(capacity, at=at, name="", note="")
+
+    generators = automorphisms(model.machine, model.knowledge).generators
+    identity = {"": "", **{device: device for device in model.machine.graph}}
+    before = {moved(one, identity) for one in model.capacities}
+    return all(
+        {moved(one, {**identity, **names}) for one in model.capacities} == before
+        for names in generators
+    )
 
 
 def _check_figure(figure: Figure, figures: Figures, place: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from tccl_py.simulator.model import (
     Parameters,
     bundled_parameters,
     figures_in,
+    is_symmetric,
 )
 from tccl_py.simulator.routes import (
     Bound,
@@ -308,6 +310,14 @@ class Simulator:
         self._asked: dict[TransferSet, int] = {}
         self._before: Callable[[TransferSet], int] = lambda _: 0
         self._engine = Engine(model, bundled_parameters())
+
+    @cached_property
+    def bounds_hold(self) -> bool:
+        """Return whether rates by parts and by images hold by construction.
+
+        A further flow raises no max-min fair rate. Images are as fast if capacities are symmetric.
+        """
+        return is_symmetric(self.model)
 
     def resume(self, times: Callable[[TransferSet], int]) -> None:
         """Continue an earlier run, in which each set was measured `times(set)` times."""

@@ -136,6 +136,11 @@ class RememberingSource:
         return getattr(self._source, "dry_run", False)
 
     @property
+    def bounds_hold(self) -> bool:
+        """Return whether rates by parts and by images hold by construction of the source."""
+        return bool(getattr(self._source, "bounds_hold", False))
+
+    @property
     def model(self) -> str:
         """Name of the simulated machine, "" of hardware."""
         simulated = getattr(self._source, "model", None)

@@ -19,7 +19,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import leaving
 from tccl_py.model.transfer import Place, Transfer, transfer_set
 from tccl_py.plan.again import NoSource, known_model, measured_again
-from tccl_py.plan.parts import PlanChain, is_proven
+from tccl_py.plan.parts import PlanChain, is_at_bound
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostTable, read_tables
 from tccl_py.plan.tasks import Order
@@ -384,7 +384,7 @@ def _notes(
         if len(missing) > _NAMED:
             yield f"no {kind} over {len(missing) - _NAMED} more sets of GPUs"
     for kind, all_ in (("rings", search.rings), ("chains", search.chains)) if not kept else ():
-        if open_ := sum(not is_proven(one.rate_gbps, one.bound_gbps) for one in all_.values()):
+        if open_ := sum(not is_at_bound(one.rate_gbps, one.bound_gbps) for one in all_.values()):
             yield f"{open_} of {len(all_)} {kind} are not proven best"
     if memory > MUCH_MEMORY:
         yield (

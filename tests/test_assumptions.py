@@ -1,0 +1,91 @@
+"""What a bound rests on is checked or stated: sources that break it get no false proof."""
+
+import msgspec
+import pytest
+
+from tccl_py.plan.planner import make_plan
+from tccl_py.plan.words import plan_json, proof
+from tccl_py.search.strategies import find_rings
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.model import Figure
+from tccl_py.simulator.source import Simulator
+from tests.adversaries import KINDS, Adversary
+from tests.fakes import SharedResources, two_uplinks
+from tests.planned import SMALL, plan_of
+from tests.reference_strategies import brute_force
+from tests.test_search import problem_for, switches
+
+SHAPES = ((4, 2, (1,)), (4, 2, (1, 2)), (5, 5, (1,)), (6, 3, (1,)), (6, 2, (1,)))
+"""GPUs, GPUs below a switch, and numbers of rings."""
+CASES = 230
+
+
+class Hardware:
+    """A simulator that promises nothing of its rates, as hardware."""
+
+    simulated = False
+
+    def __init__(self, model):
+        self.measure = Simulator(model).measure
+
+
+def test_no_adversary_gets_a_false_proof_and_most_are_found_out():
+    wrong = dict.fromkeys(KINDS, 0)
+    for seed in range(CASES):
+        gpus, per_switch, counts = SHAPES[seed % len(SHAPES)]
+        symmetry = switches(gpus, per_switch)
+        source = Adversary(seed, symmetry, gpus=gpus, per_switch=per_switch)
+        problem = problem_for(source, gpus, counts=counts, symmetry=symmetry)
+        best, brute = find_rings(problem), find_rings(problem, strategy=brute_force)
+        worse = best.rate_gbps < brute.rate_gbps / 1.0101
+        assert not (best.proven and worse), seed
+        assert best.proven or best.bound_gbps is None or best.assumptions
+        wrong[source.kind] += worse
+    # Without checks 32 answers are worse than the best.
+    assert sum(wrong.values()) <= 20, wrong
+
+
+def test_where_adding_a_transfer_helps_no_bound_is_given():
+    source = SharedResources(lambda flow: [str(flow)], lambda resource: 10.0)
+    alone = source.true_rate
+    source.true_rate = lambda transfers: alone(transfers) * (2 if len(transfers) == 5 else 1)
+    result = find_rings(problem_for(source, 5))
+    assert (result.rate_gbps, result.bound_gbps, result.proven) == (20, None, False)
+    assert "faster than a part" in result.notices[0]
+
+
+def test_measured_rings_are_best_found_and_say_what_the_bound_assumes():
+    model = load_bundled(SMALL)
+    plan = make_plan(model.machine, model.knowledge, Hardware(model), subsets=False)
+    assert plan.at_bound
+    assert not plan.proven
+    assert "best found within 1 %" in proof(plan)
+    monotone, symmetric = plan_json(plan)["assumptions"]
+    assert "never speeds up" in monotone
+    assert "symmetry" in symmetric
+    assert "drawn at random" in symmetric
+
+
+def test_the_only_ring_is_proven_without_an_assumption():
+    result = find_rings(problem_for(two_uplinks(), 2, counts=(1, 2)))
+    assert (result.proven, result.assumptions) == (True, ())
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_bundled_models_are_as_symmetric_as_their_machines(name):
+    assert Simulator(load_bundled(name)).bounds_hold
+
+
+def test_a_model_with_one_slower_device_is_less_symmetric_and_its_plan_says_so():
+    model = load_bundled(SMALL)
+    one = model.capacities[0]
+    at = msgspec.structs.replace(one.at, devices=("G1",))
+    slower = msgspec.structs.replace(
+        one, at=at, write=Figure(value=100.0, provenance="assumed"), name="a slow GPU"
+    )
+    other = msgspec.structs.replace(model, capacities=(*model.capacities, slower))
+    assert not Simulator(other).bounds_hold
+
+
+def test_simulated_plans_of_bundled_machines_assume_nothing_for_their_bounds():
+    assert (plan_of(SMALL).proven, plan_of(SMALL).bound_assumptions) == (True, ())
