@@ -7,12 +7,13 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine, Nic, NvLink, PciBridge, PciLink, PeerAccess
+from tccl_py.nccl.communicators import parse_log, transport_of
 from tccl_py.nccl.paths import shortest_paths
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.system import build_system
 from tccl_py.nccl.transport import hop_space, pair_mechanism
 from tccl_py.nccl.view import view
-from tests.nccl_cases import case_name, machine, stock_choices
+from tests.nccl_cases import CASES, case_name, machine, stock_choices
 from tests.tccl_databases import free_hop_space
 from tests.toy import toy_machine
 
@@ -29,6 +30,18 @@ def test_every_hop_has_the_transport_path_and_bandwidth_nccl_reported(choice):
         path = seen.paths[f"G{hop['src']}", f"G{hop['dst']}"]
         found = (way, path.type.name, round(path.gbps, 3))
         assert found == (hop["transport"], hop["path"], hop["bw"])
+
+
+def test_a_graph_files_hops_have_the_transports_that_nccl_logged():
+    """Four GPUs of a machine of eight (virtual ones), in rings that leave and cross switches."""
+    text = (CASES / "nccl-logs" / "asus-4-of-8-virtual-2.28.9.log").read_text()
+    log = parse_log(text, where="log")
+    assert log.communicators == (((0, 2, 1, 3), (0, 3, 2, 1)) * 8,)
+    box = machine("asus-esc8000a-e13p.xml")
+    seen = view(box, Knowledge(), Settings(version="2.28"), gpus=(0, 1, 2, 3))
+    for hop in log.connections:
+        bounces = pair_mechanism(seen, hop.source, hop.target) == "bounce"
+        assert transport_of(hop.via) == ("SHM" if bounces else "P2P"), hop
 
 
 def test_a_pair_that_nvml_calls_unsupported_bounces_at_any_level():
