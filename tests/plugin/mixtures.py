@@ -227,13 +227,15 @@ def play(spec, mixture):
 
 
 def complaints(mixture, given):
-    """Yield what ranks of a communicator are given unlike."""
+    """Yield what ranks of a communicator are given unlike, and variables where no plan applies."""
     for number, (ranks, by_rank) in enumerate(zip(mixture.communicators, given, strict=True)):
         where = f"mixture {mixture.seed}, communicator {number} over {ranks}"
         for name in VARIABLES:
             values = {by_rank[rank].variables[name] for rank in ranks}
             if len(values) > 1:
                 yield f"{where}: {name} is {values}"
+            if values != {None} and name not in mixture.launcher and not by_rank[ranks[0]].graph:
+                yield f"{where}: {name} is {values} without the plan"
         if len({by_rank[rank].graph for rank in ranks}) > 1:
             yield f"{where}: unlike graph files"
 
