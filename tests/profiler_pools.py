@@ -14,10 +14,10 @@ from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_py.errors import MeasurementError
-from tccl_py.model.measurement import TOGETHER
+from tccl_py.model.measurement import TOGETHER, JournalHeader
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""

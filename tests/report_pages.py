@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import bounce, direct_write
 from tccl_py.model.transfer import transfer_set
 from tccl_py.plan.load import load_plan
@@ -14,7 +15,7 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"

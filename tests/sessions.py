@@ -4,11 +4,11 @@ import msgspec
 
 from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
 from tccl_py.sources.profiled import MeasuredMachine
-from tccl_py.sources.remembering import JournalHeader
 
 PRINT = Fingerprint(gpu_uuids=("GPU-a", "GPU-b"), driver="570.1", numa_count=1, kernel="6.1")
 

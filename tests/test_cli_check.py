@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json, encode_line
 from tccl_py.model.machine import Fingerprint
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.load import load_plan
@@ -22,7 +23,6 @@ from tccl_py.sources import opening
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, MeasurementOptions, measured_machine
-from tccl_py.sources.remembering import JournalHeader
 from tests.drifting import with_slower_link
 from tests.planned import plan_of, rebind, with_parts
 from tests.test_preflight import Host, jobs

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.explanation.findings import Explanation
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
@@ -18,7 +19,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import simulation_header
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_flow, parse_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import kept_files
@@ -19,7 +20,7 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import mask_of
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.sessions import Fake, measures_by

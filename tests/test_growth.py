@@ -8,7 +8,7 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.cluster import Cluster, Host, NodeClass
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.reports import HostReport, cluster_of, part_of
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.again import journal_by_class
@@ -22,7 +22,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 

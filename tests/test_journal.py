@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 ONE, TWO = parse_set("G0->G0->G1"), parse_set("G1->G1->G0")

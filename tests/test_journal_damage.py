@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -310,7 +310,8 @@ import resource, sys
 from pathlib import Path
 from tests.effort import calls_at_most
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.model.measurement import JournalHeader
+from tccl_py.sources.remembering import RememberingSource
 from tccl_py.model.transfer import parse_set
 
 class Nothing:

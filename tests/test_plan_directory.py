@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.plan.again import planned_model
@@ -22,7 +23,7 @@ from tccl_py.plan.writing import write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "100", "--rings", "1")

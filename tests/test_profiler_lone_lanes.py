@@ -13,9 +13,10 @@ from tccl_profiler.precision import ChannelRate, Stopping
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_channels
 from tccl_py.errors import MeasurementError
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 from tests.fakes import FakePool
 from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
 

@@ -13,8 +13,8 @@ from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
 from tccl_py.model.machine import Fingerprint, Machine
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.remembering import JournalHeader
 
 Backend = Literal["cuda", "host"]
 

@@ -26,14 +26,13 @@ from tccl_py.health.drift_statistics import (
 )
 from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
 from tccl_py.sources.opening import OpenedSource, open_source
 from tccl_py.sources.profiled import search_options
-from tccl_py.sources.remembering import JournalHeader
 
 ROUNDS = 3
 """Measurements of each set, interleaved with the other sets to show the spread over time."""

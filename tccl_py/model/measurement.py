@@ -1,21 +1,22 @@
-"""Measurements, and the protocol of the sources of measurements."""
+"""Measurements, what they are valid for, and the protocol of their sources."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.transfer import Flow, TransferSet
 
 Value = TypeVar("Value")
 
 MAX_GBPS = 1e6  # A petabyte a second, far above any memory or link; a higher rate is damage
 TOGETHER = 0.9  # The least overlap of a set's measurement
+JOURNAL_FORMAT = 1
 
 
 class NoRateError(MeasurementError):
@@ -136,6 +137,62 @@ def faults(measurement: Measurement) -> Iterator[str]:
             yield f"has {name} {value:g}"
     if any(not 0 <= index < repeats for index in measurement.outliers):
         yield f"has an outlier that is none of its {repeats} repeats"
+
+
+class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine, driver and options that a journal's measurements are valid for.
+
+    `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision.
+    Measurements of several `hosts` have their GPUs, driver and NICs by name, and in `identity` the
+    rest. Those of a `dry_run` are of host memory. `noise` and `seed` are of a simulation. A journal
+    with another header is refused.
+    """
+
+    machine: str
+    identity: str
+    simulated: bool
+    dry_run: bool = False
+    hosts: Mapping[str, str] = {}
+    noise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    seed: int = 0
+    format_version: int = JOURNAL_FORMAT
+
+    def __str__(self) -> str:
+        """Return what the measurements are valid for, in one line."""
+        hosts = [f"host {name}: {text}" for name, text in self.hosts.items()]
+        noise = [f"noise {self.noise:g}, seed {self.seed}"] if self.noise else []
+        return "; ".join([*hosts, self.identity, *noise])
+
+    def covers(self, wanted: JournalHeader) -> bool:
+        """Return whether measurements under this header hold for the wanted machine or hosts.
+
+        Sets of several hosts name them, so measurements of further hosts do no harm.
+        """
+        if not wanted.hosts:
+            return self == wanted
+        hosts = self.hosts
+        same = msgspec.structs.replace(wanted, machine=self.machine, hosts=hosts) == self
+        return same and wanted.hosts.items() <= hosts.items()
+
+    def joined(self, more: JournalHeader) -> JournalHeader:
+        """Return the header of measurements of the hosts of both.
+
+        Raises:
+            InputError: a host is not as it was, or options differ.
+        """
+        hosts = dict(sorted({**self.hosts, **more.hosts}.items()))
+        whole = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
+        for name, text in self.hosts.items():
+            if hosts[name] != text:
+                raise _changed(f"host {name}", hosts[name], text)
+        if not whole.covers(more):
+            raise _changed("this job", more.identity, self.identity)
+        return whole
+
+
+def _changed(where: str, here: str, there: str) -> InputError:
+    right = "measure as before, or plan into a new directory"
+    return InputError(where, f"is {here}, and was {there}", right)
 
 
 @runtime_checkable

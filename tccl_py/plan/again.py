@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file
@@ -23,7 +23,7 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_options
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

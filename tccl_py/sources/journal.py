@@ -28,9 +28,14 @@ from tccl_py.files import (
     refused,
     replacement,
 )
-from tccl_py.model.measurement import Measurement, NoRateError, faults
+from tccl_py.model.measurement import (
+    JOURNAL_FORMAT,
+    JournalHeader,
+    Measurement,
+    NoRateError,
+    faults,
+)
 from tccl_py.model.transfer import TransferSet
-from tccl_py.sources.remembering import FORMAT_VERSION, JournalHeader
 
 MAX_LINE_BYTES = 32 << 20
 _HEADER_START = b'{"machine":'
@@ -66,7 +71,7 @@ def read_journal(path: Path) -> JournalContents:
                 break
             if header is None:
                 header = decode_json(_text(line, where), JournalHeader, where=where)
-                check_version(header.format_version, FORMAT_VERSION, where)
+                check_version(header.format_version, JOURNAL_FORMAT, where)
                 # Earlier programs wrote no field.
                 dry_run = header.dry_run or "host backend" in header.identity
                 header = msgspec.structs.replace(header, dry_run=dry_run)

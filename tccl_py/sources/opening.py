@@ -21,7 +21,7 @@ from tccl_py.errors import (
     require,
 )
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, parse_set
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
@@ -36,7 +36,7 @@ from tccl_py.sources.profiled import (
     measured_machine,
     overlap_notices,
 )
-from tccl_py.sources.remembering import JournalHeader, RememberingSource
+from tccl_py.sources.remembering import RememberingSource
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.agents import RankJobs

@@ -1,4 +1,4 @@
-"""A source that measures each set once, and the header under which measurements are kept."""
+"""A source that measures each set once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, require
+from tccl_py.errors import BudgetSpentError, MeasurementError, require
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet
 
@@ -20,64 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tccl_py.sources.journal import JournalFile
-
-FORMAT_VERSION = 1
-
-
-class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machine, driver and options that a journal's measurements are valid for.
-
-    `identity` separates measurements that may not be mixed: by GPU UUIDs, driver, model revision.
-    Measurements of several `hosts` have their GPUs, driver and NICs by name, and in `identity` the
-    rest. Those of a `dry_run` are of host memory. `noise` and `seed` are of a simulation. A journal
-    with another header is refused.
-    """
-
-    machine: str
-    identity: str
-    simulated: bool
-    dry_run: bool = False
-    hosts: Mapping[str, str] = {}
-    noise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    seed: int = 0
-    format_version: int = FORMAT_VERSION
-
-    def __str__(self) -> str:
-        """Return what the measurements are valid for, in one line."""
-        hosts = [f"host {name}: {text}" for name, text in self.hosts.items()]
-        noise = [f"noise {self.noise:g}, seed {self.seed}"] if self.noise else []
-        return "; ".join([*hosts, self.identity, *noise])
-
-    def covers(self, wanted: JournalHeader) -> bool:
-        """Return whether measurements under this header hold for the wanted machine or hosts.
-
-        Sets of several hosts name them, so measurements of further hosts do no harm.
-        """
-        if not wanted.hosts:
-            return self == wanted
-        hosts = self.hosts
-        same = msgspec.structs.replace(wanted, machine=self.machine, hosts=hosts) == self
-        return same and wanted.hosts.items() <= hosts.items()
-
-    def joined(self, more: JournalHeader) -> JournalHeader:
-        """Return the header of measurements of the hosts of both.
-
-        Raises:
-            InputError: a host is not as it was, or options differ.
-        """
-        hosts = dict(sorted({**self.hosts, **more.hosts}.items()))
-        whole = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
-        for name, text in self.hosts.items():
-            if hosts[name] != text:
-                raise _changed(f"host {name}", hosts[name], text)
-        if not whole.covers(more):
-            raise _changed("this job", more.identity, self.identity)
-        return whole
-
-
-def _changed(where: str, here: str, there: str) -> InputError:
-    right = "measure as before, or plan into a new directory"
-    return InputError(where, f"is {here}, and was {there}", right)
 
 
 def remembering(source: BandwidthSource) -> RememberingSource:

@@ -21,8 +21,8 @@ from tccl_profiler.program import is_nic
 from tccl_profiler.rates import Clock, ClockReading
 from tccl_profiler.session import Backend
 from tccl_py.errors import SourceLostError
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import TransferSet
-from tccl_py.sources.remembering import JournalHeader
 
 LIMITS = WindowLimits(
     minimum_ms=20.0,
