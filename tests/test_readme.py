@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tccl_py
+from tccl_py.nccl.versions import FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN, known_versions
 from tests.test_advice import OPTIONS, advised
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +125,15 @@ def test_commands_anywhere_in_the_readme_have_the_options_they_are_given():
 def test_the_python_examples_run(example, capsys):
     exec(compile(example, "README.md", "exec"), {})
     assert "simulated" in capsys.readouterr().out
+
+
+def test_the_versions_of_nccl_in_the_documents_are_those_of_the_code():
+    assert f"NCCL ({', '.join(known_versions())})" in README
+    first, last = (".".join(map(str, one)) for one in (FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN))
+    assert f"(NCCL {first} to {last})" in README
+    for page in (ROOT / "docs").rglob("*.md"):
+        ranges = re.findall(r"2\.28\.7(?: to | [a-z]+ later)\S*", page.read_text(encoding="utf-8"))
+        assert {found.rstrip(".,:;)") for found in ranges} <= {f"{first} to {last}"}, page
 
 
 def test_the_names_in_the_readme_are_public():

@@ -58,7 +58,7 @@ def env(
     A graph file is named only for exactly these GPUs: any other would fail the job. If the plan has
     none, the variables of the second choice are printed, with exit code 1 after --choice graph.
 
-    With --plugin the lines load the plan's plugin, for NCCL 2.28.7 and later, and set the variables
+    With --plugin the lines load the plan's plugin, for NCCL 2.28.7 to 2.32, and set the variables
     that it needs, which all ranks of a job need alike. It gives each communicator of the job, over
     whatever GPUs, the graph file of exactly these, or none, and from NCCL 2.30 on the variables
     that single communicators can have. `tccl show --sets` lists who gets what. A choice that places
