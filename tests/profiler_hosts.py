@@ -13,7 +13,7 @@ from tccl_profiler.program import host_of
 from tests.profiler_pools import SMALL
 
 LINK_S = 2.0
-PATIENCE = Timeouts(start_s=60.0, answer_s=3.0, lanes_s=8.0, stop_s=3.0)
+PATIENCE = Timeouts(start_s=60.0, answer_s=20.0, lanes_s=8.0, stop_s=3.0)
 
 
 def host_pool(gpus, addresses, **more):

@@ -326,7 +326,7 @@ def test_a_host_without_gpus_says_what_a_job_can_do(monkeypatch):
         raise InputError("this machine", "no NVIDIA driver answers", "use --nccl-topology FILE")
 
     monkeypatch.setattr("tccl_py.readers.live.discover_machine", none_here)
-    said = r"^host h0: this machine: no NVIDIA driver answers; .* --backend host for a dry run"
+    said = r"^host h0: this machine: no NVIDIA driver answers; .* `backend` host for a dry run"
     with pytest.raises(InputError, match=said):
         host_facts("h0", backend="cuda", devices=None, interfaces=())
 
