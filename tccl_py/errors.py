@@ -55,6 +55,14 @@ def require(good: object, where: str, what: str, right: str) -> None:
         raise InputError(where, what, right)
 
 
+def check_type(value: object, name: str, *kinds: type) -> None:
+    """Raise InputError unless a public function's parameter is of one of these types."""
+    right = " or ".join(kind.__name__ for kind in kinds)
+    require(
+        isinstance(value, kinds), f"`{name}`", f"is a {type(value).__name__}", f"give a {right}"
+    )
+
+
 class MeasurementError(TcclError):
     """A transfer set could not be measured."""
 

@@ -410,6 +410,23 @@ def test_an_error_of_the_library_names_the_commands_option():
     assert error.startswith("tccl: --gpus: ")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: tccl_py.load_machine(3),
+        lambda: tccl_py.load_plan(None),
+        lambda: tccl_py.parse_set(3),
+        lambda: tccl_py.parse_flow(None),
+        lambda: tccl_py.Simulator("amd-v100"),
+        lambda: tccl_py.open_source(3),
+        lambda: tccl_py.make_plan(load_bundled("amd-v100"), None, None),
+    ],
+)
+def test_a_parameter_of_another_type_is_named(wrong):
+    with pytest.raises(InputError, match=r"^`[a-z]+`: is a "):
+        wrong()
+
+
 @pytest.mark.parametrize("case", FAILURES)
 def test_an_exception_that_nobody_expects_is_no_answer(case):
     program = f"import sys\nimport tccl_py.__main__\n{FAILURES[case]}\ntccl_py.__main__.main()"

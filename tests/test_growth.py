@@ -97,7 +97,8 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
 
 
 def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):
-    done("plan", "-o", two, "--extend", "--hosts", "a2,a7")
+    result = done("plan", "-o", two, "--extend", "--hosts", "a2,a7")
+    assert "a2: in the plan already" in result.stderr
     plan = load_plan(two)
     assert plan.cluster.names == ("a1", "a2", "a7")
     assert any("without any sample: a7" in notice for notice in plan.notices)

@@ -30,7 +30,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError, counted, require
+from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
@@ -246,6 +246,7 @@ def parse_flow(text: str) -> Flow:
 
     Raises InputError: not a flow; the message has the text and the right form.
     """
+    check_type(text, "text", str)
     where = f"flow {text[:60]!r}"
     body, brace, options = _long_form(text).partition("{")
     closed = not brace or options.endswith("}")
@@ -281,6 +282,7 @@ def parse_set(text: str) -> TransferSet:
 
     Raises InputError: empty, too long, or a part is not a flow.
     """
+    check_type(text, "text", str)
     what = f"has {len(text)} characters"
     require(len(text) <= _MAX_TEXT, "transfer set", what, "name at most a few flows")
     parts = flow_texts(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_type, require
 from tccl_py.files import decode_json, missing, read_text
 from tccl_py.model.cluster import check_cluster, shown
 from tccl_py.model.machine import Machine
@@ -40,6 +40,7 @@ def load_plan(path: Path | str) -> Plan:
     Raises InputError: unreadable, of another format version, damaged, or parts that do not fit
     together.
     """
+    check_type(path, "path", str, Path)
     path = plan_file(Path(path))
     text = read_text(path)
     # Another version may have other fields: it is refused by its head alone.

@@ -8,7 +8,14 @@ from contextlib import suppress
 
 import msgspec
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, counted, require
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    check_type,
+    counted,
+    require,
+)
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -108,6 +115,8 @@ def make_plan(
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
     measure what is needed.
     """
+    check_type(machine, "machine", Machine)
+    check_type(knowledge, "knowledge", Knowledge)
     chosen = chosen_gpus(machine, gpus)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS

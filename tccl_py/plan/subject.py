@@ -27,7 +27,7 @@ from tccl_py.plan.job import (
 from tccl_py.plan.nccl_here import graph_file_notices, not_pinned, rings_here, version_to_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import chosen_gpus, make_plan
-from tccl_py.readers.hosts import listed_hosts
+from tccl_py.readers.hosts import compress, listed_hosts
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
@@ -87,6 +87,10 @@ def subject_of(
         if mixed:
             what = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
             raise InputError(str(asked.output), what, "add hosts with such rates")
+        listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="`hosts`")
+        names = known.plan.cluster.host_classes
+        if again := [host.name for host in listed if host.name in names]:
+            say(f"{compress(again)}: in the plan already")
         named = asked.hosts or (asked.nodes and asked.simulate)
         if job is None and not named:
             right = f"{UNDER_MPI}, or name them by `hosts`"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_type, require
 from tccl_py.files import decode_json, missing, read_text
 from tccl_py.model.machine import (
     DiscoveredMachine,
@@ -233,6 +233,7 @@ def load_machine(name: str | Path, *, p2p: bool | None = None) -> MachineModel:
     Raises InputError: an unknown name (the message names all models), no such file, a file of
     another form, or `p2p` of a machine where it is known.
     """
+    check_type(name, "name", str, Path)
     model = _loaded(name)
     knowledge = model.knowledge.with_p2p(model.machine, p2p)
     return msgspec.structs.replace(model, knowledge=knowledge)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tccl_py.errors import MeasurementError, require
+from tccl_py.errors import MeasurementError, check_type, require
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.simulator.model import (
@@ -300,6 +300,7 @@ class Simulator:
     simulated = True
 
     def __init__(self, model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> None:
+        check_type(model, "model", MachineModel)
         # The comparison is written so that NaN fails it.
         right = "0 to 1, the standard deviation of a sample"
         require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)

@@ -18,6 +18,7 @@ from tccl_py.errors import (
     InputError,
     MeasurementError,
     SourceLostError,
+    check_type,
     require,
 )
 from tccl_py.files import encode_json
@@ -86,6 +87,8 @@ def open_source(
 
     Raises InputError: no such machine, no GPU, options out of range, or another machine's journal.
     """
+    if machine is not None:
+        check_type(machine, "machine", str, Path, MachineModel, MeasuredMachine)
     own = machine is None or (backend is None and devices is None)
     require(own, "backend, devices", "are of this host", "leave them out beside a machine")
     simulated = isinstance(machine, (str, Path, MachineModel))
