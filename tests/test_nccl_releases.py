@@ -3,6 +3,7 @@
 import pytest
 
 from tccl_py.model.machine import NumaNode, PciLink
+from tccl_py.nccl.variables import given_variables, unfollowed
 from tccl_py.nccl.versions import (
     between_cpus_gbps,
     nvlink_gbps,
@@ -79,3 +80,9 @@ def test_recorded_answers_of_released_libraries_are_as_expected(release):
         found = expected(pcie_machine(seed), release, ordered_by=answers[seed].channels)
         differences[seed] = found.difference(answers[seed])
     assert set(differences.values()) == {""}, differences
+
+
+def test_variables_of_the_newest_releases_are_names_of_nccl():
+    names = ("NCCL_IB_SORT_MERGE_NICS", "NCCL_TOPO_SCATTER_START_NET", "NCCL_PROGRESS_COUNTERS")
+    assert given_variables([f"{name}=1" for name in names]) == dict.fromkeys(names, "1")
+    assert [text.split()[0] for text in unfollowed(dict.fromkeys(names, "1"))] == list(names[:2])

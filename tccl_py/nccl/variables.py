@@ -19,13 +19,13 @@ from tccl_py.nccl.versions import LEVELS
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
 _UNFOLLOWED = (
-    "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_NET", "NCCL_NETDEVS_POLICY",
-    "NCCL_NET_FORCE_MERGE", "NCCL_NET_GDR_C2C", "NCCL_NET_GDR_MLOPART", "NCCL_NET_MERGE_LEVEL",
-    "NCCL_NET_PLUGIN", "NCCL_NVB_DISABLE", "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C",
-    "NCCL_PXN_DISABLE", "NCCL_TOPO_SPLIT_MLOPART", "NCCL_UNPACK_DOUBLE_NCHANNELS",
-    "NCCL_WORK_ARGS_BYTES",
+    "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_IB_RAIL_POLICY", "NCCL_IB_SORT_MERGE_NICS",
+    "NCCL_NET", "NCCL_NETDEVS_POLICY", "NCCL_NET_FORCE_MERGE", "NCCL_NET_GDR_C2C",
+    "NCCL_NET_GDR_MLOPART", "NCCL_NET_MERGE_LEVEL", "NCCL_NET_PLUGIN", "NCCL_NVB_DISABLE",
+    "NCCL_P2P_PXN_LEVEL", "NCCL_PXN_C2C", "NCCL_PXN_DISABLE", "NCCL_TOPO_SCATTER_START_NET",
+    "NCCL_TOPO_SPLIT_MLOPART", "NCCL_UNPACK_DOUBLE_NCHANNELS", "NCCL_WORK_ARGS_BYTES",
 )  # fmt: skip
-"""Variables by which NCCL 2.30.7 may find other paths, NICs or channels than its rules here."""
+"""Variables by which NCCL may find other paths, NICs or channels than its rules here."""
 _SIMILAR = 0.88
 """By difflib's measure two letters in the wrong order in the shortest names."""
 
