@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.health.advice import advise
+from tccl_py.health.advice import advice_request, advise
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Finding
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.subject import plain_subject
+from tccl_py.plan.subject import machine_subject
 from tccl_py.simulator.descriptions import bundled_names
 from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES
@@ -21,13 +21,13 @@ def tccl(*arguments):
     return CliRunner().invoke(app, ["advise", *map(str, arguments)])
 
 
-def model_of(name):
-    return plain_subject(name, pytest.fail)
+def model_of(name, seconds=1000):
+    return machine_subject(advice_request(name, seconds=seconds), pytest.fail)
 
 
 @pytest.mark.parametrize("name", bundled_names())
 def test_the_advice_on_a_machine_is_that_of_its_plan_in_at_most_ten_lines(name):
-    found = advise(model_of(name), seconds=1000)
+    found = advise(model_of(name))
     plan = load_plan(PLANS / f"{name}.json")
     assert (found.recommended, found.advice) == (plan.recommended, plan.advice)
     assert found.default_gbps == pytest.approx(plan.stock.rate_gbps)
@@ -53,7 +53,7 @@ def test_problems_of_the_host_come_with_their_fix():
 
 
 def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
-    found = advise(model_of("amd-3090"), seconds=-1.0)
+    found = advise(model_of("amd-3090", -1.0))
     assert found.default_gbps
     assert "cut short: `tccl plan`" in found.sure
     assert "ended early" in found.advice
@@ -62,7 +62,7 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
 def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     host = measured_machine("host", 2)
     monkeypatch.setattr("tccl_py.plan.subject.measured_machine", lambda *_: host)
-    found = advise(plain_subject(None, lambda _: None), seconds=-1.0)
+    found = advise(machine_subject(advice_request(None, seconds=-1.0), lambda _: None))
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0
     assert "1 set measured here" in found.sure

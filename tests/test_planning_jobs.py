@@ -10,6 +10,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.plan.again import measurable
 from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.plan.probe_hosts import pair_rates
+from tccl_py.plan.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.remembering import RememberingSource
@@ -18,7 +19,7 @@ from tests.cluster_plans import PAIR as MACHINE
 GBPS, SLOW_GBPS = 20.0, 4.0
 RACK = ("h0", "h1")
 """Hosts of one rack; all others are in another."""
-TASK = {"ring_counts": (1,), "budget": Budget(sets=6, idle_sets=2)}
+REQUEST = PlanRequest(ring_counts=(1,), budget=Budget(sets=6, idle_sets=2))
 
 
 class Network:
@@ -81,7 +82,7 @@ class Hosts(RememberingSource):
 
 def planned(source, switches=None, **task):
     told = []
-    plan = plan_job(source, cluster_of_job(source, switches), say=told.extend, **TASK, **task)
+    plan = plan_job(source, cluster_of_job(source, switches), REQUEST, say=told.extend, **task)
     return plan, told
 
 

@@ -21,6 +21,7 @@ from tccl_py.model.rings import entering, joined, leaving
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.nccl_library import Library
 from tccl_py.plan.job import cluster_of_job, plan_job
+from tccl_py.plan.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.sources.opening import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions
@@ -324,10 +325,7 @@ def test_a_cluster_is_planned_with_nccl_between_its_hosts(job, told, tmp_path):
         made = plan_job(
             source,
             cluster_of_job(source, None),
-            version="2.28",
-            ring_counts=(1,),
-            budget=Budget(sets=1),
-            keep_order=True,
+            PlanRequest(version="2.28", ring_counts=(1,), budget=Budget(sets=1), keep_order=True),
         )
     assert made.rate_gbps > 0
     assert not made.assumed

@@ -472,7 +472,7 @@ def test_a_host_that_is_lost_while_settings_are_tried_is_named_and_the_plan_stay
     assert Verification.load(tmp_path).accepted
 
 
-def planned(source, cluster, **task):
+def planned(source, cluster, _request, **task):
     """Stands for measuring: workers of the hosts run, and there is a plan."""
     assert source.session.profiler
     assert workers()

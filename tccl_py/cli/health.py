@@ -271,14 +271,15 @@ def advise(
         tccl advise topology.xml
         tccl advise topo-m.txt --p2p yes
     """
-    from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415 (slow)
-    from tccl_py.plan.subject import plain_subject  # noqa: PLC0415
+    from tccl_py.health.advice import advice_request  # noqa: PLC0415 (slow)
+    from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415
+    from tccl_py.plan.subject import machine_subject  # noqa: PLC0415
 
     with interrupts_put_off():
         if machine is None:
             refuse({"--p2p": p2p}, ("without MACHINE", "is about models", "name a MACHINE"))
         try:
-            subject = plain_subject(machine, notice, p2p=p2p_argument(p2p))
+            subject = machine_subject(advice_request(machine, p2p=p2p_argument(p2p)), notice)
         except InputError as error:
             if machine is not None:
                 raise

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
@@ -36,17 +35,18 @@ from tccl_py.errors import (
 )
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
-from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions
+from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.beside import holds_measurements, output_directory
 from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.plan.request import PlanRequest
 from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
-from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.plan.tables import table_files
 from tccl_py.plan.writing import write_plan
+from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.opening import HostsSource, OpenedSource, in_job
-from tccl_py.sources.profiled import search_options
 from tccl_py.verify.plans import check_tuning
 
 if TYPE_CHECKING:
@@ -143,54 +143,62 @@ def plan(
         mpirun -N 1 tccl plan gpu-cluster --switches topology.conf
         mpirun -N 1 --host new1,new2 tccl plan gpu-cluster --extend
     """
-    named = [path for path in (directory, output) if path is not None]
-    if len(named) != 1:
-        what = "is given twice" if named else "is missing"
+    directories = [path for path in (directory, output) if path is not None]
+    if len(directories) != 1:
+        what = "is given twice" if directories else "is missing"
         raise InputError("DIR", what, "name one, as in `tccl plan my-plan`")
-    (output,) = named
-    asked = SimpleNamespace(**locals())
-    asked.in_job, asked.pin_env = in_job(), tuple(pin_env or ())
-    asked.several = not asked.in_job and (
-        nodes not in (None, 1) or extend or (simulate is not None and hosts is not None)
+    (output,) = directories
+    request = PlanRequest(
+        simulate=simulate,
+        p2p=p2p_argument(p2p),
+        noise=noise,
+        seed=seed,
+        backend=backend,
+        devices=devices,
+        target=target,
+        interfaces=interfaces,
+        network=network,
+        nodes=nodes,
+        hosts=hosts,
+        switches=switches,
+        extend=output if extend else None,
+        gpus=gpus,
+        version=None if nccl is None else asked_version(nccl),
+        pinned_env=pinned_here(pin_env or ()),
+        ring_counts=ring_counts_of(rings),
+        strategy=strategy,
+        budget=_budget(backend, max_sets, max_seconds),
+        keep_order=keep_order,
+        ib_gid_index=gid_index,
+        gpus_per_job=gpus_per_job,
     )
-    _check(asked)
-    asked.p2p = p2p_argument(p2p)
-    tables = list[KeptTable]()
-    task: dict[str, Any] = {
-        "version": ASSUMED if nccl is None else asked_version(nccl),
-        "pinned_env": pinned_here(asked.pin_env),
-        "ring_counts": ring_counts_of(rings),
-        "strategy": strategy,
-        "budget": asked.budget,
-    }
+    ranks = in_job()
+    _check(request, in_job=ranks, force=force, tune=tune)
+    several = ranks or request.names_hosts
     with ExitStack() as stack:
-        if asked.in_job or asked.several:
-            task |= {"keep_order": keep_order, "ib_gid_index": gid_index}
-            task |= {"gpus_per_job": gpus_per_job, "tables": tables}
-        elif tune:
+        if tune and not several:
             check_tuning()
-        job = stack.enter_context(controlled_job()) if asked.in_job else None
-        subject = subject_of(asked, task, job, stack, notice)
+        job = stack.enter_context(controlled_job()) if ranks else None
+        subject = subject_of(request, job, stack, notice)
         if job is not None and tune:
             check_tuning(job)
-        whole = not (asked.in_job or asked.several)
-        limits = (asked.budget.sets, asked.budget.seconds) if whole else ()
+        limits = () if several else (request.budget.sets, request.budget.seconds)
         with output_directory(output, force=force or extend) as journal:
             with _planning(journal, output), ProgressLine(*limits) as line:
                 if subject.source is not None:
                     subject.source.watch(line.measured)
                 notice_each(subject.keep_in(journal, replace=force))
-                made = subject.search(reporter=line)
-            kept = {} if made.cancelled else table_files(tables)
+                made = subject.search(line)
             with undisturbed():
-                facts: dict[str, Any] = {
-                    "models": subject.models(made, output),
-                    "fingerprint": subject.fingerprint,
-                    "tables": kept,
-                }
                 # The plan and tables of an interrupted extension stay as they are.
                 if not (extend and made.cancelled):
-                    write_plan(made, output, **facts)
+                    write_plan(
+                        made,
+                        output,
+                        models=subject.models(made, output),
+                        fingerprint=subject.fingerprint,
+                        tables={} if made.cancelled else table_files(subject.tables),
+                    )
             if not made.cancelled:
                 made = _tuned(made, output, subject.source, job, tune)
     if json:
@@ -205,35 +213,37 @@ def plan(
     notice(f"wrote {output}")
 
 
-def _check(asked: SimpleNamespace) -> None:
-    """Refuse options that contradict each other."""
-    options.check_source(vars(asked), in_job=asked.in_job)
-    asked.options = search_options(asked.backend, asked.target)
-    usual = _DRY_SETS if asked.backend == "host" else _SETS
-    most = usual if asked.max_sets is None else asked.max_sets
+def _budget(backend: str | None, max_sets: int | None, max_seconds: float | None) -> Budget:
+    usual = _DRY_SETS if backend == "host" else _SETS
+    most = usual if max_sets is None else max_sets
     in_range("--max-sets", most, 1_000_000_000)
-    if asked.max_seconds is not None:
-        in_range("--max-seconds", asked.max_seconds, 1_000_000_000, least=0)
-    asked.budget = replace(DEFAULT_BUDGET, sets=most, seconds=asked.max_seconds)
-    if asked.gid_index is not None and not 0 <= asked.gid_index <= MAX_GID_INDEX:
-        raise InputError("--gid-index", f"is {asked.gid_index}", f"0 to {MAX_GID_INDEX}")
-    if asked.extend:
-        given = {"--nccl": asked.nccl, "--gid-index": asked.gid_index, "--force": asked.force}
-        refuse({**given, "--pin-env": asked.pin_env or None}, _OF_PLAN)
-    if asked.in_job or asked.several:
+    if max_seconds is not None:
+        in_range("--max-seconds", max_seconds, 1_000_000_000, least=0)
+    return replace(DEFAULT_BUDGET, sets=most, seconds=max_seconds)
+
+
+def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None) -> None:
+    """Refuse options that contradict each other."""
+    options.check_source(asdict(request), in_job=in_job)
+    gid_index = request.ib_gid_index
+    if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
+        raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
+    if request.extend is not None:
+        given = {"--nccl": request.version, "--gid-index": gid_index, "--force": force}
+        refuse({**given, "--pin-env": request.pinned_env or None}, _OF_PLAN)
+    if in_job or request.names_hosts:
         right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
-        refuse({"--gpus": asked.gpus}, ("for several nodes", "is about one machine", right))
+        refuse({"--gpus": request.gpus}, ("for several nodes", "is about one machine", right))
     else:
-        listed = {"--hosts": asked.hosts, "--switches": asked.switches}
-        order = {"--keep-order": asked.keep_order, "--gid-index": asked.gid_index}
-        refuse({**listed, **order, "--gpus-per-job": asked.gpus_per_job}, _FOR_ONE)
-    if asked.in_job:
-        refuse({"--simulate": asked.simulate, "--nodes": asked.nodes}, _IN_JOB)
-        return
-    if asked.several:
+        listed = {"--hosts": request.hosts, "--switches": request.switches}
+        order = {"--keep-order": request.keep_order, "--gid-index": gid_index}
+        refuse({**listed, **order, "--gpus-per-job": request.gpus_per_job}, _FOR_ONE)
+    if in_job:
+        refuse({"--simulate": request.simulate, "--nodes": request.nodes}, _IN_JOB)
+    elif request.names_hosts:
         right = f"leave it out, or measure them: {UNDER_MPI}"
-        refuse({"--tune": asked.tune}, ("", "runs collectives on the hosts", right))
-        if asked.simulate is None and not asked.extend:
+        refuse({"--tune": tune}, ("", "runs collectives on the hosts", right))
+        if request.simulate is None and request.extend is None:
             right = f"add --simulate MACHINE, or {UNDER_MPI}"
             raise InputError("--nodes", "is about models", right)
 

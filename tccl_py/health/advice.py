@@ -16,6 +16,7 @@ from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.plan.request import PlanRequest
 from tccl_py.plan.subject import Subject
 from tccl_py.plan.words import assumptions
 from tccl_py.simulator.model import gpu_names, provenances_text
@@ -62,15 +63,20 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "Next", self.following
 
 
-def advise(
-    subject: Subject, diagnosis: Diagnosis | None = None, *, seconds: float = SECONDS
-) -> Advice:
-    """Plan a machine as `tccl plan` does, in `seconds` and for all GPUs only; say what to try.
+def advice_request(
+    machine: str | None, *, p2p: bool | None = None, seconds: float = SECONDS
+) -> PlanRequest:
+    """Return what is planned for advice: a model or this machine, in time, all GPUs only."""
+    budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=seconds)
+    return PlanRequest(simulate=machine, p2p=p2p, budget=budget, subsets=False)
+
+
+def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
+    """Plan the machine of an `advice_request` as `tccl plan` does; say what to try.
 
     Raises InputError: fewer than two GPUs. SearchError, MeasurementError: as `make_plan`.
     """
-    budget = msgspec.structs.replace(DEFAULT_BUDGET, seconds=seconds)
-    plan = subject.search(budget=budget, subsets=False)
+    plan = subject.search(None)
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
     problems = [one for one in findings if one.severity != "note"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations_with_replacement, islice
-from typing import Any
 
 import msgspec
 
@@ -75,15 +74,39 @@ def make_cluster_plan(
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     budget = msgspec.structs.replace(budget, sets=budget.sets and max(1, budget.sets // 2))
-    common: dict[str, Any] = {"version": version, "p2p_level": level, "budget": budget}
-    common |= {"strategy": check_strategy(strategy), "reporter": reporter, "ring_counts": counts}
-    of_classes = zip(cluster.classes, sources, gpus, strict=True)
-    classes = [_Class(*one, common, kept) for one in of_classes]
+    check_strategy(strategy)
+
+    def task_of(node_class: NodeClass, source: BandwidthSource, gpus: tuple[int, ...]) -> HostTask:
+        return HostTask(
+            machine=node_class.machine,
+            knowledge=node_class.knowledge,
+            # A journal remembers, and must hear of it when a set is wanted once more.
+            source=remembering(source),
+            gpus=gpus,
+            nics=used_nics(node_class.machine),
+            version=version,
+            p2p_level=level,
+            budget=budget,
+            strategy=strategy,
+            reporter=reporter,
+            ring_counts=counts,
+        )
+
+    classes = [
+        _Class(one, some, None if source is None else task_of(one, source, some), kept)
+        for one, source, some in zip(cluster.classes, sources, gpus, strict=True)
+    ]
     wanted = [sets[1:] for sets in job_gpus(gpus_per_job, *gpus)]
     growing = not all(one.gpus in one.tables for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
-    network: dict[str, Any] = {"keep_order": keep_order, "ib_gid_index": ib_gid_index}
-    plan = plan_over(cluster, nodes, strategy=strategy, pinned_env=pinned, **network)
+    plan = plan_over(
+        cluster,
+        nodes,
+        strategy=strategy,
+        pinned_env=pinned,
+        keep_order=keep_order,
+        ib_gid_index=ib_gid_index,
+    )
     cancelled = plan.cancelled or any(node.cancelled for node in nodes)
     told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
     if tables is not None and not cancelled:
@@ -112,28 +135,16 @@ class _Class:
 
     def __init__(
         self,
-        known: NodeClass,
-        source: BandwidthSource | None,
+        node_class: NodeClass,
         gpus: tuple[int, ...],
-        common: Mapping[str, Any],
+        task: HostTask | None,
         kept: Sequence[HostTable],
     ) -> None:
-        self.known, self.gpus = known, gpus
-        self.tables = {one.gpus: one for one in kept if one.node_class.name == known.name}
-        self.task = None
-        if source is not None:
-            self.task = HostTask(
-                machine=known.machine,
-                knowledge=known.knowledge,
-                # A journal remembers, and must hear of it when a set is wanted once more.
-                source=remembering(source),
-                gpus=gpus,
-                nics=used_nics(known.machine),
-                **common,
-            )
-        elif gpus not in self.tables:
+        self.node_class, self.gpus, self.task = node_class, gpus, task
+        self.tables = {one.gpus: one for one in kept if one.node_class.name == node_class.name}
+        if task is None and gpus not in self.tables:
             what, right = "has no table, and no host to measure", "start a rank on a host of it"
-            raise InputError(f"class {known.name}", what, right)
+            raise InputError(f"class {node_class.name}", what, right)
 
     def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> HostTable:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
@@ -146,7 +157,7 @@ class _Class:
         sets = self.task.budget.sets
         few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
         task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
-        return ChainSearch(self.known, task, None if table is None else table.kept)
+        return ChainSearch(self.node_class, task, None if table is None else table.kept)
 
     def others(
         self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
@@ -157,7 +168,7 @@ class _Class:
         """
         new = [gpus for gpus in wanted if gpus not in self.tables]
         for gpus in new:
-            name = f"{self.known.name}, GPUs {gpus_text(gpus)}"
+            name = f"{self.node_class.name}, GPUs {gpus_text(gpus)}"
             try:
                 if self.task is None:
                     raise MeasurementError("no host of the class is at hand")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -14,6 +13,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split
 from tccl_py.model.rings import joined, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.again import class_sources, measurable
 from tccl_py.plan.cluster_planner import make_cluster_plan
 from tccl_py.plan.load import load_plan
@@ -28,10 +28,12 @@ from tccl_py.plan.probe_hosts import (
     odd_hosts,
     pair_rates,
 )
-from tccl_py.plan.tables import HostTable, read_tables
+from tccl_py.plan.request import PlanRequest
+from tccl_py.plan.tables import HostTable, KeptTable, read_tables
 from tccl_py.plan.variants import TUNED_NOTE
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
+from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.opening import HostsSource
 
@@ -56,13 +58,15 @@ class KnownPlan(msgspec.Struct, frozen=True):
     plan: Plan
     tables: tuple[HostTable, ...]
 
-    @property
-    def task(self) -> dict[str, Any]:
-        """The arguments of `make_cluster_plan` that hold for all hosts."""
-        plan = self.plan
-        gid, pinned = plan.settings.ib_gid_index, plan.pinned_env
-        common = {"version": plan.settings.version, "strategy": plan.strategy}
-        return {**common, "ib_gid_index": gid, "pinned_env": pinned}
+    def request(self, new: PlanRequest) -> PlanRequest:
+        """Return a request for further hosts with what holds for all hosts of the plan."""
+        return msgspec.structs.replace(
+            new,
+            version=self.plan.settings.version,
+            strategy=self.plan.strategy,
+            ib_gid_index=self.plan.settings.ib_gid_index,
+            pinned_env=self.plan.pinned_env,
+        )
 
 
 def known_hosts(known: KnownPlan | None) -> tuple[dict[str, int], dict[int, list[Sample]]]:
@@ -186,16 +190,18 @@ def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
 def plan_job(
     source: HostsSource,
     cluster: Cluster,
+    request: PlanRequest,
     *,
     known: KnownPlan | None = None,
+    reporter: Reporter | None = None,
+    tables: list[KeptTable] | None = None,
     say: Say = lambda _: None,
-    **task: Any,
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
     A `known` plan's tables answer for the classes that they have. New hosts are compared with their
     class, and those that differ get classes of their own. `say` is told at once what is odd about
-    hosts; `task` is as `make_cluster_plan` takes it.
+    hosts; `reporter` and `tables` are as `make_cluster_plan` takes them.
 
     Raises InputError: hosts do not fit the known plan. SourceLostError: a host is gone.
     """
@@ -204,45 +210,63 @@ def plan_job(
     if known is None:
         cluster, odd = _with_uplinks(source, cluster)
         say(odd)
-    made = _planned(source, cluster, known, task)
+
+    def planned(cluster: Cluster) -> Plan:
+        here = part_of(cluster, [host.name for host in source.session.hosts])
+        by_class = zip(here.classes, class_sources(source, here), strict=True)
+        sources = {one.name: by for one, by in by_class}
+        return extended_plan(known, cluster, sources, request, reporter=reporter, tables=tables)
+
+    made = planned(cluster)
     found = {} if made.cancelled else _odd_in_classes(source, made, old, kept)
     if found:
         cluster, named = _split(cluster, found)
         say(named)
         odd += named
         # The other classes are answered from memory.
-        task.get("tables", []).clear()
-        made = _planned(source, cluster, known, task)
+        if tables is not None:
+            tables.clear()
+        made = planned(cluster)
     alike = [name for name, n in cluster.host_classes.items() if name not in old and n in kept]
     odd += _told("added as equal to their class, by samples", alike)
     return _finished(made, source, odd)
-
-
-def _planned(
-    source: HostsSource, cluster: Cluster, known: KnownPlan | None, task: Mapping[str, Any]
-) -> Plan:
-    here = part_of(cluster, [host.name for host in source.session.hosts])
-    sources = zip(here.classes, class_sources(source, here), strict=True)
-    return extended_plan(known, cluster, {one.name: by for one, by in sources}, **task)
 
 
 def extended_plan(
     known: KnownPlan | None,
     cluster: Cluster,
     sources: Mapping[str, BandwidthSource],
+    request: PlanRequest,
     notices: Iterable[str] = (),
-    **task: Any,
+    *,
+    reporter: Reporter | None = None,
+    tables: list[KeptTable] | None = None,
 ) -> Plan:
     """Return a plan over an extended cluster, from tables; classes without tables are measured.
 
-    `sources` are those of classes with a host at hand, by name; `task` is as `make_cluster_plan`
-    takes it.
+    `sources` are those of classes with a host at hand, by name; `reporter` and `tables` are as
+    `make_cluster_plan` takes them.
 
     Raises InputError: a class has neither table nor source.
     """
     kept = () if known is None else known.tables
     of_classes = [sources.get(one.name) for one in cluster.classes]
-    made = make_cluster_plan(cluster, of_classes, kept=kept, **task)
+    request = request if known is None else known.request(request)
+    made = make_cluster_plan(
+        cluster,
+        of_classes,
+        kept=kept,
+        version=request.version or ASSUMED,
+        ring_counts=request.ring_counts,
+        strategy=request.strategy,
+        budget=request.budget,
+        keep_order=request.keep_order,
+        ib_gid_index=request.ib_gid_index,
+        reporter=reporter,
+        pinned_env=request.pinned_env,
+        gpus_per_job=request.gpus_per_job,
+        tables=tables,
+    )
     # The rings over all hosts are planned again, under settings that no job has tuned.
     before = () if known is None else known.plan.notices
     told = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))
@@ -254,12 +278,16 @@ def grown_plan(
     cluster: Cluster,
     source: BandwidthSource | None,
     others: Mapping[str, BandwidthSource],
-    **task: Any,
+    request: PlanRequest,
+    *,
+    reporter: Reporter | None = None,
+    tables: list[KeptTable] | None = None,
 ) -> Plan:
     """Return a plan over a known plan's hosts, if any, and further hosts of one class.
 
     `source` simulates these, and `others` the known classes. Hosts whose rates differ from those of
     their class get a class of their own. Without a source they are taken as equal to the class.
+    `reporter` and `tables` are as `make_cluster_plan` takes them.
     """
     old, samples = known_hosts(known)
     new, number = list(cluster.names[len(old) :]), cluster.hosts[-1].node_class
@@ -272,7 +300,7 @@ def grown_plan(
             cluster = split(cluster, [new])
             told = (f"the new hosts: {why}; planned as a class of their own",)
         sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
-    return extended_plan(known, cluster, sources, told, **task)
+    return extended_plan(known, cluster, sources, request, told, reporter=reporter, tables=tables)
 
 
 def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:

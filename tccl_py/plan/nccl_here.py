@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.errors import InputError, MeasurementError
@@ -142,7 +142,7 @@ def pinned_here(names: Sequence[str]) -> dict[str, str]:
     return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
 
 
-def not_pinned(names: Sequence[str]) -> tuple[str, ...]:
+def not_pinned(names: Collection[str]) -> tuple[str, ...]:
     """Return notices on variables that are set here, and are not among the pinned `names`."""
     return tuple(
         f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "

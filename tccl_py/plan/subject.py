@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.asked import InstalledRings
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.again import planned_models
 from tccl_py.plan.job import (
     KnownPlan,
@@ -27,13 +27,16 @@ from tccl_py.plan.job import (
 from tccl_py.plan.nccl_here import graph_file_notices, not_pinned, rings_here, version_to_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import chosen_gpus, make_plan
+from tccl_py.plan.request import PlanRequest
+from tccl_py.plan.tables import KeptTable
 from tccl_py.readers.hosts import compress, listed_hosts
+from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal, widen_journal
 from tccl_py.sources.opening import OpenedSource, open_hosts, open_source
-from tccl_py.sources.profiled import measured_machine, search_options
+from tccl_py.sources.profiled import MeasuredMachine, measured_machine
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -44,13 +47,17 @@ UNDER_MPI = "start the command under mpirun or srun"
 
 
 class Subject(msgspec.Struct, kw_only=True):
-    """What is planned for: a source, and the search by it, which closes the source's journal."""
+    """What is planned for: a source, and the search by it, which closes the source's journal.
 
-    search: Callable[..., Plan]
+    The search of a cluster fills `tables`.
+    """
+
+    search: Callable[[Reporter | None], Plan]
     source: OpenedSource | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
     known: KnownPlan | None = None
+    tables: Sequence[KeptTable] = ()
 
     def models(self, made: Plan, directory: Path) -> dict[str, MachineModel | None]:
         """Return the models behind a plan's rates by class; new classes have the new model."""
@@ -69,96 +76,122 @@ class Subject(msgspec.Struct, kw_only=True):
         return self.source.keep_in(journal, replace=replace)
 
 
-def subject_of(
-    asked: SimpleNamespace, task: dict[str, Any], job: Job | None, stack: ExitStack, say: Say
-) -> Subject:
-    """Open what is planned for; `task` are arguments of planning, and gets further ones.
-
-    `asked` has the options of `tccl plan` by name (None is not given), and as `several` whether
-    nodes are simulated or named. The hosts of a job are left with `stack`.
+def subject_of(request: PlanRequest, job: Job | None, stack: ExitStack, say: Say) -> Subject:
+    """Open what is planned for. The hosts of a job are left with `stack`.
 
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
     the plan that is extended.
     """
-    known = read_known_plan(asked.output) if asked.extend else None
+    known = None if request.extend is None else read_known_plan(request.extend)
     if known is not None:
-        task |= known.task
-        mixed = job is not None if known.plan.simulated else asked.simulate is not None
+        mixed = job is not None if known.plan.simulated else request.simulate is not None
         if mixed:
             what = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
-            raise InputError(str(asked.output), what, "add hosts with such rates")
-        listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="`hosts`")
+            raise InputError(str(request.extend), what, "add hosts with such rates")
+        listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
         names = known.plan.cluster.host_classes
         if again := [host.name for host in listed if host.name in names]:
             say(f"{compress(again)}: in the plan already")
-        named = asked.hosts or (asked.nodes and asked.simulate)
+        named = request.hosts or (request.nodes and request.simulate)
         if job is None and not named:
             right = f"{UNDER_MPI}, or name them by `hosts`"
             raise InputError("`extend`", "has no hosts to add", right)
     if job is not None:
-        return _of_job(asked, task, known, job, stack, say=say)
-    if asked.simulate is not None:
-        return _of_model(asked, asked.simulate, task, known)
-    return _here(asked, task, say) if known is None else _of_names(asked, task, known)
+        return _of_job(request, known, job, stack, say=say)
+    if not request.names_hosts:
+        return machine_subject(request, say)
+    return _of_hosts(request, known)
 
 
-def plain_subject(machine: str | None, say: Say, *, p2p: bool | None = None) -> Subject:
-    """Open what a plain `tccl plan` of one machine plans for: a model's, or None for this one.
+def machine_subject(request: PlanRequest, say: Say) -> Subject:
+    """Open one machine: a model, or this one.
 
     Raises InputError: an unknown machine, or no GPU here.
     """
-    unset = ("backend", "devices", "gpus", "nccl", "noise", "seed")
-    asked = SimpleNamespace(**dict.fromkeys(unset), several=False, pin_env=(), p2p=p2p)
-    asked.options = search_options(asked.backend, None)
-    task: dict[str, Any] = {}
-    return _here(asked, task, say) if machine is None else _of_model(asked, machine, task, None)
+    if request.simulate is None:
+        return _here(request, say)
+    model, source = _simulated(request, request.simulate)
+    gpus = chosen_gpus(model.machine, request.gpus)
 
-
-def _of_names(asked: SimpleNamespace, task: Mapping[str, Any], known: KnownPlan) -> Subject:
-    """Extend a plan by hosts that are only named."""
-    hosts = listed_hosts(asked.hosts, where="`hosts`")
-    cluster = named_cluster(known, hosts, asked.switches)
-    return Subject(search=partial(grown_plan, known, cluster, None, {}, **task), known=known)
-
-
-def _of_model(
-    asked: SimpleNamespace, name: str, task: Mapping[str, Any], known: KnownPlan | None
-) -> Subject:
-    model = load_machine(name, p2p=asked.p2p)
-    source = open_source(model, noise=asked.noise or 0.0, seed=asked.seed or 0)
-    make: Callable[..., Plan]
-    if asked.several:
-        cluster = simulated_cluster(model, asked.nodes, asked.hosts, asked.switches, known)
-        models = {} if known is None else planned_models(known.plan, asked.output)
-        others = {name: Simulator(one) for name, one in models.items() if one is not None}
-        make = partial(grown_plan, known, cluster, source, others, **task)
-    else:
-        gpus = chosen_gpus(model.machine, asked.gpus)
-        make = partial(make_plan, model.machine, model.knowledge, source, gpus=gpus, **task)
-
-    def search(**more: Any) -> Plan:
+    def search(reporter: Reporter | None) -> Plan:
         with source:
-            return make(**more)
+            return _machine_plan(request, model, source, gpus=gpus, reporter=reporter)
 
-    return Subject(search=search, source=source, model=model, known=known)
+    return Subject(search=search, source=source, model=model)
 
 
-def _here(asked: SimpleNamespace, task: dict[str, Any], say: Say) -> Subject:
+def _simulated(request: PlanRequest, name: str) -> tuple[MachineModel, OpenedSource]:
+    model = load_machine(name, p2p=request.p2p)
+    return model, open_source(model, noise=request.noise or 0.0, seed=request.seed or 0)
+
+
+def _machine_plan(
+    request: PlanRequest,
+    place: MachineModel | MeasuredMachine,
+    source: OpenedSource,
+    *,
+    gpus: tuple[int, ...] | None,
+    reporter: Reporter | None,
+    own_rings: InstalledRings | None = None,
+) -> Plan:
+    return make_plan(
+        place.machine,
+        place.knowledge,
+        source,
+        gpus=gpus,
+        version=request.version or ASSUMED,
+        ring_counts=request.ring_counts,
+        strategy=request.strategy,
+        budget=request.budget,
+        reporter=reporter,
+        pinned_env=request.pinned_env,
+        own_rings=own_rings,
+        subsets=request.subsets,
+    )
+
+
+def _of_hosts(request: PlanRequest, known: KnownPlan | None) -> Subject:
+    """Open simulated hosts, or those that a known plan grows by without measuring."""
+    model, source, others = None, None, dict[str, Simulator]()
+    if request.simulate is not None:
+        model, source = _simulated(request, request.simulate)
+        nodes, switches = request.nodes, request.switches
+        cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
+        if known is not None and request.extend is not None:
+            models = planned_models(known.plan, request.extend)
+            others = {name: Simulator(one) for name, one in models.items() if one is not None}
+    else:
+        assert known is not None and request.hosts is not None
+        hosts = listed_hosts(request.hosts, where="`hosts`")
+        cluster = named_cluster(known, hosts, request.switches)
+    tables = list[KeptTable]()
+
+    def search(reporter: Reporter | None) -> Plan:
+        with source or nullcontext():
+            facts = known, cluster, source, others
+            return grown_plan(*facts, request, reporter=reporter, tables=tables)
+
+    return Subject(search=search, source=source, model=model, known=known, tables=tables)
+
+
+def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
-    place = measured_machine(asked.backend, asked.devices)
+    place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
-    if asked.backend != "host":
-        task["version"] = asked.nccl or version_to_plan(say)
-        for text in not_pinned(asked.pin_env):
+    if request.backend != "host":
+        version = request.version or version_to_plan(say)
+        request = msgspec.structs.replace(request, version=version)
+        for text in not_pinned(request.pinned_env):
             say(text)
-    gpus = None if asked.gpus is None else chosen_gpus(place.machine, asked.gpus)
-    source = open_source(place, gpus=gpus, options=asked.options)
+    gpus = None if request.gpus is None else chosen_gpus(place.machine, request.gpus)
+    source = open_source(place, gpus=gpus, options=request.options)
 
-    def search(**more: Any) -> Plan:
+    def search(reporter: Reporter | None) -> Plan:
         with source:
             rings = rings_here(place, gpus)
-            given = {**task, **more, "gpus": gpus, "own_rings": rings}
-            made = make_plan(place.machine, place.knowledge, source, **given)
+            made = _machine_plan(
+                request, place, source, gpus=gpus, reporter=reporter, own_rings=rings
+            )
             conditions = source.conditions
         noticed = source.summary(conditions)
         if rings is not None:
@@ -170,39 +203,49 @@ def _here(asked: SimpleNamespace, task: dict[str, Any], say: Say) -> Subject:
 
 
 def _of_job(
-    asked: SimpleNamespace,
-    task: dict[str, Any],
-    known: KnownPlan | None,
-    job: Job,
-    stack: ExitStack,
-    *,
-    say: Say,
+    request: PlanRequest, known: KnownPlan | None, job: Job, stack: ExitStack, *, say: Say
 ) -> Subject:
     """Find out what the hosts of an MPI job are."""
-    listed = () if asked.hosts is None else listed_hosts(asked.hosts, where="`hosts`")
-    named = ("backend", "devices", "interfaces", "network", "gid_index", "options")
-    given = {name: getattr(asked, name) for name in named}
-    opened = open_hosts(job, expected=[host.name for host in listed], **given)
+    listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
+    opened = open_hosts(
+        job,
+        backend=request.backend,
+        devices=request.devices,
+        interfaces=request.interfaces,
+        network=request.network,
+        options=request.options,
+        expected=[host.name for host in listed],
+        gid_index=request.ib_gid_index,
+    )
     source = stack.enter_context(opened)
-    if asked.backend != "host":
-        told = source.session.hosts[0].nccl
-        found = asked.nccl or version_to_plan(say, told)
-        task["version"] = found if known is None else task["version"]
-        if task["version"] != found:
-            say(f"these hosts have NCCL {found}, and the plan is for {task['version']}")
-    cluster = cluster_of_job(source, asked.switches, known)
+    if request.backend != "host":
+        version = request.version or version_to_plan(say, source.session.hosts[0].nccl)
+        request = msgspec.structs.replace(request, version=version)
+        planned = version if known is None else known.plan.settings.version
+        if planned != version:
+            say(f"these hosts have NCCL {version}, and the plan is for {planned}")
+    cluster = cluster_of_job(source, request.switches, known)
+    tables = list[KeptTable]()
 
     def say_each(texts: Iterable[str]) -> None:
         for text in texts:
             say(text)
 
-    def search(**more: Any) -> Plan:
+    def search(reporter: Reporter | None) -> Plan:
         try:
-            return plan_job(source, cluster, known=known, say=say_each, **task, **more)
+            return plan_job(
+                source,
+                cluster,
+                request,
+                known=known,
+                reporter=reporter,
+                tables=tables,
+                say=say_each,
+            )
         finally:
             source.close()
 
-    return Subject(search=search, source=source, known=known)
+    return Subject(search=search, source=source, known=known, tables=tables)
 
 
 def ring_counts_of(text: str | None) -> tuple[int, ...] | None:

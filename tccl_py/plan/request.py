@@ -1,0 +1,60 @@
+"""What `tccl plan` plans for, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.search.problem import Budget
+from tccl_py.sources.profiled import MeasurementOptions, search_options
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned for, what gives the rates, and how rings are searched; None is not given.
+
+    `simulate` names a model; without it rates are measured here, or by the hosts of a job. `nodes`
+    and `hosts` are simulated ones, and with `extend`, the directory of a cluster's plan, those that
+    it grows by. The fields from `version` on are as `make_plan` and `make_cluster_plan` take them,
+    the others as the options of `tccl plan`.
+    """
+
+    simulate: str | None = None
+    p2p: bool | None = None
+    noise: float | None = None
+    seed: int | None = None
+    backend: str | None = None
+    devices: int | None = None
+    target: float | None = None
+    interfaces: str | None = None
+    network: str | None = None
+    nodes: int | None = None
+    hosts: str | None = None
+    switches: Path | None = None
+    extend: Path | None = None
+    gpus: str | None = None
+    version: str | None = None
+    pinned_env: Mapping[str, str] = {}
+    ring_counts: tuple[int, ...] | None = None
+    strategy: str = "best-first"
+    budget: Budget = DEFAULT_BUDGET
+    subsets: bool = True
+    keep_order: bool = False
+    ib_gid_index: int | None = None
+    gpus_per_job: str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.options  # Raises InputError
+
+    @property
+    def options(self) -> MeasurementOptions:
+        """The options of measurements."""
+        return search_options(self.backend, self.target)
+
+    @property
+    def names_hosts(self) -> bool:
+        """Whether several hosts are simulated or named, where no job has them."""
+        simulated = self.simulate is not None and self.hosts is not None
+        return self.nodes not in (None, 1) or self.extend is not None or simulated

@@ -1,0 +1,37 @@
+"""Requests for plans as values: made in Python, they plan what `tccl plan` plans."""
+
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.errors import InputError
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.request import PlanRequest
+from tccl_py.plan.subject import subject_of
+from tccl_py.search.problem import Budget
+
+
+@pytest.mark.parametrize("options", [(), ("--nodes", "2")])
+def test_a_request_made_in_python_plans_what_the_command_plans(options, tmp_path):
+    name = "nvswitch-8gpu-8nic" if options else "h200x4-vm"
+    place = tmp_path / "plan"
+    words = ["plan", str(place), "--simulate", name, "--rings", "1", "--max-sets", "8", *options]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    budget = Budget(sets=8, idle_sets=100)
+    request = PlanRequest(simulate=name, ring_counts=(1,), budget=budget)
+    if options:
+        request = msgspec.structs.replace(request, nodes=2)
+    with ExitStack() as stack:
+        subject = subject_of(request, None, stack, pytest.fail)
+        assert subject.search(None) == load_plan(place)
+    assert bool(subject.tables) == bool(options)
+
+
+def test_a_request_is_checked_when_it_is_made_and_does_not_change():
+    with pytest.raises(InputError, match="target"):
+        PlanRequest(target=2.0)
+    with pytest.raises(AttributeError):
+        PlanRequest().nodes = 2
