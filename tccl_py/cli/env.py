@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import typer
+from msgspec.structs import replace
 
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
@@ -16,6 +16,7 @@ from tccl_py.files import picked
 from tccl_py.health.fitness import (
     ALIKE_VARIABLE,
     JobEnvironment,
+    JobRequest,
     job_environment_of,
     prefer_numa_node,
 )
@@ -83,19 +84,20 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
-    found = _environment(SimpleNamespace(**locals()), is_rank=False)
+    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike)
+    job = _environment(directory, request, gpus=gpus, choice=choice, force=force)
     if json:
-        marks = picked(found.plan, "simulated", "dry_run")
-        print_json({**found.subject, "environment": found.variables, **marks})
-    elif found.plan.dry_run and not force:
+        marks = picked(job.plan, "simulated", "dry_run")
+        print_json({**job.subject, "environment": job.variables, **marks})
+    elif job.plan.dry_run and not force:
         print(f"# tccl-py, DRY RUN: {DRY_RUN_OFF}")
     else:
-        if "off" not in found.subject:
-            print(f"# tccl-py, rates {found.plan.provenance}")
-            print(export_lines(found.variables), end="")
-        if "NCCL_GRAPH_FILE" not in found.variables:
+        if "off" not in job.subject:
+            print(f"# tccl-py, rates {job.plan.provenance}")
+            print(export_lines(job.variables), end="")
+        if "NCCL_GRAPH_FILE" not in job.variables:
             print("unset NCCL_GRAPH_FILE")
-    if found.refused:
+    if job.refused:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -128,17 +130,18 @@ def run(
         tccl run my-plan --plugin -- python train.py
         mpirun -n 8 tccl run my-plan -- python train.py
     """
-    found = _environment(SimpleNamespace(**locals()), is_rank=True)
-    settings = found.plan.choices[found.subject.get("choice", "default")].settings
-    variables = found.variables
+    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike, is_rank=True)
+    job = _environment(directory, request, gpus=gpus, choice=choice, force=force)
+    settings = job.plan.choices[job.subject.get("choice", "default")].settings
+    variables = job.variables
     against = () if plugin or not variables else env_conflicts(settings, os.environ)
     if against:
         notice(f"the plan is disabled, as your environment has another {', '.join(against)}")
         variables = {}
-    elif found.numa_id is not None:
-        why = prefer_numa_node(found.numa_id)
-        where = f"all memory of this rank is on NUMA node {found.numa_id} by preference"
-        notice(f"NUMA node {found.numa_id} cannot be preferred: {why}" if why else where)
+    elif job.numa_id is not None:
+        why = prefer_numa_node(job.numa_id)
+        where = f"all memory of this rank is on NUMA node {job.numa_id} by preference"
+        notice(f"NUMA node {job.numa_id} cannot be preferred: {why}" if why else where)
     flush_output(0)
     # Python ignores it, and what is ignored is inherited.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -152,23 +155,24 @@ def run(
         raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
 
 
-def _environment(asked: SimpleNamespace, *, is_rank: bool) -> JobEnvironment:
+def _environment(
+    directory: Path, request: JobRequest, *, gpus: str | None, choice: str | None, force: bool
+) -> JobEnvironment:
     """Return a job's variables; notices say why there are none."""
-    gpus, choice = asked.gpus, asked.choice
     if choice is not None:
-        one_of("--choice", choice, CHOICES)
-    plan = plan_in(asked.directory)
-    if asked.plugin:
-        rest = {"--gpus": gpus, "--host": asked.host, "--choice": choice}
+        request = replace(request, choice=one_of("--choice", choice, CHOICES))
+    plan = plan_in(directory)
+    if request.plugin:
+        rest = {"--gpus": gpus, "--host": request.host, "--choice": choice}
         refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
     if plan.is_cluster:
-        refuse({"--gpus": gpus, "--nccl": asked.nccl}, options.OF_CLUSTER)
+        refuse({"--gpus": gpus, "--nccl": request.nccl}, options.OF_CLUSTER)
     else:
-        refuse({"--host": asked.host}, ("", "is for the plan of a cluster", "leave it out"))
-    if plan.dry_run and not asked.force:
+        refuse({"--host": request.host}, ("", "is for the plan of a cluster", "leave it out"))
+    if plan.dry_run and not force:
         notice(f"the plan is disabled, it is a DRY RUN: {DRY_RUN_OFF}")
         off = {"off": f"DRY RUN: {DRY_RUN_OFF}"}
         return JobEnvironment(plan=plan, subject=off, variables={}, refused=False)
-    given = {name: vars(asked)[name] for name in ("host", "nccl", "choice", "plugin", "alike")}
-    given["gpus"] = None if gpus is None else gpus_argument(gpus, plan.machine)
-    return job_environment_of(plan, asked.directory, is_rank=is_rank, say=notice, **given)
+    if gpus is not None:
+        request = replace(request, gpus=gpus_argument(gpus, plan.machine))
+    return job_environment_of(plan, directory, request, say=notice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -12,6 +12,8 @@ from tccl_py.errors import InputError
 
 if TYPE_CHECKING:
     from tccl_py.model.machine import Machine
+
+Text = TypeVar("Text", bound=str)
 
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, an NCCL topology XML, "
@@ -109,11 +111,12 @@ def in_range(name: str, value: float, most: float, *, least: float = 1) -> None:
         raise InputError(name, f"is {value:.12g}", right)
 
 
-def one_of(name: str, value: str, known: Collection[str]) -> None:
-    """Check that an option has one of the known values."""
-    if value not in known:
-        where = f"{name} {value[:20]!r}"
-        raise InputError(where, "is not known", f"one of {', '.join(known)}")
+def one_of(name: str, value: str, values: Collection[Text]) -> Text:
+    """Return that of the possible values which an option has."""
+    for possible in values:
+        if possible == value:
+            return possible
+    raise InputError(f"{name} {value[:20]!r}", "is not known", f"one of {', '.join(values)}")
 
 
 def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:

@@ -207,27 +207,33 @@ class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     numa_id: int | None = None
 
 
-def job_environment_of(
-    plan: Plan,
-    directory: Path,
-    *,
-    gpus: Sequence[int] | None,
-    host: str | None,
-    nccl: str | None,
-    choice: ChoiceName | None,
-    plugin: bool,
-    alike: bool,
-    say: Say,
-    is_rank: bool = False,
-) -> JobEnvironment:
-    """Return the variables of a job over GPUs of a machine's plan, or on a host of a cluster.
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A job over GPUs of a machine's plan, or on a host of a cluster.
 
-    None is all GPUs, this host, the installed NCCL, and the recommended choice. With
-    `is_rank` this process may be one of the job's ranks. `say` is told why there are no variables,
-    or others than were asked for.
+    None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
+    loads NCCL's plugin, and `alike` is as `why_elsewhere` takes it. With `is_rank` this process may
+    be one of its ranks.
     """
+
+    gpus: tuple[int, ...] | None = None
+    host: str | None = None
+    nccl: str | None = None
+    choice: ChoiceName | None = None
+    plugin: bool = False
+    alike: bool = False
+    is_rank: bool = False
+
+
+def job_environment_of(
+    plan: Plan, directory: Path, request: JobRequest, *, say: Say
+) -> JobEnvironment:
+    """Return the variables of a job.
+
+    `say` is told why there are no variables, or others than were asked for.
+    """
+    gpus, host, plugin, alike = request.gpus, request.host, request.plugin, request.alike
     listed, numa_id, lacking = check_files(directory).files, None, ""
-    taken = choice or _offered(plan, gpus)
+    taken = request.choice or _offered(plan, gpus)
     placed = taken == "graph" and plan.settings.shm_placement
     loading = plugin_exports(plan, directory, alike=alike) if plugin else {}
     if plan.is_cluster:
@@ -244,16 +250,17 @@ def job_environment_of(
         subject = {"gpus": chosen}
         disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
         if set(chosen) <= set(plan.gpus):
-            wrong = _why_not_used(plan, nccl, say=say)
+            wrong = _why_not_used(plan, request.nccl, say=say)
             elsewhere = why_elsewhere(plan, directory, alike=alike, say=say)
             disabled = "; ".join(filter(None, (elsewhere, wrong)))
         newer = os.environ.get(NEWER_VARIABLE) == "1"
-        used = nccl or planned_or_installed(plan)
+        used = request.nccl or planned_or_installed(plan)
         why = why_no_plugin(used, newer=newer) if plugin or placed else ""
         if plugin and not disabled:
             disabled = why
         elif placed and why:
-            placed, numa_id = False, _numa_id(plan, chosen, gpus or plan.gpus) if is_rank else None
+            placed = False
+            numa_id = _numa_id(plan, chosen, gpus or plan.gpus) if request.is_rank else None
             taken = "variables" if numa_id is None else taken
             if numa_id is None and not disabled:
                 say(f"variables alone, as `tccl run` starts no single rank, and {why}")
@@ -278,7 +285,7 @@ def job_environment_of(
         plan=plan,
         subject={**subject, "choice": taken},
         variables=loading or job_environment(plan.choices[taken].settings, graph=graph),
-        refused=bool(lacking) and (plan.is_cluster or choice is not None),
+        refused=bool(lacking) and (plan.is_cluster or request.choice is not None),
         numa_id=numa_id if graph is not None else None,
     )
 
