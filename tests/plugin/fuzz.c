@@ -10,6 +10,7 @@
 #include "plugin.h"
 
 #include <fcntl.h>
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -182,10 +183,12 @@ extern struct tuner {
 
 enum { ALGORITHMS = 7, PROTOCOLS = 3, COSTS = ALGORITHMS * PROTOCOLS };
 
+static bool allowed(float cost) { return cost >= 0 && cost < FLT_MAX / 4; }
+
 static int cheapest(const float *costs) {
   int found = -1;
   for (int i = 0; i < COSTS; i++)
-    if (costs[i] >= 0 && (found < 0 || costs[i] < costs[found])) found = i;
+    if (allowed(costs[i]) && (found < 0 || costs[i] < costs[found])) found = i;
   return found;
 }
 
@@ -193,7 +196,8 @@ static void check_choice(const struct plan *plan, const struct tune *table, long
   float costs[COSTS], before[COSTS];
   int collective = (int)pick(6), pipelined = 1 + (pick(8) == 0), channels = 0, wanted = -1;
   size_t bytes = pick(2) ? (size_t)1 << pick(40) : pick(1 << 20);
-  for (int i = 0; i < COSTS; i++) costs[i] = pick(3) ? 1.0f + (float)pick(1000) : -1.0f;
+  for (int i = 0; i < COSTS; i++)
+    costs[i] = pick(3) ? 1.0f + (float)pick(1000) : pick(2) ? -1.0f : FLT_MAX / (float)(1 + pick(2));
   memcpy(before, costs, sizeof before);
   ncclTunerPlugin_v5.choose((void *)(uintptr_t)table, collective, bytes, pipelined, (float **)costs,
                             ALGORITHMS, PROTOCOLS, (int)pick(2), &channels);
@@ -205,7 +209,7 @@ static void check_choice(const struct plan *plan, const struct tune *table, long
       right = tune;
   }
   if (right && pipelined == 1) wanted = right->algorithm * PROTOCOLS + right->protocol;
-  if (wanted >= 0 && before[wanted] < 0) wanted = -1; /* NCCL does not allow it */
+  if (wanted >= 0 && !allowed(before[wanted])) wanted = -1; /* NCCL does not allow it */
   if (wanted >= 0 && __builtin_popcountll(table->gpus) > 8 &&
       cheapest(before) / PROTOCOLS != right->algorithm)
     wanted = -1; /* FP8 */

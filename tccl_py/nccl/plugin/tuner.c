@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
+enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900, LAST_TUNED = 23205 };
 
 static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
                 void *domains, void *constants) {
@@ -35,7 +35,10 @@ static const struct tune *find(const struct tune *table, int collective, int64_t
 enum { TABLE = -1, NO_TABLE = -2 };
 EXPORT int tccl_told[4] = {TABLE, 0, 0, 0};
 
-/* Make the table's choice the cheapest, if NCCL allows it (a cost below 0: it does not). */
+/* Say whether NCCL allows a choice: not by a cost below 0 (up to 2.30), nor by a huge one. */
+static bool allowed(float cost) { return cost >= 0 && cost < 1e30f; }
+
+/* Make the table's choice the cheapest, if NCCL allows it. */
 static int choose(void *table, int collective, size_t bytes, int pipelined, float **costs,
                   int algorithms, int protocols, int registered, int *channels) {
   (void)registered; /* a table holds for both: calls in CUDA graphs always say yes */
@@ -46,14 +49,14 @@ static int choose(void *table, int collective, size_t bytes, int pipelined, floa
   if (!tune || pipelined > 1 || tune->algorithm >= algorithms || tune->protocol >= protocols)
     return SUCCESS;
   /* Rings and trees get no more channels than the communicator has (scheduleCollTasksToPlan in
-   * enqueue.cc), but broadcasts of a group, which ask for an all-gather since 2.29, get all. */
+   * enqueue.cc), from 2.31 on no more than NCCL's own choice for the size, but broadcasts of a group, which ask for an all-gather since 2.29, get all. */
   if (tune->channels && collective == ALL_GATHER && nccl_version() >= FIRST_CLAMPLESS)
     return SUCCESS;
   float *cost = (float *)costs; /* NCCL's type; an array of arrays, in fact */
   int wanted = tune->algorithm * protocols + tune->protocol, best = -1; /* NCCL's own choice */
   for (int i = 0; i < algorithms * protocols; i++)
-    if (cost[i] >= 0 && (best < 0 || cost[i] < cost[best])) best = i;
-  if (!(cost[wanted] >= 0) || !(cost[best] > 0)) return SUCCESS;
+    if (allowed(cost[i]) && (best < 0 || cost[i] < cost[best])) best = i;
+  if (!allowed(cost[wanted]) || !(cost[best] > 0)) return SUCCESS;
   /* There NCCL keeps sums of FP8 precise by the algorithm (updateCollCostTable in enqueue.cc). */
   if (__builtin_popcountll(tune->gpus) > PRECISE_RANKS && best / protocols != tune->algorithm)
     return SUCCESS;
@@ -108,7 +111,8 @@ static void look_for_others(void) { others = others_have("tuner", "ncclTunerPlug
 /* Say whether NCCL will ask this tuner in the communicators of this process. */
 bool tuner_is_asked(void) {
   const struct plan *plan = active_plan();
-  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
+  if (plan->tune_count == 0 || nccl_version() > LAST_TUNED ||
+      user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
     return false; /* a tuner keeps the policy EFFICIENCY from choosing NVLS for registered buffers */
   pthread_once(&once, look_for_others);
   return !others && !__atomic_load_n(&lost, __ATOMIC_RELAXED);
@@ -120,6 +124,8 @@ bool tuner_is_asked(void) {
 const char *tuner_plugin(const char *user, const char *own) {
   if (tuner_is_asked()) return own;
   __atomic_store_n(&lost, true, __ATOMIC_RELAXED);
+  if (active_plan()->tune_count > 0 && nccl_version() > LAST_TUNED)
+    say("no tables: NCCL 2.32.6 and later have another tuner interface");
   if (!user) pthread_once(&once, look_for_others);
   return user || others ? user : "none";
 }
