@@ -25,7 +25,7 @@ from tccl_profiler.program import (
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
 
 FlowCoupling = Literal["pass-on", "independent"]
 """Flows through one GPU: forwarded from one to the next as in a ring, or each at its own pace."""
@@ -166,7 +166,7 @@ def _checkable(flow: Flow) -> Flow:
 def _known(host: str, lanes: Mapping[str, int]) -> str:
     own = [device for device in lanes if host_of(device) == host]
     if own:
-        ordered = sorted(own, key=lambda device: (local(device)[0], int(local(device)[1:])))
+        ordered = sorted(own, key=lambda device: (local(device)[0], index_of(local(device))))
         return f"there are {', '.join(ordered)}"
     if host:
         return f"no device of host {host} is"

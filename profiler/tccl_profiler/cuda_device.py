@@ -35,6 +35,7 @@ from tccl_profiler.shared_memory import (
     stamps_at,
 )
 from tccl_py.errors import MeasurementError
+from tccl_py.model.transfer import index_of
 
 NAMES = ("pump", "pump_check", "echo", "stamp")
 SOURCE_NAME = "pump.cu"
@@ -101,7 +102,7 @@ class CudaDevice:
         memory = CudaMemory(
             self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes
         )
-        self.links = Communicators(start.device, int(start.device[1:]), memory)
+        self.links = Communicators(start.device, index_of(start.device), memory)
         self._closing.callback(self.links.close)
         self._bases[start.device] = self._arena
         self._flag = self._register(self._control.segment) + FLAG_AT

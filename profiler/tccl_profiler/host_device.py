@@ -28,6 +28,7 @@ from tccl_profiler.program import COUNTER_AREA_BYTES, COUNTER_BYTES, COUNTERS, A
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
 from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
+from tccl_py.model.transfer import index_of
 from tccl_py.readers.sysfs import HostFiles
 
 LANES = 64  # NCCL has no more channels than this; a thread runs any number in turn
@@ -174,7 +175,7 @@ class HostDevice(ThreadedDevice):
         # Written, so that every page is there and on this core's node before anything is timed.
         self._user, self._keep = (np.full(start.user_bytes, 1, np.uint8) for _ in range(2))
         memory = Memory(self._user.ctypes.data, self._keep.ctypes.data, start.user_bytes)
-        self.links = Communicators(start.device, int(start.device[1:]), memory)
+        self.links = Communicators(start.device, index_of(start.device), memory)
         self._links_open.callback(self.links.close)
         started = Started(
             lanes=LANES,

@@ -14,7 +14,7 @@ from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.measurement import JournalHeader
-from tccl_py.model.transfer import parse_set
+from tccl_py.model.transfer import index_of, parse_set
 
 Backend = Literal["cuda", "host"]
 
@@ -121,7 +121,7 @@ def pool_of(
     cores = cpus_of_devices(machine) if backend == "host" else {}
 
     def spec(name: str) -> DeviceSpec:
-        gpu = machine.gpu(int(name[1:]))
+        gpu = machine.gpu(index_of(name))
         node = machine.numa_nodes[machine.numa_of(name)].numa_id
         cpus = cores.get(gpu.index, ())
         if not cores and node >= 0:

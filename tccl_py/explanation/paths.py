@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import direct_write
-from tccl_py.model.transfer import Flow, Transfer, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow, Transfer, TransferSet, index_of, transfer_set
 from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.routes import Edge, Network
@@ -138,7 +138,7 @@ class Paths:
     def _between_nodes(self, edge: Edge) -> Passing:
         apart = self._network.between_sockets(edge)
         sockets = {node.id: node.socket if apart else None for node in self.machine.numa_nodes}
-        places = ((int(node[1:]), sockets[node]) for node in edge)
+        places = ((index_of(node), sockets[node]) for node in edge)
         start, end = (index if socket is None else socket for index, socket in places)
         low, high = sorted((start, end))
         what = "sockets" if apart else "NUMA nodes"

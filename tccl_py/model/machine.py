@@ -16,6 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version, encode_json
+from tccl_py.model.transfer import index_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -194,7 +195,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def numa_of(self, device: str) -> int:
         """Return the index of a device's NUMA node."""
         root = (device, *self.ancestors(device))[-1]
-        return int(root[1:])
+        return index_of(root)
 
     @cached_property
     def graph(self) -> nx.Graph:

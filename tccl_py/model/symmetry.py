@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, elsewhere
-from tccl_py.model.transfer import Flow, Place
+from tccl_py.model.transfer import Flow, Place, index_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -90,7 +90,7 @@ def images_of_gpus(symmetry: Symmetry, gpus: Sequence[int]) -> dict[tuple[int, .
     """
     _, rows = np.unique(_moved(symmetry, [f"G{g}" for g in gpus]), axis=0, return_index=True)
     mappings = (mapping(symmetry, row) for row in symmetry.elements[rows])
-    return {tuple(sorted(int(names[f"G{g}"][1:]) for g in gpus)): names for names in mappings}
+    return {tuple(sorted(index_of(names[f"G{g}"]) for g in gpus)): names for names in mappings}
 
 
 def _moved(symmetry: Symmetry, points: Sequence[str]) -> npt.NDArray[np.int16]:
@@ -243,12 +243,12 @@ def smallest_row(rows: npt.NDArray[Any]) -> tuple[int, ...]:
 
 def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
     """Return the flow under a relabelling of devices; a copy engine moves with its GPU."""
-    return elsewhere(flow, lambda p: Place(p.kind, int(names[p.device][1:]), p.host))
+    return elsewhere(flow, lambda p: Place(p.kind, index_of(names[p.device]), p.host))
 
 
 def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
     """Return the hop under a relabelling; an end without a name (the world, of chains) stays."""
-    source, target = (int(names.get(f"G{gpu}", f"G{gpu}")[1:]) for gpu in (hop.source, hop.target))
+    source, target = (index_of(names.get(f"G{gpu}", f"G{gpu}")) for gpu in (hop.source, hop.target))
     return Hop(source, target, relabelled(hop.flow, names))
 
 
@@ -269,7 +269,7 @@ def natural_cuts(
         below.setdefault(" ".join(chip), set()).update(together)
     groups = {frozenset(group) for group in below.values()}
     links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
-    bridged = joined_groups((int(link.source[1:]), int(link.target[1:])) for link in links)
+    bridged = joined_groups((index_of(link.source), index_of(link.target)) for link in links)
     groups |= {frozenset(group) & set(gpus) for group in bridged}
     proper = [group for group in groups if 1 < len(group) < len(gpus)]
     return tuple(sorted(proper, key=lambda group: (len(group), sorted(group))))

@@ -69,6 +69,15 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return f"{prefix}{self.kind}{self.index}"
 
 
+def index_of(device: str) -> int:
+    """Return the index in the id of a device of a Machine.
+
+    >>> index_of("G12"), index_of(Place("D", 3).device)
+    (12, 3)
+    """
+    return int(device[1:])
+
+
 class Transfer(msgspec.Struct, frozen=True, order=True):
     """Bytes moving from `source` to `destination`, moved by `executor`."""
 

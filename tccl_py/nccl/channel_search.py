@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from tccl_py.model.transfer import index_of
 from tccl_py.nccl.paths import SCALE, NetPorts, Paths, Room, Step
 from tccl_py.nccl.system import PathType, System
 
@@ -286,7 +287,7 @@ class ChannelSearch:
             hops=hops,
             orders=tuple(map(tuple, self._orders[:channels])),
             nics=tuple(
-                tuple(int(port[1:]) for port in ends if port) for ends in self._ends[:channels]
+                tuple(index_of(port) for port in ends if port) for ends in self._ends[:channels]
             ),
         )
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.transfer import index_of
 from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single, total_gbps
 from tccl_py.nccl.paths import Path, local_nets
 from tccl_py.nccl.settings import Settings
@@ -233,7 +234,7 @@ class _Compute:
         if self.inter and system.rules.falls_back_to_local_nets:
             ends = system.gpus[0], system.gpus[-1]
             near = (local_nets(system, self.seen.paths, gpu)[0] for gpu in ends)
-            nics = tuple(int(net[1:]) for net in near)
+            nics = tuple(index_of(net) for net in near)
         elif self.inter:
             nics = (self.seen.nics[0],) * 2
         return replace(
@@ -286,7 +287,7 @@ def _searched(seen: NcclView, pattern: Pattern, nodes: int, *, low: int, high: i
     graph = _KNOWN.get(key) or _Compute(seen, pattern, nodes, low, high).run()
     if key:
         _KNOWN[key] = graph
-    gpus = [int(gpu[1:]) for gpu in seen.system.gpus]
+    gpus = [index_of(gpu) for gpu in seen.system.gpus]
     return replace(graph, orders=tuple(tuple(gpus[at] for at in order) for order in graph.orders))
 
 

@@ -28,7 +28,7 @@ from tccl_py.model.rings import (
     sending_nic,
 )
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.model.transfer import Fifo, Flow
+from tccl_py.model.transfer import Fifo, Flow, index_of
 from tccl_py.nccl.graph_writer import GraphRings
 from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings
@@ -153,7 +153,7 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
         return None
     over = relay(seen, gpu, nic)
     owner = gpu if over is None or direction == "receive" else over
-    return int(local_cpu(seen.system, seen.plain, f"G{owner}")[1:])
+    return index_of(local_cpu(seen.system, seen.plain, f"G{owner}"))
 
 
 def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
@@ -163,7 +163,7 @@ def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
     over = relay_of(seen.system, seen.paths[net_ends(seen, gpu, nic)])
-    return None if over is None else int(over[1:])
+    return None if over is None else index_of(over)
 
 
 def exit_flow(seen: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:

@@ -11,6 +11,7 @@ from itertools import permutations, product
 from typing import Literal
 
 from tccl_py.model.machine import Machine
+from tccl_py.model.transfer import index_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import Link, PathType, System, build_system
 from tccl_py.nccl.versions import INTEL, LOCAL_GBPS
@@ -232,7 +233,7 @@ def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
     if not nets:
         return ()
     sharers = nearest(paths, nets[0], system.gpus)
-    count, start = len(nets), int(gpu[1:])
+    count, start = len(nets), index_of(gpu)
     if system.rules.shares_nets_by_place:
         start %= max(1, len(sharers))
     if count > 1 and count & (count - 1) == 0:

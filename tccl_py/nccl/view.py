@@ -13,6 +13,7 @@ from itertools import pairwise, permutations
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine, Nic
+from tccl_py.model.transfer import index_of
 from tccl_py.nccl.paths import Direction, Paths, shortest_paths, with_policy
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System, build_system
@@ -61,12 +62,12 @@ class NcclView:
     @property
     def gpus(self) -> tuple[int, ...]:
         """NVML indices of the communicator's GPUs, ascending."""
-        return tuple(sorted(int(gpu[1:]) for gpu in self.system.gpus))
+        return tuple(sorted(index_of(gpu) for gpu in self.system.gpus))
 
     @property
     def nics(self) -> tuple[int, ...]:
         """Numbers of the NICs that NCCL may use, ascending."""
-        return tuple(sorted(int(net[1:]) for net in self.system.nets))
+        return tuple(sorted(index_of(net) for net in self.system.nets))
 
     def farthest(self, pairs: Iterable[tuple[int, int]]) -> str:
         """Return the name of the farthest path between pairs of GPUs, as NCCL's tuner reads it."""
@@ -98,7 +99,7 @@ def direct_pairs(
     if level is None:
         return None
     seen = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
-    return frozenset((int(source[1:]), int(target[1:])) for source, target in seen.direct)
+    return frozenset((index_of(source), index_of(target)) for source, target in seen.direct)
 
 
 def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
@@ -208,7 +209,7 @@ def _direct(
         return False
     stops = [pair[0], *(link.target for link in path.links if link.target in system.sm)]
     return all(
-        knowledge.can_access(system.machine, int(source[1:]), int(target[1:]))
+        knowledge.can_access(system.machine, index_of(source), index_of(target))
         for source, target in pairwise(stops)
     )
 

@@ -14,6 +14,7 @@ from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
+from tccl_py.model.transfer import index_of
 from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choice_or_sys
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
@@ -227,7 +228,7 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
     replace = msgspec.structs.replace
 
     def index(kind: str, number: int) -> int:
-        return int(names[f"{kind}{number}"][1:])
+        return index_of(names[f"{kind}{number}"])
 
     own = tuple(
         DefaultChain(

@@ -15,6 +15,7 @@ import msgspec
 
 from tccl_py.errors import visible
 from tccl_py.model.machine import Gpu, Machine, Nic, NumaNode, PciLink
+from tccl_py.model.transfer import index_of
 
 LANE = 36.0
 """Height of a lane: a rate above its line, a word below it."""
@@ -220,7 +221,7 @@ class _Tree:
         self.boxes[device] = Box(
             kind=kind, x=x, y=top + self.row_y(self.depth if leaf else row),
             width=right - x, height=_HEIGHTS[kind], label=label, note=note, title=title,
-            faint=kind == "gpu" and self._gpus is not None and int(device[1:]) not in self._gpus,
+            faint=kind == "gpu" and self._gpus is not None and index_of(device) not in self._gpus,
         )  # fmt: skip
         return right
 

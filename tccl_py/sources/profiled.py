@@ -14,7 +14,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow
+from tccl_py.model.transfer import TransferSet, flow_texts, index_of, parse_flow
 from tccl_py.readers.live import discover_machine
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     devices = [f"G{index}" for index in machine.gpu_indices]
     memory = [f"C{node.index}" for node in machine.numa_nodes]
     used = devices_used(sets, devices=devices, others=memory)
-    return tuple(sorted(int(name[1:]) for names in used.values() for name in names))
+    return tuple(sorted(index_of(name) for names in used.values() for name in names))
 
 
 def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:

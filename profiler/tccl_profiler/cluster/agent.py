@@ -39,6 +39,7 @@ from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
+from tccl_py.model.transfer import index_of
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
@@ -228,7 +229,7 @@ class Agent:
                 variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
         nics = {}
         for name in filter(is_nic, devices):
-            nic = self._facts.addresses[int(name[1:])]
+            nic = self._facts.addresses[index_of(name)]
             nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.name)
         machine = self._facts.machine
         pool = pool_of(machine, self._backend, devices, nics=nics, variables=variables)
@@ -245,7 +246,7 @@ class Agent:
         return take_step(self._opened(), step)
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        gpus = [int(name[1:]) for name in devices if name.startswith("G")]
+        gpus = [index_of(name) for name in devices if name.startswith("G")]
         if self._backend != "cuda" or not gpus:
             return ()
         with watching(gpus, self._opened().pids) as look:
