@@ -192,7 +192,7 @@ def test_too_little_time_is_refused(case):
     journal = case.journal(Simulator(case.model))
     with pytest.raises(InputError) as caught:
         find_drift(case.plan, journal, slow, effort=Effort(seconds=1), clock=slow.clock)
-    assert caught.value.where == "--max-seconds"
+    assert caught.value.where == "`max_seconds`"
 
 
 class Lost(Slow):

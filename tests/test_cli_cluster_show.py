@@ -136,6 +136,7 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "whole_ring_gbps": 9.5,
                 "sets_measured": 7,
                 "simulated": True,
+                "dry_run": False,
                 "assumed": True,
                 "settings": json.loads(msgspec.json.encode(plan.settings)),
                 "environment": environment(plan.settings),
@@ -280,7 +281,7 @@ def test_env_as_json_names_the_host(directory):
     graph = {"NCCL_GRAPH_FILE": f"{directory}/nccl/hosts/login.xml"}
     variables = {**environment(mixed().settings), **graph}
     assert found.pop("choice") in ("default", "variables", "graph")
-    assert found == {"host": "login", "environment": variables, "simulated": True}
+    assert found == {"host": "login", "environment": variables, "simulated": True, "dry_run": False}
     result = tccl("env", directory, "--host", "gpu9", "--json")
     assert (result.exit_code, json.loads(result.stdout)["host"]) == (1, None)
 

@@ -196,7 +196,7 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     jobs(by_plan(lambda _: 1.1))
     none = tccl("evaluate", place, "--gpus-per-job", "99")
     assert (none.exit_code, none.stdout) == (2, "")
-    assert "GPUs per job: '99' fits no host" in none.stderr
+    assert "--gpus-per-job: '99' fits no host" in none.stderr
     words = ("--backend", "host", "--sizes", "4K", "--seconds", "0.001")
     found, done = evaluated(place, *words, "--gpus-per-job", "3,2")
     assert {len(c["gpus"]) for c in found["cells"]} == {4}
@@ -239,7 +239,7 @@ def test_the_table_in_the_docs_is_of_the_models_as_they_are(name):
     [
         (("--collectives", "all_reduce,gather"), "--collectives 'gather'"),
         (("--dtype", "int8"), "--dtype 'int8'"),
-        (("--gpus-per-job", "0+9", "--gpus-per-job", "x"), "GPUs per job"),
+        (("--gpus-per-job", "0+9", "--gpus-per-job", "x"), "--gpus-per-job"),
         (("--sizes", "4K,x"), "--sizes"),
         (("--rounds", "2"), "--rounds"),
         (("--csv", "/none/there.csv"), "--csv /none/there.csv"),

@@ -202,7 +202,7 @@ def test_three_arms_run_in_every_round_and_equal_environments_are_one_arm(boxed,
     place.mkdir()
     write_plan(plan, place, models=as_only(load_bundled(SMALL)))
     assert [one.name for one in read_target(plan, place).arms] == ["default", "graph"]
-    with pytest.raises(InputError, match="--choice variables"):
+    with pytest.raises(InputError, match="`choice` variables"):
         run_verification(plan, place, dry_run(plan, three), RunBudget(), choice="variables")
 
 
