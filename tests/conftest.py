@@ -31,8 +31,8 @@ MEASURING = (
     "test_profiler_network.py",
     "test_profiler_pool.py",
 )
-"""What moves bytes for a while, by processes that do not sleep. Beside each other such tests take
-several times as long: one worker has them all, first the one that waits for slow links most."""
+"""What moves bytes for a while, by processes that do not sleep. Beside other tests they take several
+times as long, and rates are others: scripts/test runs them by themselves (`-m measuring`)."""
 
 PLANNING = (
     "test_kept.py",
@@ -170,6 +170,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     count, gpus = _gpus() if any(item.get_closest_marker("gpu") for item in items) else (0, "")
     for item in items:
+        if item.path.name in MEASURING:
+            item.add_marker("measuring")
         if markers := list(item.iter_markers("gpu")):
             _skip_without_gpus(item, markers, count, gpus)
         if item.get_closest_marker("mpi") and shutil.which("mpirun") is None:
