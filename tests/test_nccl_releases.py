@@ -69,6 +69,12 @@ def test_ranks_see_the_cpus_of_earlier_ranks_and_of_nics_first():
     assert whole.index('numaid="0"') < whole.index('numaid="2"') < whole.index('numaid="1"')
 
 
+@pytest.mark.parametrize("seed", [391, 395, 970])
+def test_a_gpus_cpu_is_the_one_of_fewest_links_before_2_30_7(seed):
+    """NVLink bridges between sockets lead to the other CPU, over more links with more bandwidth."""
+    assert expected(pcie_machine(seed), "2.28.9").difference(recorded()["2.28.9", seed]) == ""
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_recorded_answers_of_released_libraries_are_as_expected(release):
     answers = {seed: answer for (name, seed), answer in recorded().items() if name == release}

@@ -121,8 +121,9 @@ def _extended(system: System, path: Path, link: Link) -> Path:
 
 
 def local_cpu(system: System, paths: Paths, gpu: str) -> str:
-    """Return the nearest CPU of a GPU; of several, the CPU with the fewest links to it."""
-    return min(nearest(paths, gpu, system.cpus), key=lambda cpu: len(paths[gpu, cpu].links))
+    """Return the CPU of fewest links to a GPU, among the nearest CPUs where `nearer_wins`."""
+    near = nearest(paths, gpu, system.cpus) if system.rules.nearer_wins else system.cpus
+    return min(near, key=lambda cpu: len(paths[gpu, cpu].links) or len(system.links))
 
 
 def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:

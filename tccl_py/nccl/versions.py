@@ -48,14 +48,15 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     With `fuses_topologies` each rank looks only at its own GPU and all NICs, and the views are
     fused in rank order. With `device_nodes` every GPU is two nodes, a device and a rank's GPU. With
     `nearer_wins` a path of a nearer type replaces another, else only a wider path that is not
-    longer. With `shares_nets_by_place` a GPU's first NIC follows from its number among the GPUs
-    that share the NICs, else from its NVML index. A search without result takes local NICs with
-    `falls_back_to_local_nets`, else NIC 0. With `old_gpus_leave_over_sys` trees of GPUs before
-    sm 90 may reach NICs over any path. From sm 100 on its search does not try `unknown_intra` rates
-    inside a node, and `unknown_inter` between nodes. Variables that NCCL_NO_CACHE names are read
-    for each communicator; of those, `rereads` have effect there. `amd_gbps` are the rates between
-    sockets of Zen 1 and 2, 3 and 4, and 5, `xeon6_gbps` between those of Granite Rapids and Sierra
-    Forest. A GPU's unknown link speed counts as `unknown_gts`. `has_rubin`: it knows sm 107.
+    longer, and a GPU's CPU is that of fewest links. With `shares_nets_by_place` a GPU's first NIC
+    follows from its number among the GPUs that share the NICs, else from its NVML index. A search
+    without result takes local NICs with `falls_back_to_local_nets`, else NIC 0. With
+    `old_gpus_leave_over_sys` trees of GPUs before sm 90 may reach NICs over any path. From sm 100
+    on its search does not try `unknown_intra` rates inside a node, and `unknown_inter` between
+    nodes. Variables that NCCL_NO_CACHE names are read for each communicator; of those, `rereads`
+    have effect there. `amd_gbps` are the rates between sockets of Zen 1 and 2, 3 and 4, and 5,
+    `xeon6_gbps` between those of Granite Rapids and Sierra Forest. A GPU's unknown link speed
+    counts as `unknown_gts`. `has_rubin`: it knows sm 107.
     """
 
     name: str = "2.18"
