@@ -31,8 +31,8 @@ MEASURING = (
     "test_profiler_network.py",
     "test_profiler_pool.py",
 )
-"""What moves bytes for a while, by processes that do not sleep. Beside other tests they take several
-times as long, and rates are others: scripts/test runs them by themselves (`-m measuring`)."""
+"""What moves bytes for a while, by processes that do not sleep. Beside other tests they take
+several times as long, and rates differ: scripts/test runs them by themselves (`-m measuring`)."""
 
 PLANNING = (
     "test_kept.py",
