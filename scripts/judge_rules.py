@@ -3,7 +3,8 @@
 `code LIBRARY...` compares default rings and trees of random PCIe machines of 8 GPUs with those of
 the libraries' graph code, without a GPU. A LIBRARY is libnccl.so.2 of a package nvidia-nccl-cu13.
 `plans LIBRARY...` has them load the graph files of plans for random machines, `mutants` random
-changes of such files that `tccl validate` calls used.
+changes of such files that `tccl validate` calls used. `sizes LIBRARY...` compares choices by size
+with those of the libraries' cost models, and `record-sizes LIBRARY...` writes these for the tests.
 `ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
 those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
 virtual GPUs. `record FILE|LIBRARY...` adds answers to those of the tests, and `recorded` compares
@@ -51,6 +52,7 @@ from tests.released_nccl import (
     recorded,
     ring_text,
 )
+from tests.released_tuning import TuningCode, compare_choices, record_choices
 from tests.topology_writer import topology_xml
 
 PLANS = Path(__file__).parents[1] / "plans"
@@ -68,7 +70,7 @@ VARIABLES = {
 }
 
 
-KINDS = ("code", "plans", "mutants", "ask", "base", "record", "recorded")
+KINDS = ("code", "plans", "mutants", "sizes", "record-sizes", "ask", "base", "record", "recorded")
 MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
 """Seeds of the machines whose files are mutated."""
 
@@ -105,6 +107,12 @@ def main() -> None:
         for code in map(GraphCode, options.paths):
             machines = {(code.version, seed): pcie_machine(seed) for seed in seeds}
             compare({key: (code.answer(text), text) for key, text in machines.items()})
+    elif options.kind.endswith("sizes"):
+        names = [f"{kind} {seed}" for kind in ("pcie", "any") for seed in seeds]
+        codes = map(TuningCode, options.paths)
+        found = {code.version: compare_choices(code, names) for code in codes}
+        if options.kind == "record-sizes":
+            record_choices(found)
     else:
         sys.exit(load(options.kind, [GraphCode(path) for path in options.paths], seeds))
 

@@ -24,7 +24,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator
 from tests.random_machines import random_machine
-from tests.released_nccl import Answer, GraphCode, ring_text
+from tests.released_nccl import Answer, GraphCode, RefusedError, ring_text
 
 SHORT = Budget(sets=60, idle_sets=15)
 SUBSETS = 6
@@ -80,7 +80,7 @@ def loaded(code: GraphCode, case: Case) -> Answer | str:
             try:
                 answer = code.answer(case.topology, case.gpus, Path(file.name))
                 os.write(writing, msgspec.json.encode(answer))
-            except AssertionError as error:
+            except RefusedError as error:
                 os.write(writing, msgspec.json.encode(str(error)))
         os._exit(0)
     os.close(writing)

@@ -8,9 +8,11 @@ import copy
 import ctypes
 import lzma
 import os
+import re
 import subprocess
 import tempfile
 import xml.etree.ElementTree as ET
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,7 +121,7 @@ def record(answers: dict[tuple[str, int], Answer]) -> None:
 # NCCL's graph code without a GPU.
 
 
-class _Graph(ctypes.Structure):
+class TopoGraph(ctypes.Structure):
     """The begin of ncclTopoGraph (graph.h), the same in all of RELEASES, with room to spare."""
 
     _fields_ = (
@@ -129,6 +131,10 @@ class _Graph(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("type_intra", "type_inter", "same", "hops")),
         ("ranks", ctypes.c_int * (1 << 18)),
     )
+
+
+class RefusedError(Exception):
+    """A function of NCCL that failed."""
 
 
 class GraphCode:
@@ -146,16 +152,18 @@ class GraphCode:
         exported = ctypes.cast(self._library.ncclGetVersion, ctypes.c_void_p).value or 0
         self._base = exported - self._places["ncclGetVersion"]
 
-    def _call(self, name: str, *arguments) -> None:
+    def call(self, name: str, *arguments) -> None:
         """Call a C++ function that returns ncclResult_t, by its name."""
-        mangled = f"_Z{len(name)}{name}P"
-        found = next(n for n in self._places if n.startswith(mangled) and "." not in n)
+        mangled = re.compile(rf"_ZL?{len(name)}{name}P[^.]*")
+        found = next(filter(mangled.fullmatch, self._places))
         function = ctypes.CFUNCTYPE(ctypes.c_int, *(type(each) for each in arguments))
         code = function(self._base + self._places[found])(*arguments)
-        assert code == 0, f"{name} of NCCL {self.version} returned {code}"
+        if code != 0:
+            raise RefusedError(f"{name} of NCCL {self.version} returned {code}")
 
-    def answer(self, topology: str, gpus=GPUS, graph: Path | None = None) -> Answer:
-        """Return the graphs for a communicator of one node, searched or loaded from a file."""
+    @contextmanager
+    def computed(self, topology: str, gpus=GPUS, graph: Path | None = None):
+        """Yield system, ring and tree of a communicator of one node, searched or from a file."""
         os.environ.pop("NCCL_GRAPH_FILE", None)
         if graph is not None:
             os.environ["NCCL_GRAPH_FILE"] = str(graph)
@@ -166,23 +174,28 @@ class GraphCode:
             file.write(fused(topology, gpus))
             file.flush()
             name = ctypes.c_char_p(file.name.encode())
-            self._call("ncclTopoGetXmlFromFile", name, xml, ctypes.c_int(1))
+            self.call("ncclTopoGetXmlFromFile", name, xml, ctypes.c_int(1))
         place = ctypes.c_void_p(ctypes.addressof(system))
-        self._call("ncclTopoGetSystemFromXml", xml, place, ctypes.c_ulong(_HOST))
-        self._call("ncclTopoComputePaths", system, ctypes.c_void_p())
-        self._call("ncclTopoSearchInit", system)
-        ring = _Graph(id=0, pattern=RING, min_channels=1, max_channels=_MOST_CHANNELS)
-        self._call("ncclTopoCompute", system, ctypes.c_void_p(ctypes.addressof(ring)))
+        self.call("ncclTopoGetSystemFromXml", xml, place, ctypes.c_ulong(_HOST))
+        self.call("ncclTopoComputePaths", system, ctypes.c_void_p())
+        self.call("ncclTopoSearchInit", system)
+        ring = TopoGraph(id=0, pattern=RING, min_channels=1, max_channels=_MOST_CHANNELS)
+        self.call("ncclTopoCompute", system, ctypes.c_void_p(ctypes.addressof(ring)))
         most = ring.channels
-        tree = _Graph(id=1, pattern=BALANCED_TREE, min_channels=most, max_channels=most)
-        self._call("ncclTopoCompute", system, ctypes.c_void_p(ctypes.addressof(tree)))
-        self._call("ncclTopoFree", system)
+        tree = TopoGraph(id=1, pattern=BALANCED_TREE, min_channels=most, max_channels=most)
+        self.call("ncclTopoCompute", system, ctypes.c_void_p(ctypes.addressof(tree)))
+        yield system, ring, tree
+        self.call("ncclTopoFree", system)
+
+    def answer(self, topology: str, gpus=GPUS, graph: Path | None = None) -> Answer:
+        """Return the graphs for a communicator of one node, searched or loaded from a file."""
         texts = []
-        for found in (ring, tree):
-            ends = range(0, len(gpus) * (found.channels + 1), len(gpus))
-            orders = [[gpus[rank] for rank in found.ranks[a:b]] for a, b in pairwise(ends)]
-            rate = round(found.rate_intra, 3)
-            texts.append(graph_text(rate, PathType(found.type_intra).name, orders))
+        with self.computed(topology, gpus, graph) as (_, *graphs):
+            for found in graphs:
+                ends = range(0, len(gpus) * (found.channels + 1), len(gpus))
+                orders = [[gpus[rank] for rank in found.ranks[a:b]] for a, b in pairwise(ends)]
+                rate = round(found.rate_intra, 3)
+                texts.append(graph_text(rate, PathType(found.type_intra).name, orders))
         return Answer(*texts)
 
 

@@ -23,10 +23,10 @@ from tccl_py.files import check_types
 TunedCollective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
 Algorithm = Literal["tree", "ring"]
 Protocol = Literal["ll", "ll128", "simple"]
-COLLECTIVES: tuple[str, ...] = get_args(TunedCollective)
+COLLECTIVES: tuple[TunedCollective, ...] = get_args(TunedCollective)
 """In the order of NCCL's ncclFunc_t."""
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 """In the order of NCCL's cost tables."""
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Count = Annotated[int, Meta(ge=0, le=64)]

@@ -57,6 +57,15 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     have effect there. `amd_gbps` are the rates between sockets of Zen 1 and 2, 3 and 4, and 5,
     `xeon6_gbps` between those of Granite Rapids and Sierra Forest. A GPU's unknown link speed
     counts as `unknown_gts`. `has_rubin`: it knows sm 107.
+
+    Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
+    `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
+    256 threads. `blackwell_ll_gbps` limits LL inside a node from sm 100 on, and
+    `blackwell_ring_ll128_gbps` a channel of LL128 rings. With `power_trees_as_rings` POWER has the
+    ring's latency for Simple trees. With `trees_take_lesser_rate` the slower of a tree's two rates
+    counts from sm 100 on. The latency of Simple rings over NVLink is then 1.4 times as long for
+    `plateau_collectives`, with `plateau_by_steps` less for few steps and long messages. With
+    `later_tie_wins` the later of two equal times is chosen.
     """
 
     name: str = "2.18"
@@ -88,6 +97,16 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     nearer_wins: bool = False
     shares_nets_by_place: bool = False
     rereads: tuple[str, ...] = ()
+    has_cost_model: bool = False
+    channel_bytes: int = 16 << 10
+    slow_rings_halve_threads: bool = True
+    blackwell_ll_gbps: float = 282.0
+    blackwell_ring_ll128_gbps: float = 73.4
+    power_trees_as_rings: bool = True
+    trees_take_lesser_rate: bool = False
+    plateau_collectives: tuple[str, ...] = ()
+    plateau_by_steps: bool = False
+    later_tie_wins: bool = False
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
@@ -108,12 +127,15 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
     },
     (2, 25, 1): {"max_channels": 32, "max_final_channels": 64},
     (2, 27, 3): {"checks_values": True},
+    (2, 28, 3): {"has_cost_model": True},
     (2, 29, 2): {
+        "channel_bytes": 32 << 10,
+        "blackwell_ring_ll128_gbps": 34.5,
         "old_gpus_leave_over_sys": True,
         "falls_back_to_local_nets": True,
         "unknown_intra": (),
     },
-    (2, 29, 7): {"unknown_inter": (86.0, 90.2)},
+    (2, 29, 7): {"unknown_inter": (86.0, 90.2), "blackwell_ring_ll128_gbps": 40.0},
     (2, 30, 0): {
         "name": "2.30",
         "max_children": 640,
@@ -134,9 +156,20 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "unknown_gts": 16.0,
         "unknown_inter": (),
         "shares_nets_by_place": False,
+        "slow_rings_halve_threads": False,
+        "power_trees_as_rings": False,
+        "trees_take_lesser_rate": True,
+        "plateau_collectives": ("all_gather", "reduce_scatter"),
+        "later_tie_wins": True,
     },
-    # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks).
-    (2, 32, 0): {"name": "2.32", "has_rubin": True},
+    # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks, ring model).
+    (2, 32, 0): {
+        "name": "2.32",
+        "has_rubin": True,
+        "blackwell_ll_gbps": 282.4,
+        "plateau_collectives": ("all_gather", "reduce_scatter", "all_reduce"),
+        "plateau_by_steps": True,
+    },
 }
 """The first release with each change (src of NCCL's releases), oldest first."""
 _VERSION = re.compile(
