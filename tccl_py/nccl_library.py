@@ -12,6 +12,7 @@ import pwd
 import re
 import subprocess
 import sys
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -302,18 +303,21 @@ HOST_FILE = Path("/etc/nccl.conf")
 _READS_HOME = (2, 30)
 MAX_CONF_BYTES = 1024 * 1024
 _MAX_VALUE = 1023
+_MARKERS = ("# >>> tccl-py", "# <<< tccl-py")
 
 
 class ConfLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line that sets a variable; `where` is file:line, `cut` tells of a name or value too long.
 
     NCCL keeps the first 1,023 characters of each; bytes outside UTF-8 are surrogate escapes.
+    `installed` lines stand between the markers of `tccl install`.
     """
 
     name: str
     value: str
     where: str
     cut: bool = False
+    installed: bool = False
 
 
 def user_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -350,12 +354,14 @@ def conf_lines(data: bytes, *, where: str) -> tuple[ConfLine, ...]:
     """
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     parted = ((number, *line.partition("=")) for number, line in enumerate(lines, start=1))
+    markers = [number for number, line in enumerate(lines, start=1) if line.startswith(_MARKERS)]
     return tuple(
         ConfLine(
             name=name[:_MAX_VALUE],
             value=value[:_MAX_VALUE],
             where=f"{where}:{number}",
             cut=max(len(name), len(value)) > _MAX_VALUE,
+            installed=bisect(markers, number) % 2 == 1,
         )
         for number, name, equals, value in parted
         if equals and not name.startswith("#")

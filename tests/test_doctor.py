@@ -236,6 +236,9 @@ def settings(tmp_path, text="", **environment):
 
 def test_the_environment_comes_before_the_file(tmp_path):
     assert settings(tmp_path, "NCCL_ALGO=Tree\n", NCCL_ALGO="Ring") == []
+    ours = "# >>> tccl-py, made >>>\nNCCL_ALGO=Ring\n# <<< tccl-py <<<\n"
+    assert settings(tmp_path, ours) == []
+    assert len(settings(tmp_path, f"{ours}NCCL_BUFFSIZE=65536\n")) == 1
     assert settings(tmp_path, "NCCL_ALGO=Tree\n") == [
         ("slow", "NCCL_ALGO=Tree", "/etc/nccl.conf:1")
     ]
@@ -352,7 +355,8 @@ INSTALLED = f"{LIBRARY_LINE}TCCL_INDEX=/plan/nccl/plugin.index\nNCCL_P2P_LEVEL=S
         (lambda nccl: None, ""),
         (lambda nccl: (nccl / "libnccl-env-tccl.so").unlink(), "library"),
         (lambda nccl: (nccl / "plugin.index").unlink(), "missing"),
-        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 1\n"), "damaged"),
+        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 1\n"), "another version"),
+        (lambda nccl: (nccl / "plugin.index").write_text("tccl-index 2\n"), "damaged"),
         (lambda nccl: (nccl / "graph.xml").write_text(""), "graph.xml"),
         (lambda nccl: (nccl.parent / "manifest.json").write_text('{"files": {}}'), "beside"),
         (

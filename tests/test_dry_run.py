@@ -28,6 +28,8 @@ def tccl(*words):
 def place(tmp_path, monkeypatch):
     """A plan that recommends its graph file, as if copies in host memory had been measured."""
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    (tmp_path / "state").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made = msgspec.structs.replace(
         needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False, dry_run=True
     )

@@ -14,7 +14,7 @@ from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.plugin.index import INDEX_FILE
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
 from tccl_py.plan.again import planned_model
 from tccl_py.plan.beside import output_directory, plugin_exports
 from tccl_py.plan.directory import machine_file
@@ -429,12 +429,18 @@ def test_a_plan_without_a_model_or_of_measurements_has_none_to_simulate_by(tmp_p
     assert planned_model(plan, tmp_path) is None
 
 
-def test_the_plugin_is_refused_without_index_or_library_and_where_nccl_cannot_open_it(tmp_path):
+def test_the_plugin_is_refused_without_its_files_by_older_files_and_in_paths_nccl_cannot_open(
+    tmp_path,
+):
     folder = tmp_path / "of, two" / "nccl"
     folder.mkdir(parents=True)
-    for name, what in ((INDEX_FILE, INDEX_FILE), (LIBRARY, "library"), (None, "cannot open")):
+    for what, name, content in (
+        (INDEX_FILE, INDEX_FILE, b"tccl-index 1\n"),
+        ("library", LIBRARY, b""),
+        ("another version", INDEX_FILE, INDEX_HEAD),
+        ("cannot open", INDEX_FILE, b""),
+    ):
         with pytest.raises(InputError) as caught:
             plugin_exports(plan_of(PCIE), folder.parent)
         assert what in caught.value.what
-        if name is not None:
-            (folder / name).write_bytes(b"")
+        (folder / name).write_bytes(content)

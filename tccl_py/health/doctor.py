@@ -31,7 +31,13 @@ from tccl_py.health.host import (
 from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.plugin.index import INDEX_VARIABLE, MAX_GRAPH_BYTES, MAX_INDEX_BYTES, digest
+from tccl_py.nccl.plugin.index import (
+    INDEX_HEAD,
+    INDEX_VARIABLE,
+    MAX_GRAPH_BYTES,
+    MAX_INDEX_BYTES,
+    digest,
+)
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import NEWER_VARIABLE, unchecked, why_no_plugin
 from tccl_py.nccl_library import (
@@ -149,7 +155,9 @@ def _why_unusable(host: Host, path: Path) -> str:
         return "it is missing"
     head, _, body = data.partition(b"digest ")
     told, _, body = body.partition(b"\n")
-    if head != b"tccl-index 2\n" or told.decode("ascii", "replace") != digest(body):
+    if head != INDEX_HEAD and head.startswith(b"tccl-index "):
+        return "another version of tccl-py wrote it"
+    if head != INDEX_HEAD or told.decode("ascii", "replace") != digest(body):
         return "it is damaged"
     if host.root == Path("/"):
         with suppress(OSError):
@@ -244,7 +252,7 @@ def check_settings(host: Host) -> Found:
         else:
             yield defect("graph", where, what=f"{what} for all jobs of this host", fix=_HOST_FIX)
     for name, rule in rules().items():
-        if name in found and found[name].value != rule.harmless:
+        if name in found and found[name].value != rule.harmless and not found[name].installed:
             line = found[name]
             scope, fix = "it holds for every job that does not set it itself", "remove the line"
             if line.where == ENVIRONMENT:

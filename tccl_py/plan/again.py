@@ -47,7 +47,8 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
     """Read the journal of a plan; refuse that of another machine."""
     journal = directory / JOURNAL_FILE
     if not journal.is_file():
-        raise InputError(str(journal), "does not exist", "plan again: it has the measurements")
+        right = "name the plan with the measurements (a job of `tccl export` has none)"
+        raise InputError(str(journal), "does not exist", f"{right}, or plan again")
     contents = read_journal(journal)
     header, machine = contents.header, plan.cluster.classes[0].machine
     of_hosts = plan.is_cluster and not plan.simulated

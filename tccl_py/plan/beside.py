@@ -30,7 +30,7 @@ from tccl_py.files import (
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
-from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
 from tccl_py.plan.directory import (
     ALIKE_INDEX_FILE,
@@ -42,6 +42,7 @@ from tccl_py.plan.directory import (
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
+    AGAIN,
     FOLDERS,
     JOURNAL_FILE,
     MANIFEST_FILE,
@@ -247,6 +248,10 @@ def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[
     if not library.is_file():
         what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
         raise InputError(str(folder), what, f"run `{_BUILD} {folder}`")
+    with index.open("rb") as file:
+        right = f"{AGAIN}; or export the job again"
+        head = file.readline(len(INDEX_HEAD))
+        require(head == INDEX_HEAD, str(index), "is of another version of tccl-py", right)
     if "," in str(library) or len(str(library)) > _MAX_PATH:
         right = f"at most {_MAX_PATH} characters without a comma"
         raise InputError(str(library), "is a path that NCCL cannot open", right)

@@ -47,6 +47,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.versions import version_facts
 
 INDEX_FILE = "plugin.index"
+INDEX_HEAD = b"tccl-index 2\n"
 INDEX_VARIABLE = "TCCL_INDEX"
 MAX_INDEX_BYTES, MAX_GRAPH_BYTES, MAX_TUNES = 1 << 20, 1 << 18, 16384
 OWN_VARIABLES = (
@@ -142,7 +143,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             gpus = ",".join(map(str, tuned))
             lines += [f"tune {gpus} {line}" for line in self.tables[tuned]]
         body = "".join(f"{line}\n" for line in (*lines, "end")).encode("ascii")
-        encoded = b"tccl-index 2\ndigest %s\n%s" % (digest(body).encode(), body)
+        encoded = INDEX_HEAD + b"digest %s\n%s" % (digest(body).encode(), body)
         right = f"{MAX_INDEX_BYTES} bytes"
         require(len(encoded) <= MAX_INDEX_BYTES, INDEX_FILE, "is too large", right)
         return encoded
