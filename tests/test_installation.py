@@ -455,8 +455,16 @@ def test_the_prolog_of_one_host_says_nothing_in_jobs_over_several_nodes(node):
     assert prolog_says(text, node, SLURM_JOB_NUM_NODES="1") == TOLD
 
 
-def test_the_prolog_of_a_plan_that_is_nobodys_always_tells(tmp_path):
-    assert prolog_says(body_of(PLAN, "slurm-prolog"), tmp_path) == TOLD
+def test_the_prolog_of_a_plan_that_is_nobodys_tells_on_all_hosts(tmp_path):
+    text = body_of(PLAN, "slurm-prolog")
+    assert prolog_says(text, tmp_path) == TOLD
+    assert prolog_says(text, tmp_path, SLURM_JOB_NUM_NODES="2") == []
+
+
+def test_the_prolog_of_a_cluster_tells_jobs_over_several_nodes(tmp_path):
+    plan = msgspec.structs.replace(PLAN, of_cluster=True)
+    text = body_of(plan, "slurm-prolog")
+    assert prolog_says(text, tmp_path, SLURM_JOB_NUM_NODES="2") == TOLD
 
 
 def test_the_prolog_for_equal_hosts_heeds_driver_and_numa_nodes_alone(node):

@@ -65,7 +65,8 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpu_uuids` are the plan's GPUs, none if it holds for all hosts that are `alike`. `fingerprint`
     is None for a plan without a measured machine, which holds wherever it is installed. `plugin`
-    are the variables of jobs with NCCL's plugin, in place of the settings.
+    are the variables of jobs with NCCL's plugin, in place of the settings. `of_cluster` plans are
+    for jobs over several hosts.
     """
 
     directory: Path
@@ -75,6 +76,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuids: tuple[str, ...] = ()
     alike: bool = False
     plugin: Mapping[str, str] = {}
+    of_cluster: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
@@ -121,6 +123,7 @@ def plan_to_install(
         settings=plan.plain_settings,
         provenance=plan.provenance,
         plugin=loading,
+        of_cluster=plan.is_cluster,
         alike=alike,
         fingerprint=fingerprint,
         gpu_uuids=tuple(uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids),
@@ -320,10 +323,12 @@ def _prolog(plan: Installed) -> str:
 
 
 def _guard(plan: Installed) -> str:
-    """Return shell lines that exit on machines other than the plan's."""
-    measured = plan.fingerprint
+    """Return shell lines that exit on machines other than the plan's, and in larger jobs."""
+    measured, one_node = plan.fingerprint, ""
+    if not plan.of_cluster:  # Ranks on other hosts may be without the plan: unlike variables hang.
+        one_node = '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n'
     if measured is None:
-        return ""
+        return one_node
     uuids = "".join(
         f'    grep -qsF -- {shlex.quote(uuid)} "$gpus"/*/information || exit 0\n'
         for uuid in plan.gpu_uuids
@@ -331,8 +336,7 @@ def _guard(plan: Installed) -> str:
     major = measured.driver.partition(".")[0]
     pattern = shlex.quote(f"[[:space:]]{major}[.][0-9]")
     return (
-        # Ranks on other hosts may be without the plan: unlike variables hang.
-        '    [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ] || exit 0\n'
+        f"{one_node}"
         "    # Only with the GPUs, driver and NUMA nodes that the plan was measured on.\n"
         f"    gpus=/proc/driver/nvidia/gpus\n{uuids}"
         f"    grep -qs {pattern} /proc/driver/nvidia/version || exit 0\n"
