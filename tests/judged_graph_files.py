@@ -17,7 +17,7 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict, validate
 from tccl_py.plan.parts import per_channel
-from tccl_py.plan.planner import make_plan
+from tccl_py.plan.planner import ALL_SUBSETS_UP_TO, make_plan
 from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
@@ -48,7 +48,8 @@ def planned_cases(seed: int) -> list[Case]:
     text, gpus = random_machine(rng)
     machine = parse_nccl_topology(text, where=f"machine {seed}")
     source = Simulator(model_for(machine))
-    plan = make_plan(machine, Knowledge(), source, gpus=gpus, ring_counts=(1,), budget=SHORT)
+    more = {"ring_counts": (1,), "budget": SHORT, "subsets": len(gpus) <= ALL_SUBSETS_UP_TO or None}
+    plan = make_plan(machine, Knowledge(), source, gpus=gpus, **more)
     files = nccl_files(plan, Path("/"))
     graphs = {tuple(plan.gpus): files["graph.xml"]}
     for subset in rng.sample(plan.subsets, min(SUBSETS, len(plan.subsets))):

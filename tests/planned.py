@@ -23,10 +23,10 @@ WRX_BUDGET = Budget(sets=40, idle_sets=5)
 
 @functools.cache
 def plan_of(name, **more):
-    """The plan of a bundled machine, by simulation."""
+    """The plan of a bundled machine, by simulation, with rings for all smaller sets of 8 GPUs."""
     model = load_bundled(name)
-    budget = WRX_BUDGET if name == WRX else DEFAULT_BUDGET
-    return make_plan(model.machine, model.knowledge, Simulator(model), **{"budget": budget, **more})
+    defaults = {"budget": WRX_BUDGET} if name == WRX else {"subsets": True}
+    return make_plan(model.machine, model.knowledge, Simulator(model), **defaults | more)
 
 
 def through(space, subset):

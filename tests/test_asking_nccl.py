@@ -36,11 +36,13 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan import nccl_here
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.nccl_cases import CASES, VERDICTS
+from tests.planned import needing_a_graph, plan_of
 from tests.test_cli_hardware import Fake, faked
 
 pytestmark = pytest.mark.timeout(240)
@@ -189,7 +191,7 @@ def small_plan():
 
 def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
     ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
-    plan = small_plan()
+    plan = needing_a_graph(small_plan())
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
     assert nccl_here.graph_file_notices(plan, rings) == ()
     files = {**nccl_here.nccl_files(plan, Path()), "graph.xml": pair_graph(1, 2)}
@@ -200,7 +202,7 @@ def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
 
 def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
     model = load_bundled("h200x4-vm")
-    plan = make_plan(model.machine, model.knowledge, Simulator(model), version="2.28")
+    plan = plan_of("h200x4-vm", version="2.28")
     loaded = []
 
     def ask(variables, questions, **_):
@@ -209,6 +211,8 @@ def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
 
     monkeypatch.setattr(nccl_here, "ask_each", ask)
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
+    assert nccl_here.graph_file_notices(plan, rings) == ()  # no job gets a file
+    plan = needing_a_graph(plan)
     why = "the graph files were not tried in the NCCL here: no memory is left"
     assert nccl_here.graph_file_notices(plan, rings) == (why,)
     monkeypatch.setattr(nccl_here, "MOST_FILES", 10)
@@ -242,6 +246,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
         raise RefusedError(0, "dev 2 not found", crash=False)
 
     monkeypatch.setattr(nccl_here, "ask_each", refused)
+    monkeypatch.setattr(Plan, "recommended", "graph")
     place = tmp_path / "plan"
     words = ("plan", "-o", place, "--nccl", "2.28", "--max-sets", "5")
     result = tccl(*words)
@@ -370,7 +375,7 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
     assert (len(asks), rings.able) == (1, False)
     (notice,) = rings.notices
     assert f": {why}" in notice
-    assert nccl_here.graph_file_notices(small_plan(), rings) == ()
+    assert nccl_here.graph_file_notices(needing_a_graph(small_plan()), rings) == ()
 
 
 def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):

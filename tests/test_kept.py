@@ -61,7 +61,13 @@ def kept_plan(name, kept=OFF, **more):
         budget = DEFAULT_BUDGET if name in FOUR_GPUS else WRX_BUDGET if name == WRX else FEW
         source = Simulator(model)
         MADE[key] = make_plan(
-            model.machine, model.knowledge, source, pinned_env=kept, budget=budget, **more
+            model.machine,
+            model.knowledge,
+            source,
+            pinned_env=kept,
+            budget=budget,
+            subsets=name != WRX or None,
+            **more,
         )
     return MADE[key]
 

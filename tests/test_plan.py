@@ -141,6 +141,21 @@ def test_up_to_eight_gpus_every_subset_has_rings_and_above_none_is_planned_ahead
         assert all(sorted(ring) == list(subset.gpus) for ring in subset.rings)
 
 
+@pytest.mark.parametrize("name", [PCIE, SMALL, "amd-v100"])
+def test_smaller_sets_have_rings_where_a_graph_file_is_recommended_and_else_rates_or_nothing(name):
+    plan, everywhere = plan_of(name, subsets=None), plan_of(name)
+    assert plan.rings == everywhere.rings
+    if plan.recommended == "graph":
+        assert plan.subsets == everywhere.subsets
+    elif plan.recommended == "default":
+        assert not plan.subsets
+    else:
+        assert [one.gpus for one in plan.subsets] == [one.gpus for one in everywhere.subsets]
+        assert not any(one.rings or plan.subset(one.gpus) for one in plan.subsets)
+    assert {"graph.xml"} <= files_of(plan).keys() <= files_of(everywhere).keys()
+    assert plan.sets_measured <= everywhere.sets_measured
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", FOUR_GPUS)
 def test_the_flows_of_a_plan_are_the_transports_that_nccl_takes(name, version):
@@ -361,7 +376,6 @@ TAMPERED = {
         "ring [0, 3] does not visit [0, 1] once",
     ),
     "a subset outside": (changed, (("subsets", 0, "gpus"), [0, 7]), "is for GPUs [0, 7]"),
-    "a subset without rings": (changed, (("subsets", 0, "rings"), []), "has 0 rings"),
     "stock rings over others": (changed, (("stock", "rings", 0), [0, 1]), "ring [0, 1] does not"),
     "a negative rate": (changed, (("rate_gbps",), -1.0), "`$.rate_gbps`"),
     "a rate of 0": (changed, ((*HOP, "gbps"), 0.0), "chains[0].hops[0].gbps`"),

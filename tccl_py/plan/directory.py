@@ -59,7 +59,8 @@ def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
     if plan.is_cluster or plan.recommended != "graph":
         return {}
-    return {gpus: subset_file(gpus) for gpus in gaining_sets(plan)} | {plan.gpus: GRAPH_FILE}
+    planned = filter(plan.subset, gaining_sets(plan))
+    return {gpus: subset_file(gpus) for gpus in planned} | {plan.gpus: GRAPH_FILE}
 
 
 def gaining_sets(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -78,7 +79,8 @@ def machine_files(plan: Plan, directory: Path) -> dict[str, str]:
     """
     whole = SubsetRings(gpus=plan.gpus, rings=plan.orders, rate_gbps=plan.best_known_gbps)
     files = {GRAPH_FILE: subset_graph(plan, whole)}
-    files |= {subset_file(subset.gpus): subset_graph(plan, subset) for subset in plan.subsets}
+    planned = (subset for subset in plan.subsets if subset.rings)
+    files |= {subset_file(subset.gpus): subset_graph(plan, subset) for subset in planned}
     graph = PurePosixPath(directory.resolve() / "nccl" / GRAPH_FILE)
     named = graph if plan.names_graph else None
     env = env_text(plan.plain_settings, named, provenance=plan.provenance)

@@ -225,7 +225,8 @@ def _check_orders(plan: Plan, where: str) -> None:
     for subset in plan.subsets:
         _check_some(subset.gpus, everyone, where)
         _check_rings(subset.rings, subset.gpus, where)
-        _check_count(len(subset.rings), plan.settings.channels, where)
+        if subset.rings:
+            _check_count(len(subset.rings), plan.settings.channels, where)
         known = {node.index for node in plan.machine.numa_nodes}
         fits = len(subset.nodes) in (0, len(subset.gpus)) and known.issuperset(subset.nodes)
         require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(known)}")

@@ -21,7 +21,7 @@ from tccl_py.nccl.settings import PINNABLE, check_pinnable, environment, pinned_
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
-from tccl_py.plan.directory import GRAPH_FILE, subset_file
+from tccl_py.plan.directory import graph_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.live import gpu_count
@@ -70,30 +70,29 @@ def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledR
 
 
 def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
-    """Load a plan's graph files in the NCCL here, if it was asked; return notices on rings.
+    """Load the graph files that jobs get in the NCCL here, if it can be asked; return notices.
 
     Raises MeasurementError: NCCL does not start with a graph file.
     """
-    if not rings.able:
+    if not rings.able or plan.recommended != "graph":
         return ()
-    subsets = [subset.gpus for subset in plan.subsets]
-    if len(subsets) >= MOST_FILES:
-        subsets = list({len(gpus): gpus for gpus in subsets}.values())
-    names = {GRAPH_FILE: plan.gpus, **{subset_file(gpus): gpus for gpus in subsets}}
+    files = graph_files(plan)
+    if len(files) > MOST_FILES:
+        files = {gpus: files[gpus] for gpus in {len(gpus): gpus for gpus in files}.values()}
     texts = nccl_files(plan, Path())
-    asked = [Question(gpus=gpus, graph=texts[name]) for name, gpus in names.items()]
+    asked = [Question(gpus=gpus, graph=texts[name]) for gpus, name in files.items()]
     variables = environment(plan.settings)
     try:
         answers = ask_each(variables, asked, connect=False)
     except RefusedError as error:
-        name = list(names)[error.question]
+        name = list(files.values())[error.question]
         raise MeasurementError(
             f"nccl/{name}: NCCL here does not start with it ({error.how}); no plan was written"
         ) from error
     except MeasurementError as error:
         return (f"the graph files were not tried in the NCCL here: {error}",)
     notices = []
-    for name, answer in zip(names, answers, strict=True):
+    for name, answer in zip(files.values(), answers, strict=True):
         found = verdict_on(answer, texts[name], where=f"nccl/{name}")
         if found.verdict != "used":
             notices.append(f"nccl/{name}: {found.verdict} by the NCCL here: {found.reason}")

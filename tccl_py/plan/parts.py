@@ -164,9 +164,10 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rings for a communicator over some of the GPUs, under the plan's settings; rate in GB/s.
 
-    `nodes` has the NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them.
-    Without `gains` NCCL's own rings are as fast, or under variables that single communicators get,
-    default NCCL is: then the plugin gives communicators over these GPUs nothing.
+    Without `rings` the rate is that of NCCL's own rings under the plan's variables. `nodes` has the
+    NUMA node of each GPU's bounce buffers; () leaves them where NCCL puts them. Without `gains`
+    NCCL's own rings are as fast, or under variables that single communicators get, default NCCL is:
+    then the plugin gives communicators over these GPUs nothing.
     """
 
     gpus: tuple[Gpu, ...]

@@ -406,7 +406,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return SubsetRings(
                 gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes
             )
-        return next((one for one in self.subsets if one.gpus == wanted), None)
+        return next((one for one in self.subsets if one.gpus == wanted and one.rings), None)
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 
 import msgspec
 
@@ -55,7 +56,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.remembering import RememberingSource, source_for
+from tccl_py.sources.remembering import source_for
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
@@ -81,7 +82,7 @@ def make_plan(
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
     own_rings: Callable[[Settings], DefaultChoice] | None = None,
-    subsets: bool = True,
+    subsets: bool | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
 
@@ -109,7 +110,8 @@ def make_plan(
         pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
             plan or without; no settings go beyond it, default NCCL's included.
         own_rings: returns NCCL's own rings under settings; None computes them by its rules.
-        subsets: whether smaller sets of GPUs get rings too.
+        subsets: whether smaller sets of GPUs get rings too; None is only where the plan recommends
+            graph files.
 
     Raises InputError: unknown GPUs, version or strategy, fewer than two GPUs, or pinned variables
     that say nothing of P2P. SearchError: no ring exists. MeasurementError: the source cannot
@@ -175,24 +177,11 @@ def check_strategy(strategy: str) -> str:
     return strategy
 
 
-def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: bool) -> Plan:
+def _assembled(
+    task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: bool | None
+) -> Plan:
     source = task.source
     best, measurement = _final(task, own.rated[0], search.best)
-    planned: tuple[SubsetRings, ...] = ()
-    cancelled = search.cancelled
-    try:
-        # More are worth their time only where graph files are.
-        others = max(choice.rate_gbps or 0.0 for choice in (own.default, own.variables))
-        few = len(task.gpus) <= ALL_SUBSETS_UP_TO
-        worth = subsets and not cancelled
-        if worth and (few or best.rate_gbps > others * (1 + AS_GOOD)):
-            planned = subset_rings(task, best.settings, best.orders)
-        if best.rate_gbps > others * (1 + AS_GOOD):
-            planned = _rated(task, planned, (best.settings, own.variables.settings))
-        elif plugin_environment(own.variables.settings)[1]:
-            planned = _gaining(task, planned, own.variables.settings)
-    except KeyboardInterrupt:
-        cancelled = True
     results = [one.result for one in (*search.searched, best) if one.result is not None]
     notes = (note for result in results for note in result.notices)
     cluster = single_host(task.machine, task.knowledge, task.gpus)
@@ -233,26 +222,39 @@ def _assembled(task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: 
             )
             for one in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
         ),
-        subsets=planned,
         notices=(*dict.fromkeys(notes), *version_notices(task.version)),
-        cancelled=cancelled,
+        cancelled=search.cancelled,
     )
     rings = {"default": own.rated[-1].rings, "variables": own.rated[0].rings, "graph": best.rings}
-    return plan if plan.cancelled else _limited(source, plan, rings[plan.recommended])
-
-
-def _limited(source: RememberingSource, plan: Plan, rings: RingSet) -> Plan:
-    """Return the plan with the machine's limit for the rings of its recommended choice."""
+    if plan.cancelled:
+        return plan
+    changes: dict[str, object] = {}
     try:
-        limit = limit_gbps(source, rings, assumed=plan.assumed)
+        if subsets is not False:
+            changes["subsets"] = _smaller_sets(task, plan, best, everywhere=subsets is True)
+        assumed = plan.assumed
+        changes["limit_gbps"] = limit_gbps(source, rings[plan.recommended], assumed=assumed)
     except KeyboardInterrupt:
-        return msgspec.structs.replace(plan, cancelled=True)
-    return msgspec.structs.replace(
-        plan,
-        limit_gbps=limit,
-        sets_measured=source.sets_measured,
-        sets_remembered=source.sets_remembered,
-    )
+        changes["cancelled"] = True
+    counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
+    return msgspec.structs.replace(plan, **changes, **counts)
+
+
+def _smaller_sets(
+    task: Task, plan: Plan, best: Choice, *, everywhere: bool
+) -> tuple[SubsetRings, ...]:
+    """Return what the recommended choice needs to know of smaller sets of GPUs.
+
+    Only graph files need rings of their own, else rings are searched `everywhere` alone. Where the
+    plugin gives variables to single communicators, NCCL's own rings are rated.
+    """
+    variables = plan.variables.settings
+    if everywhere or plan.recommended == "graph":
+        planned = subset_rings(task, best.settings, best.orders)
+        return _rated(task, planned, (best.settings, variables))
+    if plan.recommended == "variables" and plugin_environment(variables)[1]:
+        return _gaining(task, variables)
+    return ()
 
 
 def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
@@ -308,17 +310,19 @@ def _rated(
     return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
 
 
-def _gaining(
-    task: Task, planned: Iterable[SubsetRings], variables: Settings
-) -> tuple[SubsetRings, ...]:
-    """Return the subsets, with whether NCCL's rings under the variables beat default NCCL's."""
-
-    def gains(subset: SubsetRings) -> bool:
-        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
-        default = own_gbps(part, task.default_settings)
-        return own_gbps(part, variables) > default * (1 + AS_GOOD)
-
-    return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
+def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
+    """Return the subsets, without rings, with whether the variables beat default NCCL."""
+    if len(task.gpus) > ALL_SUBSETS_UP_TO:
+        return ()
+    found = []
+    for gpus in subsets(task.machine, task.gpus):
+        part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
+        default, rate = (own_gbps(part, one) for one in (task.default_settings, variables))
+        # Rates of sets that may not be measured any more are infinite.
+        if 0 < rate < inf:
+            gains = rate > default * (1 + AS_GOOD)
+            found.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
+    return tuple(found)
 
 
 def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:

@@ -120,7 +120,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         All rings get equal numbers of channels, in subsets as well. NCCL doubles the counts.
         """
-        subsets = [len(subset.rings) for subset in self.plan.subsets]
+        subsets = [len(subset.rings) for subset in self.plan.subsets if subset.rings]
         unit = math.lcm(self.plan.ring_count, *subsets) if name == "graph" else 1
         counts: Sequence[int] = CLUSTER_CHANNELS if self.hosts else HOST_CHANNELS
         if self.over_sockets:
