@@ -1,12 +1,13 @@
 """Cost of plans for `scripts/plan-cost`: counts by phase, and an estimate of the time on GPUs.
 
-No GPU is needed. A source answers as a measured machine does: flows differ by a few percent, samples
-spread, no bound holds by construction, and no two GPUs are equal (but with --equal). Sets, questions
-to NCCL and files are counted; CPU seconds are this machine's. The estimate is
+No GPU is needed. A source answers as a measured machine does: flows that should be equal differ,
+samples spread, no bound holds by construction, and no two GPUs are equal (but with --equal). Sets,
+questions to NCCL and files are counted; CPU seconds are this machine's. The estimate in seconds is
 
-    seconds = workers + rounds * question + files and rounds of files + measurements / per second + CPU
+    workers + rounds of questions x question + question + further files x file
+    + measurements / sets a second + CPU
 
-with the unit costs that were recorded on GPUs (4 H200, 8 virtual ones): see UNITS.
+by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan import planner, tasks
+from tccl_py.plan.directory import graph_files
+from tccl_py.plan.nccl_here import MOST_FILES
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.simulator.descriptions import load_bundled
@@ -44,7 +47,7 @@ MOST_SECONDS = {4: 20.0, 8: 60.0}
 SAMPLES = 9
 PHASES = {"own_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
 PHASES |= {"_rated": "gains of smaller sets", "_gaining": "gains of smaller sets"}
-PHASES |= {"_limited": "the machine's limit"}
+PHASES |= {"limit_gbps": "the machine's limit"}
 REST = "search under settings"
 
 
@@ -184,8 +187,11 @@ def planned(model: MachineModel, given: argparse.Namespace) -> tuple[Plan, Ledge
         return ledger.questions[settings]
 
     budget = msgspec.structs.replace(DEFAULT_BUDGET, sets=given.sets)
+    more: dict[str, Any] = {"pinned_env": {"NCCL_P2P_DISABLE": "1"}} if given.no_p2p else {}
     with ledger.watching():
-        plan = make_plan(machine, model.knowledge, source, own_rings=own_rings, budget=budget)
+        plan = make_plan(
+            machine, model.knowledge, source, own_rings=own_rings, budget=budget, **more
+        )
     return plan, ledger
 
 
@@ -199,7 +205,9 @@ def report(plan: Plan, ledger: Ledger) -> bool:
         print(f"{phase:24} {cost.times:12} {cost.searches:8} {cost.cpu_s:6.1f}")
     times = sum(cost.times for cost in ledger.phases.values())
     cpu_s = sum(cost.cpu_s for cost in ledger.phases.values())
-    files = min(16, len(plan.subsets) + 1)
+    files = len(graph_files(plan))
+    if files > MOST_FILES:
+        files = len({len(gpus) for gpus in graph_files(plan)})
     parts = {
         "workers": UNITS.workers_s,
         f"{len(ledger.questions)} questions to NCCL in {ledger.rounds} rounds": ledger.rounds
@@ -219,12 +227,15 @@ def report(plan: Plan, ledger: Ledger) -> bool:
 
 def main() -> int:
     """Print the cost of each machine's plan; return 1 if an estimate is above what is asked."""
-    parser = argparse.ArgumentParser(prog="scripts/plan-cost", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/plan-cost", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("machines", nargs="*", metavar="MACHINE", default=MACHINES)
     parser.add_argument("--sets", type=int, default=DEFAULT_BUDGET.sets, help="as --max-sets")
     parser.add_argument("--spread", type=float, default=0.01, help="of flows that should be equal")
     parser.add_argument("--noise", type=float, default=0.01, help="of samples")
     parser.add_argument("--equal", action="store_true", help="GPUs are equal: symmetry is used")
+    parser.add_argument("--no-p2p", action="store_true", help="all jobs have NCCL_P2P_DISABLE=1")
     parser.add_argument("--profile", action="store_true", help="print where CPU time goes as well")
     given = parser.parse_args()
     try:

@@ -201,7 +201,6 @@ def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
 
 
 def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
-    model = load_bundled("h200x4-vm")
     plan = plan_of("h200x4-vm", version="2.28")
     loaded = []
 

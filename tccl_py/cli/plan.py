@@ -102,10 +102,10 @@ def plan(
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
     DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
-    for all GPUs and for subsets of GPUs (of a cluster for every host), nccl.conf and env.sh. Rates
-    are measured on this machine's GPUs, which should be idle otherwise, or, with --simulate, come
-    from a model. Ctrl-C writes the best plan so far and keeps the journal; the same command resumes
-    there, measures nothing twice, and replaces the plan.
+    for all GPUs, for subsets of GPUs where graph files are recommended (of a cluster for every
+    host), nccl.conf and env.sh. Rates are measured on this machine's GPUs, which should be idle
+    otherwise, or, with --simulate, come from a model. Ctrl-C writes the best plan so far and keeps
+    the journal; the same command resumes there, measures nothing twice, and replaces the plan.
 
     A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is that of
     torch here, else an nvidia-nccl package's, else of the system's libnccl.so.2, and under mpirun
