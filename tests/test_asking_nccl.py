@@ -36,6 +36,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan import nccl_here
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.nccl_here import rings_here
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import make_plan
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
@@ -231,15 +232,15 @@ def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
     assert (nccl_here.why_not_asked([0]), nccl_here.why_not_asked([0, 1])) == ("", why)
     assert nccl_here.asked_here([0, 1]) == why
     place = Fake("h200x4-vm").place()
-    rings = nccl_here.rings_here(place, (0, 1))
+    rings = rings_here(place, (0, 1))
     assert (rings.able, len(rings.notices)) == (False, 1)
-    assert nccl_here.rings_here(msgspec.structs.replace(place, backend="host"), (0, 1)) is None
+    assert rings_here(msgspec.structs.replace(place, backend="host"), (0, 1)) is None
 
 
 def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch, tmp_path, h200):
     faked(monkeypatch, Fake("h200x4-vm"))
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
-    monkeypatch.setattr("tccl_py.plan.subject.rings_here", lambda *_: rings)
+    monkeypatch.setattr("tccl_py.plan.nccl_here.rings_here", lambda *_: rings)
 
     def refused(*_, **__):
         raise RefusedError(0, "dev 2 not found", crash=False)
@@ -252,7 +253,7 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert result.exit_code == 2
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
-    monkeypatch.setattr("tccl_py.plan.subject.graph_file_notices", lambda *_: ("it was tried",))
+    monkeypatch.setattr("tccl_py.plan.nccl_here.graph_file_notices", lambda *_: ("it was tried",))
     result = tccl(*words)
     assert result.exit_code == 0
     assert "planned for NCCL" not in result.stderr

@@ -16,7 +16,6 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import simulation_header
 from tccl_py.sources.remembering import RememberingSource
@@ -133,7 +132,7 @@ def test_a_measured_plan_is_not_explained_by_another_machine(directory, monkeypa
     def none():
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
-    monkeypatch.setattr(profiled, "discover_machine", none)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", none)
     said = refused("explain", directory)
     assert "amd-v100: was measured" in said
     assert "explain it there" in said

@@ -18,7 +18,6 @@ from tccl_py.plan.tables import kept_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources import profiled
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.remembering import RememberingSource
 from tccl_py.tccl_fork.database import mask_of
@@ -175,7 +174,7 @@ def test_a_measured_plan_is_refused_on_another_machine(measured, monkeypatch):
     def none():
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
-    monkeypatch.setattr(profiled, "discover_machine", none)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", none)
     said = refused(measured, "--runtime", "tccl")
     assert "h200x4-vm: was" in said
     assert said.endswith("export it there")

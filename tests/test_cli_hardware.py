@@ -21,7 +21,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources import opening, profiled
+from tccl_py.sources import opening
 from tccl_py.sources.journal import JournalFile, read_journal
 from tccl_py.sources.profiled import MeasurementOptions, measured_machine, search_options
 from tests.planned import SMALL, WRX
@@ -63,7 +63,7 @@ def test_without_a_driver_the_ways_out_are_named(monkeypatch):
     def none():
         raise InputError("this machine", "no NVIDIA driver answers (why)", "read a file")
 
-    monkeypatch.setattr(profiled, "discover_machine", none)
+    monkeypatch.setattr("tccl_py.readers.live.discover_machine", none)
     result = tccl("measure", "G0->G0->G1")
     assert result.exit_code == 2
     assert "measure this host's memory" in result.stderr

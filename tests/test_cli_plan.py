@@ -312,7 +312,7 @@ def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tccl_py.plan.subject.make_plan", impatient)
-    monkeypatch.setattr("tccl_py.plan.subject.grown_plan", impatient)
+    monkeypatch.setattr("tccl_py.plan.cluster_subject.grown_plan", impatient)
     result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "tccl: interrupted before there" in result.stderr

@@ -428,8 +428,7 @@ def test_plan_tunes_when_asked_to(tmp_path, jobs, monkeypatch):
     fake.seconds = seconds
     # Where GPUs are missing: ranks are stand-ins, and so is their place.
     monkeypatch.setattr(module, "machine_launcher", without_gpus)
-    monkeypatch.setattr(module, "check_tuning", lambda: None)
-    monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda: None)
+    monkeypatch.setattr(module, "check_tuning", lambda _: None)
     options = ("--simulate", NAME, "--max-sets", "20", "--rings", "1", "--tune", "--json")
     made = tccl("plan", "-o", tmp_path / "plan", *options)
     assert made.exit_code == 0, made.stderr

@@ -9,12 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
-from tccl_py.model.cluster import MAX_NAME, check_host_name, check_host_names, class_name
+from tccl_py.model.cluster import MAX_NAME, check_host_name, check_host_names, class_name, compress
 from tccl_py.readers.hosts import (
     MAX_BYTES,
     MAX_HOSTS,
     HostSlots,
-    compress,
     expand,
     listed_hosts,
     parse_host_list,

@@ -27,7 +27,7 @@ def test_a_request_made_in_python_plans_what_the_command_plans(options, tmp_path
     with ExitStack() as stack:
         subject = subject_of(request, None, stack, pytest.fail)
         assert subject.search(None) == load_plan(place)
-    assert bool(subject.tables) == bool(options)
+    assert bool(subject.table_files()) == bool(options)
 
 
 def test_a_request_is_checked_when_it_is_made_and_does_not_change():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.merge.rings import ChainTable, merge_with_switches
-from tccl_py.model.cluster import SwitchTree
+from tccl_py.model.cluster import SwitchTree, compress
 from tccl_py.model.reports import restricted
-from tccl_py.readers.hosts import MAX_BYTES, compress, expand
+from tccl_py.readers.hosts import MAX_BYTES, expand
 from tccl_py.readers.switches import Network, parse_slurm_topology, parse_switch_yaml, read_switches
 from tests.effort import calls_at_most
 

@@ -494,11 +494,13 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
         return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
-    monkeypatch.setattr("tccl_py.plan.subject.plan_job", planned)
-    monkeypatch.setattr("tccl_py.cli.plan.tuned_plan", tuned)
-    monkeypatch.setattr("tccl_py.cli.plan.check_tuning", lambda job: None)
+    monkeypatch.setattr("tccl_py.plan.cluster_subject.plan_job", planned)
+    monkeypatch.setattr("tccl_py.cli.verify.tuned_plan", tuned)
+    monkeypatch.setattr("tccl_py.verify.plans.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr("tccl_py.cli.plan.controlled_job", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr(
+            "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)
+        )
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--json"])
     assert (told.exit_code, told.exception) == (0, None), told.stderr
     assert seen == [(place, "host", [])]
@@ -517,7 +519,9 @@ def test_a_host_without_torch_is_named_before_anything_is_planned(tmp_path, monk
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", Without)
     words = ["plan", "-o", str(tmp_path / "plan"), "--backend", "host", "--devices", "1"]
     with agents_in_processes(("h0", "h1")) as job:
-        monkeypatch.setattr("tccl_py.cli.plan.controlled_job", lambda: contextlib.nullcontext(job))
+        monkeypatch.setattr(
+            "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)
+        )
         told = CliRunner().invoke(app, [*words, "--interfaces", "lo", "--tune"])
     assert (told.exit_code, told.stdout) == (2, "")
     assert "host h1: lacks torch" in told.stderr

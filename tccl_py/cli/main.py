@@ -40,7 +40,7 @@ COMMANDS = {
     "overlap": ("overlap:overlap", "Time transfers one after the other, together, beside a GEMM."),
     "plan": ("plan:plan", "Find the best rings for a machine or a cluster, and write the files."),
     "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
-    "explain": ("show:explain", "Explain a plan: which transfers slow each other down."),
+    "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
     "report": ("show:report", "Write a plan as one HTML page."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import typer
 from msgspec.structs import asdict, replace
 
 from tccl_py.cli import options
-from tccl_py.cli.measure import controlled_job
 from tccl_py.cli.options import (
     advanced,
     advanced_flag,
@@ -25,7 +24,6 @@ from tccl_py.cli.options import (
 from tccl_py.cli.output import ProgressLine, results
 from tccl_py.cli.process import notice, notice_each
 from tccl_py.cli.show import print_plan, print_plan_json
-from tccl_py.cli.verify import tuned_plan
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
@@ -37,20 +35,18 @@ from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.beside import holds_measurements, output_directory
-from tccl_py.plan.nccl_here import pinned_here
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET
-from tccl_py.plan.request import PlanRequest
+from tccl_py.plan.request import PlanRequest, pinned_here
 from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
-from tccl_py.plan.tables import table_files
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.opening import HostsSource, OpenedSource, in_job
-from tccl_py.verify.plans import check_tuning
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
+    from tccl_py.sources.profiled import Backend
 
 _SETS = DEFAULT_BUDGET.sets or 1
 _DRY_SETS = 40
@@ -177,11 +173,11 @@ def plan(
     several = ranks or request.names_hosts
     with ExitStack() as stack:
         if tune and not several:
-            check_tuning()
-        job = stack.enter_context(controlled_job()) if ranks else None
+            _check_tuning()
+        job = stack.enter_context(_job()) if ranks else None
         subject = subject_of(request, job, stack, notice)
         if job is not None and tune:
-            check_tuning(job)
+            _check_tuning(job)
         limits = () if several else (request.budget.sets, request.budget.seconds)
         with output_directory(output, force=force or extend) as journal:
             with _planning(journal, output), ProgressLine(*limits) as line:
@@ -195,9 +191,9 @@ def plan(
                     write_plan(
                         made,
                         output,
-                        models=subject.models(made, output),
+                        models=subject.models(made),
                         fingerprint=subject.fingerprint,
-                        tables={} if made.cancelled else table_files(subject.tables),
+                        tables={} if made.cancelled else subject.table_files(),
                     )
             if not made.cancelled:
                 made = _tuned(made, output, subject.source, job, tune)
@@ -248,25 +244,43 @@ def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None
             raise InputError("--nodes", "is about models", right)
 
 
+def _job() -> AbstractContextManager[Job]:
+    from tccl_py.cli.measure import controlled_job  # noqa: PLC0415 (under MPI alone)
+
+    return controlled_job()
+
+
+def _check_tuning(job: Job | None = None) -> None:
+    from tccl_py.verify.plans import check_tuning  # noqa: PLC0415 (slow)
+
+    check_tuning(job)
+
+
 def _tuned(
     made: Plan, output: Path, hosts: OpenedSource | None, job: Job | None, tune: bool | None
 ) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
     if not isinstance(hosts, HostsSource) or job is None:
-        return tuned_plan(output) if tune else made
+        return _tuned_now(output) if tune else made
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
             away = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})
             if away:
                 raise InputError(f"host {away[0]}", "is not in this job", "verify all hosts")
-            check_tuning(job)
+            _check_tuning(job)
             tune = True
         except InputError as error:
             notice(f"predicted bandwidth over sockets may be too high: no job checked it ({error})")
     if not tune:
         return made
     hosts.session.end_workers()
-    return tuned_plan(output, job, "host" if hosts.dry_run else "cuda")
+    return _tuned_now(output, job, "host" if hosts.dry_run else "cuda")
+
+
+def _tuned_now(output: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:
+    from tccl_py.cli.verify import tuned_plan  # noqa: PLC0415 (slow)
+
+    return tuned_plan(output, job, backend)
 
 
 @contextmanager

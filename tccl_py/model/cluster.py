@@ -5,8 +5,9 @@ NCCL joins nodes in rank order, so the order of hosts is the order of nodes in e
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -24,6 +25,7 @@ Rails = Literal["any", "only"]  # only: NIC i reaches NIC i of another host
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _SHOWN = 40
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 
 
 def shown(text: str) -> str:
@@ -200,3 +202,29 @@ def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> 
     host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
     known = NodeClass(name=name, machine=machine, knowledge=knowledge)
     return check_cluster(Cluster(hosts=(host,), classes=(known,)), where="cluster")
+
+
+def compress(names: Iterable[str]) -> str:
+    """Return the expression of these names, in order: the inverse of `readers.hosts.expand`.
+
+    >>> compress(["gpu08", "gpu09", "gpu10", "gpu12", "login"])
+    'gpu[08-10,12],login'
+    """
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    split = ((match["prefix"], match["digits"] or "") for match in matches)
+    # A name without a number is no part of a bracket: n,n0 are two.
+    groups = itertools.groupby(split, lambda name: (name[0], bool(name[1])))
+    return ",".join(_group_text(prefix, [d for _, d in group]) for (prefix, _), group in groups)
+
+
+def _group_text(prefix: str, digits: Sequence[str]) -> str:
+    if not digits[0]:
+        return ",".join(prefix for _ in digits)
+    runs: list[list[str]] = []
+    for text in digits:
+        if runs and text == f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}":
+            runs[-1].append(text)
+        else:
+            runs.append([text])
+    texts = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{prefix}[{','.join(texts)}]" if len(digits) > 1 else prefix + texts[0]

@@ -31,7 +31,7 @@ from tccl_py.nccl.settings import (
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.parts import SubsetRings, per_channel
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import PLAN_FILE, Files
+from tccl_py.plan.staging import PLAN_FILE, Files, with_manifest, write_new_directory
 
 GRAPH_FILE = "graph.xml"
 HOSTS_FOLDER = "hosts"
@@ -187,6 +187,17 @@ def machine_plan_files(
     texts = machine_files(plan, directory)
     nccl = {**texts, **plugin_files(plan, texts, fingerprint, directory=directory)}
     return plan_files(plan, nccl, models=models, fingerprint=fingerprint)
+
+
+def write_machine_plan(plan: Plan, directory: Path | str) -> None:
+    """Write all files of a machine's plan into a new directory.
+
+    Raises InputError: a plan of several hosts, or the directory is not new.
+    """
+    plan.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
+    write_new_directory(
+        Path(directory), lambda place: with_manifest(machine_plan_files(plan, place))
+    )
 
 
 def plan_files(

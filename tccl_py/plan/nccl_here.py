@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tccl_py.errors import InputError, MeasurementError
@@ -17,7 +16,7 @@ from tccl_py.nccl.asked import (
     verdict_on,
 )
 from tccl_py.nccl.communicators import Question
-from tccl_py.nccl.settings import PINNABLE, check_pinnable, environment, pinned_level, pinned_values
+from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
@@ -129,23 +128,3 @@ def verdict_here(
     except MeasurementError as error:
         why = str(error)
     raise InputError("the NCCL here", f"cannot be asked: {why}", _DESCRIBED)
-
-
-def pinned_here(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of these names as they are set here, and as NCCL reads them."""
-    for name in names:
-        check_pinnable(name, where="`pin_env`")
-        if name not in os.environ:
-            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
-            raise InputError(f"`pin_env` {name}", "is not set here", right)
-    return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
-
-
-def not_pinned(names: Collection[str]) -> tuple[str, ...]:
-    """Return notices on variables that are set here, and are not among the pinned `names`."""
-    return tuple(
-        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
-        f"give `tccl plan` --pin-env {name}"
-        for name in PINNABLE
-        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
-    )

@@ -117,40 +117,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def write(self, directory: Path | str) -> None:
-        """Write all files of a machine's plan into a new directory.
+        """Write all files of a machine's plan; see `directory.write_machine_plan`."""
+        from tccl_py.plan.directory import write_machine_plan  # noqa: PLC0415 (is above)
 
-        Raises InputError: a plan of several hosts, or the directory is not new.
-        """
-        from tccl_py.plan.directory import machine_plan_files  # noqa: PLC0415
-        from tccl_py.plan.staging import with_manifest, write_new_directory  # noqa: PLC0415
-
-        self.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
-        write_new_directory(
-            Path(directory), lambda place: with_manifest(machine_plan_files(self, place))
-        )
+        write_machine_plan(self, directory)
 
     def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
-        """Return the bandwidth of another ring order under the plan's settings, GB/s.
+        """Return the bandwidth of another ring order, GB/s; see `tasks.what_if`."""
+        from tccl_py.plan.tasks import what_if  # noqa: PLC0415 (is above)
 
-        Raises InputError: not each GPU of the plan once, or the source simulates another machine.
-        SearchError: NCCL has no hop between two.
-        """
-        from tccl_py.plan.tasks import Task, rings_under  # noqa: PLC0415
-        from tccl_py.sources.remembering import source_for  # noqa: PLC0415
-
-        if sorted(order) != list(self.gpus):
-            wanted = ", ".join(map(str, self.gpus))
-            raise InputError("order", f"is {list(order)}", f"each of GPUs {wanted} once")
-        task = Task(
-            machine=self.machine,
-            knowledge=self.knowledge,
-            source=source_for(source, self.machine.name),
-            gpus=self.gpus,
-            version=self.settings.version,
-        )
-        first = order.index(self.gpus[0])
-        rings = rings_under(task, self.settings, [(*order[first:], *order[:first])])
-        return rings.rate(task.source.measure([rings.flows])[0])
+        return what_if(self, order, source)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them.

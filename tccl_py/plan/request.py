@@ -1,12 +1,15 @@
-"""What `tccl plan` plans for, as one value."""
+"""What `tccl plan` is asked for, as one value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tccl_py.errors import InputError
+from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.plan.planner import DEFAULT_BUDGET
 from tccl_py.search.problem import Budget
 from tccl_py.sources.profiled import MeasurementOptions, search_options
@@ -58,3 +61,23 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether several hosts are simulated or named, where no job has them."""
         simulated = self.simulate is not None and self.hosts is not None
         return self.nodes not in (None, 1) or self.extend is not None or simulated
+
+
+def pinned_here(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of these names as they are set here, and as NCCL reads them."""
+    for name in names:
+        check_pinnable(name, where="`pin_env`")
+        if name not in os.environ:
+            right = f"set it as all jobs have it, as in `{name}=... tccl plan`"
+            raise InputError(f"`pin_env` {name}", "is not set here", right)
+    return pinned_values({name: os.environ[name] for name in names}, where="`pin_env`")
+
+
+def not_pinned(names: Collection[str]) -> tuple[str, ...]:
+    """Return notices on variables that are set here, and are not among the pinned `names`."""
+    return tuple(
+        f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
+        f"give `tccl plan` --pin-env {name}"
+        for name in PINNABLE
+        if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
+    )

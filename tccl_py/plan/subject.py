@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,33 +12,19 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.asked import InstalledRings
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.plan.again import planned_models
-from tccl_py.plan.job import (
-    KnownPlan,
-    cluster_of_job,
-    grown_plan,
-    named_cluster,
-    plan_job,
-    read_known_plan,
-    simulated_cluster,
-)
-from tccl_py.plan.nccl_here import graph_file_notices, not_pinned, rings_here, version_to_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import chosen_gpus, make_plan
-from tccl_py.plan.request import PlanRequest
-from tccl_py.plan.tables import KeptTable
-from tccl_py.readers.hosts import compress, listed_hosts
+from tccl_py.plan.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal, widen_journal
-from tccl_py.sources.opening import OpenedSource, open_hosts, open_source
+from tccl_py.sources.opening import OpenedSource, open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine
 
 if TYPE_CHECKING:
+    from tccl_py.nccl.asked import InstalledRings
     from tccl_py.sources.opening import Job
 
 Say = Callable[[str], None]
@@ -49,26 +35,28 @@ UNDER_MPI = "start the command under mpirun or srun"
 class Subject(msgspec.Struct, kw_only=True):
     """What is planned for: a source, and the search by it, which closes the source's journal.
 
-    The search of a cluster fills `tables`.
+    `model` is that of new hosts. An extended plan `extends` one, with `known_models` by class.
+    `table_files` returns the files of a cluster's tables after the search.
     """
 
     search: Callable[[Reporter | None], Plan]
     source: OpenedSource | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
-    known: KnownPlan | None = None
-    tables: Sequence[KeptTable] = ()
+    extends: bool = False
+    known_models: Mapping[str, MachineModel | None] = {}
+    table_files: Callable[[], Mapping[str, str]] = dict
 
-    def models(self, made: Plan, directory: Path) -> dict[str, MachineModel | None]:
+    def models(self, made: Plan) -> dict[str, MachineModel | None]:
         """Return the models behind a plan's rates by class; new classes have the new model."""
-        found = dict.fromkeys((one.name for one in made.cluster.classes), self.model)
-        return found | (planned_models(self.known.plan, directory) if self.known else {})
+        models = dict.fromkeys((one.name for one in made.cluster.classes), self.model)
+        return {**models, **self.known_models}
 
     def keep_in(self, journal: Path, *, replace: bool) -> tuple[str, ...]:
         """Keep what is measured, for an extended plan with all its hosts; return notices."""
         if self.source is None:
             return ()
-        if self.known is not None and journal.is_file():
+        if self.extends and journal.is_file():
             if not self.source.simulated:
                 widen_journal(journal, self.source.header)
             elif read_journal(journal).header != self.source.header:
@@ -82,25 +70,11 @@ def subject_of(request: PlanRequest, job: Job | None, stack: ExitStack, say: Say
     Raises InputError: an unknown machine, hosts that do not fit, or rates of another kind than in
     the plan that is extended.
     """
-    known = None if request.extend is None else read_known_plan(request.extend)
-    if known is not None:
-        mixed = job is not None if known.plan.simulated else request.simulate is not None
-        if mixed:
-            what = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
-            raise InputError(str(request.extend), what, "add hosts with such rates")
-        listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
-        names = known.plan.cluster.host_classes
-        if again := [host.name for host in listed if host.name in names]:
-            say(f"{compress(again)}: in the plan already")
-        named = request.hosts or (request.nodes and request.simulate)
-        if job is None and not named:
-            right = f"{UNDER_MPI}, or name them by `hosts`"
-            raise InputError("`extend`", "has no hosts to add", right)
-    if job is not None:
-        return _of_job(request, known, job, stack, say=say)
-    if not request.names_hosts:
+    if job is None and not request.names_hosts:
         return machine_subject(request, say)
-    return _of_hosts(request, known)
+    from tccl_py.plan.cluster_subject import cluster_subject  # noqa: PLC0415 (for hosts alone)
+
+    return cluster_subject(request, job, stack, say)
 
 
 def machine_subject(request: PlanRequest, say: Say) -> Subject:
@@ -110,7 +84,7 @@ def machine_subject(request: PlanRequest, say: Say) -> Subject:
     """
     if request.simulate is None:
         return _here(request, say)
-    model, source = _simulated(request, request.simulate)
+    model, source = simulated(request, request.simulate)
     gpus = chosen_gpus(model.machine, request.gpus)
 
     def search(reporter: Reporter | None) -> Plan:
@@ -120,7 +94,8 @@ def machine_subject(request: PlanRequest, say: Say) -> Subject:
     return Subject(search=search, source=source, model=model)
 
 
-def _simulated(request: PlanRequest, name: str) -> tuple[MachineModel, OpenedSource]:
+def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, OpenedSource]:
+    """Open the model that a request names."""
     model = load_machine(name, p2p=request.p2p)
     return model, open_source(model, noise=request.noise or 0.0, seed=request.seed or 0)
 
@@ -150,36 +125,14 @@ def _machine_plan(
     )
 
 
-def _of_hosts(request: PlanRequest, known: KnownPlan | None) -> Subject:
-    """Open simulated hosts, or those that a known plan grows by without measuring."""
-    model, source, others = None, None, dict[str, Simulator]()
-    if request.simulate is not None:
-        model, source = _simulated(request, request.simulate)
-        nodes, switches = request.nodes, request.switches
-        cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
-        if known is not None and request.extend is not None:
-            models = planned_models(known.plan, request.extend)
-            others = {name: Simulator(one) for name, one in models.items() if one is not None}
-    else:
-        assert known is not None and request.hosts is not None
-        hosts = listed_hosts(request.hosts, where="`hosts`")
-        cluster = named_cluster(known, hosts, request.switches)
-    tables = list[KeptTable]()
-
-    def search(reporter: Reporter | None) -> Plan:
-        with source or nullcontext():
-            facts = known, cluster, source, others
-            return grown_plan(*facts, request, reporter=reporter, tables=tables)
-
-    return Subject(search=search, source=source, model=model, known=known, tables=tables)
-
-
 def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
+    from tccl_py.plan import nccl_here  # noqa: PLC0415 (asks the NCCL here)
+
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
     if request.backend != "host":
-        version = request.version or version_to_plan(say)
+        version = request.version or nccl_here.version_to_plan(say)
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
@@ -188,64 +141,18 @@ def _here(request: PlanRequest, say: Say) -> Subject:
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            rings = rings_here(place, gpus)
+            rings = nccl_here.rings_here(place, gpus)
             made = _machine_plan(
                 request, place, source, gpus=gpus, reporter=reporter, own_rings=rings
             )
             conditions = source.conditions
         noticed = source.summary(conditions)
         if rings is not None:
-            tried = () if made.cancelled else graph_file_notices(made, rings)
+            tried = () if made.cancelled else nccl_here.graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)
-
-
-def _of_job(
-    request: PlanRequest, known: KnownPlan | None, job: Job, stack: ExitStack, *, say: Say
-) -> Subject:
-    """Find out what the hosts of an MPI job are."""
-    listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
-    opened = open_hosts(
-        job,
-        backend=request.backend,
-        devices=request.devices,
-        interfaces=request.interfaces,
-        network=request.network,
-        options=request.options,
-        expected=[host.name for host in listed],
-        gid_index=request.ib_gid_index,
-    )
-    source = stack.enter_context(opened)
-    if request.backend != "host":
-        version = request.version or version_to_plan(say, source.session.hosts[0].nccl)
-        request = msgspec.structs.replace(request, version=version)
-        planned = version if known is None else known.plan.settings.version
-        if planned != version:
-            say(f"these hosts have NCCL {version}, and the plan is for {planned}")
-    cluster = cluster_of_job(source, request.switches, known)
-    tables = list[KeptTable]()
-
-    def say_each(texts: Iterable[str]) -> None:
-        for text in texts:
-            say(text)
-
-    def search(reporter: Reporter | None) -> Plan:
-        try:
-            return plan_job(
-                source,
-                cluster,
-                request,
-                known=known,
-                reporter=reporter,
-                tables=tables,
-                say=say_each,
-            )
-        finally:
-            source.close()
-
-    return Subject(search=search, source=source, known=known, tables=tables)
 
 
 def ring_counts_of(text: str | None) -> tuple[int, ...] | None:

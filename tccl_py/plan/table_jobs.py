@@ -11,7 +11,7 @@ import msgspec
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
-from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, shown
+from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, compress, shown
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
@@ -27,7 +27,7 @@ from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import order_files
-from tccl_py.readers.hosts import HostSlots, compress
+from tccl_py.readers.hosts import HostSlots
 
 _Key = tuple[int, tuple[int, ...]]
 """The number of a class, and the GPUs of a job on its hosts."""

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
@@ -20,9 +20,10 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.plan import Plan
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.remembering import RememberingSource, source_for
 
 Order = tuple[int, ...]
 Rings = Sequence[Ring] | Sequence[Order]
@@ -212,6 +213,27 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     """
     space = task.space(settings, len(rings))
     return ring_set([ring_like(space, one) for one in rings])
+
+
+def what_if(plan: Plan, order: Sequence[int], source: BandwidthSource) -> float:
+    """Return the bandwidth of another ring order under a plan's settings, GB/s.
+
+    Raises InputError: not each GPU of the plan once, or the source simulates another machine.
+    SearchError: NCCL has no hop between two.
+    """
+    if sorted(order) != list(plan.gpus):
+        gpus = ", ".join(map(str, plan.gpus))
+        raise InputError("order", f"is {list(order)}", f"each of GPUs {gpus} once")
+    task = Task(
+        machine=plan.machine,
+        knowledge=plan.knowledge,
+        source=source_for(source, plan.machine.name),
+        gpus=plan.gpus,
+        version=plan.settings.version,
+    )
+    first = order.index(plan.gpus[0])
+    rings = rings_under(task, plan.settings, [(*order[first:], *order[:first])])
+    return rings.rate(task.source.measure([rings.flows])[0])
 
 
 def search_under(

@@ -12,6 +12,7 @@ import msgspec
 
 from tccl_py.errors import counted
 from tccl_py.files import picked
+from tccl_py.model.cluster import compress
 from tccl_py.nccl.settings import (
     Settings,
     environment,
@@ -23,7 +24,6 @@ from tccl_py.nccl.settings import (
 from tccl_py.plan.directory import gaining_sets, graph_files, plugin_variables
 from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
 from tccl_py.plan.plan import Plan
-from tccl_py.readers.hosts import compress
 
 _MOST_RANKS = 32
 _ALIKE = 1e-3

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,6 @@ _LIKE_A_FILE = re.compile(r"/|\.(txt|text|hosts|lst|list|conf|cfg|ya?ml|json|csv
 _HOST_ENTRY = re.compile(r"(?:[^][,\s]|\[[^][]*\])+")
 _PART = re.compile(r"\[(?P<ranges>[^][]*)\]|[^][]+")
 _RUN = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?", re.ASCII)
-_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 _RANGE = "ranges in brackets are needed, as in gpu[001-016,020]"
 
 _ENTRY = re.compile(r"(?P<names>.*?)(?:[:*](?P<count>[0-9]{1,6}))?", re.ASCII)
@@ -70,32 +69,6 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
         for name in itertools.product(*parts):
             hosts.append(check_host_name("".join(name), where=where))
     return tuple(hosts)
-
-
-def compress(names: Iterable[str]) -> str:
-    """Return the expression of these names, in order: the inverse of `expand`.
-
-    >>> compress(["gpu08", "gpu09", "gpu10", "gpu12", "login"])
-    'gpu[08-10,12],login'
-    """
-    matches = filter(None, map(_NUMBERED.fullmatch, names))
-    split = ((match["prefix"], match["digits"] or "") for match in matches)
-    # A name without a number is no part of a bracket: n,n0 are two.
-    groups = itertools.groupby(split, lambda name: (name[0], bool(name[1])))
-    return ",".join(_group_text(prefix, [d for _, d in group]) for (prefix, _), group in groups)
-
-
-def _group_text(prefix: str, digits: Sequence[str]) -> str:
-    if not digits[0]:
-        return ",".join(prefix for _ in digits)
-    runs: list[list[str]] = []
-    for text in digits:
-        if runs and text == f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}":
-            runs[-1].append(text)
-        else:
-            runs.append([text])
-    texts = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{prefix}[{','.join(texts)}]" if len(digits) > 1 else prefix + texts[0]
 
 
 def _entries(expression: str, *, where: str) -> Iterator[str]:

@@ -18,8 +18,6 @@ from tccl_py.model.machine import (
     check,
     check_knowledge,
 )
-from tccl_py.readers.nccl_topology import parse_nccl_topology
-from tccl_py.readers.nvidia_smi import parse_nvidia_smi
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
@@ -263,9 +261,13 @@ def read_description(path: Path) -> Description:
     text = read_text(path)
     start = text.lstrip("\ufeff \t\r\n")[:1]
     if start == "<":
+        from tccl_py.readers.nccl_topology import parse_nccl_topology  # noqa: PLC0415
+
         return Description(machine=parse_nccl_topology(text, where=where), knowledge=Knowledge())
     if start == "{":
         return _from_json(text, where)
+    from tccl_py.readers.nvidia_smi import parse_nvidia_smi  # noqa: PLC0415
+
     machine, knowledge = parse_nvidia_smi(text, where=where)
     return Description(machine=machine, knowledge=knowledge)
 

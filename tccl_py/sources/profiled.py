@@ -15,7 +15,6 @@ from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, index_of, parse_flow
-from tccl_py.readers.live import discover_machine
 
 if TYPE_CHECKING:
     from tccl_profiler.profiler import Options
@@ -121,6 +120,8 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
         return MeasuredMachine(
             backend="host", machine=machine, knowledge=reached, fingerprint=fingerprint
         )
+    from tccl_py.readers.live import discover_machine  # noqa: PLC0415
+
     try:
         machine, knowledge, fingerprint = discover_machine()
     except InputError as error:
