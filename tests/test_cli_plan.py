@@ -513,3 +513,13 @@ def test_export_refuses_a_directory_that_exists_and_a_runtime_it_does_not_know(d
     result = tccl("export", directory, "--runtime", "mpi")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--runtime 'mpi': is not" in result.stderr
+
+
+def test_sets_without_a_planned_graph_file_are_told_how_to_plan_one(tmp_path):
+    place = tmp_path / "plan"
+    assert tccl("plan", place, "--simulate", SMALL).exit_code == 0
+    assert not (place / "nccl" / "subsets").exists()  # default NCCL is recommended
+    assert tccl("env", place, "--gpus", "0,1").exit_code == 0
+    forced = tccl("env", place, "--gpus", "0,1", "--choice", "graph")
+    assert forced.exit_code == 1
+    assert "`tccl plan -o DIR --gpus 0,1`" in forced.stderr

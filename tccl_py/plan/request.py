@@ -43,7 +43,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     ring_counts: tuple[int, ...] | None = None
     strategy: str = "best-first"
     budget: Budget = DEFAULT_BUDGET
-    subsets: bool = True
+    subsets: bool | None = None
     keep_order: bool = False
     ib_gid_index: int | None = None
     gpus_per_job: str | None = None
