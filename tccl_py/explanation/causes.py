@@ -78,8 +78,8 @@ class SymmetryKeys:
         for row in np.unique(images[inside], axis=0).tolist():
             counts = Counter(row)
             if all(count <= len(waiting[code]) for code, count in counts.items()):
-                taken = (waiting[code][:count] for code, count in counts.items())
-                found.append(frozenset(chain.from_iterable(taken)))
+                members = (waiting[code][:count] for code, count in counts.items())
+                found.append(frozenset(chain.from_iterable(members)))
         return found
 
 
@@ -105,41 +105,41 @@ class Prober:
         self._limit = self._share = max_sets
         self._rates: dict[TransferSet, Measurement] = {}
         self._images: dict[Key, TransferSet] = {}
-        for known in source.times_known:
-            if network or not any(flow.is_network for flow in known.flows):
-                self._note(known)
+        for transfers in source.times_known:
+            if network or not any(flow.is_network for flow in transfers.flows):
+                self._note(transfers)
 
     def share_out(self, parts: int) -> None:
         """From here on allow one of `parts` equal parts of the rest of the budget."""
         if self._limit is not None:
-            left = self._limit - self.sets_measured
-            self._share = self.sets_measured + left // parts
+            remaining = self._limit - self.sets_measured
+            self._share = self.sets_measured + remaining // parts
 
     def exact(self, flows: Flows) -> Measurement:
         """Return the rate of exactly these flows, over all measurements of them."""
-        wanted = transfer_set(flows)
-        if wanted not in self._rates:
-            times = self.source.times_of(wanted)
+        transfers = transfer_set(flows)
+        if transfers not in self._rates:
+            times = self.source.times_of(transfers)
             if not times:
                 return self.again(flows)
-            found = self.source.measure([wanted] * times)
-            rows = zip(*(one.samples_gbps for one in found), strict=True)
+            measurements = self.source.measure([transfers] * times)
+            rows = zip(*(measurement.samples_gbps for measurement in measurements), strict=True)
             samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
-            pooled = msgspec.structs.replace(found[0], samples_gbps=samples, outliers=())
+            pooled = msgspec.structs.replace(measurements[0], samples_gbps=samples, outliers=())
             self.assumed |= pooled.assumed
-            self._rates[wanted] = pooled
-        return self._rates[wanted]
+            self._rates[transfers] = pooled
+        return self._rates[transfers]
 
     def again(self, flows: Flows) -> Measurement:
         """Measure exactly these flows once more, and return the rate over all measurements."""
-        wanted = transfer_set(flows)
+        transfers = transfer_set(flows)
         if self._share is not None and self.sets_measured >= self._share:
             raise BudgetSpentError("the sets of this explanation are used up")
-        self.source.measure_anew(wanted)
+        self.source.measure_anew(transfers)
         self.sets_measured += 1
-        self._rates.pop(wanted, None)
-        if self.source.times_of(wanted) == 1:
-            self._note(wanted)
+        self._rates.pop(transfers, None)
+        if self.source.times_of(transfers) == 1:
+            self._note(transfers)
         return self.exact(flows)
 
     def rate(self, flows: Flows) -> Measurement:
@@ -155,9 +155,9 @@ class Prober:
 
     def if_known(self, flows: Flows) -> Measurement | None:
         """Return the rate of these flows or of an image, without a measurement."""
-        wanted = transfer_set(flows)
-        image = wanted
-        if not self.source.times_of(wanted):
+        transfers = transfer_set(flows)
+        image = transfers
+        if not self.source.times_of(transfers):
             image = self._images.get(self.symmetry.key(flows), image)
         return self.exact(image.flows) if self.source.times_of(image) else None
 
@@ -236,30 +236,30 @@ class _Level:
         self, prober: Prober, flows: tuple[Flow, ...], related: Related, label: Label
     ) -> None:
         self._prober, self._flows, self._related, self._label = prober, flows, related, label
-        whole, alone = prober.rate(flows).rate_gbps, prober.slowest_alone(flows).rate_gbps
-        self.limit = min(NEAR * whole, (whole * alone) ** 0.5)
+        together, alone = prober.rate(flows).rate_gbps, prober.slowest_alone(flows).rate_gbps
+        self.limit = min(NEAR * together, (together * alone) ** 0.5)
         self._rates: list[tuple[Counter[Flow], float]] = []
         self._remember_known()
         self._parts: list[Part] = []
         self._causes: dict[object, tuple[tuple[Flow, ...], set[TransferSet]]] = {}
 
     def _remember_known(self) -> None:
-        whole = Counter(self._flows)
-        for known in self._prober.known:
-            if whole.keys() >= set(known.flows) and Counter(known.flows) <= whole:
-                rate = self._prober.exact(known.flows).rate_gbps
-                self._rates.append((Counter(known.flows), rate))
+        counts = Counter(self._flows)
+        for transfers in self._prober.known:
+            if counts.keys() >= set(transfers.flows) and Counter(transfers.flows) <= counts:
+                rate = self._prober.exact(transfers.flows).rate_gbps
+                self._rates.append((Counter(transfers.flows), rate))
 
     def causes(self, most: int) -> tuple[list[Cause], tuple[Flow, ...], bool]:
         """Return up to `most` causes, a rest without any, and whether the budget ended."""
         waiting: list[Part] = [frozenset()]
-        seen: set[Part] = set()
+        visited: set[Part] = set()
         spent = False
         try:
-            while waiting and len(seen) < NODES and len(self._causes) < most:
+            while waiting and len(visited) < NODES and len(self._causes) < most:
                 removed = waiting.pop()
-                if removed not in seen:
-                    seen.add(removed)
+                if removed not in visited:
+                    visited.add(removed)
                     part = self._part_without(removed)
                     waiting += [removed | {flow} for flow in self._least_needed_first(part)]
         except BudgetSpentError:
@@ -284,10 +284,10 @@ class _Level:
         for part in self._parts:
             if not part & removed:
                 return part
-        rest = [i for i in range(len(self._flows)) if i not in removed]
-        if not self._slow(rest):
+        remaining = [i for i in range(len(self._flows)) if i not in removed]
+        if not self._slow(remaining):
             return frozenset()
-        part = frozenset(self._smallest(rest))
+        part = frozenset(self._smallest(remaining))
         flows = tuple(self._flows[i] for i in sorted(part))
         parts = [part, *self._prober.symmetry.images_within(flows, self._flows)]
         self._parts += parts

@@ -85,8 +85,8 @@ def subjects(plan: Plan) -> Iterator[Subject]:
 def _default(plan: Plan) -> Subject | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
     orders = condensed(plan.stock.rings)
-    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    space = hop_space(seen, rings_in_set=len(orders))
+    nccl_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    space = hop_space(nccl_view, rings_in_set=len(orders))
     try:
         rings = ring_set([ring_like(space, order) for order in orders])
     except SearchError:
@@ -127,14 +127,14 @@ def explain(
     pitfalls: list[Finding] = []
     for number, host in enumerate(hosts):
         # Each class has a budget of its own, with a share left for pitfalls.
-        own = [subject for subject in chosen if subject.number == number]
-        found = []
-        for place, subject in enumerate(own):
-            host.prober.share_out(len(own) - place + 1)
-            found.append(host.ring(subject, most))
+        of_host = [subject for subject in chosen if subject.number == number]
+        explanations = []
+        for place, subject in enumerate(of_host):
+            host.prober.share_out(len(of_host) - place + 1)
+            explanations.append(host.ring(subject, most))
         host.prober.share_out(1)
-        pitfalls += host.pitfalls([finding for ring in found for finding in ring.findings])
-        rings += found
+        pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
+        rings += explanations
     notices = (_NO_STOCK,) if len(chosen) == 1 else ()
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
@@ -166,7 +166,7 @@ class _Host:
     def ring(self, subject: Subject, most: int) -> RingExplanation:
         """Explain a set of rings by up to `most` findings."""
         prober, flows = self.prober, subject.flows
-        found = RingExplanation(
+        explanation = RingExplanation(
             name=subject.name,
             node_class=self._class.name if self._plan.is_cluster else "",
             rings=subject.rings,
@@ -177,11 +177,11 @@ class _Host:
             sentence="",
         )
         try:
-            whole = prober.best(flows)
-            slowest = self._slowest(flows, whole.rate_gbps)
+            together = prober.best(flows)
+            slowest = self._slowest(flows, together.rate_gbps)
             hurt = is_hurt(prober, flows)
         except BudgetSpentError:
-            return found
+            return explanation
         trouble, findings, related = "", list[Finding](), self._paths.related
         try:
             causes = find_causes(prober, flows, most=most, related=related, label=self._label)
@@ -194,8 +194,8 @@ class _Host:
             first.setdefault((finding.kinds, finding.shares), finding)
         findings = list(first.values())
         return msgspec.structs.replace(
-            found,
-            rate_gbps=subject.rings * whole.rate_gbps,
+            explanation,
+            rate_gbps=subject.rings * together.rate_gbps,
             slowest=slowest,
             findings=tuple(findings),
             unexplained=trouble or self._left(causes),
@@ -245,14 +245,14 @@ class _Host:
 
     def _instead(self, flows: Flows) -> tuple[Instead, ...]:
         """Return the rates of the flows' GPU pairs by each mechanism within budget and hardware."""
-        found = []
+        instead = []
         for kind in _MECHANISMS:
             variants = (by_mechanism(self._plan, f, kind, number=self._number) for f in flows)
             changed = [flow for flow in variants if flow is not None]
             if len(changed) == len(flows) and changed != list(flows):
                 with suppress(MeasurementError):
-                    found.append(Instead(kind=kind, gbps=self.prober.rate(changed).rate_gbps))
-        return tuple(found)
+                    instead.append(Instead(kind=kind, gbps=self.prober.rate(changed).rate_gbps))
+        return tuple(instead)
 
     def _label(self, flows: Flows) -> object:
         """Return equal labels for sets with the same mechanisms and kinds of shared places."""
@@ -265,8 +265,8 @@ class _Host:
         innocent = self._innocent(_kinds(flows), share**0.5)
         shared = self._paths.shared(flows)
         gpus = self._paths.busy(flows) if share < COLLAPSE else ()
-        left = [place for place in (*gpus, *shared) if place.kind not in innocent]
-        return tuple(left) or shared
+        places = [place for place in (*gpus, *shared) if place.kind not in innocent]
+        return tuple(places) or shared
 
     def _innocent(self, kinds: tuple[str, ...], above: float) -> set[str]:
         """Return the kinds of places of known sets with these mechanisms and so high a share.
@@ -274,7 +274,7 @@ class _Host:
         The share is the set's rate over the rate of its slowest flow alone.
         """
         found: set[str] = set()
-        for flows in (known.flows for known in self.prober.known):
+        for flows in (transfers.flows for transfers in self.prober.known):
             if 1 < len(flows) <= _MOST_FLOWS and _kinds(flows) == kinds:
                 alone = [self.prober.if_known([flow]) for flow in flows]
                 rates = [rate.rate_gbps for rate in alone if rate is not None]

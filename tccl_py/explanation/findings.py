@@ -125,9 +125,9 @@ class Explanation(Kept, frozen=True, kw_only=True):
         """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""
         for ring in self.rings:
             whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
-            each = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}"
+            more = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}"
             yield ""
-            yield f"{whose}: {ring.rate_gbps:.2f} GB/s ({self.provenance}){each * (ring.rings > 1)}"
+            yield f"{whose}: {ring.rate_gbps:.2f} GB/s ({self.provenance}){more * (ring.rings > 1)}"
             yield from filter(None, (ring.sentence, ring.findings))
             if ring.unexplained:
                 yield f"Left open: {ring.unexplained}"
@@ -206,8 +206,8 @@ def _crossing(machine: Machine, flow: Flow) -> str:
     first, second = (machine.numa_of(str(end)) for end in (flow.source, flow.destination))
     if first == second:
         return ""
-    same = sockets[first] is not None and sockets[first] == sockets[second]
-    return " between NUMA nodes" if same else " between sockets"
+    same_socket = sockets[first] is not None and sockets[first] == sockets[second]
+    return " between NUMA nodes" if same_socket else " between sockets"
 
 
 def _names(flows: Sequence[Flow]) -> str:
@@ -231,8 +231,8 @@ def _rates(rates: Sequence[float]) -> str:
 def instead_text(gbps: float, others: Sequence[Instead]) -> str:
     """Return a following sentence on mechanisms with clearly other rates; "" without any."""
     by_rate: dict[str, list[str]] = {}
-    for other in others:
-        if abs(other.gbps - gbps) > _OTHERWISE * gbps:
-            by_rate.setdefault(f"{other.gbps:.2f}", []).append(other.kind)
+    for instead in others:
+        if abs(instead.gbps - gbps) > _OTHERWISE * gbps:
+            by_rate.setdefault(f"{instead.gbps:.2f}", []).append(instead.kind)
     parts = [f"{rate} by {' or '.join(kinds)}" for rate, kinds in by_rate.items()]
     return f" Between the same GPUs: {', '.join(parts)}." if parts else ""

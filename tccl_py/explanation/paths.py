@@ -66,8 +66,8 @@ class Paths:
     def passes(self, flow: Flow) -> tuple[Passing, ...]:
         """Return the parts on a flow's path, once for each direction."""
         if flow.transfers not in self._known:
-            found = [passing for transfer in flow.transfers for passing in self._of(transfer)]
-            self._known[flow.transfers] = tuple(dict.fromkeys(found))
+            passings = [passing for transfer in flow.transfers for passing in self._of(transfer)]
+            self._known[flow.transfers] = tuple(dict.fromkeys(passings))
         return self._known[flow.transfers]
 
     def related(self, one: Flow, other: Flow) -> int:
@@ -136,14 +136,16 @@ class Paths:
         return Passing(part, "up" if upwards else "down")
 
     def _between_nodes(self, edge: Edge) -> Passing:
-        apart = self._network.between_sockets(edge)
-        sockets = {node.id: node.socket if apart else None for node in self.machine.numa_nodes}
+        crosses_sockets = self._network.between_sockets(edge)
+        sockets = {
+            node.id: node.socket if crosses_sockets else None for node in self.machine.numa_nodes
+        }
         places = ((index_of(node), sockets[node]) for node in edge)
         start, end = (index if socket is None else socket for index, socket in places)
         low, high = sorted((start, end))
-        what = "sockets" if apart else "NUMA nodes"
+        what = "sockets" if crosses_sockets else "NUMA nodes"
         words = f"the link between {what} {low} and {high}"
-        part = Part("socket" if apart else "numa", f"{low}-{high}", words)
+        part = Part("socket" if crosses_sockets else "numa", f"{low}-{high}", words)
         return Passing(part, "up" if start == low else "down")
 
     def busy(self, flows: Sequence[Flow]) -> Iterator[Shared]:
@@ -155,9 +157,9 @@ class Paths:
                     gpu = f"GPU {transfer.executor.index}"
                     tasks.setdefault(gpu, []).append((number, self._task(transfer)))
         mixed = len({flow.is_bounce for flow in flows}) > 1
-        for gpu, found in sorted(tasks.items(), key=lambda task: _by_index(task[0])):
-            kinds = sorted({task for _, task in found})
-            if mixed and len({number for number, _ in found}) == len(flows) and len(kinds) > 1:
+        for gpu, passings in sorted(tasks.items(), key=lambda task: _by_index(task[0])):
+            kinds = sorted({task for _, task in passings})
+            if mixed and len({number for number, _ in passings}) == len(flows) and len(kinds) > 1:
                 words = f"{gpu}, which at once {' and '.join(kinds)}"
                 yield Shared(f"busy {'+'.join(kinds)}", words)
 
@@ -189,7 +191,7 @@ def device_words(device: str) -> str:
 
 def _shared(passings: set[Passing]) -> Shared:
     first = min(passings)
-    kind = f"{first.part.kind} {'+'.join(sorted(one.direction for one in passings))}"
+    kind = f"{first.part.kind} {'+'.join(sorted(passing.direction for passing in passings))}"
     words = first.words if len(passings) == 1 else f"{first.part.words} (in both directions)"
     return Shared(kind, words)
 
@@ -206,17 +208,17 @@ def collapse_patterns(
     machine, known = node.machine, tuple(small)
     above = {gpu: (f"G{gpu}", *machine.ancestors(f"G{gpu}")) for gpu in gpus}
     ports = {gpu: chain[-2] for gpu, chain in above.items()}
-    uplinks = [tuple(gpu for gpu in gpus if one.id in above[gpu]) for one in machine.bridges]
+    uplinks = [tuple(gpu for gpu in gpus if bridge.id in above[gpu]) for bridge in machine.bridges]
     chain = next(path for path in plan.paths if path.node_class == number).chains[0]
     for below in dict.fromkeys(uplinks):
         near = {ports[gpu] for gpu in below}
         far = {ports[gpu]: gpu for gpu in reversed(gpus) if ports[gpu] not in near}
         pairs = tuple(zip(below, far.values(), strict=False))[:2]
         if len(pairs) == 2 and all(node.knowledge.can_access(machine, *ends) for ends in pairs):
-            away = {gpu: port for gpu, port in ports.items() if port not in near}
+            far_ports = {gpu: port for gpu, port in ports.items() if port not in near}
             blocks = chain.hops[0].flow.blocks
             new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)
-            yield next((one for one in known if _leaves(one, below, away)), new)
+            yield next((bridge for bridge in known if _leaves(bridge, below, far_ports)), new)
 
 
 def _leaves(transfers: TransferSet, below: Sequence[int], away: Mapping[int, str]) -> bool:

@@ -238,10 +238,10 @@ def _decided(
     loose = _loosened(root, 2 * asked)
     if together.walk is not None or loose == root:
         return together
-    apart = _closed(relations, classes, loose)
-    if apart.walk is None:
-        return apart
-    walk = _with_few_exits(apart.walk, classes, root, loose)
+    separate = _closed(relations, classes, loose)
+    if separate.walk is None:
+        return separate
+    walk = _with_few_exits(separate.walk, classes, root, loose)
     fits = uplink_limit(root, walk.hosts) >= asked
     return Decision(walk=walk) if fits else Decision(certain=False)
 
@@ -284,9 +284,9 @@ def _closed(relations: Relation, classes: Mapping[str, int], root: SwitchTree) -
     joiner, of_class = Joiner(), list(relations)
 
     def pieces(switch: SwitchTree) -> list[Piece]:
-        found = [host_piece(host, of_class[classes[host]]) for host in switch.hosts]
+        pieces_below = [host_piece(host, of_class[classes[host]]) for host in switch.hosts]
         inner = [pieces(below) for below in switch.switches]
-        return found + [joiner.join(below) for below in inner if below]
+        return pieces_below + [joiner.join(below) for below in inner if below]
 
     whole = joiner.join(pieces(root))
     closed = np.flatnonzero(np.diagonal(whole.relation))

@@ -58,8 +58,8 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 def product(first: Relation, second: Relation) -> Relation:
     """Compose two relations, X^3, by the fastest product: floats."""
-    both: Relation = (first.astype(np.float32) @ second.astype(np.float32)) > 0
-    return both
+    composed: Relation = (first.astype(np.float32) @ second.astype(np.float32)) > 0
+    return composed
 
 
 def power(relation: Relation, exponent: int) -> Relation:
@@ -159,8 +159,8 @@ class Joiner:
         kinds = Kinds(relations, [self._bits(relation) for relation in relations])
         if kinds.products() <= MAX_PRODUCTS:
             return self._in_all_orders(pieces, kinds)
-        whole = self.join([self.join([pieces[i] for i in part]) for part in kinds.dealt()])
-        return replace(whole, exact=False)
+        joined = self.join([self.join([pieces[i] for i in part]) for part in kinds.dealt()])
+        return replace(joined, exact=False)
 
     def _bits(self, relation: Relation) -> bytes:
         """Return a relation as bytes; many pieces share one relation object."""
@@ -185,11 +185,11 @@ class Kinds:
     """Pieces by equal relations: `members[k]` are the positions of those with `relations[k]`."""
 
     def __init__(self, relations: Sequence[Relation], bits: Sequence[bytes]) -> None:
-        found: dict[bytes, list[int]] = {}
+        indices: dict[bytes, list[int]] = {}
         for position, name in enumerate(bits):
-            found.setdefault(name, []).append(position)
-        names = sorted(found)
-        self.members = [found[name] for name in names]
+            indices.setdefault(name, []).append(position)
+        names = sorted(indices)
+        self.members = [indices[name] for name in names]
         self.relations = [relations[members[0]] for members in self.members]
         self.counts = [len(members) for members in self.members]
         self.key = tuple(zip(names, self.counts, strict=True))

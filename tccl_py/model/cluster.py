@@ -36,8 +36,8 @@ def shown(text: str) -> str:
 def check_host_name(name: str, *, where: str) -> str:
     """Return `name` if it can name a host or switch in files, file names and places."""
     if len(name) > MAX_NAME:
-        what = f"the name {shown(name)} has {len(name)} characters"
-        raise InputError(where, what, f"at most {MAX_NAME} are possible")
+        fault = f"the name {shown(name)} has {len(name)} characters"
+        raise InputError(where, fault, f"at most {MAX_NAME} are possible")
     if _NAME.fullmatch(name) is None:
         right = "letters, digits and _ . - are needed, the first one no dot or dash"
         raise InputError(where, f"{shown(name)} cannot be a name here", right)
@@ -91,13 +91,13 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
     """Check that no wanted host is at two switches, or at a switch twice (InputError)."""
-    found: dict[str, str] = {}
+    switch_of: dict[str, str] = {}
     for switch in tree.all_switches:
         for host in switch.hosts:
-            if host in found and host in wanted:
-                what = f"host {host} is at the switches {shown(found[host])} and "
-                raise InputError(where, what + shown(switch.name), "a host is at one switch, once")
-            found[host] = switch.name
+            if host in switch_of and host in wanted:
+                fault = f"host {host} is at the switches {shown(switch_of[host])} and "
+                raise InputError(where, fault + shown(switch.name), "a host is at one switch, once")
+            switch_of[host] = switch.name
 
 
 class NodeClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,15 +153,15 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     if not 0 < len(cluster.hosts) <= MAX_HOSTS:
         raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
     check_host_names(cluster.names, where=where)
-    taken: set[str] = set()
-    for known in cluster.classes:
-        place = f"{where}: node class {shown(known.name)}"
-        if check_host_name(known.name, where=place) in taken:
+    names: set[str] = set()
+    for node_class in cluster.classes:
+        place = f"{where}: node class {shown(node_class.name)}"
+        if check_host_name(node_class.name, where=place) in names:
             raise InputError(place, "is there twice", "classes have different names")
-        taken.add(known.name)
-        if known.machine.gpus:  # without, a host of the class is named
-            check(known.machine, where=place)
-            check_knowledge(known.knowledge, known.machine, where=place)
+        names.add(node_class.name)
+        if node_class.machine.gpus:  # without, a host of the class is named
+            check(node_class.machine, where=place)
+            check_knowledge(node_class.knowledge, node_class.machine, where=place)
     for host in cluster.hosts:
         _check_host(host, cluster, where)
     if cluster.switches is not None:
@@ -173,13 +173,13 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
     if not 0 <= host.node_class < len(cluster.classes):
         right = f"there are {len(cluster.classes)} classes, counted from 0"
         raise InputError(where, f"host {host.name} is of class {host.node_class}", right)
-    own = cluster.classes[host.node_class]
-    gpus = len(own.machine.gpus)
-    what = f"host {host.name} is of class {own.name}, which has no GPU"
-    require(gpus, where, what, "leave it out: only GPUs are planned for")
+    node_class = cluster.classes[host.node_class]
+    gpus = len(node_class.machine.gpus)
+    fault = f"host {host.name} is of class {node_class.name}, which has no GPU"
+    require(gpus, where, fault, "leave it out: only GPUs are planned for")
     if not 0 < host.slots <= gpus:
-        what = f"host {host.name} has {host.slots} ranks"
-        raise InputError(where, what, f"1 to {gpus} are possible, as many as it has GPUs")
+        fault = f"host {host.name} has {host.slots} ranks"
+        raise InputError(where, fault, f"1 to {gpus} are possible, as many as it has GPUs")
 
 
 def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
@@ -200,8 +200,8 @@ def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> 
     """Return a machine as a cluster of one host, named after it, with a rank for each GPU."""
     name = class_name(machine.name)
     host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
-    known = NodeClass(name=name, machine=machine, knowledge=knowledge)
-    return check_cluster(Cluster(hosts=(host,), classes=(known,)), where="cluster")
+    node_class = NodeClass(name=name, machine=machine, knowledge=knowledge)
+    return check_cluster(Cluster(hosts=(host,), classes=(node_class,)), where="cluster")
 
 
 def compress(names: Iterable[str]) -> str:

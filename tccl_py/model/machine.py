@@ -216,8 +216,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             colour = ("pci", link.speed_gts, link.width)
             graph.add_edge(child, self.parents[child], kind="pci", colour=colour)
         for node, peer in combinations(self.numa_nodes, 2):
-            same = node.socket is not None and node.socket == peer.socket
-            graph.add_edge(node.id, peer.id, kind="smp", colour=("smp", same))
+            same_socket = node.socket is not None and node.socket == peer.socket
+            graph.add_edge(node.id, peer.id, kind="smp", colour=("smp", same_socket))
         for nvlink in self.nvlinks:
             # A device may have a PCI edge and a C2C link to its CPU: the graph keeps the faster.
             kind = nvlink.kind
@@ -229,8 +229,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for gpu in self.gpus:
             if gpu.index == index:
                 return gpu
-        known = ", ".join(str(i) for i in self.gpu_indices)
-        raise InputError(f"GPU {index}", f"is not in machine {self.name}", f"it has {known}")
+        indices = ", ".join(str(i) for i in self.gpu_indices)
+        raise InputError(f"GPU {index}", f"is not in machine {self.name}", f"it has {indices}")
 
 
 def check(machine: Machine, *, where: str) -> Machine:
@@ -263,19 +263,19 @@ def _check_tree(machine: Machine, where: str) -> None:
         require(parent in inner, where, f"{device} hangs from unknown {parent}", right)
     right = "every branch ends at a CPU"
     for device in machine.parents:
-        seen, at = {device}, device
+        visited, at = {device}, device
         while at in machine.parents:
             at = machine.parents[at]
-            require(at not in seen, where, f"the PCI tree turns in a circle at {at}", right)
-            seen.add(at)
+            require(at not in visited, where, f"the PCI tree turns in a circle at {at}", right)
+            visited.add(at)
 
 
 def _check_nvlinks(machine: Machine, where: str) -> None:
     ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
     for nvlink in machine.nvlinks:
-        what = f"an NVLink joins {nvlink.source} and {nvlink.target}"
+        fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
         right = "both ends are GPUs, NVLink switches or CPUs of this machine"
-        require({nvlink.source, nvlink.target} <= ends, where, what, right)
+        require({nvlink.source, nvlink.target} <= ends, where, fault, right)
 
 
 def normal_bus_id(text: str) -> str | None:
@@ -334,8 +334,8 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def assumptions(self, machine: Machine) -> tuple[str, ...]:
         """Return what is assumed of a machine's structure, a sentence for each assumption."""
-        known = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
-        pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in known]
+        reported = {(f.source, f.target) for f in self.peer_access if f.provenance != "assumed"}
+        pairs = [pair for pair in permutations(machine.gpu_indices, 2) if pair not in reported]
         count = sum(not machine.nvlinked(*pair) for pair in pairs)
         if self.peer_access_provenance != "assumed" or not count:
             return ()
@@ -347,8 +347,8 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return the knowledge with what the user says of P2P, None is nothing (InputError)."""
         if p2p is None:
             return self
-        what = f"is for machines whose P2P is not known; that of {machine.name} is"
-        require(self.assumptions(machine), "`p2p`", what, "leave it out")
+        fault = f"is for machines whose P2P is not known; that of {machine.name} is"
+        require(self.assumptions(machine), "`p2p`", fault, "leave it out")
         changes = {"peer_access_default": p2p, "peer_access_provenance": "reported"}
         return msgspec.structs.replace(self, **changes)
 
@@ -359,10 +359,10 @@ def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Kn
         for index in (fact.source, fact.target):
             if index not in machine.gpu_indices:
                 raise InputError(where, f"speaks of GPU {index}", f"{machine.name} has no such GPU")
-    known = {device.id for device in machine.devices}
+    ids = {device.id for device in machine.devices}
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
-            require(end in known, where, f"a hidden link ends at {end}", "name a device or bus id")
+            require(end in ids, where, f"a hidden link ends at {end}", "name a device or bus id")
     return knowledge
 
 
@@ -391,10 +391,10 @@ def description_to_json(
 ) -> str:
     """Encode a machine's file; `tccl_py.load_machine` reads it."""
     fields = {name: getattr(machine, name) for name in Machine.__struct_fields__}
-    found = DiscoveredMachine(
+    description = DiscoveredMachine(
         **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
     )
-    return encode_json(found)
+    return encode_json(description)
 
 
 _GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)

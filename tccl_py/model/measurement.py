@@ -112,10 +112,10 @@ def dealt(flows: Iterable[Flow], values: Iterable[Value]) -> dict[Flow, list[Val
     >>> dealt([one, other, one], [10, 20, 30]) == {one: [10, 30], other: [20]}
     True
     """
-    found: dict[Flow, list[Value]] = {}
+    by_flow: dict[Flow, list[Value]] = {}
     for flow, value in zip(flows, values, strict=True):
-        found.setdefault(flow, []).append(value)
-    return found
+        by_flow.setdefault(flow, []).append(value)
+    return by_flow
 
 
 def faults(measurement: Measurement) -> Iterator[str]:
@@ -171,8 +171,8 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not wanted.hosts:
             return self == wanted
         hosts = self.hosts
-        same = msgspec.structs.replace(wanted, machine=self.machine, hosts=hosts) == self
-        return same and wanted.hosts.items() <= hosts.items()
+        same_options = msgspec.structs.replace(wanted, machine=self.machine, hosts=hosts) == self
+        return same_options and wanted.hosts.items() <= hosts.items()
 
     def joined(self, more: JournalHeader) -> JournalHeader:
         """Return the header of measurements of the hosts of both.
@@ -181,13 +181,13 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             InputError: a host is not as it was, or options differ.
         """
         hosts = dict(sorted({**self.hosts, **more.hosts}.items()))
-        whole = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
+        header = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
         for name, text in self.hosts.items():
             if hosts[name] != text:
                 raise _changed(f"host {name}", hosts[name], text)
-        if not whole.covers(more):
+        if not header.covers(more):
             raise _changed("this job", more.identity, self.identity)
-        return whole
+        return header
 
 
 def _changed(where: str, here: str, there: str) -> InputError:

@@ -50,21 +50,21 @@ def cluster_of(
     only known switches are given.
     """
     classes, hosts = (list(known.classes), list(known.hosts)) if known else ([], [])
-    forms = [_form(one.machine, one.knowledge) for one in classes]
+    forms = [_form(node_class.machine, node_class.knowledge) for node_class in classes]
     numbers = {form: at for at, form in reversed(list(enumerate(forms)))}
-    there = {host.name: host for host in hosts}
+    by_name = {host.name: host for host in hosts}
     for report in reports:
         reported = msgspec.msgpack.encode((report.machine, report.knowledge))
         if reported not in numbers:
             form = _form(report.machine, report.knowledge)
             if form not in numbers:
                 numbers[form] = len(classes)
-                name = class_name(report.machine.name, {one.name for one in classes})
+                name = class_name(report.machine.name, {node_class.name for node_class in classes})
                 new = NodeClass(name=name, machine=report.machine, knowledge=report.knowledge)
                 classes.append(new)
                 forms.append(form)
             numbers[reported] = numbers[form]
-        number, old = numbers[reported], there.get(report.host)
+        number, old = numbers[reported], by_name.get(report.host)
         if old is None:
             slots = len(report.machine.gpus) if report.slots is None else report.slots
             hosts.append(Host(name=report.host, node_class=number, slots=slots))
@@ -72,9 +72,9 @@ def cluster_of(
             right = "plan all hosts again, into a new directory"
             raise InputError(f"host {report.host}", "has another machine than in the plan", right)
     if known is not None and known.switches is not None:
-        switches = _joined(known.switches, switches, [host.name for host in hosts], len(there))
-    found = Cluster(hosts=tuple(hosts), classes=tuple(classes), switches=switches, rails=rails)
-    return check_cluster(found, where=where)
+        switches = _joined(known.switches, switches, [host.name for host in hosts], len(by_name))
+    cluster = Cluster(hosts=tuple(hosts), classes=tuple(classes), switches=switches, rails=rails)
+    return check_cluster(cluster, where=where)
 
 
 def _joined(
@@ -84,8 +84,8 @@ def _joined(
     if given is not None:
         return _with_uplinks(given, {one.name: one.uplink_gbps for one in known.all_switches})
     if len(hosts) > before:
-        what = f"is at no switch that is known: {hosts[-1]}"
-        raise InputError("a new host", what, "give switches (`switches`) with all hosts")
+        fault = f"is at no switch that is known: {hosts[-1]}"
+        raise InputError("a new host", fault, "give switches (`switches`) with all hosts")
     return known
 
 
@@ -97,8 +97,8 @@ def _with_uplinks(tree: SwitchTree, known: Mapping[str, float | None]) -> Switch
 
 def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
     """Return some hosts of a cluster in this order, with their classes and switches."""
-    known = {host.name: host for host in cluster.hosts}
-    chosen = [known[name] for name in hosts]
+    by_name = {host.name: host for host in cluster.hosts}
+    chosen = [by_name[name] for name in hosts]
     numbers = list(dict.fromkeys(host.node_class for host in chosen))
     tree = cluster.switches
     return Cluster(
@@ -198,9 +198,9 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
     """
     names = check_host_names(hosts, where="hosts of the job")
     require(names, "hosts of the job", "there are none", "name one at least")
-    there = set(tree.all_hosts)
+    names_there = set(tree.all_hosts)
     for name in names:
-        if name not in there:
+        if name not in names_there:
             right = "every host of the job must be at one of the switches, named as the job does"
             raise InputError(where, f"host {name} is at no switch", right)
     check_hosts_once(tree, set(names), where)

@@ -64,7 +64,7 @@ class RingSet(msgspec.Struct, frozen=True, order=True):
     @property
     def flows(self) -> TransferSet:
         """Every flow of every ring, all at the same time."""
-        return transfer_set(hop.flow for own in self.rings for hop in own.hops)
+        return transfer_set(hop.flow for ring in self.rings for hop in ring.hops)
 
     def rate(self, measurement: Measurement) -> float:
         """Return the bandwidth of all rings together, GB/s; the slowest flow limits each ring."""
@@ -83,7 +83,7 @@ def ring(hops: Sequence[Hop]) -> Ring:
 
 def ring_set(rings: Sequence[Ring]) -> RingSet:
     """Return the set of these rings, in canonical order."""
-    return RingSet(tuple(sorted(rings, key=lambda known: (known.gpus, known.hops))))
+    return RingSet(tuple(sorted(rings, key=lambda ring: (ring.gpus, ring.hops))))
 
 
 def neighbours(order: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -95,22 +95,24 @@ def neighbours(order: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise((*order, order[0]))
 
 
-def ring_like(space: HopSpace, known: Ring | Sequence[int]) -> Ring:
+def ring_like(space: HopSpace, like: Ring | Sequence[int]) -> Ring:
     """Return the ring over the same GPUs and NICs, each hop by the space's mechanism.
 
     A hop keeps its transfers, or a bounce its NUMA node, if the space has that. Of an order of
     GPUs each hop is by the space's first mechanism. Raises SearchError: the space has no such hop.
     """
-    order = known.gpus if isinstance(known, Ring) else known
-    before = known.hops if isinstance(known, Ring) else [None] * len(order)
+    order = like.gpus if isinstance(like, Ring) else like
+    before = like.hops if isinstance(like, Ring) else [None] * len(order)
     hops = []
     for (source, target), hop in zip(neighbours(order), before, strict=True):
         choices = space.between(source, target)
         if hop is not None:
-            choices = tuple(one for one in choices if nics_of(one) == nics_of(hop))
-            near = tuple(one for one in choices if one.flow.through == hop.flow.through)
-            same = tuple(one for one in near if one.flow.transfers == hop.flow.transfers)
-            choices = same or near or choices
+            choices = tuple(choice for choice in choices if nics_of(choice) == nics_of(hop))
+            near = tuple(choice for choice in choices if choice.flow.through == hop.flow.through)
+            same_path = tuple(
+                choice for choice in near if choice.flow.transfers == hop.flow.transfers
+            )
+            choices = same_path or near or choices
         if not choices:
             raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
         hops.append(choices[0])
@@ -165,11 +167,11 @@ def leaving(
     >>> str(leaving(3, 0)), str(leaving(3, 0, through=1)), str(leaving(3, 0, relay=2))
     ('G3->N0->N0', 'G3->G3->C1->N0->N0', 'G3->G3->G2->N0->N0')
     """
-    own, port = Place("G", gpu), Place("N", nic)
+    place, port = Place("G", gpu), Place("N", nic)
     if through is None and relay is None:
-        return _flow(own, port, port, **options)
+        return _flow(place, port, port, **options)
     halfway = Place("C", through) if through is not None else Place("G", relay or 0)
-    return _flow(own, own, halfway, port, port, **options)
+    return _flow(place, place, halfway, port, port, **options)
 
 
 def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpack[Options]) -> Flow:
@@ -178,10 +180,10 @@ def entering(nic: int, gpu: int, *, through: int | None = None, **options: Unpac
     >>> str(entering(0, 3)), str(entering(0, 3, through=1))
     ('N0->N0->G3', 'N0->N0->C1->G3->G3')
     """
-    own, port = Place("G", gpu), Place("N", nic)
+    place, port = Place("G", gpu), Place("N", nic)
     if through is None:
-        return _flow(port, port, own, **options)
-    return _flow(port, port, Place("C", through), own, own, **options)
+        return _flow(port, port, place, **options)
+    return _flow(port, port, Place("C", through), place, place, **options)
 
 
 def joined(out: Flow, into: Flow, *, sender: str, receiver: str) -> Flow:
@@ -203,7 +205,7 @@ def on_host(flow: Flow, host: str) -> Flow:
 
 def elsewhere(flow: Flow, moved: Callable[[Place], Place]) -> Flow:
     """Return the flow with `moved(place)` in each place's stead."""
-    ends = ((one.source, one.executor, one.destination) for one in flow.transfers)
+    ends = ((part.source, part.executor, part.destination) for part in flow.transfers)
     transfers = tuple(Transfer(*map(moved, places)) for places in ends)
     return Flow(transfers, flow.blocks, flow.fifo, flow.buffer)
 

@@ -63,7 +63,7 @@ def _automorphisms(
     return Symmetry(
         points=points,
         elements=_listed(levels, points),
-        generators=tuple(mapping for own, _ in levels for mapping in own),
+        generators=tuple(mapping for mappings, _ in levels for mapping in mappings),
         order=math.prod(len(transversal) for _, transversal in levels),
     )
 
@@ -78,8 +78,8 @@ def keeping(symmetry: Symmetry, keep: npt.NDArray[np.bool_]) -> Symmetry:
 
 def onto(symmetry: Symmetry, points: Sequence[str], images: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Mark the listed elements that map a set of points onto a set of as many images."""
-    wanted = np.sort([symmetry.points.index(point) for point in images])
-    marked: npt.NDArray[np.bool_] = (_moved(symmetry, points) == wanted).all(axis=1)
+    numbers = np.sort([symmetry.points.index(point) for point in images])
+    marked: npt.NDArray[np.bool_] = (_moved(symmetry, points) == numbers).all(axis=1)
     return marked
 
 
@@ -145,17 +145,17 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Per
     # changes with every start of Python, and a resumed plan would search another way.
     names = list(graph)
     numbers = {name: number for number, name in enumerate(names)}
-    left, right = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
-    for graph_there, colours in ((left, before), (right, after)):
+    first_graph, second_graph = nx.relabel_nodes(graph, numbers), nx.relabel_nodes(graph, numbers)
+    for graph_there, colours in ((first_graph, before), (second_graph, after)):
         nx.set_node_attributes(graph_there, {numbers[n]: c for n, c in colours.items()}, "refined")
     matcher = nx.isomorphism.GraphMatcher(
-        left,
-        right,
+        first_graph,
+        second_graph,
         node_match=lambda a, b: a["refined"] == b["refined"],
         edge_match=lambda a, b: a["colour"] == b["colour"],
     )
-    found = next(matcher.isomorphisms_iter(), None)
-    return None if found is None else {names[a]: names[b] for a, b in found.items()}
+    mapping = next(matcher.isomorphisms_iter(), None)
+    return None if mapping is None else {names[a]: names[b] for a, b in mapping.items()}
 
 
 def _transversal(

@@ -273,8 +273,8 @@ def parse_flow(text: str) -> Flow:
     if len(transfers) == 2 and not network:
         kinds = "".join(place.kind for place in places[::2])
         require(kinds == "GCG", where, "is no bounce", "a bounce goes GPU, host memory, GPU")
-        other = places[0] != places[-1]
-        require(other, where, "returns to its source", "a bounce ends at another GPU")
+        elsewhere = places[0] != places[-1]
+        require(elsewhere, where, "returns to its source", "a bounce ends at another GPU")
     return _with_options(transfers, options[:-1], where)
 
 
@@ -292,8 +292,8 @@ def parse_set(text: str) -> TransferSet:
     Raises InputError: empty, too long, or a part is not a flow.
     """
     check_type(text, "text", str)
-    what = f"has {len(text)} characters"
-    require(len(text) <= _MAX_TEXT, "transfer set", what, "name at most a few flows")
+    fault = f"has {len(text)} characters"
+    require(len(text) <= _MAX_TEXT, "transfer set", fault, "name at most a few flows")
     parts = flow_texts(text)
     require(parts, "transfer set", "is empty", "name at least one flow, as G0->G0->G1")
     return transfer_set(map(parse_flow, parts))
@@ -312,12 +312,12 @@ def _long_form(text: str) -> str:
     match = _SHORT.fullmatch(body)
     if match is None:
         return text
-    first, between, second, more = match.groups()
+    first, separator, second, more = match.groups()
     path = f"G{first}->G{first}->G{second}"
-    if between == "<":
+    if separator == "<":
         path = f"G{second}->G{first}->G{first}"
-    elif between != ":":
-        path = f"G{first}->G{first}->{between[1:-1]}->G{second}->G{second}"
+    elif separator != ":":
+        path = f"G{first}->G{first}->{separator[1:-1]}->G{second}->G{second}"
     return f"{path}{{{more}}}" if more else f"{path}{brace}{options}"
 
 
@@ -336,9 +336,9 @@ def _check_transfer(transfer: Transfer, where: str) -> None:
     right = "source and destination differ"
     require(source != destination, where, f"{source} sends to itself", right)
     ends = [(end.device, end.host) for end in (source, destination)]
-    beside = executor.kind != "C" and (executor.device, executor.host) in ends
+    at_an_end = executor.kind != "C" and (executor.device, executor.host) in ends
     right = "the executor is the G or D of one of the two ends"
-    require(beside or executor.kind == "N", where, f"{executor} cannot move it", right)
+    require(at_an_end or executor.kind == "N", where, f"{executor} cannot move it", right)
 
 
 def _check_network(places: Sequence[Place], where: str) -> None:
@@ -352,8 +352,8 @@ def _check_network(places: Sequence[Place], where: str) -> None:
     right = "a NIC is on the host it serves"
     require(max(len(out), len(into)) == 1, where, "changes hosts without a NIC", right)
     right = "one GPU fills or empties the FIFO"
-    same = kinds[:2] != "GG" or places[0] == places[1]
-    require(same, where, "changes GPUs on its way", right)
+    same_gpu = kinds[:2] != "GG" or places[0] == places[1]
+    require(same_gpu, where, "changes GPUs on its way", right)
     right = "name each NIC twice, as G0->N0->N0"
     require(nics[-2] == nics[-1], where, "changes NICs on its way", right)
     require(out != into, where, "stays on its host", "the two NICs are on different hosts")
@@ -362,14 +362,14 @@ def _check_network(places: Sequence[Place], where: str) -> None:
 def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flow:
     kind = _kind(transfers)
     fifos = {"fifo": MAX_FIFO_BYTES, "slots": 1024}
-    own = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else fifos
-    numbers = {**own, "blocks": MAX_BLOCKS}
-    given: dict[str, int] = {}
+    limits = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else fifos
+    numbers = {**limits, "blocks": MAX_BLOCKS}
+    values: dict[str, int] = {}
     side = Fifo().side
     for item in text.split(",") if text else ():
         name, _, value = item.partition("=")
         if name in numbers:
-            given[name] = _parse_size(name, value, numbers[name], where)
+            values[name] = _parse_size(name, value, numbers[name], where)
         elif name == "side" and kind == "bounce" and value in get_args(Side):
             side = value  # type: ignore[assignment]
         else:
@@ -378,15 +378,15 @@ def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flo
                 "GPU; side=sender|receiver for bounces; buffer=SIZE where there is no FIFO"
             )
             raise InputError(where, f"option {item[:40]!r} is not known here", right)
-    fifo = Fifo(given.get("fifo", DEFAULT_FIFO_BYTES), given.get("slots", FIFO_SLOTS), side)
-    filled = kind != "direct" or fifo == Fifo() or "blocks" in given
+    fifo = Fifo(values.get("fifo", DEFAULT_FIFO_BYTES), values.get("slots", FIFO_SLOTS), side)
+    filled = kind != "direct" or fifo == Fifo() or "blocks" in values
     require(filled, where, "has a FIFO but no blocks", "add blocks=N: each has a FIFO")
-    return Flow(transfers, given.get("blocks"), fifo, given.get("buffer"))
+    return Flow(transfers, values.get("blocks"), fifo, values.get("buffer"))
 
 
 def _parse_size(name: str, text: str, high: int, where: str) -> int:
     match = _SIZE.fullmatch(text)
     value = int(match["number"]) * _UNIT[match["unit"]] if match else 0
-    what = f"{name}={text[:20]} is {'out of range' if match or text.isdecimal() else 'no number'}"
-    require(1 <= value <= high, where, what, f"1 to {_size_text(high)}")
+    fault = f"{name}={text[:20]} is {'out of range' if match or text.isdecimal() else 'no number'}"
+    require(1 <= value <= high, where, fault, f"1 to {_size_text(high)}")
     return value

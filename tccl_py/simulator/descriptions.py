@@ -119,10 +119,10 @@ def _nvlinks(machine: Machine) -> Iterable[Capacity]:
         counts[ends] = counts.get(ends, 0.0) + link.count * _relative(machine, link.kind, ends)
     kinds = {frozenset((link.source, link.target)): link.kind for link in machine.nvlinks}
     for pair in sorted(kinds, key=sorted):
-        one, other = sorted(pair)
-        share = max(counts.get((one, other), 0.0), counts.get((other, one), 0.0))
-        at = Links(kinds=(kinds[pair],), between=(one, other))
-        name = f"{kinds[pair]} {one} - {other}, one way"
+        first, second = sorted(pair)
+        share = max(counts.get((first, second), 0.0), counts.get((second, first), 0.0))
+        at = Links(kinds=(kinds[pair],), between=(first, second))
+        name = f"{kinds[pair]} {first} - {second}, one way"
         yield _shared(name, at, _assumed("nvlink4_link_one_way", share))
 
 
@@ -212,8 +212,8 @@ def bundled_names() -> tuple[str, ...]:
 def load_bundled(name: str) -> MachineModel:
     """Return the bundled model of this name; the InputError names all models."""
     if name not in bundled_names():
-        known = ", ".join(bundled_names())
-        raise InputError(f"machine {name[:60]!r}", "is not bundled", f"there are {known}")
+        names = ", ".join(bundled_names())
+        raise InputError(f"machine {name[:60]!r}", "is not bundled", f"there are {names}")
     text = _MODELS.joinpath(name + _SUFFIX).read_text(encoding="utf-8")
     return model_from_json(text, where=name + _SUFFIX)
 
@@ -242,17 +242,17 @@ def _loaded(name: str | Path) -> MachineModel:
     if name in bundled_names():
         return load_bundled(name)
     try:
-        there = bool(name) and path.exists()
+        exists = bool(name) and path.exists()
     except (OSError, ValueError):
-        there = False
-    if there:
-        found = read_description(path)
-        return found.model or model_for(found.machine, found.knowledge)
-    known = ", ".join(bundled_names())
+        exists = False
+    if exists:
+        description = read_description(path)
+        return description.model or model_for(description.machine, description.knowledge)
+    names = ", ".join(bundled_names())
     if path.suffix or "/" in name or path.is_symlink():
-        raise InputError(name[:200], missing(path), f"name a file or one of {known}")
+        raise InputError(name[:200], missing(path), f"name a file or one of {names}")
     where = f"machine {name[:60]!r}"
-    raise InputError(where, "is neither bundled nor a file", f"there are {known}")
+    raise InputError(where, "is neither bundled nor a file", f"there are {names}")
 
 
 def read_description(path: Path) -> Description:
@@ -283,11 +283,11 @@ def _from_json(text: str, where: str) -> Description:
         model = model_from_json(text, where=where)
         return Description(machine=model.machine, knowledge=model.knowledge, model=model)
     require("gpus" in keys, where, "describes no machine", _FORMS)
-    found = decode_json(text, DiscoveredMachine, where=where, name="Machine")
-    fields = {name: getattr(found, name) for name in Machine.__struct_fields__}
+    discovered = decode_json(text, DiscoveredMachine, where=where, name="Machine")
+    fields = {name: getattr(discovered, name) for name in Machine.__struct_fields__}
     machine = check(Machine(**fields), where=where)
-    known = found.knowledge or Knowledge()
-    return Description(machine=machine, knowledge=check_knowledge(known, machine, where=where))
+    knowledge = discovered.knowledge or Knowledge()
+    return Description(machine=machine, knowledge=check_knowledge(knowledge, machine, where=where))
 
 
 def model_from_json(text: str, *, where: str) -> MachineModel:

@@ -227,8 +227,8 @@ class Figures:
 
     def value(self, figure: Figure) -> float:
         """Return the figure's value, in its own unit."""
-        given = figure.value
-        base = self._values[figure.parameter] if figure.parameter is not None else given
+        value = figure.value
+        base = self._values[figure.parameter] if figure.parameter is not None else value
         assert base is not None  # checked when the model was read
         return base * figure.scale * math.prod(self._values[name] for name in figure.times)
 
@@ -305,8 +305,8 @@ def _check_figure(figure: Figure, figures: Figures, place: str) -> None:
     try:
         value = figures.value(figure)
     except KeyError as error:
-        what = f"names the unknown parameter {error}"
-        raise InputError(place, what, "use one of parameters.json") from error
+        fault = f"names the unknown parameter {error}"
+        raise InputError(place, fault, "use one of parameters.json") from error
     # The comparison is written so that NaN fails it.
     fits = MIN_FIGURE <= value <= MAX_FIGURE and figure.scale > 0
     require(fits, place, f"comes to {value}", f"{MIN_FIGURE} to {MAX_FIGURE:.0f}")

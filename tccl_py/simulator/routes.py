@@ -76,8 +76,8 @@ class Network:
         """Return whether a link joins two sockets; NUMA nodes of unknown socket have their own."""
         if self.kinds[edge] != "smp":
             return False
-        one, other = (self._sockets[end] for end in edge)
-        return one is None or other is None or one != other
+        first, second = (self._sockets[end] for end in edge)
+        return first is None or second is None or first != second
 
     def path(self, source: str, destination: str) -> tuple[Edge, ...]:
         """Return the links from one device to another; MeasurementError without a path."""
@@ -117,8 +117,8 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
     keys = _keys(network, flow, transfer, edges)
     memory: Literal["own", "other", ""] = ""
     if "memory" in keys:
-        own = f"C{network.machine.numa_of(transfer.executor.device)}"
-        memory = "own" if keys["memory"] == own else "other"
+        near_node = f"C{network.machine.numa_of(transfer.executor.device)}"
+        memory = "own" if keys["memory"] == near_node else "other"
     return Leg(
         edges=edges,
         operation=transfer.operation,
@@ -136,9 +136,9 @@ def _device(network: Network, place: Place) -> str:
         raise MeasurementError(f"{place} is on another host; leave {place.host}. out, and {right}")
     device = place.device
     if device not in network.machine.graph:
-        alike = [name for name in network.machine.graph if name[0] == device[0]]
-        known = [name for name in alike if name[1:].isdigit()]
-        right = f"it has {', '.join(known) or 'none of this kind'}"
+        of_kind = [name for name in network.machine.graph if name[0] == device[0]]
+        numbered = [name for name in of_kind if name[1:].isdigit()]
+        right = f"it has {', '.join(numbered) or 'none of this kind'}"
         raise InputError(str(place), f"is not in machine {network.machine.name}", right)
     return device
 
@@ -317,8 +317,8 @@ def congestion_bounds(
     for (number, _), group in groups.items():
         rule = rules[number]
         present = [rule.members[index] for index in sorted({role.member for _, role in group})]
-        whole = rule.needs == "any" or len(present) == len(rule.members)
-        if whole and all(_different(group, key) >= least for key, least in rule.at_least.items()):
+        applies = rule.needs == "any" or len(present) == len(rule.members)
+        if applies and all(_different(group, key) >= least for key, least in rule.at_least.items()):
             yield _bounds(rule, present, group, figures)
 
 
@@ -341,7 +341,7 @@ def _bounds(
         legs = Counter(flow for flow, _ in {(flow, role.leg) for flow, role in group})
         bounds.append({flow: sum([1.0 / min(totals)] * count) for flow, count in legs.items()})
     for flow, role in group:
-        each = rule.members[role.member].each
-        if each is not None:
-            bounds.append({flow: 1.0 / figures.value(each)})
+        share = rule.members[role.member].each
+        if share is not None:
+            bounds.append({flow: 1.0 / figures.value(share)})
     return bounds, any(figures.assumed(figure) for figure in used)

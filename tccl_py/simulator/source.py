@@ -109,12 +109,14 @@ class Engine:
         congested = list(congestion_bounds(self.model.congestion, flows, self.figures))
         places, assumed = self._capacity_bounds(uses)
         bounds = caps + self._executor_bounds(uses)
-        bounds += [bound for own, _ in congested for bound in own]
+        bounds += [bound for flow_bounds, _ in congested for bound in flow_bounds]
         gbps = max_min_rates(len(uses), bounds + places)
         for flow, rate in zip(transfers.flows, gbps, strict=True):
             if rate == math.inf:
                 raise MeasurementError(f"{flow}: {self.model.name} has no figure on its route")
-        assumed |= any(own for _, own in congested) or any(use.cap_assumed for use in uses)
+        assumed |= any(flow_bounds for _, flow_bounds in congested) or any(
+            use.cap_assumed for use in uses
+        )
         return Rates(gbps=tuple(gbps), assumed=assumed)
 
     def use(self, flow: Flow) -> Use:
@@ -329,14 +331,14 @@ class Simulator:
         answers = []
         for transfers in sets:
             rates = self._engine.rates(transfers)
-            found = Measurement(
+            measurement = Measurement(
                 transfers=transfers,
                 samples_gbps=self._samples(transfers, rates.gbps),
                 simulated=True,
                 assumed=rates.assumed,
                 source=f"simulator:{self.model.name}",
             )
-            answers.append(found)
+            answers.append(measurement)
         return answers
 
     def _samples(

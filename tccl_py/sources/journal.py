@@ -86,9 +86,9 @@ def read_journal(path: Path) -> JournalContents:
         raise InputError(where, f"is longer than {MAX_LINE_BYTES} bytes", _RIGHT)
     notices = [_torn_notice(path, torn)] if torn else []
     if ignored:
-        what = f"ignored {counted(ignored, 'line')} without a measurement"
+        notice = f"ignored {counted(ignored, 'line')} without a measurement"
         why = "a rate of 0 GB/s, or flows that did not run together"
-        notices.insert(0, f"{path}: {what} ({why}); what is needed is measured again")
+        notices.insert(0, f"{path}: {notice} ({why}); what is needed is measured again")
     return JournalContents(
         header=header,
         measurements=measurements,
@@ -201,13 +201,13 @@ def widen_journal(path: Path, header: JournalHeader) -> None:
     Raises:
         InputError: as `JournalHeader.joined`, or the file cannot be read or written.
     """
-    known = read_journal(path).header
-    if known.covers(header):
+    earlier = read_journal(path).header
+    if earlier.covers(header):
         return
     with reading(path) as old, refused(path, *_UNWRITABLE):
         old.readline(MAX_LINE_BYTES)
         with replacement(path, mode=stat.S_IMODE(path.stat().st_mode)) as new:
-            new.write(encode_line(known.joined(header)))
+            new.write(encode_line(earlier.joined(header)))
             shutil.copyfileobj(old, new)
 
 

@@ -89,8 +89,8 @@ def open_source(
     """
     if machine is not None:
         check_type(machine, "machine", str, Path, MachineModel, MeasuredMachine)
-    own = machine is None or (backend is None and devices is None)
-    require(own, "backend, devices", "are of this host", "leave them out beside a machine")
+    is_own_host = machine is None or (backend is None and devices is None)
+    require(is_own_host, "backend, devices", "are of this host", "leave them out beside a machine")
     simulated = isinstance(machine, (str, Path, MachineModel))
     require(not simulated or options is None, "options", "are of hardware", "leave them out")
     require(simulated or noise == seed == 0, "noise, seed", "are of models", "leave them out")
@@ -99,20 +99,20 @@ def open_source(
         for index in gpus or ():
             model.machine.gpu(index)
         header = simulation_header(model, noise=noise, seed=seed)
-        found = OpenedSource(Simulator(model, noise=noise, seed=seed), header)
+        source = OpenedSource(Simulator(model, noise=noise, seed=seed), header)
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
         session = open_session(place, gpus, options)
-        found = OpenedSource(
+        source = OpenedSource(
             session=session,
             options=options,
             limits=place.notices,
             dry_run=place.backend == "host",
         )
     if journal is not None:
-        found.keep_in(journal)
-    return found
+        source.keep_in(journal)
+    return source
 
 
 def open_session(
@@ -193,7 +193,7 @@ class OpenedSource(RememberingSource):
         notices, new = list(self.notices), self._new.values()
         if conditions:
             notices.append(f"while it was measured: {conditions}")
-        unsettled = sum(not any(one.settled for one in found) for found in new)
+        unsettled = sum(not any(one.settled for one in measurements) for measurements in new)
         if unsettled > len(new) * _UNSETTLED:
             notices.append(
                 f"rates vary: {unsettled} of {len(new)} sets measured did not reach the target of "
@@ -211,8 +211,13 @@ class OpenedSource(RememberingSource):
         Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
         host is gone, or sets that were measured cannot be any more.
         """
-        given = [sets] if isinstance(sets, str) else sets
-        return super().measure([parse_set(one) if isinstance(one, str) else one for one in given])
+        listed = [sets] if isinstance(sets, str) else sets
+        return super().measure(
+            [
+                parse_set(transfers) if isinstance(transfers, str) else transfers
+                for transfers in listed
+            ]
+        )
 
     def keep_in(
         self, path: Path | str, *, replace: bool = False, optional: bool = False
@@ -224,15 +229,15 @@ class OpenedSource(RememberingSource):
         InputError: the file belongs to another machine, is damaged, or cannot be written.
         """
         path = Path(path)
-        found: JournalFile | JournalContents
+        journal_read: JournalFile | JournalContents
         if optional and path.is_file() and not os.access(path, os.W_OK):
-            found = read_journal(path)
+            journal_read = read_journal(path)
         else:
-            found = self._journal = JournalFile(path, self.header, replace=replace)
-        self._before = found.measurements
+            journal_read = self._journal = JournalFile(path, self.header, replace=replace)
+        self._before = journal_read.measurements
         if isinstance(self._source, Simulator):
             self._source.resume(self.times_of)
-        return found.notices
+        return journal_read.notices
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._session is None:
@@ -338,12 +343,12 @@ def open_hosts(
     return HostsSource(session, options, dry_run=kind == "host")
 
 
-def _network(asked: str | None, backend: Backend) -> Network:
-    if asked not in (None, "tcp", "nccl"):
-        raise InputError(f"network {asked[:20]!r}", "is not known", "one of tcp, nccl")
-    if asked == "nccl" and backend == "host":
+def _network(name: str | None, backend: Backend) -> Network:
+    if name not in (None, "tcp", "nccl"):
+        raise InputError(f"network {name[:20]!r}", "is not known", "one of tcp, nccl")
+    if name == "nccl" and backend == "host":
         raise InputError("network nccl", "needs GPUs", "leave out backend host, or it")
-    return "tcp" if asked == "tcp" or backend == "host" else "nccl"
+    return "tcp" if name == "tcp" or backend == "host" else "nccl"
 
 
 class HostsSource(OpenedSource):

@@ -52,8 +52,8 @@ def pair_sets(flows: Sequence[Flow], *, bidirectional: bool = False) -> list[Tra
     if not bidirectional:
         return [transfer_set([flow]) for flow in flows]
     ends = {(flow.source, flow.destination): flow for flow in flows}
-    both = ((flow, ends[b, a]) for (a, b), flow in ends.items() if a < b)
-    return [transfer_set(flows) for flows in both]
+    reversed_flows = ((flow, ends[b, a]) for (a, b), flow in ends.items() if a < b)
+    return [transfer_set(flows) for flows in reversed_flows]
 
 
 def all_pairs(
@@ -86,12 +86,14 @@ def all_pairs(
     for count, transfers in enumerate(wanted):
         watch(count, len(wanted))
         try:
-            (found,) = source.measure([transfers])
+            (measurement,) = source.measure([transfers])
         except MeasurementError as error:
             failures.append(str(error))
             continue
-        assumed |= found.assumed
-        rates |= {flow: gbps for flow, (gbps, *_) in dealt(transfers.flows, found.gbps).items()}
+        assumed |= measurement.assumed
+        rates |= {
+            flow: gbps for flow, (gbps, *_) in dealt(transfers.flows, measurement.gbps).items()
+        }
     pairs = [
         Pair(
             source=flow.source.index,

@@ -134,8 +134,8 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
 def check_backend(backend: str | None, devices: int | None = None) -> Backend:
     """Return the backend of a name; None is `cuda`. Refuse a number of devices beside GPUs."""
     if backend not in (None, *get_args(Backend)):
-        known = ", ".join(get_args(Backend))
-        raise InputError(f"backend {str(backend)[:20]!r}", "is not known", f"one of {known}")
+        backends = ", ".join(get_args(Backend))
+        raise InputError(f"backend {str(backend)[:20]!r}", "is not known", f"one of {backends}")
     if devices is not None and backend != "host":
         raise InputError("devices", "are of the host backend", "choose backend host")
     return "host" if backend == "host" else "cuda"
@@ -230,8 +230,8 @@ def conditions_of(gpus: Sequence[int]) -> list[GpuState]:
     from tccl_profiler.watch import warnings, watching  # noqa: PLC0415
 
     with watching(gpus, frozenset()) as look:
-        seen = look()
-    return [(state, warnings([state], loaded=False)) for state in seen]
+        states = look()
+    return [(state, warnings([state], loaded=False)) for state in states]
 
 
 def users_of(gpus: Sequence[int]) -> str:

@@ -30,11 +30,11 @@ def source_for(source: BandwidthSource, machine: str) -> RememberingSource:
 
     Raises InputError: the source simulates another machine.
     """
-    found = remembering(source)
+    remembered = remembering(source)
     right = "give a source of the machine"
-    other = found.model not in ("", machine)
-    require(not other, f"machine {machine}", f"the source simulates {found.model}", right)
-    return found
+    is_other = remembered.model not in ("", machine)
+    require(not is_other, f"machine {machine}", f"the source simulates {remembered.model}", right)
+    return remembered
 
 
 class RememberingSource:
@@ -111,16 +111,16 @@ class RememberingSource:
         A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
         source fails, or the flows of a set did not run together. BudgetSpentError: see `limited`.
         """
-        counts, wanted = Counter[TransferSet](), []
+        counts, requests = Counter[TransferSet](), []
         for key in sets:
-            wanted.append((key, counts[key]))
+            requests.append((key, counts[key]))
             counts[key] += 1
         # What a journal answers counts as well: a resumed run goes the same way.
-        new = {one for one in wanted if one not in self._asked}
+        new = {request for request in requests if request not in self._asked}
         if self._asked and new:
             self._refuse_if(len(self._asked) + len(new) > self._most_sets or not self.has_time())
         self._asked |= new
-        return self._answers(wanted)
+        return self._answers(requests)
 
     def repeated(self, transfers: TransferSet, times: int) -> Sequence[Measurement]:
         """Answer a set several times, as `measure` does, or less often if the time is up.
@@ -142,8 +142,8 @@ class RememberingSource:
 
         The first set may always be.
         """
-        now, usual_s = time.monotonic(), self._spent_s / max(1, self.times_measured)
-        over = self._answered and (now > self._ends or now + usual_s > self._deadline)
+        time_now, usual_s = time.monotonic(), self._spent_s / max(1, self.times_measured)
+        over = self._answered and (time_now > self._ends or time_now + usual_s > self._deadline)
         self.cut_short |= over
         return not over
 
@@ -156,15 +156,15 @@ class RememberingSource:
             self.cut_short = True
             raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
 
-    def _answers(self, wanted: Sequence[tuple[TransferSet, int]]) -> Sequence[Measurement]:
-        missing = [key for key, number in wanted if number >= self.times_of(key)]
-        self.sets_remembered += len(wanted) - len(missing)
+    def _answers(self, requests: Sequence[tuple[TransferSet, int]]) -> Sequence[Measurement]:
+        missing = [key for key, number in requests if number >= self.times_of(key)]
+        self.sets_remembered += len(requests) - len(missing)
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
             self._refuse_if(not self.has_time())
             self.measure_anew(key)
-        return [self._answer(key, number) for key, number in wanted]
+        return [self._answer(key, number) for key, number in requests]
 
     @contextmanager
     def limited(self, sets: int | None, seconds: float | None) -> Iterator[Callable[[float], None]]:
