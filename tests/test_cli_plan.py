@@ -426,6 +426,13 @@ def test_what_a_shell_makes_of_a_plan_that_needs_a_graph_file(source, eight):
     assert {name: variables[name] for name in wanted} == wanted
 
 
+def test_a_script_whose_graph_file_was_moved_names_none(eight, tmp_path):
+    script = (eight / "nccl" / "env.sh").read_text().replace(str(eight), str(tmp_path / "moved"))
+    variables = shell(f"set -e\n{script}")
+    assert "NCCL_GRAPH_FILE" not in variables
+    assert variables["NCCL_P2P_LEVEL"] == "SYS"
+
+
 @pytest.mark.parametrize("source", ["env", "env.sh"])
 def test_a_plan_that_needs_no_graph_file_sets_its_variables_and_names_none(source, tmp_path):
     done("plan", "-o", tmp_path / "plan", "--simulate", "amd-v100", "--max-sets", "60")

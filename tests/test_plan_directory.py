@@ -113,6 +113,17 @@ def test_force_replaces_a_plan_even_by_one_of_another_machine(tmp_path):
     assert old.measurements
 
 
+def test_force_names_the_line_of_a_journal_that_it_puts_aside(tmp_path):
+    planned_to(tmp_path / "plan")
+    with (tmp_path / "plan" / "measurements.jsonl").open("a") as journal:
+        journal.write("damaged\n")
+    lines = (tmp_path / "plan" / "measurements.jsonl").read_text().count("\n")
+    replaced = planned_to(tmp_path / "plan", SMALL, "--force")
+    assert replaced.exit_code == 0
+    assert f"measurements.jsonl:{lines}: " in replaced.stderr.replace("\n", " ")
+    assert "measurements.jsonl.old" in replaced.stderr
+
+
 def test_force_goes_on_from_the_journal_of_the_same_machine(tmp_path):
     planned_to(tmp_path / "plan")
     journal = (tmp_path / "plan" / "measurements.jsonl").read_bytes()

@@ -157,7 +157,11 @@ def env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str
         whose = "For any job on these GPUs; no graph file is needed."
     head = f"# tccl-py, rates {provenance}. {whose}\n"
     lines = env_sh(settings, graph=graph)
-    return head + lines + ("unset NCCL_GRAPH_FILE\n" if graph is None else "")
+    if graph is None:
+        return f"{head}{lines}unset NCCL_GRAPH_FILE\n"
+    # NCCL fails without the file, as where the plan was moved.
+    lost = 'echo "tccl: $NCCL_GRAPH_FILE is missing: NCCL chooses its own rings" >&2'
+    return f'{head}{lines}[ -r "$NCCL_GRAPH_FILE" ] || {{ {lost}; unset NCCL_GRAPH_FILE; }}\n'
 
 
 # The files of a machine's plan, and a new directory with them.

@@ -137,9 +137,9 @@ class JournalFile:
         self._path = path
         self.notices: tuple[str, ...] = ()
         with refused(path, *_UNWRITABLE):
-            if replace and not _is_resumable(path, header):
+            if replace and (why := _why_not_resumable(path, header)):
                 old = path.replace(path.with_name(path.name + ".old"))
-                self.notices = (f"{path} held other measurements: it is now {old.name}",)
+                self.notices = (f"{why}: it is now {old.name}, and all is measured again",)
             self._file = _opened(path)
         try:
             self.measurements = self._resume(header)
@@ -225,13 +225,14 @@ def _opened(path: Path) -> BufferedWriter:
     return file
 
 
-def _is_resumable(path: Path, header: JournalHeader) -> bool:
+def _why_not_resumable(path: Path, header: JournalHeader) -> str:
     if not path.is_file() or path.stat().st_size == 0:
-        return True
+        return ""
     try:
-        return read_journal(path).header.covers(header)
-    except InputError:
-        return False
+        covers = read_journal(path).header.covers(header)
+    except InputError as error:
+        return str(error)
+    return "" if covers else f"{path} held other measurements"
 
 
 def _described(header: JournalHeader) -> str:
