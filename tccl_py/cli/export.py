@@ -231,8 +231,10 @@ def install(
 
     Without an option the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
     reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
-    environment comes before both. The prolog sets nothing on hosts with other GPUs, driver or NUMA
-    nodes, and no variable that the job has set. With - for PATH lines are printed.
+    environment comes before both. All hosts of a job need the same lines: without them it may hang.
+    The prolog of a plan of one host sets nothing in jobs over several nodes, on hosts with other
+    GPUs, driver or NUMA nodes, and no variable that the job has set. With - for PATH lines are
+    printed.
 
     Examples:
 
@@ -261,7 +263,8 @@ def install(
         what = "the plugin is loaded by" if installed.plugin else "the settings hold for"
         notice(
             f"{what} all NCCL jobs of yours, on every host that has "
-            f"{files['conf']}; one that runs now keeps what it has"
+            f"{files['conf']}; one that runs now keeps what it has, and one over several hosts "
+            "needs the same lines on all of them"
         )
 
 
