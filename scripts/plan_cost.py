@@ -7,7 +7,8 @@ questions to NCCL and files are counted; CPU seconds are this machine's. The est
     workers + rounds of questions x question + question + further files x file
     + measurements / sets a second + CPU
 
-by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS.
+by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS. It is
+assumed, and was not timed, that a round of questions at the same time takes as long as a question.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
+from tccl_py.nccl.asked import MOST_RANKS
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
@@ -180,11 +182,12 @@ def planned(model: MachineModel, given: argparse.Namespace) -> tuple[Plan, Ledge
     source = MeasuredLike(model, spread=given.spread, noise=given.noise)
     ledger = Ledger(source)
 
-    def own_rings(settings: Settings) -> DefaultChoice:
-        if settings not in ledger.questions:
-            ledger.rounds += 1
-            ledger.questions[settings] = default_choice(view(machine, model.knowledge, settings))
-        return ledger.questions[settings]
+    def own_rings(choices: Sequence[Settings]) -> list[DefaultChoice]:
+        new = [one for one in dict.fromkeys(choices) if one not in ledger.questions]
+        ledger.rounds += -(-len(new) // max(1, MOST_RANKS // len(machine.gpus)))
+        for one in new:
+            ledger.questions[one] = default_choice(view(machine, model.knowledge, one))
+        return [ledger.questions[one] for one in choices]
 
     budget = msgspec.structs.replace(DEFAULT_BUDGET, sets=given.sets)
     more: dict[str, Any] = {"pinned_env": {"NCCL_P2P_DISABLE": "1"}} if given.no_p2p else {}

@@ -77,7 +77,10 @@ def ranks_of_2_28_9(monkeypatch, graphs=()):
     """
 
     def run(tasks, **_):
-        spec = decode_json(tasks[0].spec, JobSpec, where="the ranks' task")
+        return tuple(map(output, tasks))
+
+    def output(task):
+        spec = decode_json(task.spec, JobSpec, where="the ranks' task")
         logs = [{} for _ in spec.gpus]
         for number, question in enumerate(spec.questions):
             text = next((t for t in (question.graph, *graphs) if t and 'id="0"' in t), "")
@@ -97,7 +100,7 @@ def ranks_of_2_28_9(monkeypatch, graphs=()):
                     log=said if first else "", dump=text if first else ""
                 )
         results = tuple(encode_json(RankResult(version="2.28.9", logs=one)) for one in logs)
-        return (RankOutput(results=results, log=""),)
+        return RankOutput(results=results, log="")
 
     monkeypatch.setattr(asked, "run_tasks", run)
 
@@ -307,26 +310,56 @@ def installed(monkeypatch, model, found):
             raise found
         return found
 
+    def together(variables, gpus):
+        raise MeasurementError("no memory is left")
+
     monkeypatch.setattr(installed_rings, "ask_nccl", ask)
+    monkeypatch.setattr(installed_rings, "ask_together", together)
     return InstalledRings(model.machine, model.knowledge, model.machine.gpu_indices), asks
 
 
 def test_where_nccl_does_as_its_rules_say_nothing_is_noted(monkeypatch, h200):
     rings, asks = installed(monkeypatch, h200, answer([(2, 3, 0, 1)]))
     emulated = default_choice(view(h200.machine, h200.knowledge, PLAIN))
-    assert rings(PLAIN) == rings(PLAIN) == emulated
+    assert rings([PLAIN, PLAIN]) == 2 * rings([PLAIN]) == [emulated] * 2
     assert (asks, rings.notices) == ([{}], [])
+
+
+def test_nccl_is_asked_under_several_settings_at_the_same_time_and_not_by_too_many(
+    monkeypatch, h200
+):
+    ranks_of_2_28_9(monkeypatch, [GRAPH])
+    jobs, run = [], asked.run_tasks
+
+    def counted(tasks):
+        jobs.append(len(tasks))
+        return run(tasks)
+
+    monkeypatch.setattr(asked, "run_tasks", counted)
+    levels = [None, "SYS", "PHB", "LOC"]
+    choices = [msgspec.structs.replace(PLAIN, p2p_level=level) for level in levels]
+    rings = InstalledRings(h200.machine, h200.knowledge, h200.machine.gpu_indices)
+    found = rings([*choices, PLAIN])
+    assert (len(found), found[0], jobs) == (5, found[-1], [4])
+    monkeypatch.setattr(asked, "MOST_RANKS", 8)
+    again = InstalledRings(h200.machine, h200.knowledge, h200.machine.gpu_indices)
+    assert again(choices) == found[:-1]
+    assert jobs[1:] == [2, 2]
 
 
 def test_where_nccl_does_otherwise_the_plan_takes_that_and_says_so(monkeypatch, h200):
     other = ((0, 2, 1, 3), (0, 1, 3, 2))
     rings, _ = installed(monkeypatch, h200, answer(other, channels=2))
-    found = rings(PLAIN)
+    (found,) = rings([PLAIN])
     assert (found.rings, found.channels, found.type_intra) == (other, 4, "NVL")
     (notice,) = rings.notices
     assert "runs 4 channels over 0 2 1 3, 0 1 3 2" in notice
     plan = make_plan(
-        h200.machine, h200.knowledge, Simulator(h200), version="2.28", own_rings=lambda _: found
+        h200.machine,
+        h200.knowledge,
+        Simulator(h200),
+        version="2.28",
+        own_rings=lambda choices: [found for _ in choices],
     )
     assert plan.stock.rings == other
 
@@ -339,10 +372,10 @@ def test_all_choices_are_asked_for_before_anything_is_measured(h200):
             happened.append("measured")
             return super().measure(sets)
 
-    def rings(settings):
-        happened.append("asked" if settings not in known else "known")
-        known.add(settings)
-        return default_choice(view(h200.machine, h200.knowledge, settings))
+    def rings(choices):
+        happened.extend("asked" for _ in set(choices) - known)
+        known.update(choices)
+        return [default_choice(view(h200.machine, h200.knowledge, one)) for one in choices]
 
     known = set()
     make_plan(h200.machine, h200.knowledge, Source(h200), version="2.28", own_rings=rings)
@@ -352,7 +385,7 @@ def test_all_choices_are_asked_for_before_anything_is_measured(h200):
 
 def test_hops_by_another_transport_are_named(monkeypatch, h200):
     rings, _ = installed(monkeypatch, h200, answer([(0, 1, 2, 3)], via="SHM/direct"))
-    rings(PLAIN)
+    rings([PLAIN])
     (notice,) = rings.notices
     assert "connects GPU 0 -> 1 by SHM/direct, not P2P, " in notice
     assert " and 1 more: " in notice
@@ -370,8 +403,9 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
 ):
     rings, asks = installed(monkeypatch, h200, found)
     blocked = msgspec.structs.replace(PLAIN, p2p_level="LOC")
-    for one in (PLAIN, blocked):
-        assert rings(one) == default_choice(view(h200.machine, h200.knowledge, one))
+    choices = [PLAIN, blocked]
+    views = [view(h200.machine, h200.knowledge, one) for one in choices]
+    assert rings(choices) == [default_choice(one) for one in views]
     assert (len(asks), rings.able) == (1, False)
     (notice,) = rings.notices
     assert f": {why}" in notice

@@ -32,7 +32,7 @@ from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.rank_processes.tasks import RanksError, Task, decoded, run_tasks
+from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decoded, run_tasks
 
 PROGRAM = "tccl_py.nccl.communicators"
 TIMEOUT_S, _EACH_S = 60.0, 10.0
@@ -42,6 +42,8 @@ _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to si
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
 _SPEED = 0.01
 _SHOWN = 3
+MOST_RANKS = 32
+"""Processes that ask NCCL at the same time at most: each takes memory of its GPU and host."""
 
 
 class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,18 +119,44 @@ def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str
     return {**found, **({"NCCL_RUNTIME_CONNECT": "0"} if connect else {}), **variables}
 
 
+def ask_together(
+    variables: Sequence[Mapping[str, str]], gpus: Sequence[int]
+) -> tuple[NcclAnswer, ...]:
+    """Return the installed NCCL's answers under several variables, in jobs at the same time.
+
+    Raises MeasurementError: NCCL cannot be asked, or not by so many processes.
+    """
+    question = Question(gpus=tuple(gpus))
+    jobs = [_job(rank_environment(one, connect=True), [question]) for one in variables]
+    # Jobs share the host's cores, and the longest timeout holds for all of them.
+    longer = msgspec.structs.replace(jobs[0], timeout=TIMEOUT_S + _EACH_S * (len(jobs) - 1))
+    outputs = run_tasks([longer, *jobs[1:]])
+    return tuple(_answers(output, [question])[0] for output in outputs)
+
+
 def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
-    gpus = tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
-    ranks = tuple(range(len(gpus)))
-    task = Task(
+    (output,) = run_tasks([_job(environment, questions)])
+    return _answers(output, questions)
+
+
+def _gpus_of(questions: Sequence[Question]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(gpu for question in questions for gpu in question.gpus))
+
+
+def _job(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
+    gpus = _gpus_of(questions)
+    return Task(
         program=PROGRAM,
         spec=encode_json(JobSpec(gpus=gpus, questions=tuple(questions))),
-        ranks=ranks,
+        ranks=tuple(range(len(gpus))),
         environment=dict(environment),
         timeout=TIMEOUT_S + _EACH_S * (len(questions) - 1),
     )
-    (left,) = run_tasks([task])
-    results = decoded(left, ranks, RankResult)
+
+
+def _answers(output: RankOutput, questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
+    gpus = _gpus_of(questions)
+    results = decoded(output, range(len(gpus)), RankResult)
     return tuple(
         read_answer(
             question,
@@ -229,9 +257,14 @@ class InstalledRings:
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self.able = True
         self._known: dict[Settings, DefaultChoice] = {}
+        self._answered: dict[Settings, NcclAnswer] = {}
 
-    def __call__(self, settings: Settings) -> DefaultChoice:
-        """Return default NCCL's choice under settings of transports."""
+    def __call__(self, choices: Sequence[Settings]) -> list[DefaultChoice]:
+        """Return default NCCL's choice under each of several settings of transports."""
+        self._ask_together([one for one in dict.fromkeys(choices) if one not in self._known])
+        return [self._choice(settings) for settings in choices]
+
+    def _choice(self, settings: Settings) -> DefaultChoice:
         if settings not in self._known:
             seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
             chosen = default_choice(seen)
@@ -239,6 +272,19 @@ class InstalledRings:
                 chosen = self._corrected(chosen, found, seen)
             self._known[settings] = chosen
         return self._known[settings]
+
+    def _ask_together(self, choices: Sequence[Settings]) -> None:
+        """Ask NCCL at the same time under several settings; those that fail are asked later."""
+        most = max(1, MOST_RANKS // len(self._gpus))
+        for at in range(0, len(choices), most):
+            part = choices[at : at + most]
+            if len(part) < 2 or not self.able:
+                return
+            try:
+                answers = ask_together([environment(one) for one in part], self._gpus)
+            except MeasurementError:
+                return
+            self._answered.update(zip(part, answers, strict=True))
 
     def unable(self, why: str) -> None:
         """Stop asking, and add a notice with the reason."""
@@ -250,7 +296,8 @@ class InstalledRings:
 
     def _answer(self, settings: Settings) -> NcclAnswer | None:
         try:
-            found = ask_nccl(environment(settings), self._gpus)
+            found = self._answered.get(settings)
+            found = found or ask_nccl(environment(settings), self._gpus)
         except MeasurementError as error:
             self.unable(str(error))
             return None

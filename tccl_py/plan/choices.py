@@ -220,14 +220,18 @@ def own_rings(task: Task | Plan, settings: Settings) -> DefaultChoice:
 
     A task may ask the installed NCCL.
     """
-    plain = Settings(
+    plain = _of_transports(settings)
+    if isinstance(task, Task) and task.own_rings is not None:
+        return task.own_rings([plain])[0]
+    return default_choice(view(task.machine, task.knowledge, plain, gpus=task.gpus))
+
+
+def _of_transports(settings: Settings) -> Settings:
+    return Settings(
         version=settings.version,
         p2p_level=settings.p2p_level,
         net_disable_intra=settings.net_disable_intra,
     )
-    if isinstance(task, Task) and task.own_rings is not None:
-        return task.own_rings(plain)
-    return default_choice(view(task.machine, task.knowledge, plain, gpus=task.gpus))
 
 
 class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,10 +251,10 @@ def own_choices(task: Task) -> OwnChoices:
     source cannot measure a needed set.
     """
     settings = task.default_settings
+    if task.own_rings is not None:
+        # An installed NCCL is asked now: later the source may have the GPUs to itself.
+        task.own_rings([_of_transports(one) for one in (settings, *mechanisms(task))])
     found = own_rings(task, settings)
-    # An installed NCCL is asked now: later the source may have the GPUs to itself.
-    for one in mechanisms(task) if task.own_rings is not None else ():
-        own_rings(task, one)
     default, note = _default(task, settings, found)
     unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
     tried = [] if default is None else [default]

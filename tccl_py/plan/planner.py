@@ -81,7 +81,7 @@ def make_plan(
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
-    own_rings: Callable[[Settings], DefaultChoice] | None = None,
+    own_rings: Callable[[Sequence[Settings]], Sequence[DefaultChoice]] | None = None,
     subsets: bool | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
@@ -109,7 +109,8 @@ def make_plan(
         reporter: watches; KeyboardInterrupt ends the search with the best so far.
         pinned_env: NCCL_P2P_DISABLE or NCCL_P2P_LEVEL with the value that all jobs have, with the
             plan or without; no settings go beyond it, default NCCL's included.
-        own_rings: returns NCCL's own rings under settings; None computes them by its rules.
+        own_rings: returns NCCL's own rings under each of several settings; None computes them by
+            its rules.
         subsets: whether smaller sets of GPUs get rings too; None is only where the plan recommends
             graph files.
 

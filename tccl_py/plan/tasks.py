@@ -40,10 +40,10 @@ CAREFUL = 8
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The input of planning.
 
-    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under settings;
-    None computes them by NCCL's rules. `nics` are those of chains over several hosts. With
-    `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes` by GPU where
-    these are known. `spaces` caches hop spaces.
+    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under each of
+    several settings; None computes them by NCCL's rules. `nics` are those of chains over several
+    hosts. With `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes`
+    by GPU where these are known. `spaces` caches hop spaces.
     """
 
     machine: Machine
@@ -57,7 +57,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
     p2p_level: Level | None = None
-    own_rings: Callable[[Settings], DefaultChoice] | None = None
+    own_rings: Callable[[Sequence[Settings]], Sequence[DefaultChoice]] | None = None
     placement: bool = False
     nodes: Mapping[int, int] = {}
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)

@@ -75,9 +75,8 @@ def test_asked_rings_are_compared_with_the_emulation(gpus):
     version = ask_nccl({}, gpus[:2]).version
     rings = InstalledRings(machine, knowledge, gpus)
     begun = time.monotonic()
-    for level in (None, "LOC"):
-        found = rings(Settings(version=version, p2p_level=level))
-        assert found.rings
+    choices = [Settings(version=version, p2p_level=level) for level in (None, "LOC")]
+    assert all(found.rings for found in rings(choices))
     print(f"two questions: {time.monotonic() - begun:.1f} s;", rings.notices)
     assert rings.able
 
@@ -85,7 +84,8 @@ def test_asked_rings_are_compared_with_the_emulation(gpus):
 def test_the_graph_files_of_a_plan_are_used(simulated):
     """Eight GPUs have 246 subsets: some 15 of them."""
     plan = load_plan(simulated)
-    subsets = plan.subsets[:: len(plan.subsets) // 16 + 1]
+    subsets = [one for one in plan.subsets if one.rings]
+    subsets = subsets[:: len(subsets) // 16 + 1]
     names = {"graph.xml": plan.gpus}
     names |= {f"subsets/graph-{'-'.join(map(str, one.gpus))}.xml": one.gpus for one in subsets}
     texts = [(simulated / "nccl" / name).read_text() for name in names]
