@@ -163,8 +163,8 @@ def _environment(
         request = replace(request, choice=one_of("--choice", choice, CHOICES))
     plan = plan_in(directory)
     if request.plugin:
-        rest = {"--gpus": gpus, "--host": request.host, "--choice": choice}
-        refuse(rest, ("", "is for jobs without the plugin", "leave it out"))
+        without_plugin = {"--gpus": gpus, "--host": request.host, "--choice": choice}
+        refuse(without_plugin, ("", "is for jobs without the plugin", "leave it out"))
     if plan.is_cluster:
         refuse({"--gpus": gpus, "--nccl": request.nccl}, options.OF_CLUSTER)
     else:

@@ -65,37 +65,38 @@ def explain(
             header = read_journal(journal).header
             hosts = stack.enter_context(hosts_again(plan, header, job_of_plan(plan, stack)))
             source, sources = hosts, class_sources(hosts, plan.cluster)
-            told = source.keep_in(journal, optional=True)
+            notices = source.keep_in(journal, optional=True)
         else:
-            source, told = source_again(plan, directory)
+            source, notices = source_again(plan, directory)
             stack.enter_context(source)
             sources = [source] * len(plan.cluster.classes)
         source.watch(line.measured)
-        notice_each(told)
+        notice_each(notices)
         most = max_sets or (_DRY_SETS if source.dry_run else MOST_SETS)
-        found = explanation_of(plan, sources, max_sets=most, most=max_causes)
+        explanation = explanation_of(plan, sources, max_sets=most, most=max_causes)
     notice_each(source.notices)
-    found = found.keep(directory, notice)
+    explanation = explanation.keep(directory, notice)
     if json:
-        print_json(found)
+        print_json(explanation)
     else:
-        _print_explanation(found, plan, results())
+        _print_explanation(explanation, plan, results())
 
 
-def _print_explanation(found: Explanation, plan: Plan, console: Console) -> None:
+def _print_explanation(explanation: Explanation, plan: Plan, console: Console) -> None:
     """Print the findings of each set of rings, the worst first, and what the plan avoided."""
-    where = f"{len(plan.hosts)} hosts of {found.machine}"
+    where = f"{len(plan.hosts)} hosts of {explanation.machine}"
     if not plan.is_cluster:
-        where = f"{found.machine}, GPUs {','.join(map(str, plan.gpus))}"
-    console.print(f"What hurts on {where}: {found.provenance}")
-    for part in found.told():
+        where = f"{explanation.machine}, GPUs {','.join(map(str, plan.gpus))}"
+    console.print(f"What hurts on {where}: {explanation.provenance}")
+    for part in explanation.told():
         numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
         rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]
         console.print(grid(rows) if rows else part)
-    word = "simulated" if found.simulated else "measured"
+    word = "simulated" if explanation.simulated else "measured"
     console.print()
     console.print(
-        f"cost  {counted(found.sets_measured, 'set')} {word} for this beyond the plan's journal"
+        f"cost  {counted(explanation.sets_measured, 'set')} {word} for this "
+        "beyond the plan's journal"
     )
-    for text in found.notices:
+    for text in explanation.notices:
         console.print(f"note: {text}")

@@ -153,8 +153,8 @@ def _export_fork(
     notice_each(made.notes)
     if output is not None:
         counts = (made.rings, "ring"), (made.chains, "chain")
-        said = " and ".join(counted(*count) for count in counts)
-        notice(f"wrote {said} to {output}")
+        text = " and ".join(counted(*count) for count in counts)
+        notice(f"wrote {text} to {output}")
 
 
 def _export_job(
@@ -182,9 +182,9 @@ def _export_job(
         notice("Leave NCCL as it is: no rings over these GPUs were measured.")
         notice(str(missing))
         return
-    seen = Verification.load(directory)
-    if seen is not None and seen.backend == "cuda" and not seen.simulated:
-        made = as_achieved(made, plan, seen.achieved, seen.winner)
+    verification = Verification.load(directory)
+    if verification is not None and verification.backend == "cuda" and not verification.simulated:
+        made = as_achieved(made, plan, verification.achieved, verification.winner)
     planned, names = plan.cluster.host_classes, [one.name for one in made.cluster.classes]
     numbers = {names[made.class_number(host)]: planned[host.name] for host in made.hosts}
     files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
@@ -283,8 +283,8 @@ def uninstall(
         tccl uninstall
         tccl uninstall /etc/slurm/task_prolog.sh
     """
-    found = take_out(files or (), dry_run=dry_run)
-    for change in found:
+    removal = take_out(files or (), dry_run=dry_run)
+    for change in removal:
         if not change.needed:
             notice(f"{change.path} has no lines of a plan")
         elif change.after is None:
@@ -292,5 +292,5 @@ def uninstall(
             notice(f"{done} {change.path}, which was new")
         else:
             notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
-    if not found:
+    if not removal:
         notice(f"nothing is installed: neither {user_file()} nor a file in {state_directory()}")

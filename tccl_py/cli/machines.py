@@ -172,8 +172,8 @@ def _as_told(machine: Machine, path: str) -> Machine:
     """The machine as NCCL sees it by a topology file; as it is if `path` is ""."""
     if not path:
         return machine
-    told = read_nccl_topology(Path(path))
-    if told.gpu_indices != machine.gpu_indices:
+    topology = read_nccl_topology(Path(path))
+    if topology.gpu_indices != machine.gpu_indices:
         raise InputError(path, f"has other GPUs than {machine.name}", "name a file of that machine")
     notice(f"NCCL takes the machine for what {path} says (NCCL_TOPO_FILE)")
-    return told
+    return topology

@@ -123,27 +123,27 @@ def _measure_sets(
 ) -> None:
     """Measure sets and print them."""
     check_quoted(sets, "G0->G0->G1")
-    wanted = [parse_set(text) for text in sets]
+    transfer_sets = [parse_set(text) for text in sets]
     if asked.simulate is not None:
         model = load_machine(asked.simulate)
         # Sets that the machine cannot run are refused before the journal is touched.
-        Simulator(model).measure(wanted)
+        Simulator(model).measure(transfer_sets)
         source: OpenedSource = open_source(model, **asked.model)
         title = model.name
     elif job is None:
         place = measured_machine(asked.backend, asked.devices)
-        source = open_source(place, gpus=gpus_of(place.machine, wanted), options=asked.how)
+        source = open_source(place, gpus=gpus_of(place.machine, transfer_sets), options=asked.how)
         title = place.machine.name
     else:
         named = ("backend", "devices", "interfaces", "network")
         hosts = open_hosts(job, options=asked.how, **{name: vars(asked)[name] for name in named})
         source = stack.enter_context(hosts)
-        title = f"hosts {', '.join(source.use_only(wanted))}"
+        title = f"hosts {', '.join(source.use_only(transfer_sets))}"
     with source:
-        found = _measured(source, wanted, asked.journal)
+        measurements = _measured(source, transfer_sets, asked.journal)
         conditions = source.conditions
     texts = [" ".join(flow_texts(text)) for text in sets]
-    rows = list(zip(texts, found, strict=True))
+    rows = list(zip(texts, measurements, strict=True))
     if asked.json:
         print_json([measurement_json(*row, dry_run=source.dry_run) for row in rows])
     else:

@@ -115,11 +115,11 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row
     print_table(out, more)
 
 
-def _text(one: Span) -> str:
+def _text(span: Span) -> str:
     """A time in ms with the interval.
 
     >>> _text(Span(median_ms=1.234, low_ms=1.2, high_ms=1.3))
     '1.23 (1.20-1.30)'
     """
-    median, low, high = (f"{time:.2f}" for time in msgspec.structs.astuple(one))
+    median, low, high = (f"{time:.2f}" for time in msgspec.structs.astuple(span))
     return f"{median} ({low}-{high})"

@@ -225,8 +225,8 @@ def _check(request: PlanRequest, *, in_job: bool, force: bool, tune: bool | None
     if gid_index is not None and not 0 <= gid_index <= MAX_GID_INDEX:
         raise InputError("--gid-index", f"is {gid_index}", f"0 to {MAX_GID_INDEX}")
     if request.extend is not None:
-        given = {"--nccl": request.version, "--gid-index": gid_index, "--force": force}
-        refuse({**given, "--pin-env": request.pinned_env or None}, _OF_PLAN)
+        of_plan = {"--nccl": request.version, "--gid-index": gid_index, "--force": force}
+        refuse({**of_plan, "--pin-env": request.pinned_env or None}, _OF_PLAN)
     if in_job or request.names_hosts:
         right = "leave it out: as many GPUs of a host are used as it has ranks (slots)"
         refuse({"--gpus": request.gpus}, ("for several nodes", "is about one machine", right))
@@ -264,9 +264,9 @@ def _tuned(
         return _tuned_now(output) if tune else made
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
-            away = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})
-            if away:
-                raise InputError(f"host {away[0]}", "is not in this job", "verify all hosts")
+            absent = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})
+            if absent:
+                raise InputError(f"host {absent[0]}", "is not in this job", "verify all hosts")
             _check_tuning(job)
             tune = True
         except InputError as error:

@@ -60,21 +60,21 @@ def without_block(data: bytes, *, where: str) -> bytes | None:
     block = _find(data, where)
     if block is None:
         return data
-    rest = data[: block.start()] + data[block.end() :]
-    if block[1] == b"made" and rest in [head.encode() for head in HEADS.values()]:
+    remaining = data[: block.start()] + data[block.end() :]
+    if block[1] == b"made" and remaining in [head.encode() for head in HEADS.values()]:
         return None
     # The newline that we added goes, unless somebody has written behind it.
-    last = block.end() == len(data) and rest.endswith(b"\n")
-    return rest[:-1] if block[1] == b"unended" and last else rest
+    last = block.end() == len(data) and remaining.endswith(b"\n")
+    return remaining[:-1] if block[1] == b"unended" and last else remaining
 
 
 def _find(data: bytes, where: str) -> re.Match[bytes] | None:
     mentions = len(_MENTION.findall(data))
     block = _BLOCK.search(data)
     if mentions and (block is None or mentions != 2):
-        what = "has damaged marker lines of tccl-py"
+        fault = "has damaged marker lines of tccl-py"
         right = "one of each is right, the first before the second: fix or delete them by hand"
-        raise InputError(where, what, right)
+        raise InputError(where, fault, right)
     return block
 
 
@@ -121,13 +121,13 @@ def read_own(path: Path) -> bytes | None:
         require(os.access(parent, os.W_OK | os.X_OK), str(parent), "cannot be written to", _OWN)
         if not path.exists():
             return None
-        found = path.stat()
-    require(stat.S_ISREG(found.st_mode), str(path), "is no regular file", "name a file")
-    require(found.st_uid == os.geteuid(), str(path), f"belongs to user {found.st_uid}", _OWN)
+        status = path.stat()
+    require(stat.S_ISREG(status.st_mode), str(path), "is no regular file", "name a file")
+    require(status.st_uid == os.geteuid(), str(path), f"belongs to user {status.st_uid}", _OWN)
     right = "give yourself the right to write it, or name another file"
     require(os.access(path, os.W_OK), str(path), "cannot be written to", right)
     right = "a new file in its place would part them: name a file of its own"
-    require(found.st_nlink <= 1, str(path), "has other names (hard links)", right)
+    require(status.st_nlink <= 1, str(path), "has other names (hard links)", right)
     return read_bytes(path, limit=MAX_BYTES)
 
 
@@ -149,17 +149,17 @@ def apply_changes(changes: Sequence[Change]) -> None:
 
 def _apply(change: Change) -> None:
     with refused(change.path, "cannot be changed", _OWN):
-        now = change.path.read_bytes() if change.path.exists() else None
-        what = "was changed by another program in the meantime"
-        require(now == change.before, str(change.path), what, "try again")
+        content = change.path.read_bytes() if change.path.exists() else None
+        fault = "was changed by another program in the meantime"
+        require(content == change.before, str(change.path), fault, "try again")
         if change.after is None:
             change.path.unlink()
             return
-        mode = change.mode if now is None else 0o600
+        mode = change.mode if content is None else 0o600
         with replacement(change.path, mode=mode) as handle:
             handle.write(change.after)
             handle.flush()
-            if now is not None:
+            if content is not None:
                 _copy_attributes(change.path, handle.fileno())
 
 

@@ -188,13 +188,13 @@ def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Cha
     if dry_run:
         return _removal(paths, load_record(directory))
     with _opened_record(directory) as recorded:
-        found = _removal(paths, recorded)
-        for change in found:
+        removal = _removal(paths, recorded)
+        for change in removal:
             sweep_beside(change.path)
-        apply_changes(found)
-        removed = {str(change.path) for change in found}
+        apply_changes(removal)
+        removed = {str(change.path) for change in removal}
         _save_record([path for path in recorded if path not in removed], directory)
-    return found
+    return removal
 
 
 def _removal(paths: Sequence[Path], recorded: Sequence[str]) -> tuple[Change, ...]:
@@ -239,12 +239,12 @@ def _check_conf(plan: Installed, others: bytes, where: str) -> None:
     if _GRAPH in lines:
         right = "take it out: it fails every communicator over other GPUs"
         raise InputError(lines[_GRAPH].where, f"sets {_GRAPH}", right)
-    given = {name: line.value for name, line in lines.items()}
-    names = [name for name in env_conflicts(plan.settings, given) if name in lines]
-    names += [name for name, value in plan.variables.items() if given.get(name, value) != value]
+    values = {name: line.value for name, line in lines.items()}
+    names = [name for name in env_conflicts(plan.settings, values) if name in lines]
+    names += [name for name, value in plan.variables.items() if values.get(name, value) != value]
     if names:
-        what = f"sets {names[0]}={given[names[0]][:60]}, against the plan's settings"
-        raise InputError(lines[names[0]].where, what, "take it out, or plan again with it")
+        fault = f"sets {names[0]}={values[names[0]][:60]}, against the plan's settings"
+        raise InputError(lines[names[0]].where, fault, "take it out, or plan again with it")
 
 
 def state_directory() -> Path:
@@ -259,9 +259,9 @@ def load_record(directory: Path) -> tuple[str, ...]:
     path = directory / RECORD_FILE
     if not path.exists():
         return ()
-    found = decode_json(read_text(path), Record, where=str(path))
-    check_version(found.format_version, FORMAT_VERSION, path)
-    return found.files
+    record = decode_json(read_text(path), Record, where=str(path))
+    check_version(record.format_version, FORMAT_VERSION, path)
+    return record.files
 
 
 @contextmanager

@@ -120,8 +120,8 @@ class ForkServer:
                     raise ConnectionResetError
                 meanwhile()
         except (ConnectionError, msgspec.DecodeError):
-            what = "the process that starts ranks has ended; run the command again"
-            raise MeasurementError(what) from None
+            fault = "the process that starts ranks has ended; run the command again"
+            raise MeasurementError(fault) from None
         finally:
             if not codes:
                 self.close()
@@ -140,9 +140,9 @@ class ForkServer:
             process.kill()
             process.wait()
 
-    def _ready(self, imports: tuple[str, ...], wanted: dict[str, str]) -> socket.socket:
+    def _ready(self, imports: tuple[str, ...], variables: dict[str, str]) -> socket.socket:
         """Return the connection to a server with these imports and this environment."""
-        environment = {k: v for k, v in wanted.items() if not k.startswith(_PER_RANK)}
+        environment = {k: v for k, v in variables.items() if not k.startswith(_PER_RANK)}
         imported, of_server = self._key
         suits = environment == of_server and set(imports) <= set(imported)
         if self._control and self._process and self._process.poll() is None and suits:
@@ -211,20 +211,20 @@ def _ended(pids: Sequence[int], timeout: float, control: socket.socket) -> list[
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < len(pids) and time.monotonic() < deadline:
-        found = _codes(set(pids) - codes.keys())
-        codes |= found
-        if any(found.values()):
+        ended = _codes(set(pids) - codes.keys())
+        codes |= ended
+        if any(ended.values()):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         # The client says nothing before the answer.
         if select.select([control], [], [], _POLL_S)[0]:
             break
-    left = set(pids) - codes.keys()
-    for pid in left:
+    running = set(pids) - codes.keys()
+    for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     deadline = time.monotonic() + _END_S
-    while left and time.monotonic() < deadline:
-        left -= _codes(left).keys()
+    while running and time.monotonic() < deadline:
+        running -= _codes(running).keys()
         time.sleep(0.01)
     return [codes.get(pid) for pid in pids]
 

@@ -101,12 +101,12 @@ class Communicator:
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Make all of `groups`, as every rank must, and return this rank's communicator."""
-        found = replace(self, world=1)
+        subgroup = replace(self, world=1)
         for members in groups:
             group = self.dist.new_group(list(members))
             if self.rank in members:
-                found = replace(self, world=len(members), group=group, root=members[0])
-        return found
+                subgroup = replace(self, world=len(members), group=group, root=members[0])
+        return subgroup
 
     def maxima(self, values: Sequence[float]) -> list[float]:
         """Return the largest of all ranks' values, at each place."""
@@ -195,17 +195,17 @@ def time_slots(file: Path, slot: JobSlot | None, local_rank: int) -> TimeSlot:
     with file.open("r+b") as opened:
         # Each word is written by one rank, and whole.
         counts = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
-    own = slot.number * slot.ranks + local_rank
+    offset = slot.number * slot.ranks + local_rank
 
     @contextmanager
     def next_slot() -> Iterator[None]:
-        had = counts[own]
+        had = counts[offset]
         # Wait until the ranks of the job before this one have had their slot of this round.
         job, needed = (slot.number - 1, had + 1) if slot.number else (slot.jobs - 1, had)
         first = job * slot.ranks
         while any(counts[rank] < needed for rank in range(first, first + slot.ranks)):
             time.sleep(_POLL_S)
         yield
-        counts[own] = had + 1
+        counts[offset] = had + 1
 
     return next_slot

@@ -135,22 +135,22 @@ def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> 
 
     Variables by which a launcher describes another job are left out.
     """
-    found = {
+    variables = {
         name: value
         for name, value in caller.items()
         if not (name in _LAUNCHER or name.startswith(("MASTER_", "TORCHELASTIC_")))
     }
-    found["PYTHONWARNINGS"] = "ignore"
+    variables["PYTHONWARNINGS"] = "ignore"
     if gpus is None:
         # The host's name may resolve to an address of no local interface.
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # As torchrun: ranks share the cores, and idle threads of each would keep them busy.
-        found.setdefault("OMP_NUM_THREADS", "1")
+        variables.setdefault("OMP_NUM_THREADS", "1")
     else:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         # NVML's order, which the indices have.
-        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    return found
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return variables
 
 
 def decoded(output: RankOutput, ranks: Sequence[int], kind: type[T]) -> tuple[T, ...]:
@@ -166,19 +166,19 @@ def _check_codes(ranks: Sequence[Rank], codes: Sequence[int | None], timeout: fl
     ended = list(zip(ranks, codes, strict=True))
     if failed := [(rank, code) for rank, code in ended if code]:
         # Blame the rank whose last output names a cause, else the first with any output.
-        rank, code = max(failed, key=lambda found: _said(found[0])[0])
+        rank, code = max(failed, key=lambda failure: _said(failure[0])[0])
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         raise RanksError([rank.number], how, _said(rank)[1])
     if late := [rank for rank, code in ended if code is None]:
         slow = [rank.number for rank in late if rank.folder == late[0].folder]
-        what = f"did not end within {timeout:g} s"
-        raise RanksError(slow, what, _said(late[0])[1], late=True)
+        fault = f"did not end within {timeout:g} s"
+        raise RanksError(slow, fault, _said(late[0])[1], late=True)
 
 
 def _said(rank: Rank) -> tuple[int, str]:
     """Return a rank's last line with a cause, and 2; else the last line, and 1; or "" and 0."""
-    said = rank.output.read_bytes() if rank.output.exists() else b""
-    text = said[-_LAST_BYTES:].decode(errors="replace")
+    output = rank.output.read_bytes() if rank.output.exists() else b""
+    text = output[-_LAST_BYTES:].decode(errors="replace")
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     causes = [s for s in lines if _CAUSE.search(s) and not _TORCH_WARNING.search(s)]
     return bool(lines) + bool(causes), (causes or lines or [""])[-1][-_TAIL:]

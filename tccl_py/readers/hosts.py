@@ -61,11 +61,11 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
         for part in _PART.finditer(entry):
             parts.append(_texts(part, entry, where))
             if len(parts) > MAX_PARTS:
-                what = f"{shown(entry)} has more than {MAX_PARTS} parts"
-                raise InputError(where, what, "a few brackets are enough for any name")
+                fault = f"{shown(entry)} has more than {MAX_PARTS} parts"
+                raise InputError(where, fault, "a few brackets are enough for any name")
         if len(hosts) + math.prod(map(len, parts)) > MAX_HOSTS:
-            what = f"{shown(entry)} makes it more than {MAX_HOSTS} hosts"
-            raise InputError(where, what, "give the hosts of one job")
+            fault = f"{shown(entry)} makes it more than {MAX_HOSTS} hosts"
+            raise InputError(where, fault, "give the hosts of one job")
         for name in itertools.product(*parts):
             hosts.append(check_host_name("".join(name), where=where))
     return tuple(hosts)
@@ -96,8 +96,8 @@ def _run(text: str, entry: str, where: str) -> Iterator[str]:
     if match is None:
         raise InputError(where, f"{shown(text)} in {shown(entry)} is no range", _RANGE)
     low, high = int(match["low"]), int(match["high"] or match["low"])
-    what = f"the range {shown(text)} in {shown(entry)} goes down"
-    require(low <= high, where, what, "the lower number is first")
+    fault = f"the range {shown(text)} in {shown(entry)} goes down"
+    require(low <= high, where, fault, "the lower number is first")
     return (f"{number:0{len(match['low'])}d}" for number in range(low, high + 1))
 
 
@@ -121,24 +121,24 @@ def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     if _LIKE_A_FILE.search(text):
         right = "name a file of hosts, or hosts, as in node[1-8]"
         raise InputError(f"{where} {shown(text)}", "is no file", right)
-    found = parse_host_list(text, where=where)
+    hosts = parse_host_list(text, where=where)
     # Only a file has a line for each slot; here `:8` gives a number.
-    twice = [host.name for host in found if host.slots and not re.search("[:*=@\\n]", text)]
+    twice = [host.name for host in hosts if host.slots and not re.search("[:*=@\\n]", text)]
     require(not twice, where, f"names {shown(''.join(twice[:1]))} twice", "name each host once")
-    return found
+    return hosts
 
 
 def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Parse GPUs of all hosts, as `0-3`, or of some, as `gpu[1-2]:0-3;gpu3:4,5`."""
-    found: dict[str, tuple[int, ...]] = {}
+    gpus_of: dict[str, tuple[int, ...]] = {}
     for part in [] if text is None else text.split(";"):
         names, colon, gpus = part.rpartition(":")
-        some = tuple(sorted(parse_gpus(gpus, "`gpus`")))
+        indices = tuple(sorted(parse_gpus(gpus, "`gpus`")))
         for name in expand(names.strip(), where="`gpus`") if colon else hosts:
-            if name in found:
+            if name in gpus_of:
                 raise InputError("`gpus`", f"names {shown(name)} twice", "once is right")
-            found[name] = some
-    return found
+            gpus_of[name] = indices
+    return gpus_of
 
 
 def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
@@ -156,7 +156,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
     as `max_slots=` have no meaning for plans.
     """
     slots: Counter[str] = Counter()
-    given: set[str] = set()
+    names: set[str] = set()
     mentions = 0
     for place, content in _lines(text, where):
         entry, *options = content.split(maxsplit=_MAX_WORDS)
@@ -166,7 +166,7 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
                 right = "give all slots of a host on one line"
                 raise InputError(place, f"{name} has slots= after another line", right)
             if own is not None or counted or slots[name]:
-                given.add(name)
+                names.add(name)
             slots[name] += count if own is None else own
             if slots[name] > MAX_SLOTS:
                 right = f"at most {MAX_SLOTS} are possible"
@@ -176,15 +176,15 @@ def parse_host_list(text: str, *, where: str) -> tuple[HostSlots, ...]:
                 right = "give the hosts of one job"
                 raise InputError(place, f"makes it more than {MAX_HOSTS} hosts", right)
     require(slots, where, "names no host", _LINE)
-    return tuple(HostSlots(name, slots[name] if name in given else None) for name in slots)
+    return tuple(HostSlots(name, slots[name] if name in names else None) for name in slots)
 
 
 def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
     """Yield places and contents without comments, one at a time: millions of lines take much."""
     for number, line in enumerate(io.StringIO(text), start=1):
         if len(line) > MAX_LINE:
-            what = f"has more than {MAX_LINE} characters"
-            raise InputError(f"{where}:{number}", what, "give the hosts of one job, a line each")
+            fault = f"has more than {MAX_LINE} characters"
+            raise InputError(f"{where}:{number}", fault, "give the hosts of one job, a line each")
         content = line.partition("#")[0].strip()
         if "=" in content:
             content = "=".join(part.strip() for part in content.split("="))

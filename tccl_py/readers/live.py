@@ -123,7 +123,7 @@ def _name(facts: DriverFacts) -> str:
 
 def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
     """Yield NVLinks by GPU; ends outside this host's GPUs are the switch, as NCCL concludes."""
-    known = {gpu.bus_id: f"G{gpu.index}" for gpu in gpus}
+    by_bus_id = {gpu.bus_id: f"G{gpu.index}" for gpu in gpus}
     for gpu, cpu in zip(gpus, cpus, strict=True):
         source = f"G{gpu.index}"
         # C2C links end at a CPU, which comes before GPUs and switches.
@@ -131,19 +131,19 @@ def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:
             yield NvLink(source=source, target=cpu, count=gpu.c2c_links, kind="c2c")
         counts: Counter[str] = Counter()
         for bus_id, count in gpu.links.items():
-            counts[known.get(bus_id, "S0")] += count
+            counts[by_bus_id.get(bus_id, "S0")] += count
         for target, count in counts.items():
             yield NvLink(source=source, target=target, count=count)
 
 
 def _virtual_switch_links(bridges: Iterable[PciBridge], files: HostFiles) -> Iterator[HiddenLink]:
-    known = {bridge.id for bridge in bridges}
-    for bridge in sorted(known):
+    bridge_ids = {bridge.id for bridge in bridges}
+    for bridge in sorted(bridge_ids):
         for entry in files.entries(f"sys/kernel/pci_switch_link/virtual_switch_links/{bridge}"):
-            other = normal_bus_id(entry)
-            if other in known and bridge < other:
+            parent = normal_bus_id(entry)
+            if parent in bridge_ids and bridge < parent:
                 note = "one PCIe switch chip"
-                yield HiddenLink(one=bridge, other=other, provenance="reported", note=note)
+                yield HiddenLink(one=bridge, other=parent, provenance="reported", note=note)
 
 
 def fingerprint_of(facts: DriverFacts, files: HostFiles = HOST) -> Fingerprint:
@@ -213,8 +213,8 @@ def opened_nvml(nvml: Any = None) -> Iterator[Any]:
         try:
             import pynvml  # noqa: PLC0415 (only live discovery needs it)
         except ImportError as error:
-            what = "no NVIDIA driver answers (pynvml is missing)"
-            raise InputError(_HERE, what, _INSTEAD) from error
+            fault = "no NVIDIA driver answers (pynvml is missing)"
+            raise InputError(_HERE, fault, _INSTEAD) from error
         nvml = pynvml
     try:
         nvml.nvmlInit()
@@ -292,8 +292,8 @@ def ask_nvml(
     except nvml.NVMLError as error:
         if optional and getattr(error, "value", None) in _NOT_ANSWERED:
             return None
-        what = f"does not answer {question.__name__} ({error})"
-        raise InputError(who, what, "see whether nvidia-smi shows all GPUs well") from error
+        fault = f"does not answer {question.__name__} ({error})"
+        raise InputError(who, fault, "see whether nvidia-smi shows all GPUs well") from error
 
 
 def _text(value: Any) -> str:
@@ -308,7 +308,7 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
     """
     if text is None:
         return machine.gpu_indices
-    found: set[int] = set()
+    indices: set[int] = set()
     for part in (piece.strip() for piece in text.split(",")):
         if part.isascii() and part.isdigit() and len(part) < 6:
             named = [int(part)] if int(part) in machine.gpu_indices else []
@@ -317,10 +317,10 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
             named = [index for index, uuid in known if len(part) > 4 and uuid.startswith(part)]
         if len(named) != 1:
             break
-        found.update(named)
+        indices.update(named)
     right = f"there are {', '.join(map(str, machine.gpu_indices))}"
-    require(found, VARIABLE, f"is {text[:40]!r}, which is no GPU here", right)
-    return tuple(sorted(found))
+    require(indices, VARIABLE, f"is {text[:40]!r}, which is no GPU here", right)
+    return tuple(sorted(indices))
 
 
 def only_gpus(

@@ -71,18 +71,18 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
     topology, or an unknown element or value; unknown attributes are ignored, as by NCCL.
     """
     cpus = _cpus_in_order(_parse_elements(text, where=where))
-    found = [one for i, cpu in enumerate(cpus) for one in _below(cpu, f"C{i}", f"C{i}")]
-    devices = [one for one in found if isinstance(one, _Device)]
-    displays = [one for one in devices if one.kind == "gpu"]
+    parts = [part for i, cpu in enumerate(cpus) for part in _below(cpu, f"C{i}", f"C{i}")]
+    devices = [part for part in parts if isinstance(part, _Device)]
+    displays = [part for part in devices if part.kind == "gpu"]
     # Bare display devices beside real GPUs are none.
     real = [gpu for gpu in displays if gpu.element.tag == "gpu"] or displays
     gpus = _numbered(real, "every GPU has its own dev", most=255)
-    nics = [one for one in devices if one.kind == "nic"]
+    nics = [part for part in devices if part.kind == "nic"]
     links, switches = _nvlinks(gpus)
     machine = Machine(
         name=Path(where).stem,
         numa_nodes=tuple(_numa_node(cpu, index) for index, cpu in enumerate(cpus)),
-        bridges=tuple(one for one in found if isinstance(one, PciBridge)),
+        bridges=tuple(part for part in parts if isinstance(part, PciBridge)),
         gpus=tuple(_gpu(index, gpu) for index, gpu in gpus.items()),
         nics=tuple(
             _nic(index, nic) for index, nic in _numbered(nics, "every net has its own dev").items()
@@ -96,8 +96,8 @@ def parse_nccl_topology(text: str, *, where: str) -> Machine:
 def _cpus_in_order(root: _Element) -> list[_Element]:
     """Return the `<cpu>` elements by numaid: NUMA node 1 is C1 on a machine that has all."""
     if root.tag != "system":
-        what = "is an NCCL graph (rings), not" if root.tag == "graphs" else "is no NCCL"
-        raise root.refused(f"{what} topology", "give what NCCL_TOPO_DUMP_FILE wrote: <system>")
+        fault = "is an NCCL graph (rings), not" if root.tag == "graphs" else "is no NCCL"
+        raise root.refused(f"{fault} topology", "give what NCCL_TOPO_DUMP_FILE wrote: <system>")
     version = root.text("version")
     if version not in _VERSIONS:
         raise root.refused(f"has version {version}", f"version {' or '.join(_VERSIONS)}")
@@ -115,17 +115,17 @@ def _cpus_in_order(root: _Element) -> list[_Element]:
 def _numbered(devices: Sequence[_Device], right: str, most: int = 2**31 - 1) -> dict[int, _Device]:
     """Return devices by `dev`; those without one take the free numbers in order of bus id."""
     numbered: dict[int, _Device] = {}
-    rest = []
+    others_left = []
     for device in devices:
         if "dev" not in device.element.attributes:
-            rest.append(device)
+            others_left.append(device)
             continue
         number = device.element.integer("dev", most=most)
         if numbered.setdefault(number, device) is not device:
             raise device.element.refused(f"repeats dev {number}", right)
-    rest.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
+    others_left.sort(key=lambda device: bus_order(device.bus_id) if device.bus_id else ())
     free = [index for index in range(len(devices)) if index not in numbered]
-    numbered.update(zip(free, rest, strict=False))
+    numbered.update(zip(free, others_left, strict=False))
     return dict(sorted(numbered.items()))
 
 
@@ -169,9 +169,9 @@ def _pci(pci: _Element, parent: str, numa: str) -> Iterator[PciBridge | _Device]
         if len(elements) > 1:
             raise elements[1].refused("is a second GPU at one bus id", "one <gpu> per <pci>")
         if elements or pci.attributes.get("vendor", "").lower() in _GPU_VENDORS:
-            own = elements[0] if elements else pci
+            element = elements[0] if elements else pci
             yield _Device(
-                kind="gpu", bus_id=bus_id, parent=parent, link=link, numa=numa, element=own
+                kind="gpu", bus_id=bus_id, parent=parent, link=link, numa=numa, element=element
             )
     elif kind == "nic":
         device = _Device(bus_id=bus_id, parent=parent, link=link, numa=numa, element=pci)
@@ -281,14 +281,14 @@ def _target(link: _Element, numa: str, by_bus_id: dict[str, str]) -> str | None:
     """Return the other end: a GPU, the NVLink switch S0, the CPU; None outside the file."""
     text = link.text("target")
     code = link.matching("tclass", _CLASS, "a PCI class such as 0x068000").lower()
-    known = by_bus_id.get(normal_bus_id(text) or "")
+    device = by_bus_id.get(normal_bus_id(text) or "")
     if not code:
         # NCCL takes an unknown target for a switch, as virtual machines hide theirs.
-        return known or "S0"
+        return device or "S0"
     if code.startswith("0x03"):
         if normal_bus_id(text) is None:
             raise link.refused(f'has target="{text[:40]}"', "a bus id such as 0000:1a:00.0")
-        return known
+        return device
     if code.startswith("0x0680"):
         return numa if code.startswith("0x068001") else "S0"
     raise link.refused(f'has tclass="{code}"', "0x03.. (GPU), 0x068000 (switch) or 0x068001 (CPU)")
@@ -371,15 +371,15 @@ def _parse_elements(text: str, *, where: str) -> _Element:
         path[-1].children.append(element)
         path.append(element)
 
-    def data(found: str) -> None:
-        if found.strip():
-            what = f"has the text {shown(' '.join(found.split()))} between its elements"
+    def data(text: str) -> None:
+        if text.strip():
+            what = f"has the text {shown(' '.join(text.split()))} between its elements"
             raise path[-1].refused(what, "everything is an attribute here")
 
     def refuse_type(*declared: object) -> None:  # noqa: ARG001
         # Entities can be declared in a document type only.
-        what = "has a document type or entities"
-        raise InputError(f"{where}:{parser.CurrentLineNumber}", what, "remove them")
+        fault = "has a document type or entities"
+        raise InputError(f"{where}:{parser.CurrentLineNumber}", fault, "remove them")
 
     parser.buffer_text = True
     parser.StartElementHandler, parser.EndElementHandler = start, lambda _: path.pop()

@@ -84,14 +84,14 @@ class _Matrix:
     numa: list[str]
     gpus: dict[int, int]
 
-    def relation(self, one: int, other: int) -> str:
+    def relation(self, row: int, column: int) -> str:
         """PIX to SYS; "" for NVLinked GPUs, whose relation on PCI is hidden."""
-        cell = self.cells[one][other]
+        cell = self.cells[row][column]
         return "" if _NVLINKED.fullmatch(cell) else cell
 
-    def nvlinks(self, one: int, other: int) -> int:
+    def nvlinks(self, row: int, column: int) -> int:
         """Return the number of NVLinks between two devices."""
-        match = _NVLINKED.fullmatch(self.cells[one][other])
+        match = _NVLINKED.fullmatch(self.cells[row][column])
         return int(match[1]) if match else 0
 
     def joined(self, level: str) -> _Groups:
@@ -100,9 +100,9 @@ class _Matrix:
         near = [pair for pair in pairs if self.relation(*pair) in _near(level)]
         return joined_groups(near, range(len(self.labels)))
 
-    def refused(self, one: int, other: int, relation: str, right: str) -> InputError:
+    def refused(self, row: int, column: int, relation: str, right: str) -> InputError:
         """Return the error about the relation of two devices."""
-        labels = f"{self.labels[one]} and {self.labels[other]}"
+        labels = f"{self.labels[row]} and {self.labels[column]}"
         return InputError(self.where, f"relates {labels} by {relation}", right)
 
 
@@ -171,8 +171,8 @@ def _parse_matrices(
     ways = [number for number in headers if _has_statuses(lines[number + 1 :])]
     start = next((number for number in headers if number not in ways), None)
     if start is None:
-        what = "has no line that begins with GPU0, and is neither JSON nor XML"
-        raise InputError(where, what, f"give {_MATRIX}")
+        fault = "has no line that begins with GPU0, and is neither JSON nor XML"
+        raise InputError(where, fault, f"give {_MATRIX}")
     matrix = _parse_matrix(lines, start, where)
     supported: dict[tuple[int, int], bool] = {}
     for way in ways:
@@ -185,8 +185,8 @@ def _parse_matrices(
 
 def _is_header(words: Sequence[str]) -> bool:
     first, second = (*words, "", "")[:2]
-    known = _is_relation(second) or second in _STATUSES
-    return _GPU_LABEL.fullmatch(first) is not None and not known
+    is_known = _is_relation(second) or second in _STATUSES
+    return _GPU_LABEL.fullmatch(first) is not None and not is_known
 
 
 def _has_statuses(body: Sequence[str]) -> bool:
@@ -208,14 +208,14 @@ def _parse_p2p(lines: Sequence[str], start: int, where: str) -> dict[tuple[int, 
 def _gpu_names(lines: Sequence[str], gpus: Sequence[int], where: str) -> dict[int, str]:
     """Return names by GPU index, by `nvidia-smi -L`, or by a query with or without indices."""
     matches = [match for line in lines if (match := _GPU_NAME.fullmatch(line.strip()))]
-    found = [(match[1] or match[3], match["listed"] or match["queried"]) for match in matches]
-    names = {int(index): name for index, name in found if index}
+    listings = [(match[1] or match[3], match["listed"] or match["queried"]) for match in matches]
+    names = {int(index): name for index, name in listings if index}
     # A list without indices has all GPUs in order.
-    if listed := [name for index, name in found if not index]:
+    if listed := [name for index, name in listings if not index]:
         names |= dict(zip(gpus, listed, strict=False))
         fits = len(listed) == len(gpus)
-        what = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
-        require(fits, where, what, _SAME)
+        fault = f"names {counted(len(listed), 'GPU')}, and {_MATRIX} has {len(gpus)}"
+        require(fits, where, fault, _SAME)
     for index in names:
         require(index in gpus, where, f"names GPU {index}, which {_MATRIX} lacks", _SAME)
     return names
@@ -226,8 +226,8 @@ def _rows(
 ) -> list[tuple[str, str, list[str]]]:
     """Return the label, place and words of each row below a header."""
     body = [(n, line) for n, line in enumerate(lines[start + 1 :], start + 2) if line.strip()]
-    what = f"has {len(body)} rows for {len(labels)} devices"
-    require(len(body) >= len(labels), where, what, _WHOLE)
+    fault = f"has {len(body)} rows for {len(labels)} devices"
+    require(len(body) >= len(labels), where, fault, _WHOLE)
     for n, line in body[len(labels) :][:1]:
         label, cell = (*line.split(), "")[:2]
         more = label not in labels and (cell in _STATUSES or _is_relation(cell))
@@ -260,9 +260,9 @@ def _is_relation(word: str) -> bool:
 def _gpu_rows(labels: Sequence[str], where: str) -> dict[int, int]:
     matches = {row: _GPU_LABEL.fullmatch(label) for row, label in enumerate(labels)}
     gpus = {row: int(match[1]) for row, match in matches.items() if match}
-    what = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
+    fault = f"names {len(gpus)} GPUs and {len(labels) - len(gpus)} other devices"
     right = f"at most {MAX_GPUS} GPUs and {MAX_DEVICES} devices fit a node"
-    require(len(labels) <= MAX_DEVICES and len(gpus) <= MAX_GPUS, where, what, right)
+    require(len(labels) <= MAX_DEVICES and len(gpus) <= MAX_GPUS, where, fault, right)
     for row, label in enumerate(labels):
         if labels.count(label) > 1:
             raise InputError(where, f"names {label} twice", "every device has one column")
@@ -286,25 +286,25 @@ def _cells(
         )
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     if len(cells) < len(labels):
-        what = f"has {len(cells)} of {label}'s {len(labels)} relations"
-        raise InputError(where, what, _WHOLE)
+        fault = f"has {len(cells)} of {label}'s {len(labels)} relations"
+        raise InputError(where, fault, _WHOLE)
     for column, cell in zip(labels, cells, strict=True):
         if not (cell in (_SELF, *_STATUSES) if statuses else _is_relation(cell)):
-            what = f"relates {label} and {column} by {shown(cell)}"
+            fault = f"relates {label} and {column} by {shown(cell)}"
             right = ", ".join((_SELF, *(_STATUSES if statuses else LEVELS)))
-            raise InputError(where, what, right if statuses else f"{right} or NV#")
+            raise InputError(where, fault, right if statuses else f"{right} or NV#")
     return cells
 
 
 def _check_symmetry(matrix: _Matrix) -> None:
     for a, b in product(range(len(matrix.labels)), repeat=2):
-        there, back = matrix.cells[a][b], matrix.cells[b][a]
-        if (there == _SELF) != (a == b):
-            raise matrix.refused(a, b, there, f"{_SELF} stands on the diagonal only")
+        forth, back = matrix.cells[a][b], matrix.cells[b][a]
+        if (forth == _SELF) != (a == b):
+            raise matrix.refused(a, b, forth, f"{_SELF} stands on the diagonal only")
         if matrix.nvlinks(a, b) and not {a, b} <= matrix.gpus.keys():
             raise matrix.refused(a, b, "NVLinks", "NVLinks join GPUs")
-        if there != back:
-            relation = f"{there} one way, {back} the other"
+        if forth != back:
+            relation = f"{forth} one way, {back} the other"
             raise matrix.refused(a, b, relation, "both ways are the same")
 
 
@@ -353,10 +353,10 @@ def _numa_groups(matrix: _Matrix, groups: _Groups) -> _Groups:
 
 
 def _numa_id(matrix: _Matrix, group: Sequence[int]) -> int:
-    told = {matrix.numa[row] for row in group} - {""}
-    (text,) = told if len(told) == 1 else ("",)
-    known = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
-    return int(text) if known else -1
+    texts = {matrix.numa[row] for row in group} - {""}
+    (text,) = texts if len(texts) == 1 else ("",)
+    is_number = re.fullmatch(r"[0-9]{1,3}", text, re.ASCII) and int(text) < MAX_DEVICES
+    return int(text) if is_number else -1
 
 
 def _hang(groups: _Groups, parent: str, bridges: list[PciBridge], parents: dict[int, str]) -> None:

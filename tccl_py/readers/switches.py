@@ -106,7 +106,9 @@ def parse_slurm_topology(
 ) -> SwitchTree:
     """Return the tree of a topology.conf; LinkSpeed has no unit, so uplinks have no limit."""
     switches = ((_slurm_switch(line, place), place) for place, line in _lines(text, where))
-    return _joined((one for found in switches for one in _flat(*found)), where=where, hosts=hosts)
+    return _joined(
+        (switch for parsed in switches for switch in _flat(*parsed)), where=where, hosts=hosts
+    )
 
 
 def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
@@ -121,13 +123,13 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     except yaml.YAMLError as error:
         raise InputError(where, "has characters not allowed in YAML", "save it as text") from error
     except msgspec.ValidationError as error:
-        what, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
+        fault, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
         place = f"{where} {path.strip('.`')}".strip()
         right = "write switches: and a list of them, each with name: and hosts: or switches:"
-        raise InputError(place, f"is of another form ({what})", right) from error
+        raise InputError(place, f"is of another form ({fault})", right) from error
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
-    found = (one for switch, place in places for one in _flat(switch, place))
-    return Network(switches=_joined(found, where=where, hosts=hosts), rails=form.rails)
+    parts = (part for switch, place in places for part in _flat(switch, place))
+    return Network(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
 
 
 def _plain_yaml(text: str, where: str) -> Any:
@@ -158,15 +160,15 @@ def _plain_yaml(text: str, where: str) -> Any:
         while not isinstance(part := following(depth), yaml.CollectionEndEvent):
             parts.append((part, value(part, depth + 1)))
         if isinstance(event, yaml.SequenceStartEvent):
-            return [found for _, found in parts]
+            return [value_read for _, value_read in parts]
         fields: dict[str, Any] = {}
-        for (begun, key), (_, found) in zip(parts[::2], parts[1::2], strict=True):
+        for (begun, key), (_, value_read) in zip(parts[::2], parts[1::2], strict=True):
             if not isinstance(key, str) or key in fields:
-                what = (
+                fault = (
                     f"{shown(key)} is there twice" if isinstance(key, str) else "a name is needed"
                 )
-                raise problem(begun, what, "write each field once, by its name")
-            fields[key] = found
+                raise problem(begun, fault, "write each field once, by its name")
+            fields[key] = value_read
         return fields
 
     document = None
@@ -184,12 +186,12 @@ def _flat(switch: _Switch, where: str) -> Iterator[_Found]:
         [names] if isinstance(names, str) else names for names in (switch.hosts, switch.switches)
     )
     names = (child if isinstance(child, str) else child.name for child in below)
-    found = SwitchTree(
+    tree = SwitchTree(
         name=check_host_name(switch.name, where=where),
         hosts=expand(",".join(map(str, hosts)), where=where),
         uplink_gbps=switch.uplink_gbps,
     )
-    yield where, found, expand(",".join(names), where=where)
+    yield where, tree, expand(",".join(names), where=where)
     for i, child in enumerate(below):
         if isinstance(child, _Switch):
             yield from _flat(child, f"{where}.switches[{i}]")
@@ -243,16 +245,16 @@ def _joined(found: Iterable[_Found], *, where: str, hosts: Iterable[str] | None)
         if names > MAX_NAMES:
             raise InputError(place, f"makes it more than {MAX_NAMES} names", "describe one cluster")
         if switch.name in by_name:
-            what = f"switch {shown(switch.name)} is also at {by_name[switch.name][0]}"
-            raise InputError(place, what, "describe each switch once")
+            fault = f"switch {shown(switch.name)} is also at {by_name[switch.name][0]}"
+            raise InputError(place, fault, "describe each switch once")
         by_name[switch.name] = (place, switch, below)
     require(by_name, where, "has no switch", "describe one at least")
     above = _above(by_name)
     tops = tuple(_tree(by_name, name, 1) for name in by_name if name not in above)
     hanging = {switch.name for top in tops for switch in top.all_switches}
     for name in by_name.keys() - hanging:
-        what = f"switch {shown(name)} is below itself, or below such a switch"
-        raise InputError(by_name[name][0], what, "every switch hangs from a root")
+        fault = f"switch {shown(name)} is below itself, or below such a switch"
+        raise InputError(by_name[name][0], fault, "every switch hangs from a root")
     tree = tops[0] if len(tops) == 1 else SwitchTree(name="", switches=tops)
     if hosts is not None:
         return restricted(tree, hosts, where=where)
@@ -268,16 +270,16 @@ def _above(by_name: dict[str, _Found]) -> dict[str, str]:
             if name not in by_name:
                 raise InputError(place, f"there is no switch {shown(name)}", "describe it")
             if name in above:
-                what = f"switch {shown(name)} is also below {shown(above[name])}"
-                raise InputError(place, what, "a switch is below one other at most")
+                fault = f"switch {shown(name)} is also below {shown(above[name])}"
+                raise InputError(place, fault, "a switch is below one other at most")
             above[name] = switch.name
     return above
 
 
 def _tree(by_name: dict[str, _Found], name: str, level: int) -> SwitchTree:
     place, switch, below = by_name[name]
-    what = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
-    require(level <= MAX_LEVELS, place, what, f"at most {MAX_LEVELS} levels are read")
+    fault = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
+    require(level <= MAX_LEVELS, place, fault, f"at most {MAX_LEVELS} levels are read")
     return msgspec.structs.replace(
         switch, switches=tuple(_tree(by_name, child, level + 1) for child in below)
     )

@@ -47,11 +47,11 @@ class HostFiles:
         """
         try:
             place = name if isinstance(name, Path) else self.root / name.lstrip("/")
-            found = place.resolve(strict=True)
+            resolved = place.resolve(strict=True)
             root = self.root.resolve()
         except (OSError, RuntimeError, ValueError):
             return None
-        return found if found.is_relative_to(root) else None
+        return resolved if resolved.is_relative_to(root) else None
 
     def data(self, name: str | Path, *, limit: int = _MAX_BYTES) -> bytes | None:
         """Return the first bytes of a regular file; None if there is none or it is unreadable."""
@@ -76,10 +76,10 @@ class HostFiles:
         """Return the sorted names in a directory; empty if unreadable."""
         path = self.real(name)
         try:
-            found = sorted(entry.name for entry in path.iterdir()) if path is not None else []
+            names = sorted(entry.name for entry in path.iterdir()) if path is not None else []
         except OSError:
             return ()
-        return tuple(found[:_MAX_ENTRIES])
+        return tuple(names[:_MAX_ENTRIES])
 
     def has(self, name: str | Path) -> bool:
         """Return whether a file or directory exists."""
@@ -99,8 +99,8 @@ class HostFiles:
 
     def link_speed(self, place: Path, which: Literal["max", "current"]) -> float | None:
         """Return a link's speed in GT/s as the device at a path tells it, or None."""
-        told = _SPEED.match(self.text(place / f"{which}_link_speed"))
-        return float(told[1]) or None if told else None
+        match = _SPEED.match(self.text(place / f"{which}_link_speed"))
+        return float(match[1]) or None if match else None
 
     def numa_nodes(self) -> tuple[int, ...]:
         """Return the NUMA nodes that have CPUs (not GPU or CXL memory), in order."""
@@ -160,8 +160,10 @@ class PciTree:
     def _walk(self, path: Path) -> Attachment:
         upper, link = _bridge_above(path), self._link(path)
         if upper is None:
-            told = self.files.number(path / "numa_node")
-            return Attachment(bridge="", numa_id=max(-1 if told is None else told, -1), link=link)
+            number = self.files.number(path / "numa_node")
+            return Attachment(
+                bridge="", numa_id=max(-1 if number is None else number, -1), link=link
+            )
         above = self._walk(upper)
         bus_id = normal_bus_id(upper.name) or upper.name
         self.bridges[bus_id] = (above, upper)
@@ -184,11 +186,13 @@ class PciTree:
         """Return the lesser speed and width of a device and the port above; None if unknown."""
         ends = (path, path.parent)
         speeds = [self.files.link_speed(end, "max") for end in ends]
-        told = [speed for speed in speeds if speed is not None]
+        known_speeds = [speed for speed in speeds if speed is not None]
         # NCCL takes one end's speed if the other is silent, but no width unless both have one, and
         # the kernel's 255 for an unknown width as it stands.
         width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
-        return PciLink(speed_gts=min(told, default=None), width=width if 0 < width <= 255 else None)
+        return PciLink(
+            speed_gts=min(known_speeds, default=None), width=width if 0 < width <= 255 else None
+        )
 
 
 def _bridge_above(path: Path) -> Path | None:
@@ -200,9 +204,9 @@ def _bridge_above(path: Path) -> Path | None:
 
 def numa_nodes(used: Iterable[int], files: HostFiles) -> tuple[NumaNode, ...]:
     """Return the system's NUMA nodes; -1 (if `used`) joins them, or replaces a single one."""
-    system, wanted = files.numa_nodes(), set(used)
-    if -1 not in wanted or len(system) > 1:
-        wanted.update(system)
+    system, indices = files.numa_nodes(), set(used)
+    if -1 not in indices or len(system) > 1:
+        indices.update(system)
     # The first processor's entries.
     first = files.text("proc/cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
@@ -220,7 +224,7 @@ def numa_nodes(used: Iterable[int], files: HostFiles) -> tuple[NumaNode, ...]:
             affinity=files.text(f"{_NODES}/node{numa_id}/cpumap"),
             socket=next(iter(files.sockets_of(only if numa_id == -1 else numa_id)), None),
         )
-        for index, numa_id in enumerate(sorted(wanted or {-1}))
+        for index, numa_id in enumerate(sorted(indices or {-1}))
     )
 
 
@@ -233,8 +237,8 @@ def network_ports(files: HostFiles) -> tuple[Nic, ...]:
     """
     rdma = list(_rdma_ports(files))
     cards = {_card(port) for port in rdma if port.bus_id}
-    others = _interfaces(files)
-    ports = rdma + [port for port in others if not port.bus_id or _card(port) not in cards]
+    interfaces = _interfaces(files)
+    ports = rdma + [port for port in interfaces if not port.bus_id or _card(port) not in cards]
     return tuple(msgspec.structs.replace(port, index=i) for i, port in enumerate(ports))
 
 

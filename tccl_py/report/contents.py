@@ -73,19 +73,21 @@ def read_contents(directory: Path) -> Contents:
     """Read the files of a report; only the plan must be there."""
     plan = plan_in(directory)
     journal, notices = _journal(directory / JOURNAL_FILE, plan)
-    known = None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
+    fingerprint = (
+        None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
+    )
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
 
     def beside(kind: type[K]) -> K | None:
         try:
-            found = kind.load(directory)
+            finding = kind.load(directory)
         except InputError as error:
             why = error.what
         else:
-            if isinstance(found, Verification) and found.backend != "cuda":
+            if isinstance(finding, Verification) and finding.backend != "cuda":
                 why = _DRY_RUN
-            elif found is not None or not (directory / kind.FILE).exists():
-                return found
+            elif finding is not None or not (directory / kind.FILE).exists():
+                return finding
             else:
                 why = "is of an earlier plan"
         notices.append(f"{kind.FILE} is left out: it {why}")
@@ -110,8 +112,8 @@ def read_contents(directory: Path) -> Contents:
         verification=verification,
         pairs=simulated_pairs(plan, directory),
         planned=f"{day:%Y-%m-%d}",
-        driver=known.driver if known is not None else "",
-        now=links_now(plan.machine, known, Host()) if known is not None else {},
+        driver=fingerprint.driver if fingerprint is not None else "",
+        now=links_now(plan.machine, fingerprint, Host()) if fingerprint is not None else {},
         sizes=sizes,
         notices=tuple(notices),
     )
@@ -175,15 +177,25 @@ def heat_maps(
     Sets over `hosts` count, by the names in flows; the single host's name there is "".
     """
     readings = _readings(journal, hosts)
-    alone = [one for one in readings if one.beside is None]
+    alone = [reading for reading in readings if reading.beside is None]
     usual = _usual_channels(alone)
-    singles = [one for one in alone if one.flow.blocks == usual]
-    beside = sorted((one for one in readings if one.beside), key=lambda one: one.gbps)
-    equal = [one for one in beside if one.beside and one.flow.blocks == one.beside.blocks == usual]
-    fastest, slowest, alike = (_mapped(found, gpus, gpus) for found in (singles, beside, equal))
-    if len(alike) == len(slowest):
-        slowest = alike
-    bounces = _mapped([one for one in alone if one.flow.is_bounce], numa_nodes, gpus, bounces=True)
+    singles = [reading for reading in alone if reading.flow.blocks == usual]
+    beside_another = sorted(
+        (reading for reading in readings if reading.beside), key=lambda reading: reading.gbps
+    )
+    equal = [
+        reading
+        for reading in beside_another
+        if reading.beside and reading.flow.blocks == reading.beside.blocks == usual
+    ]
+    fastest, slowest, equal_blocks = (
+        _mapped(chosen, gpus, gpus) for chosen in (singles, beside_another, equal)
+    )
+    if len(equal_blocks) == len(slowest):
+        slowest = equal_blocks
+    bounces = _mapped(
+        [reading for reading in alone if reading.flow.is_bounce], numa_nodes, gpus, bounces=True
+    )
     # One scale for pairs: equal colours are equal rates.
     largest = max(_largest(fastest), _largest(slowest))
     first = HeatMap(
@@ -214,7 +226,7 @@ def heat_maps(
 
 def _readings(journal: Journal, hosts: Collection[str]) -> list[Reading]:
     """Return flows between GPUs of one host, alone and beside one other, the fastest first."""
-    found = []
+    readings = []
     for transfers, measured in journal.items():
         flows = transfers.flows
         used = {host for flow in flows for host in flow.hosts}
@@ -224,13 +236,15 @@ def _readings(journal: Journal, hosts: Collection[str]) -> list[Reading]:
             for at, row in enumerate(rows):
                 gbps = median(itertools.chain.from_iterable(row))
                 beside = flows[1 - at] if len(flows) == 2 else None
-                found.append(Reading(flow=flows[at], gbps=gbps, beside=beside))
-    return sorted(found, key=lambda reading: -reading.gbps)
+                readings.append(Reading(flow=flows[at], gbps=gbps, beside=beside))
+    return sorted(readings, key=lambda reading: -reading.gbps)
 
 
 def _usual_channels(alone: Sequence[Reading]) -> int | None:
     """Return the number of channels by which most pairs were measured; None is unlimited."""
-    counts = Counter(blocks for blocks, _ in {(one.flow.blocks, _ends(one.flow)) for one in alone})
+    counts = Counter(
+        blocks for blocks, _ in {(reading.flow.blocks, _ends(reading.flow)) for reading in alone}
+    )
     return max(counts, key=lambda blocks: (counts[blocks], blocks or math.inf), default=None)
 
 
@@ -246,22 +260,22 @@ def _mapped(
     bounces: bool = False,
 ) -> Readings:
     """Return the first of the readings for each row and column."""
-    found: Readings = {}
-    for one in readings:
-        source, target = _ends(one.flow)
-        row, column = (one.flow.through, source) if bounces else (source, target)
+    by_ends: Readings = {}
+    for reading in readings:
+        source, target = _ends(reading.flow)
+        row, column = (reading.flow.through, source) if bounces else (source, target)
         if row is not None and row in rows and column in columns:
-            found.setdefault((row, column), one)
-    return dict(sorted(found.items()))
+            by_ends.setdefault((row, column), reading)
+    return dict(sorted(by_ends.items()))
 
 
 def _alone_caption(alone: Readings, gpus: int) -> str:
-    blocks = next((one.flow.blocks for one in alone.values()), None)
+    blocks = next((reading.flow.blocks for reading in alone.values()), None)
     channels = "as many channels as help" if blocks is None else f"{blocks} channels"
-    said = f"The fastest mechanism from one GPU to another alone, each with {channels}."
+    sentence = f"The fastest mechanism from one GPU to another alone, each with {channels}."
     if len(alone) == gpus * (gpus - 1):
-        return said
-    return f"{said} For all: `tccl measure --all-pairs --journal DIR/measurements.jsonl`."
+        return sentence
+    return f"{sentence} For all: `tccl measure --all-pairs --journal DIR/measurements.jsonl`."
 
 
 def simulated_pairs(plan: Plan, directory: Path) -> Journal:
@@ -287,7 +301,7 @@ def simulated_pairs(plan: Plan, directory: Path) -> Journal:
             for ((source, target), flow), ((start, end), other) in pairs
             if source != start and target != end
         ]
-    return {found.transfers: [found] for found in Simulator(model).measure(sets)}
+    return {measurement.transfers: [measurement] for measurement in Simulator(model).measure(sets)}
 
 
 def _largest(readings: Readings) -> float:

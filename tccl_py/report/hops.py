@@ -86,7 +86,9 @@ class HopsView(msgspec.Struct, frozen=True, kw_only=True):
         used = {hop.path for hop in self.hops}
         paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
         memories = sorted(used - {"", *_PATHS}, key=lambda node: (len(node), node))
-        return "; ".join([*paths, *(f"{one} through that NUMA node's memory" for one in memories)])
+        return "; ".join(
+            [*paths, *(f"{memory} through that NUMA node's memory" for memory in memories)]
+        )
 
     @property
     def description(self) -> str:
@@ -118,11 +120,17 @@ def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:
     turned = Counter(
         ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
     )
-    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    nccl_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
     for at, (ring, channels) in enumerate(turned.items()):
         pairs = neighbours(ring) if len(ring) > 1 else ()
         hops: list[Ends] = [
-            (f"G{a}", f"G{b}", pair_mechanism(seen, a, b).replace("network", "net"), None, None)
+            (
+                f"G{a}",
+                f"G{b}",
+                pair_mechanism(nccl_view, a, b).replace("network", "net"),
+                None,
+                None,
+            )
             for a, b in pairs
         ]
         title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
@@ -169,12 +177,12 @@ def cause_words(finding: Finding) -> str:
 
 def flow_ends(flows: Iterable[tuple[Flow, float | None]]) -> list[Ends]:
     """Return flows, each with its rate, as hops between devices."""
-    found: list[Ends] = []
+    drawn: list[Ends] = []
     for flow, gbps in flows:
         kind: str = "bounce" if flow.is_bounce else flow.transfers[0].operation
         kind = "net" if flow.is_network else kind
-        found.append((flow.source.device, flow.destination.device, kind, flow, gbps))
-    return found
+        drawn.append((flow.source.device, flow.destination.device, kind, flow, gbps))
+    return drawn
 
 
 def drawn_hops(
@@ -259,7 +267,9 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Lo
     several = any(gbps > slowest for _, gbps in hops)
     limiting = []
     for flow, gbps in hops:
-        links = [one for one in paths.passes(flow) if one.part.kind in ("own", "uplink")]
+        links = [
+            passing for passing in paths.passes(flow) if passing.part.kind in ("own", "uplink")
+        ]
         for link in links:
             totals[link.direction].update({link.part.device: gbps})
         if several and gbps == slowest:
@@ -268,4 +278,4 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Lo
     capacities = {device: pcie_gbps(paths.machine.links[device]) for device in used}
     shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
     fullest = {max(devices, key=lambda device: shares[device]) for devices in limiting if devices}
-    return {one: Load(used[one], capacities[one], one in fullest) for one in used}
+    return {device: Load(used[device], capacities[device], device in fullest) for device in used}

@@ -91,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True):
     def gaps(self, letters: str) -> list[float]:
         """Return the x between each device of these letters and the next, from left to right."""
         row = sorted(box.middle for device, box in self.boxes.items() if device[0] in letters)
-        return [(one + other) / 2 for one, other in pairwise(row)]
+        return [(start + end) / 2 for start, end in pairwise(row)]
 
 
 def fitted(text: str, width: float, size: float) -> str:
@@ -143,8 +143,8 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
         x += _PAD + _GAP
     width = x - _GAP * 2 + 2
     if several:
-        known = all(node.socket is not None for node in machine.numa_nodes)
-        words = f"links between {'sockets' if known else 'CPUs'}"
+        sockets_known = all(node.socket is not None for node in machine.numa_nodes)
+        words = f"links between {'sockets' if sockets_known else 'CPUs'}"
         frames.append(Box(kind="bus", x=2, y=2, width=width - 4, height=_BUS_HEIGHT, label=words))
     for device, parent in machine.parents.items():
         if device in tree.boxes:
@@ -252,19 +252,19 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     >>> [wire.lane for wire in wires([(10, 90), (30, 50), (60, 80)], [40, 70])]
     [1, 0, 0]
     """
-    taken: list[tuple[int, float, float]] = []
-    found: dict[int, Wire] = {}
+    occupied: list[tuple[int, float, float]] = []
+    by_number: dict[int, Wire] = {}
     for index in sorted(range(len(ends)), key=lambda i: (abs(ends[i][1] - ends[i][0]), i)):
         low, high = sorted(ends[index])
-        near = {at for at, start, end in taken if start <= high + _APART and low <= end + _APART}
+        near = {at for at, start, end in occupied if start <= high + _APART and low <= end + _APART}
         lane = next(number for number in count() if number not in near)
-        taken.append((lane, low, high))
+        occupied.append((lane, low, high))
         middle = (low + high) / 2
         inside = [gap for gap in gaps if low < gap < high] or [middle]
         label = min(inside, key=lambda gap: (abs(gap - middle), gap))
         start, end = ends[index]
-        found[index] = Wire(start=start, end=end, lane=lane, label_x=label)
-    return [found[index] for index in range(len(ends))]
+        by_number[index] = Wire(start=start, end=end, lane=lane, label_x=label)
+    return [by_number[index] for index in range(len(ends))]
 
 
 def depth(found: Sequence[Wire]) -> float:
@@ -320,12 +320,12 @@ def _ports(
 ) -> dict[tuple[tuple[str, str], str], float]:
     ports = {}
     for gpu in {end for pair in pairs for end in pair}:
-        own = [pair for pair in pairs if gpu in pair]
-        own.sort(key=lambda pair: sum(layout.boxes[end].middle for end in pair))
+        of_gpu = [pair for pair in pairs if gpu in pair]
+        of_gpu.sort(key=lambda pair: sum(layout.boxes[end].middle for end in pair))
         box = layout.boxes[gpu]
-        step = min(9.0, box.width * 0.6 / len(own))
-        for place, pair in enumerate(own):
-            ports[pair, gpu] = box.middle + (place - (len(own) - 1) / 2) * step
+        step = min(9.0, box.width * 0.6 / len(of_gpu))
+        for place, pair in enumerate(of_gpu):
+            ports[pair, gpu] = box.middle + (place - (len(of_gpu) - 1) / 2) * step
     return ports
 
 
@@ -341,5 +341,5 @@ def machine_sentence(machine: Machine) -> str:
     unknown = any(node.socket is None for node in machine.numa_nodes)
     sockets = " In which sockets the CPUs are is not reported." if unknown else ""
     return (
-        ", ".join(f"{kind}: {len(found)}" for kind, found in kinds.items() if found) + f".{sockets}"
+        ", ".join(f"{kind}: {len(names)}" for kind, names in kinds.items() if names) + f".{sockets}"
     )
