@@ -35,6 +35,18 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def size_text(size: int) -> str:
+    """Return a number of bytes with its largest whole unit.
+
+    >>> size_text(4096), size_text(1 << 30), size_text(1000)
+    ('4 KiB', '1 GiB', '1000 B')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
 class TcclError(Exception):
     """Base of every error this package raises on purpose."""
 

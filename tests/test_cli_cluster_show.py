@@ -148,6 +148,7 @@ def test_json_has_the_keys_that_are_kept(directory):
                 "notices": ["N2 left out"],
                 "assumptions": assumptions(plan),
                 "by_size": [],
+                "tunings": [],
             }
         )
     )

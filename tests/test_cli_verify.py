@@ -25,7 +25,7 @@ NAME = "intel-v100"
 KEYS = [
     "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "dry_run",
     "tried", "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions",
-    "notices", "by_size",
+    "notices", "tunings",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",

@@ -472,9 +472,9 @@ def test_the_report_draws_latency_and_bandwidth_by_size_and_show_lists_the_entri
     shown = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200"})
     assert "ring ll 2" in shown.stdout
     found = json.loads(CliRunner().invoke(app, ["show", str(tmp_path), "--json"]).stdout)
-    (entry,) = found["by_size"][0]["entries"]
+    (entry,) = found["tunings"][0]["entries"]
     assert (entry["algorithm"], entry["protocol"], entry["channels"]) == ("ring", "ll", 2)
-    rows = {(row["collective"], row["bytes"]): row for row in found["by_size"][0]["rows"]}
+    rows = {(row["collective"], row["bytes"]): row for row in found["tunings"][0]["rows"]}
     assert rows["all_reduce", 128 * KIB]["fresh"]["middle"] == pytest.approx(1.3, rel=0.05)
 
 

@@ -37,9 +37,11 @@ def show(
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
     Of a cluster's plan: the order of hosts, and of each class of hosts the NICs by which rings come
-    and go, and the GPUs between. Of a plan tuned by `tccl verify --tune`: the choices of algorithm,
-    protocol and channels that the plugin makes by message size. With --json the rings are lists of
-    global ranks, a list for each channel.
+    and go, and the GPUs between. Of one host: the algorithm, protocol and channels that NCCL
+    chooses by message size, as its cost model has them (`by_size` of --json). Of a plan tuned by
+    `tccl verify --tune`: the choices of algorithm, protocol and channels that the plugin makes by
+    message size (`tunings` of --json). With --json the rings are lists of global ranks, a list for
+    each channel.
 
     Example:
 
@@ -49,7 +51,8 @@ def show(
     if json:
         print_plan_json(plan, directory)
         return
-    from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415 (not for a plan)
+    from tccl_py.plan.size_choices import size_notes, size_table  # noqa: PLC0415 (not for a plan)
+    from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415
     from tccl_py.verify.record import Verification  # noqa: PLC0415
     from tccl_py.verify.sizes import load_sizes  # noqa: PLC0415
 
@@ -59,6 +62,10 @@ def show(
         verified = Verification.load(directory)
         for text in verified.transfer_notices if verified is not None else ():
             console.print(f"note: {text}")
+    title = "NCCL's choices by its cost model (--json has all collectives)"
+    print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
+    for text in size_notes(plan):
+        console.print(f"note: {text}")
     entries = [cells for tuning in load_sizes(directory) for cells in entry_cells(tuning)]
     title = "algorithm, protocol and channels by message size"
     print_table(console, [ENTRY_COLUMNS, *entries], title=title)
@@ -72,12 +79,13 @@ def show(
 
 
 def print_plan_json(plan: Plan, directory: Path) -> None:
-    """Print a plan as JSON, with the choices by message size that tuning found."""
-    from tccl_py.report.sizes import tuning_json  # noqa: PLC0415 (not for a plan as text)
+    """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found."""
+    from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
+    from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
     from tccl_py.verify.sizes import load_sizes  # noqa: PLC0415
 
-    by_size = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    print_json(plan_json(plan) | {"by_size": by_size})
+    tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
+    print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings})
 
 
 def print_plan(plan: Plan, console: Console) -> None:

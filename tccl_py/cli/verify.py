@@ -118,7 +118,7 @@ def verify(
     `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,
     `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
     `verdict`), `groups`, `training`, `transfers` (send/recv), `not_recommended` (sizes in bytes),
-    `checked`, `wrong`, `rings` (`same`, `differences`), `failure`), `by_size` (a list of `gpus`,
+    `checked`, `wrong`, `rings` (`same`, `differences`), `failure`), `tunings` (a list of `gpus`,
     `arm`, `rows`, `entries`, `predictions`, `seconds`), `simulated`, `dry_run`, `tried`, `rounds`,
     `seconds`, `hosts` (in rank order; none of a single machine), `backend`, `collective`, `devices`
     (names in rank order), `versions`, `notices`.
@@ -173,8 +173,8 @@ def verify(
         only = cast("ChoiceName | None", choice)
         found = verify_plan(directory, budget, asked, tune=tune, only=only)
     if json:
-        by_size = [tuning_json(tuning) for tuning in load_sizes(directory)]
-        print_json(verification_json(found) | {"by_size": by_size})
+        tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
+        print_json(verification_json(found) | {"tunings": tunings})
     else:
         print_verification(found, results())
         if tune:

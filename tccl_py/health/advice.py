@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import permutations
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET
 from tccl_py.plan.request import PlanRequest
+from tccl_py.plan.size_choices import size_json, size_lines, size_notes
 from tccl_py.plan.subject import Subject
 from tccl_py.plan.words import assumptions
 from tccl_py.simulator.model import gpu_names, provenances_text
@@ -28,7 +30,11 @@ _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known."""
+    """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known.
+
+    `by_size` are NCCL's choices by its cost model, `sizes` those of all-reduce in a line for each
+    choice, and `poor` what is to be known of them.
+    """
 
     machine: str
     default: str
@@ -41,6 +47,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     bound_gbps: float | None
     simulated: bool
     sure: str
+    sizes: dict[str, str]
+    by_size: tuple[dict[str, Any], ...]
+    poor: tuple[str, ...]
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
     following: str
@@ -49,7 +58,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         """Yield a name and a text for each line."""
         yield "Machine", self.machine
         yield "NCCL now", self.default
+        default = self.sizes.get("default", "")
+        if default:
+            yield "By size", f"all-reduce by NCCL's cost model: {default}"
+        for text in self.poor:
+            yield "Note", text
         yield "Try first", self.advice
+        if (then := self.sizes.get(self.recommended, default)) != default:
+            yield "By size", f"all-reduce by NCCL's cost model: {then}"
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
@@ -92,6 +108,9 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
         bound_gbps=plan.bound_gbps,
         simulated=plan.simulated,
         sure=_sure(plan, subject),
+        sizes=size_lines(plan),
+        by_size=tuple(size_json(plan)),
+        poor=tuple(size_notes(plan)),
         assumptions=tuple(assumptions(plan)),
         problems=tuple(f"{one.severity.upper()} {one.what}; {one.fix}" for one in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",

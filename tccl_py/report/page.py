@@ -28,6 +28,7 @@ from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.parts import IN_DRY_RUN, ChoiceName, PlanChain, mark
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.size_choices import size_notes, size_table
 from tccl_py.plan.words import (
     CHOICE_WORDS,
     assumptions,
@@ -121,6 +122,8 @@ def report_html(contents: Contents) -> str:
             rates=rate_bars(plan, verified.achieved if verified else {}),
             searched=settings_bars(plan),
             ratios=[ratio_map(seen, arm) for arm in seen.summaries] if seen else [],
+            sizes=list(size_table(plan)),
+            size_notes=size_notes(plan),
             charts=list(size_charts(contents.sizes)),
             entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
             entry_columns=ENTRY_COLUMNS,

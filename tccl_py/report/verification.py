@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import counted
+from tccl_py.errors import counted, size_text
 from tccl_py.files import picked
 from tccl_py.plan.parts import ChoiceName, mark
 from tccl_py.plan.words import CHOICE_WORDS, choice_words
@@ -24,7 +24,7 @@ from tccl_py.verify.record import (
     groups_text,
     sizes_text,
 )
-from tccl_py.verify.spec import is_large, size_text
+from tccl_py.verify.spec import is_large
 
 _SHOWN_WRONG = 5
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, require
+from tccl_py.errors import InputError, MeasurementError, require, size_text
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift import (
@@ -47,7 +47,7 @@ from tccl_py.verify.jobs import Arm, Launcher, Outcome
 from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
 from tccl_py.verify.plans import launcher_of
 from tccl_py.verify.record import Row, Verification
-from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, rows_of, size_text
+from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, rows_of
 from tccl_py.verify.target import Target, read_target
 from tccl_py.verify.verify import rings_of_jobs, row_seconds
 

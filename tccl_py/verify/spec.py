@@ -214,18 +214,6 @@ def groups_of(world: int) -> tuple[Groups, ...]:
     )
 
 
-def size_text(size: int) -> str:
-    """Return a number of bytes with its largest whole unit.
-
-    >>> size_text(4096), size_text(1 << 30), size_text(1000)
-    ('4 KiB', '1 GiB', '1000 B')
-    """
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
 def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
     """Parse a list of sizes in powers of 1024, in ascending order.
 
