@@ -27,6 +27,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
+from tccl_py.cli.plan import HOST_SETS
 from tccl_py.errors import InputError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet
@@ -234,7 +235,7 @@ def main() -> int:
         prog="scripts/plan-cost", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("machines", nargs="*", metavar="MACHINE", default=MACHINES)
-    parser.add_argument("--sets", type=int, default=DEFAULT_BUDGET.sets, help="as --max-sets")
+    parser.add_argument("--sets", type=int, default=HOST_SETS, help="as --max-sets")
     parser.add_argument("--spread", type=float, default=0.01, help="of flows that should be equal")
     parser.add_argument("--noise", type=float, default=0.01, help="of samples")
     parser.add_argument("--equal", action="store_true", help="GPUs are equal: symmetry is used")

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.errors import InputError
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
@@ -531,3 +532,16 @@ def test_sets_without_a_planned_graph_file_are_told_how_to_plan_one(tmp_path):
     forced = tccl("env", place, "--gpus", "0,1", "--choice", "graph")
     assert forced.exit_code == 1
     assert "`tccl plan -o DIR --gpus 0,1`" in forced.stderr
+
+
+def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypatch):
+    budgets = []
+
+    def subject_of(request, *_):
+        budgets.append(request.budget.sets)
+        raise InputError("machine", "is not there", "none")
+
+    monkeypatch.setattr("tccl_py.cli.plan.subject_of", subject_of)
+    for options in ((), ("--simulate", SMALL), ("--backend", "host"), ("--max-sets", "7")):
+        assert tccl("plan", tmp_path, *options).exit_code == 2
+    assert budgets == [1000, 2000, 40, 7]

@@ -27,7 +27,7 @@ from tccl_py.readers.live import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 
 _DESCRIBED = "give `machine` for a verdict by NCCL's rules"
-MOST_FILES = 16
+MOST_FILES = 8
 """Of more graph files one for each number of GPUs is loaded."""
 
 
