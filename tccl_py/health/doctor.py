@@ -62,7 +62,7 @@ _OTHERS = {
     "NCCL_NET_PLUGIN": "if NCCL takes its network, later communicators get default NCCL",
     "NCCL_TUNER_PLUGIN": "its tuner decides on algorithms and channels, whatever the plan has",
 }
-_AGAIN = "tccl install DIR, after planning again with --force where the plan's machine has changed"
+_AGAIN = "tccl install DIR, after `tccl plan --force` where the machine or tccl-py has changed"
 _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 
 
