@@ -232,7 +232,8 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
             what = "is nested too deep"
         elif not text.strip():
             what = "is empty"
-        raise InputError(where, what, "give a file this program wrote") from error
+        later = ", or update this program: later ones write more" if "unknown field" in what else ""
+        raise InputError(where, what, f"give a file this program wrote{later}") from error
 
 
 def check_types(value: msgspec.Struct, *, where: str) -> None:

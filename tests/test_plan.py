@@ -357,7 +357,11 @@ TAMPERED = {
         "(format version 1); this program reads version 2",
     ),
     "a version of words": (changed, (("format_version",), "one"), "Expected `int`, got `str`"),
-    "an unknown field": (changed, (("colour",), "red"), "unknown field `colour`"),
+    "a field of a later program": (
+        changed,
+        (("colour",), "red"),
+        "`colour`); give a file this program wrote, or update",
+    ),
     "no rings": (changed, (CHAINS, []), "has 0 rings for 1 channels"),
     "a ring without hops": (
         changed,
