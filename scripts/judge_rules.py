@@ -108,7 +108,7 @@ def main() -> None:
             machines = {(code.version, seed): pcie_machine(seed) for seed in seeds}
             compare({key: (code.answer(text), text) for key, text in machines.items()})
     elif options.kind.endswith("sizes"):
-        names = [f"{kind} {seed}" for kind in ("pcie", "any") for seed in seeds]
+        names = [f"{kind} {seed}" for kind in ("pcie", "any", "power") for seed in seeds]
         codes = map(TuningCode, options.paths)
         found = {code.version: compare_choices(code, names) for code in codes}
         if options.kind == "record-sizes":

@@ -165,11 +165,12 @@ def _address(value) -> ctypes.c_void_p:
 
 
 def named_machine(name: str) -> str:
-    """Return a random machine by name: `pcie 3`, or `any 3`, which may have NVLink."""
+    """Return a random machine: `pcie 3`, `any 3`, which may have NVLink, or `power 3`."""
     kind, seed = name.split()
     if kind == "pcie":
         return pcie_machine(int(seed))
-    return random_machine(random.Random(int(seed)), nics=False)[0]
+    text = random_machine(random.Random(int(seed)), nics=False)[0]
+    return re.sub(' arch="[^"]*"', ' arch="ppc64"', text) if kind == "power" else text
 
 
 def model_of(topology: str, version: str) -> CostModel:

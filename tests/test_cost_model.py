@@ -69,5 +69,12 @@ def test_a_message_gets_no_more_channels_than_its_cells():
         assert [found.choice("all_reduce", size).channels for size in sizes] == channels
 
 
+def test_on_power_broadcasts_take_the_slower_steps_of_trees_too():
+    """Asked of the library."""
+    found = model_of(named_machine("power 21"), "2.28.9").choice("broadcast", MIB)
+    assert (found.algorithm, found.protocol) == ("ring", "ll")
+    assert found.estimated_us == pytest.approx(84.505, abs=1e-3)
+
+
 def test_older_releases_have_no_model_here():
     assert not version_facts("2.27.7").has_cost_model

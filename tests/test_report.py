@@ -183,6 +183,7 @@ def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(n
     assert f"{plan.stock.rate_gbps:.2f} GB/s" in words
     assert f"{plan.limit_gbps:.2f}" in words
     assert limit_text(plan) in words
+    assert "NCCL's choices by message size" in words
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         assert str(hop.flow) in words
     assert "fails at its creation with" in words

@@ -168,19 +168,20 @@ class CostModel:
         return single(bus * 0.85) if self.tree.pattern == "tree" else bus
 
     def _latency_us(self, collective: str, algorithm: Algorithm, protocol: Protocol) -> float:
-        graph, number = getattr(self, algorithm), PROTOCOLS.index(protocol)
-        over_nvlink = graph.type_intra == PathType.NVL
-        each = single(_STEP_US[algorithm, over_nvlink][number])
+        graph, like = getattr(self, algorithm), algorithm
         steps = float(self._steps(collective))
         if algorithm == "tree":
-            if (self.power and self.rules.power_trees_as_rings, over_nvlink) == (True, False):
-                each = single(_STEP_US["ring", False][number]) if protocol == "simple" else each
             steps = 2.0 * (self.ranks - 1)
         elif collective in ("broadcast", "reduce"):
             if graph.same_channels:
                 steps = 1.0
             elif protocol == "simple":
-                each = single(_STEP_US["tree", over_nvlink][number])
+                like = "tree"
+        over_nvlink = graph.type_intra == PathType.NVL
+        if self.power and self.rules.power_trees_as_rings and protocol == "simple":
+            like = like if over_nvlink else "ring"
+        number = PROTOCOLS.index(protocol)
+        each = single(_STEP_US[like, over_nvlink][number])
         return single(single(_BASE_US[algorithm][number]) + single(steps * each))
 
     def _steps(self, collective: str) -> int:
