@@ -544,4 +544,4 @@ def test_this_machine_is_planned_with_fewer_sets_than_a_model(tmp_path, monkeypa
     monkeypatch.setattr("tccl_py.cli.plan.subject_of", subject_of)
     for options in ((), ("--simulate", SMALL), ("--backend", "host"), ("--max-sets", "7")):
         assert tccl("plan", tmp_path, *options).exit_code == 2
-    assert budgets == [1000, 2000, 40, 7]
+    assert budgets == [1250, 2000, 40, 7]

@@ -27,7 +27,7 @@ from tccl_py.plan.parts import per_channel
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import make_plan, subsets
 from tccl_py.plan.writing import nccl_files
-from tccl_py.search.problem import SearchProblem
+from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
@@ -163,6 +163,13 @@ def test_smaller_sets_have_rings_where_graph_files_are_recommended(name, pinned,
     assert [one.gpus for one in plan.subsets] == groups * (recommended == "variables")
     assert not any(one.rings or plan.subset(one.gpus) for one in plan.subsets)
     assert [name for name in nccl_files(plan, ANYWHERE) if name.endswith(".xml")] == ["graph.xml"]
+
+
+def test_smaller_sets_leave_the_sets_that_show_the_machines_limit():
+    plan = plan_of(ASUS, subsets=None, budget=Budget(sets=500, idle_sets=20))
+    assert plan.recommended == "graph"
+    assert plan.cut_short
+    assert plan.limit_gbps is not None
 
 
 @pytest.mark.parametrize("version", VERSIONS)

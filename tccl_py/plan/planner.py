@@ -231,10 +231,11 @@ def _assembled(
         return plan
     changes: dict[str, object] = {}
     try:
-        if subsets is not False:
-            changes["subsets"] = _smaller_sets(task, plan, best, everywhere=subsets is True)
+        # Two sets, which those for smaller sets of GPUs must not use up.
         assumed = plan.assumed
         changes["limit_gbps"] = limit_gbps(source, rings[plan.recommended], assumed=assumed)
+        if subsets is not False:
+            changes["subsets"] = _smaller_sets(task, plan, best, everywhere=subsets is True)
     except KeyboardInterrupt:
         changes["cancelled"] = True
     counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
