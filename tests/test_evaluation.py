@@ -23,7 +23,7 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.verify import plans as module
 from tccl_py.verify.evaluation import Evaluation
 from tccl_py.verify.spec import COLLECTIVES, WrongValue
-from tests.planned import FOUR_GPUS, as_only
+from tests.planned import FOUR_GPUS, as_only, plan_of
 from tests.verified import FakeJobs, by_plan
 
 NAME = "intel-v100"
@@ -33,18 +33,11 @@ def tccl(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("planned") / "plan"
-    options = ("--simulate", NAME, "--max-sets", "120", "--rings", "1")
-    assert tccl("plan", "-o", directory, *options).exit_code == 0
-    return directory
-
-
 @pytest.fixture
-def place(planned, tmp_path):
+def place(tmp_path):
     (tmp_path / "plan").mkdir()
-    write_plan(load_plan(planned), tmp_path / "plan", models=as_only(load_bundled(NAME)))
+    plan = plan_of(NAME)  # with graph files for smaller sets
+    write_plan(plan, tmp_path / "plan", models=as_only(load_bundled(NAME)))
     return tmp_path / "plan"
 
 
