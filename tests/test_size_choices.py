@@ -7,7 +7,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
+from tccl_py.nccl.cost_model import cost_model
+from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.size_choices import SIZES, size_choices, size_json, size_notes, size_table
 from tests.test_reference_plans import PLANS
@@ -29,7 +32,7 @@ def test_rows_are_of_each_collective_and_size_for_default_and_the_recommended_ch
 def test_a_failed_search_is_named_with_its_effect_and_the_remedy():
     plan = plan_of("asus-esc8000a-e13p")
     (note,) = size_notes(plan)
-    assert "0.1" in note
+    assert "0.1 GB/s, tree is never taken, and" in note
     assert "2 channels of ring simple" in note
     assert "NCCL_GRAPH_FILE" in note
     default, graph = (rows for rows in size_choices(plan).values())
@@ -44,6 +47,18 @@ def test_a_search_for_trees_alone_that_fails_leaves_one_ring():
     (note,) = size_notes(plan)
     assert "search for trees fails" in note
     assert "1 of 2 rings is used" in note
+
+
+def test_trees_are_only_called_unused_where_no_size_takes_one(monkeypatch):
+    plan = plan_of("asus-esc8000a-e13p")
+    seen = view(plan.machine, plan.knowledge, plan.stock.settings)
+    tree = search_tree(seen, channels=1)
+    fine = replace(tree, fallback=False, rate_intra=20.0, rate_inter=20.0)
+    half = cost_model(seen, (search_ring(seen), fine))
+    monkeypatch.setattr("tccl_py.plan.size_choices._searched", lambda *_: half)
+    (note,) = size_notes(plan)
+    assert "graph search fails" in note
+    assert "never" not in note
 
 
 def test_nothing_is_said_where_no_model_is_known_or_variables_replace_it():

@@ -123,10 +123,12 @@ def _poor(default: CostModel) -> Iterator[str]:
     failed = "graph search" if default.ring.fallback else "search for trees"
     rings, trees = len(default.ring.orders), len(default.tree.orders)
     cut = f", {trees} of {rings} rings is used" if trees < rings else ""
+    chosen = {default.choice("all_reduce", size).algorithm for size in SIZES}
+    never = "" if "tree" in chosen else ", tree is never taken"
     small = default.choice("all_reduce", _SMALL)
     yield (
-        f"NCCL's {failed} fails and takes its simple order, with a bandwidth of {FALLBACK_GBPS}: "
-        f"tree is never taken{cut}, and {size_text(_SMALL)} of all-reduce take "
+        f"NCCL's {failed} fails and takes its simple order, with a bandwidth of {FALLBACK_GBPS} GB/s"
+        f"{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
         f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}; a graph file "
         "(NCCL_GRAPH_FILE, `tccl env DIR --choice graph`) changes that"
     )
