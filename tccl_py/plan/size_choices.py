@@ -127,8 +127,8 @@ def _poor(default: CostModel) -> Iterator[str]:
     never = "" if "tree" in chosen else ", tree is never taken"
     small = default.choice("all_reduce", _SMALL)
     yield (
-        f"NCCL's {failed} fails and takes its simple order, with a bandwidth of {FALLBACK_GBPS} GB/s"
-        f"{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
+        f"NCCL's {failed} fails and takes its simple order, with a bandwidth of "
+        f"{FALLBACK_GBPS} GB/s{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
         f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}; a graph file "
         "(NCCL_GRAPH_FILE, `tccl env DIR --choice graph`) changes that"
     )
