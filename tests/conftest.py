@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -97,6 +98,8 @@ SLOWEST_FIRST = (
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, tmp_path_factory):
     """No setting of the caller's shell changes what is printed or planned."""
+    # Nor does Ctrl-C end the process, as it does where an imported program set it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.delenv("COLUMNS", raising=False)
     for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
         monkeypatch.delenv(name, raising=False)
