@@ -22,7 +22,7 @@ from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.plugin.index import plugin_environment
 from tccl_py.nccl.settings import (
@@ -372,9 +372,11 @@ def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings
     """The plan of a subset carried over to all subsets that look the same."""
     found = {planned.gpus: planned}
     for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
-        rings = tuple(tuple(int(names[f"G{gpu}"][1:]) for gpu in ring) for ring in planned.rings)
+        rings = tuple(tuple(index_of(names[f"G{gpu}"]) for gpu in ring) for ring in planned.rings)
         places = zip(planned.gpus, planned.nodes, strict=False)
-        nodes = sorted((int(names[f"G{g}"][1:]), int(names[f"C{node}"][1:])) for g, node in places)
+        nodes = sorted(
+            (index_of(names[f"G{g}"]), index_of(names[f"C{node}"])) for g, node in places
+        )
         image = {"gpus": gpus, "rings": rings, "nodes": tuple(node for _, node in nodes)}
         found.setdefault(gpus, msgspec.structs.replace(planned, **image))
     return found

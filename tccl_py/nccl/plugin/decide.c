@@ -40,9 +40,9 @@ static const char *objection(const struct plan *plan, const struct post *own,
 /* Return how many posts precede the first mark of a rank that decides. A rank marks before it reads,
  * so all ranks read these alike, even with an NCCL without a barrier before its question. */
 size_t posts_before_mark(const struct post *posts, size_t size) {
-  size_t count = 0;
-  while ((count + 1) * sizeof *posts <= size && !board_is_mark(&posts[count])) count++;
-  return (count + 1) * sizeof *posts <= size ? count * sizeof *posts : size;
+  size_t count = 0, whole = size / sizeof *posts;
+  while (count < whole && !board_is_mark(&posts[count])) count++;
+  return count < whole ? count * sizeof *posts : size;
 }
 
 /* Decide from nothing but the posts and the plan, which all ranks have alike. */

@@ -265,10 +265,11 @@ static const char *get(const char *name) {
     __atomic_store_n(&rereads, true, __ATOMIC_RELAXED);
     return uncached[0] ? uncached : NULL;
   }
-  const char *answer = chosen_variable(name);
-  /* An NCCL that does not ask what to read anew would keep the answer for all communicators. */
-  if (strcmp(name, "NCCL_ALGO") != 0 && !__atomic_load_n(&rereads, __ATOMIC_RELAXED)) answer = NULL;
-  if (strcmp(name, "NCCL_ALGO") == 0) forget(); /* its last question (graph/tuning.cc) */
+  bool last = strcmp(name, "NCCL_ALGO") == 0; /* of a communicator's questions (graph/tuning.cc) */
+  /* An NCCL that does not ask what to read anew would keep other answers for all communicators. */
+  const char *answer =
+      last || __atomic_load_n(&rereads, __ATOMIC_RELAXED) ? chosen_variable(name) : NULL;
+  if (last) forget();
   if (value) return value;
   /* Unasked, NCCL would take the profiler of this library, as of any network library. */
   if (strcmp(name, "NCCL_PROFILER_PLUGIN") == 0)
