@@ -98,8 +98,10 @@ SLOWEST_FIRST = (
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, tmp_path_factory):
     """No setting of the caller's shell changes what is printed or planned."""
-    # Nor does Ctrl-C end the process, as it does where an imported program set it so.
+    # Nor does a signal end the process where a command that ran in it has set that: `tccl run` gives
+    # the program that replaces it the usual SIGPIPE.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     monkeypatch.delenv("COLUMNS", raising=False)
     for name in ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE"):
         monkeypatch.delenv(name, raising=False)
