@@ -200,14 +200,17 @@ def test_nothing_is_left_5_s_after_a_command_was_ended(planned, slow, words, mem
     words = [str(planned) if one == "PLAN" else one for one in words]
     started = subprocess.Popen(
         console(*words, *(("--target", "1e-4") if words[0] == "measure" else ())),
-        env={**os.environ, MARK: mark, "PYTHONPATH": str(slow)},
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(slow), "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=(slow / "errors").open("wb"),
     )
     until = time.monotonic() + 60
     while len(family(mark)) < members and time.monotonic() < until:
         time.sleep(0.02)
-    assert len(family(mark)) >= members, started.poll()
+    if len(family(mark)) < members:
+        started.send_signal(signal.SIGABRT)  # Python's handler prints where each thread is
+        started.wait(20)
+        pytest.fail(f"it has started too few: {(slow / 'errors').read_text()}")
     time.sleep(0.2)
     started.send_signal(number)
     try:
