@@ -5,7 +5,7 @@ The names below suffice for most programs; each is loaded at first use.
 >>> import tccl_py
 >>> model = tccl_py.load_machine("asus-esc8000a-e13p")
 >>> source = tccl_py.open_source(model)
->>> (measured,) = source.measure([tccl_py.parse_set("G0->G0->G4 G1->G1->G6")])
+>>> (measured,) = source.measure("G0->G0->G4 G1->G1->G6")
 >>> round(measured.total_gbps, 1), measured.simulated
 (2.7, True)
 >>> plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus=[0, 1, 2, 3])
@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from tccl_py.errors import TcclError as TcclError
     from tccl_py.explanation.explain import explain as explain
     from tccl_py.model.cluster import Cluster as Cluster
+    from tccl_py.model.measurement import BandwidthSource as BandwidthSource
+    from tccl_py.model.measurement import Measurement as Measurement
     from tccl_py.model.reports import HostReport as HostReport
     from tccl_py.model.reports import cluster_of as cluster_of
+    from tccl_py.model.transfer import Flow as Flow
+    from tccl_py.model.transfer import TransferSet as TransferSet
     from tccl_py.model.transfer import parse_flow as parse_flow
     from tccl_py.model.transfer import parse_set as parse_set
     from tccl_py.plan.cluster_planner import make_cluster_plan as make_cluster_plan
@@ -56,8 +60,9 @@ _NAMES = {
     "errors": "InputError TcclError",
     "explanation.explain": "explain",
     "model.cluster": "Cluster",
+    "model.measurement": "BandwidthSource Measurement",
     "model.reports": "HostReport cluster_of",
-    "model.transfer": "parse_flow parse_set",
+    "model.transfer": "Flow TransferSet parse_flow parse_set",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
     "plan.planner": "make_plan",

@@ -98,8 +98,8 @@ SLOWEST_FIRST = (
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, tmp_path_factory):
     """No setting of the caller's shell changes what is printed or planned."""
-    # Nor does a signal end the process where a command that ran in it has set that: `tccl run` gives
-    # the program that replaces it the usual SIGPIPE.
+    # Nor does a signal end the process where a command that ran in it has set that: `tccl run`
+    # gives the program that replaces it the usual SIGPIPE.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -73,13 +73,18 @@ def test_a_difference_names_what_changed_alone(tmp_path):
         plan.write(tmp_path / "plan")
 
 
-def test_texts_are_taken_where_the_command_line_takes_them():
-    source = tccl_py.open_source(SMALL)
-    (one,), (two,) = source.measure("0:1"), source.measure([tccl_py.parse_set("G0->G0->G1")])
-    assert one == two
-    assert len(source.measure(["0:1", "1:0+0:1"])) == 2
-    with pytest.raises(InputError):
-        source.measure("0-1")
+@pytest.mark.parametrize(
+    "opened", [tccl_py.open_source, lambda name: tccl_py.Simulator(load_bundled(name))]
+)
+def test_a_source_takes_sets_flows_and_texts_one_or_several(opened):
+    source = opened(SMALL)
+    forms = ("0:1", tccl_py.parse_flow("0:1"), tccl_py.parse_set("0:1"))
+    alone = [answer for form in forms for answer in source.measure(form)]
+    assert list(source.measure([forms[0]])) == alone[:1] == alone[1:2] == alone[2:]
+    assert len(source.measure(iter([forms[1], "1:0+0:1"]))) == 2
+    for wrong in ("0-1", [0], None, 3, [["0:1"]]):
+        with pytest.raises(InputError):
+            source.measure(wrong)
 
 
 @pytest.mark.parametrize("form", [str, Path])

@@ -31,7 +31,7 @@ from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
-from tccl_py.model.transfer import Flow, TransferSet, transfer_set
+from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets, transfer_set
 
 _TRIALS = (0.5, 4.0, 20.0)
 """Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""
@@ -107,10 +107,13 @@ class Profiler:
         self.notices = [] if notices is None else notices
         self.sets_run = 0
 
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Measure each set; raises BudgetSpentError where one would end after the deadline."""
+    def measure(self, sets: Sets) -> Sequence[Measurement]:
+        """Measure each set (or flow, or text).
+
+        Raises BudgetSpentError: one would end after the deadline.
+        """
         results = []
-        for transfers in sets:
+        for transfers in listed_sets(sets):
             results.append(self._retried(transfers, self._measured))
             self._watch_drift(results[-1])
         return results

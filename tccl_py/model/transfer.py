@@ -212,6 +212,10 @@ class TransferSet(TextValue):
         return len(self.flows)
 
 
+Sets = str | Flow | TransferSet | Iterable[str | Flow | TransferSet]
+"""What a source measures: sets, flows or texts of sets, one or several."""
+
+
 def transfer_set(flows: Iterable[Flow]) -> TransferSet:
     """Return the set of these flows, in canonical order."""
     return TransferSet(tuple(sorted(flows, key=str)))
@@ -297,6 +301,26 @@ def parse_set(text: str) -> TransferSet:
     parts = flow_texts(text)
     require(parts, "transfer set", "is empty", "name at least one flow, as G0->G0->G1")
     return transfer_set(map(parse_flow, parts))
+
+
+def listed_sets(sets: Sets) -> list[TransferSet]:
+    """Return sets that are given as sets, flows or texts, one or several.
+
+    >>> listed_sets("0:1") == listed_sets([parse_flow("0:1")]) == [parse_set("0:1")]
+    True
+
+    Raises InputError: of another type, or as `parse_set`.
+    """
+    listed = [sets] if isinstance(sets, (str, Flow, TransferSet)) else sets
+    check_type(listed, "sets", Iterable)
+    return [_as_set(one) for one in listed]
+
+
+def _as_set(given: str | Flow | TransferSet) -> TransferSet:
+    if isinstance(given, TransferSet):
+        return given
+    check_type(given, "sets", str, Flow, TransferSet)
+    return parse_set(given) if isinstance(given, str) else transfer_set([given])
 
 
 def flow_texts(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tccl_py.errors import MeasurementError, check_type, require
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import Flow, TransferSet
+from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets
 from tccl_py.simulator.model import (
     Capacity,
     Figures,
@@ -326,10 +326,10 @@ class Simulator:
         """Continue an earlier run, in which each set was measured `times(set)` times."""
         self._before = times
 
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given; errors as `Engine.rates`."""
+    def measure(self, sets: Sets) -> Sequence[Measurement]:
+        """Answer each set (or flow, or text), in the order given; errors as `Engine.rates`."""
         answers = []
-        for transfers in sets:
+        for transfers in listed_sets(sets):
             rates = self._engine.rates(transfers)
             measurement = Measurement(
                 transfers=transfers,

@@ -23,7 +23,7 @@ from tccl_py.errors import (
 )
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader, Measurement
-from tccl_py.model.transfer import TransferSet, parse_set
+from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
@@ -204,20 +204,6 @@ class OpenedSource(RememberingSource):
         failures = list(dict.fromkeys(self._failures))[:_SHOWN]
         notices += [f"left out, as it cannot be measured: {text}" for text in failures]
         return tuple(dict.fromkeys(notices))
-
-    def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
-        """Measure each set; a set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`.
-
-        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError: a
-        host is gone, or sets that were measured cannot be any more.
-        """
-        listed = [sets] if isinstance(sets, str) else sets
-        return super().measure(
-            [
-                parse_set(transfers) if isinstance(transfers, str) else transfers
-                for transfers in listed
-            ]
-        )
 
     def keep_in(
         self, path: Path | str, *, replace: bool = False, optional: bool = False

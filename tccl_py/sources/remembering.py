@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tccl_py.errors import BudgetSpentError, MeasurementError, require
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.transfer import Sets, TransferSet, listed_sets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,14 +105,16 @@ class RememberingSource:
         """Return how often a set was measured."""
         return len(self._before.get(key, ())) + len(self._new.get(key, ()))
 
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+    def measure(self, sets: Sets) -> Sequence[Measurement]:
         """Answer each set from memory or, once, by the source.
 
-        A set that is listed twice in one call gets two measurements. Raises MeasurementError: the
-        source fails, or the flows of a set did not run together. BudgetSpentError: see `limited`.
+        A set may be a flow, or text as `0:4` or `G0->G0->G4 G4->G4->G0`. A set that is listed twice
+        in one call gets two measurements. Raises MeasurementError: the source fails, or the flows
+        of a set did not run together. BudgetSpentError: see `limited`. SourceLostError: a host is
+        gone, or sets that were measured cannot be any more.
         """
         counts, requests = Counter[TransferSet](), []
-        for key in sets:
+        for key in listed_sets(sets):
             requests.append((key, counts[key]))
             counts[key] += 1
         # What a journal answers counts as well: a resumed run goes the same way.
