@@ -28,7 +28,7 @@ from tccl_py.files import encode_json
 from tccl_py.nccl.asked import PROGRAM, rank_environment
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
-    JobSpec,
+    CommunicatorsSpec,
     Question,
     RankResult,
     parse_log,
@@ -192,7 +192,7 @@ def _logs(
     """Return NCCL's version, and each question's logs by rank."""
     task = Task(
         program=PROGRAM,
-        spec=encode_json(JobSpec(gpus=GPUS, questions=tuple(questions))),
+        spec=encode_json(CommunicatorsSpec(gpus=GPUS, questions=tuple(questions))),
         ranks=GPUS,
         environment=rank_environment(variables, connect=connect),
         timeout=START_S + EACH_S * len(questions),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.channel_search import Graph
+from tccl_py.nccl.channel_search import SearchGraph
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings, settings_from_environment
 from tccl_py.nccl.transport import final_channels
@@ -73,7 +73,7 @@ def ours(case: Case) -> dict[str, Any]:
     return {"order of GPUs": gpus, "path types": types, **graphs, "final channels": channels}
 
 
-def _outside(graph: Graph) -> dict[str, Any]:
+def _outside(graph: SearchGraph) -> dict[str, Any]:
     return {
         "rate outside": round(graph.rate_inter, 3),
         "type outside": graph.type_inter.name,

@@ -20,7 +20,7 @@ import msgspec
 
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.channel_search import Graph
+from tccl_py.nccl.channel_search import SearchGraph
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
@@ -87,7 +87,7 @@ def expected(topology: str, version: str, *, ordered_by: str = "") -> Answer:
     )
 
 
-def _text(graph: Graph) -> str:
+def _text(graph: SearchGraph) -> str:
     return graph_text(round(graph.rate_intra, 3), graph.type_intra.name, graph.orders)
 
 

@@ -24,7 +24,7 @@ from tccl_py.nccl import asked as installed_rings
 from tccl_py.nccl.asked import InstalledRings, NcclAnswer, RefusedError, ask_each, ask_nccl, judged
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
-    JobSpec,
+    CommunicatorsSpec,
     Question,
     RankResult,
     same_rings,
@@ -80,7 +80,7 @@ def ranks_of_2_28_9(monkeypatch, graphs=()):
         return tuple(map(output, tasks))
 
     def output(task):
-        spec = decode_json(task.spec, JobSpec, where="the ranks' task")
+        spec = decode_json(task.spec, CommunicatorsSpec, where="the ranks' task")
         logs = [{} for _ in spec.gpus]
         for number, question in enumerate(spec.questions):
             text = next((t for t in (question.graph, *graphs) if t and 'id="0"' in t), "")

@@ -18,7 +18,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.communicators import (
     CommunicatorLog,
-    JobSpec,
+    CommunicatorsSpec,
     Question,
     RankResult,
     parse_log,
@@ -112,11 +112,11 @@ def ask_each(
 def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str, str]:
     """Return the environment of the ranks: the caller's without its NCCL settings."""
     host = (n for n in os.environ if n in HOST_VARIABLES or not n.startswith("NCCL_"))
-    found = {name: os.environ[name] for name in host}
+    inherited = {name: os.environ[name] for name in host}
     # /etc/nccl.conf holds for every job; a user's own file does not.
-    found["NCCL_CONF_FILE"] = "/dev/null"
-    found |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": _LOGGED}
-    return {**found, **({"NCCL_RUNTIME_CONNECT": "0"} if connect else {}), **variables}
+    inherited["NCCL_CONF_FILE"] = "/dev/null"
+    inherited |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": _LOGGED}
+    return {**inherited, **({"NCCL_RUNTIME_CONNECT": "0"} if connect else {}), **variables}
 
 
 def ask_together(
@@ -127,7 +127,7 @@ def ask_together(
     Raises MeasurementError: NCCL cannot be asked, or not by so many processes.
     """
     question = Question(gpus=tuple(gpus))
-    jobs = [_job(rank_environment(one, connect=True), [question]) for one in variables]
+    jobs = [_job(rank_environment(settings, connect=True), [question]) for settings in variables]
     # Jobs share the host's cores, and the longest timeout holds for all of them.
     longer = msgspec.structs.replace(jobs[0], timeout=TIMEOUT_S + _EACH_S * (len(jobs) - 1))
     outputs = run_tasks([longer, *jobs[1:]])
@@ -147,7 +147,7 @@ def _job(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
     gpus = _gpus_of(questions)
     return Task(
         program=PROGRAM,
-        spec=encode_json(JobSpec(gpus=gpus, questions=tuple(questions))),
+        spec=encode_json(CommunicatorsSpec(gpus=gpus, questions=tuple(questions))),
         ranks=tuple(range(len(gpus))),
         environment=dict(environment),
         timeout=TIMEOUT_S + _EACH_S * (len(questions) - 1),
@@ -199,13 +199,12 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
 
 
 def _failure(error: RanksError) -> str:
-    said = error.said
-    numbered = _NUMBERED.match(said)
-    words = (numbered["words"] or "") if numbered is not None else said.removeprefix("error: ")
+    numbered = _NUMBERED.match(error.said)
+    words = (numbered["words"] or "") if numbered else error.said.removeprefix("error: ")
     if words and error.what.endswith("code 1"):
         return words
-    named = f"rank {', '.join(map(str, error.ranks))} of NCCL {error.what}"
-    return f"{named}: {words}" if words else named
+    failure = f"rank {', '.join(map(str, error.ranks))} of NCCL {error.what}"
+    return f"{failure}: {words}" if words else failure
 
 
 # Verdicts on graph files.
@@ -215,28 +214,28 @@ def judged(variables: Mapping[str, str], gpus: Sequence[int], text: str, *, wher
     Raises MeasurementError: NCCL cannot be asked.
     """
     try:
-        found = ask_nccl(variables, gpus, graph=text)
+        answer = ask_nccl(variables, gpus, graph=text)
     except RefusedError as error:
         return Verdict(verdict="crash" if error.crash else "rejected", reason=error.how)
-    return verdict_on(found, text, where=where)
+    return verdict_on(answer, text, where=where)
 
 
-def verdict_on(found: NcclAnswer, text: str, *, where: str) -> Verdict:
+def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
     """Return the verdict on a graph file with which NCCL started; rings are rank orders."""
-    rings = tuple(tuple(found.gpus.index(gpu) for gpu in ring) for ring in found.rings)
-    name, final = f"NCCL {found.version}", len(found.rings)
+    rings = tuple(tuple(answer.gpus.index(gpu) for gpu in ring) for ring in answer.rings)
+    name, final = f"NCCL {answer.version}", len(answer.rings)
 
     def verdict(kind: VerdictKind, reason: str) -> Verdict:
         return Verdict(verdict=kind, reason=reason, rings=rings)
 
-    file = parse_graph_file(text, where=where, version=found.version).get(RING)
+    file = parse_graph_file(text, where=where, version=answer.version).get(RING)
     if file is None or file.nchannels < 1:
         return verdict("ignored", f"the file has no channels of graph {RING}: {name} searches")
-    count, orders, loaded = file.nchannels, file.orders, found.graph
-    same = (loaded.nchannels, loaded.orders, len(orders)) == (count, orders, count)
-    if not same or abs(loaded.speedintra - file.speedintra) > _SPEED * file.speedintra:
+    count, orders, loaded = file.nchannels, file.orders, answer.graph
+    loaded_as_written = (loaded.nchannels, loaded.orders, len(orders)) == (count, orders, count)
+    if not loaded_as_written or abs(loaded.speedintra - file.speedintra) > _SPEED * file.speedintra:
         return verdict("ignored", f"{name} took other rings than the file's: it searched")
-    as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(found.rings))
+    as_written = all(same_rings(r, orders[n % count]) for n, r in enumerate(answer.rings))
     if not as_written or final < count:
         reason = f"{name} loads the file's {counted(count, 'channel')}, and runs {final} other ones"
         return verdict("clipped", reason)
@@ -256,22 +255,22 @@ class InstalledRings:
         self.notices: list[str] = []
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self.able = True
-        self._known: dict[Settings, DefaultChoice] = {}
+        self._choices: dict[Settings, DefaultChoice] = {}
         self._answered: dict[Settings, NcclAnswer] = {}
 
     def __call__(self, choices: Sequence[Settings]) -> list[DefaultChoice]:
         """Return default NCCL's choice under each of several settings of transports."""
-        self._ask_together([one for one in dict.fromkeys(choices) if one not in self._known])
+        self._ask_together([key for key in dict.fromkeys(choices) if key not in self._choices])
         return [self._choice(settings) for settings in choices]
 
     def _choice(self, settings: Settings) -> DefaultChoice:
-        if settings not in self._known:
-            seen = view(self._machine, self._knowledge, settings, gpus=self._gpus)
-            chosen = default_choice(seen)
-            if self.able and (found := self._answer(settings)):
-                chosen = self._corrected(chosen, found, seen)
-            self._known[settings] = chosen
-        return self._known[settings]
+        if settings not in self._choices:
+            topo = view(self._machine, self._knowledge, settings, gpus=self._gpus)
+            chosen = default_choice(topo)
+            if self.able and (answer := self._answer(settings)):
+                chosen = self._corrected(chosen, answer, topo)
+            self._choices[settings] = chosen
+        return self._choices[settings]
 
     def _ask_together(self, choices: Sequence[Settings]) -> None:
         """Ask NCCL at the same time under several settings; those that fail are asked later."""
@@ -281,7 +280,7 @@ class InstalledRings:
             if len(part) < 2 or not self.able:
                 return
             try:
-                answers = ask_together([environment(one) for one in part], self._gpus)
+                answers = ask_together([environment(settings) for settings in part], self._gpus)
             except MeasurementError:
                 return
             self._answered.update(zip(part, answers, strict=True))
@@ -296,33 +295,33 @@ class InstalledRings:
 
     def _answer(self, settings: Settings) -> NcclAnswer | None:
         try:
-            found = self._answered.get(settings)
-            found = found or ask_nccl(environment(settings), self._gpus)
+            answer = self._answered.get(settings)
+            answer = answer or ask_nccl(environment(settings), self._gpus)
         except MeasurementError as error:
             self.unable(str(error))
             return None
         # The first two numbers decide NCCL's behaviour.
-        if found.version.split(".")[:2] != settings.version.split(".")[:2]:
-            self.unable(f"it is {found.version}, and the plan is for {settings.version}")
+        if answer.version.split(".")[:2] != settings.version.split(".")[:2]:
+            self.unable(f"it is {answer.version}, and the plan is for {settings.version}")
             return None
-        return found
+        return answer
 
     def _corrected(
-        self, emulated: DefaultChoice, found: NcclAnswer, seen: NcclView
+        self, emulated: DefaultChoice, answer: NcclAnswer, topo: NcclView
     ) -> DefaultChoice:
-        named = environment_text(seen.settings) or "its defaults"
-        under = f"NCCL {found.version} with {named}"
-        self._compare_transports(found, seen, under)
+        named = environment_text(topo.settings) or "its defaults"
+        under = f"NCCL {answer.version} with {named}"
+        self._compare_transports(answer, topo, under)
         # Final channels are the searched channels twice, and no more than the tree has.
-        rings = found.rings[: max(1, len(found.rings) // 2)]
+        rings = answer.rings[: max(1, len(answer.rings) // 2)]
         expected = emulated.rings[: max(1, emulated.channels // 2)]
         if (
             len(rings) == len(expected)
             and all(map(same_rings, rings, expected))
-            and (len(found.rings), found.fallback) == (emulated.channels, emulated.fallback)
+            and (len(answer.rings), answer.fallback) == (emulated.channels, emulated.fallback)
         ):
             return emulated
-        runs = ring_words(found.rings, fallback=found.fallback)
+        runs = ring_words(answer.rings, fallback=answer.fallback)
         rules = ring_words(expected, fallback=emulated.fallback, channels=emulated.channels)
         self.notices.append(
             f"{under} runs {runs}, and its rules as tccl has them give {rules}: the plan takes "
@@ -331,17 +330,17 @@ class InstalledRings:
         return msgspec.structs.replace(
             emulated,
             rings=rings,
-            bw_intra=found.graph.speedintra,
-            type_intra=found.graph.typeintra,
-            channels=len(found.rings),
-            fallback=found.fallback,
+            bw_intra=answer.graph.speedintra,
+            type_intra=answer.graph.typeintra,
+            channels=len(answer.rings),
+            fallback=answer.fallback,
         )
 
-    def _compare_transports(self, found: NcclAnswer, seen: NcclView, under: str) -> None:
+    def _compare_transports(self, answer: NcclAnswer, topo: NcclView, under: str) -> None:
         different = [
             f"GPU {hop[0]} -> {hop[1]} by {via}, not {expected}"
-            for hop, via in found.via.items()
-            if transport_of(via) != (expected := TRANSPORTS[pair_mechanism(seen, *hop)])
+            for hop, via in answer.via.items()
+            if transport_of(via) != (expected := TRANSPORTS[pair_mechanism(topo, *hop)])
         ]
         if different:
             count = len(different)
@@ -356,7 +355,7 @@ def ring_words(
     """Return final channels (None: as many as rings) and distinct rings as text."""
     distinct: list[tuple[int, ...]] = []
     for ring in rings:
-        if not any(same_rings(ring, known) for known in distinct):
+        if not any(same_rings(ring, earlier) for earlier in distinct):
             distinct.append(ring)
     shown = ", ".join(" ".join(map(str, ring)) for ring in distinct[:_SHOWN])
     more = ", ..." if len(distinct) > _SHOWN else ""

@@ -20,16 +20,16 @@ import msgspec
 import numpy as np
 
 from tccl_py.model.transfer import index_of
-from tccl_py.nccl.paths import SCALE, NetPorts, Paths, Room, Step
+from tccl_py.nccl.paths import SCALE, NetPorts, Room, Step, TopoPaths
 from tccl_py.nccl.system import PathType, System
 
 Pattern = Literal["ring", "balanced tree", "tree"]
-_Walk = Callable[[int, int, int], None]
+_Subtree = Callable[[int, int, int], None]
 
 _PCI_ORDER_STEPS = 1 << 10
 
 
-class Graph(msgspec.Struct, frozen=True, kw_only=True):
+class SearchGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A graph as NCCL's search requests and returns it: GPUs and NICs (entry, exit) per channel.
 
     Rates are GB/s of a channel; on one node a channel has no NICs. GPUs are places in the system's
@@ -80,7 +80,7 @@ class _Course(NamedTuple):
 class ChannelSearch:
     """The searches over one communicator's machine; with `inter` channels lead between NICs."""
 
-    def __init__(self, system: System, paths: Paths, *, inter: bool) -> None:
+    def __init__(self, system: System, paths: TopoPaths, *, inter: bool) -> None:
         self._system, self._paths, self._inter = system, paths, inter
         self._gpus, self._nets = system.gpus, NetPorts(system, paths)
         self._room = Room(system, paths, self._nets)
@@ -89,40 +89,40 @@ class ChannelSearch:
         self._near = cache(self._uncached_near)
         self._before_port = cache(self._uncached_before_port)
 
-    def run(self, wanted: Graph, best: Graph, steps: int) -> tuple[Graph, int]:
-        """Search for `wanted` in at most `steps` steps.
+    def run(self, request: SearchGraph, best: SearchGraph, steps: int) -> tuple[SearchGraph, int]:
+        """Search for `request` in at most `steps` steps.
 
         Return the better of `best` and the result, and the steps left: -1 if no search can find
         more channels, 0 if the search was cut short.
         """
-        self._wanted, self._best, self._left = wanted, best, steps
-        counts = range(wanted.max_channels + 1)
-        self._totals = [total_gbps(wanted.rate_intra, count) for count in counts]
+        self._request, self._best, self._steps_left = request, best, steps
+        counts = range(request.max_channels + 1)
+        self._totals = [total_gbps(request.rate_intra, count) for count in counts]
         self._best_total = total_gbps(best.rate_intra, len(best.orders))
         self._ways()
-        self._orders = [[0] * self._count for _ in range(wanted.max_channels)]
-        self._ends = [["", ""] for _ in range(wanted.max_channels)]
-        self._known: dict[tuple[object, ...], int] = {}
-        self._closed = wanted.pattern == "ring" and not self._inter
+        self._orders = [[0] * self._count for _ in range(request.max_channels)]
+        self._ends = [["", ""] for _ in range(request.max_channels)]
+        self._steps_of: dict[tuple[object, ...], int] = {}
+        self._closed = request.pattern == "ring" and not self._inter
         depth = sys.getrecursionlimit()
-        sys.setrecursionlimit(depth + 4 * wanted.max_channels * (self._count + 4))
+        sys.setrecursionlimit(depth + 4 * request.max_channels * (self._count + 4))
         try:
             with suppress(_OutOfStepsError):
-                self._channel(self._room.whole, 0, wanted.hops)
+                self._channel(self._room.whole, 0, request.hops)
         finally:
             sys.setrecursionlimit(depth)
-        return self._best, self._left
+        return self._best, self._steps_left
 
     # Paths
 
     def _ways(self) -> None:
         """Find the usable paths: GPU to GPU, port to GPU and GPU to port."""
-        wanted, gpus = self._wanted, self._gpus
-        half = 2 if wanted.pattern == "balanced tree" else 1
+        request, gpus = self._request, self._gpus
+        half = 2 if request.pattern == "balanced tree" else 1
         nets = self._system.nets if self._inter else ()
-        inside, outside = (min(t, PathType.NET) for t in (wanted.type_intra, wanted.type_inter))
-        rate, leaving = wanted.rate_inter, wanted.rate_inter / half
-        self._onward = [[self._way(a, b, inside, wanted.rate_intra) for b in gpus] for a in gpus]
+        inside, outside = (min(t, PathType.NET) for t in (request.type_intra, request.type_inter))
+        rate, leaving = request.rate_inter, request.rate_inter / half
+        self._onward = [[self._way(a, b, inside, request.rate_intra) for b in gpus] for a in gpus]
         self._inward = {net: [self._way(net, g, outside, rate) for g in gpus] for net in nets}
         self._outward = [{net: self._way(g, net, outside, leaving) for net in nets} for g in gpus]
 
@@ -130,7 +130,7 @@ class ChannelSearch:
         path, back = self._paths[source, target], self._paths[target, source]
         if path.type > limit:
             return None
-        if self._wanted.pattern != "ring" and back.type > limit:
+        if self._request.pattern != "ring" and back.type > limit:
             return None
         return self._room.use(source, target, rate)
 
@@ -142,50 +142,50 @@ class ChannelSearch:
         if not self._inter:
             before = self._orders[channel - 1] if channel else range(self._count)
             self._visit(state, before[0], 1 << before[0], _Course(channel, -1, before), hops)
-        if channel and not self._wanted.same_channels:
+        if channel and not self._request.same_channels:
             self._once(anywhere, state, channel, hops)
         elif self._inter or channel == 0:
             anywhere(state, channel, hops)
 
-    def _once(self, walk: _Walk, state: int, channel: int, hops: int) -> None:
+    def _once(self, walk: _Subtree, state: int, channel: int, hops: int) -> None:
         """Walk a subtree, or count the steps of a known subtree: again it has nothing better."""
-        ends = self._ends[channel - 1] if self._wanted.cross_nic == 2 else ()
-        key, left = (state, channel, hops, *ends), self._left
-        if key not in self._known:
+        ends = self._ends[channel - 1] if self._request.cross_nic == 2 else ()
+        key, steps = (state, channel, hops, *ends), self._steps_left
+        if key not in self._steps_of:
             walk(state, channel, hops)
-            self._known[key] = left - self._left
-        elif self._known[key] > left:
-            self._left = min(left, 0)
+            self._steps_of[key] = steps - self._steps_left
+        elif self._steps_of[key] > steps:
+            self._steps_left = min(steps, 0)
             raise _OutOfStepsError
         else:
-            self._left -= self._known[key]
+            self._steps_left -= self._steps_of[key]
 
     def _from_gpus(self, state: int, channel: int, hops: int) -> None:
         for gpu in range(self._count):
             self._visit(state, gpu, 1 << gpu, _Course(channel, -1), hops)
 
     def _from_ports(self, state: int, channel: int, hops: int) -> None:
-        wanted, nets = self._wanted, self._nets
-        leave = self._count - 1 if wanted.pattern == "ring" else 0
-        taken = int(wanted.rate_inter) * SCALE
-        ports = nets.selected(wanted.type_inter, None)
-        crossed = wanted.pattern == "ring" and wanted.cross_nic == 2 and channel % 2 == 1
+        request, nets = self._request, self._nets
+        leave = self._count - 1 if request.pattern == "ring" else 0
+        units = int(request.rate_inter) * SCALE
+        ports = nets.selected(request.type_inter, None)
+        crossed = request.pattern == "ring" and request.cross_nic == 2 and channel % 2 == 1
         for step in range(len(ports)):
             port = ports[(channel + step) % len(ports)]
-            left = state - self._room.port_units[port] * taken
-            full = left & self._guards != self._guards
+            free = state - self._room.port_units[port] * units
+            full = free & self._guards != self._guards
             if full or (crossed and port != self._ends[channel - 1][1]):
                 continue
             self._ends[channel] = [port, ""]
             course = _Course(channel, leave, port=port)
             if channel == 0:
-                self._first_from_port(left, course, hops)
-            elif wanted.same_channels:
+                self._first_from_port(free, course, hops)
+            elif request.same_channels:
                 before = self._orders[channel - 1]
-                self._enter(left, before[0], course._replace(forced=before), hops)
+                self._enter(free, before[0], course._replace(forced=before), hops)
             else:
                 for gpu in nets.local_gpus(port):
-                    self._enter(left, gpu, course, hops)
+                    self._enter(free, gpu, course, hops)
 
     def _first_from_port(self, state: int, course: _Course, hops: int) -> None:
         """Begin the first channel, which tries the PCI order with steps of its own.
@@ -193,10 +193,10 @@ class ChannelSearch:
         NCCL does so from every port, even if no steps are left for anything else.
         """
         if not self._system.nvs:
-            left, self._left = self._left, _PCI_ORDER_STEPS
+            steps, self._steps_left = self._steps_left, _PCI_ORDER_STEPS
             with suppress(_OutOfStepsError):
                 self._enter(state, 0, course._replace(forced=range(self._count)), hops)
-            self._left = -1 if self._left == -1 else left
+            self._steps_left = -1 if self._steps_left == -1 else steps
         with suppress(_OutOfStepsError):
             for gpu in self._nets.local_gpus(course.port):
                 self._enter(state, gpu, course, hops)
@@ -207,22 +207,22 @@ class ChannelSearch:
             self._visit(state - way[0], gpu, 1 << gpu, course, hops + way[1])
 
     def _better(self, channels: int, hops: int) -> bool:
-        wanted, best = self._wanted, self._best
-        if channels < wanted.min_channels:
+        request, best = self._request, self._best
+        if channels < request.min_channels:
             return False
         total = self._totals[channels]
         if total != self._best_total:
             return total > self._best_total
-        alike = wanted.pattern == best.pattern and wanted.cross_nic == best.cross_nic
-        return alike and hops < best.hops
+        comparable = request.pattern == best.pattern and request.cross_nic == best.cross_nic
+        return comparable and hops < best.hops
 
     # GPUs
 
     def _visit(self, state: int, gpu: int, used: int, course: _Course, hops: int) -> None:
         """Continue from a GPU, the last in `used` of this channel."""
-        if self._left <= 0:
+        if self._steps_left <= 0:
             raise _OutOfStepsError
-        self._left -= 1
+        self._steps_left -= 1
         place = used.bit_count() - 1
         self._orders[course.channel][place] = gpu
         if place == course.leave:
@@ -246,9 +246,9 @@ class ChannelSearch:
         """Leave for a NIC port, then go on; a balanced tree leaves half from each of two GPUs."""
         channel, _, forced, start = course
         place, ends, guards = used.bit_count() - 1, self._ends[channel], self._guards
-        half = self._wanted.pattern == "balanced tree" and place == 0
+        half = self._request.pattern == "balanced tree" and place == 0
         onward = _Course(channel, 1 if half else -1, forced, start)
-        for port in self._nets.selected(self._wanted.type_inter, self._gpus[gpu]):
+        for port in self._nets.selected(self._request.type_inter, self._gpus[gpu]):
             way = self._outward[gpu][port]
             if way is None or (state - way[0]) & guards != guards:
                 continue
@@ -258,32 +258,32 @@ class ChannelSearch:
                 ends[1] = end
 
     def _may_leave(self, port: str, place: int, channel: int) -> bool:
-        wanted, (start, end) = self._wanted, self._ends[channel]
-        if wanted.pattern == "ring" and wanted.cross_nic == 2:
+        request, (start, end) = self._request, self._ends[channel]
+        if request.pattern == "ring" and request.cross_nic == 2:
             return channel % 2 == 0 or port == self._ends[channel - 1][0]
-        if wanted.cross_nic == 0 and port not in self._nets.names[start]:
+        if request.cross_nic == 0 and port not in self._nets.names[start]:
             return False
-        if wanted.pattern == "tree":
+        if request.pattern == "tree":
             return port == start
-        return wanted.pattern == "ring" or place == 0 or port == end
+        return request.pattern == "ring" or place == 0 or port == end
 
     def _finish(self, state: int, channel: int, hops: int) -> None:
         """Keep the channels if they are better, and try one channel more."""
-        if self._left <= 0:
+        if self._steps_left <= 0:
             raise _OutOfStepsError
-        self._left -= 1
-        wanted, channels = self._wanted, channel + 1
+        self._steps_left -= 1
+        request, channels = self._request, channel + 1
         if self._better(channels, hops):
             self._keep(channels, hops)
-            if channels == wanted.max_channels:
-                self._left = -1
-        if channels < wanted.max_channels:
+            if channels == request.max_channels:
+                self._steps_left = -1
+        if channels < request.max_channels:
             self._channel(state, channels, hops)
 
     def _keep(self, channels: int, hops: int) -> None:
         self._best_total = self._totals[channels]
         self._best = msgspec.structs.replace(
-            self._wanted,
+            self._request,
             hops=hops,
             orders=tuple(map(tuple, self._orders[:channels])),
             nics=tuple(
@@ -299,8 +299,8 @@ class ChannelSearch:
             return [near for near in self._neighbours(gpu) if not used >> near & 1]
         if course.leave == -1:
             return self._near(gpu, used)
-        left = state & self._room.unused_pci(used)
-        return self._before_port(gpu, used, course.leave, course.port, left)
+        free = state & self._room.unused_pci(used)
+        return self._before_port(gpu, used, course.leave, course.port, free)
 
     def _uncached_near(self, gpu: int, used: int) -> list[int]:
         """Return the unused GPUs with a path, best first."""
@@ -312,12 +312,12 @@ class ChannelSearch:
         self, gpu: int, used: int, leave: int, port: str, state: int
     ) -> list[int]:
         near = sorted(self._near(gpu, used), key=lambda peer: self._port_score(port, peer, state))
-        alike = len({self._score(gpu, peer) for peer in near}) <= 1
-        return near[::-1] if alike and leave != used.bit_count() else near
+        tied = len({self._score(gpu, peer) for peer in near}) <= 1
+        return near[::-1] if tied and leave != used.bit_count() else near
 
-    def _score(self, gpu: int, other: int) -> tuple[int, int]:
+    def _score(self, gpu: int, peer: int) -> tuple[int, int]:
         """Score the path between two GPUs, in whole GB/s; smaller is better."""
-        path = self._paths[self._gpus[gpu], self._gpus[other]]
+        path = self._paths[self._gpus[gpu], self._gpus[peer]]
         return -int(path.gbps), len(path.links)
 
     def _port_score(self, port: str, gpu: int, state: int) -> tuple[int, int, int]:
@@ -328,6 +328,6 @@ class ChannelSearch:
     def _neighbours(self, gpu: int) -> list[int]:
         """Return the GPUs tried behind an NVSwitch: only the previous and the next."""
         after, before = (gpu + 1) % self._count, (gpu - 1) % self._count
-        wanted = {"ring": [before, after], "balanced tree": [after, before], "tree": [after]}
-        beside = dict.fromkeys(wanted[self._wanted.pattern])
-        return [peer for peer in beside if self._score(gpu, peer)[1]]
+        orders = {"ring": [before, after], "balanced tree": [after, before], "tree": [after]}
+        peers = dict.fromkeys(orders[self._request.pattern])
+        return [peer for peer in peers if self._score(gpu, peer)[1]]

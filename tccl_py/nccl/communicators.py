@@ -47,7 +47,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: str | None = None
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CommunicatorsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The GPU of each rank, and communicators to make one after another."""
 
     gpus: tuple[int, ...]
@@ -70,7 +70,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def main() -> None:
     """Make the communicators; exit with code 1 and NCCL's message if NCCL refuses one."""
-    spec, rank, folder = read_spec(JobSpec)
+    spec, rank, folder = read_spec(CommunicatorsSpec)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
     # NVML's order, which the GPUs' indices have.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -95,7 +95,9 @@ def main() -> None:
     os._exit(0)
 
 
-def _made(library: Library, spec: JobSpec, number: int, rank: int, folder: Path) -> CommunicatorLog:
+def _made(
+    library: Library, spec: CommunicatorsSpec, number: int, rank: int, folder: Path
+) -> CommunicatorLog:
     """Make one communicator with the other ranks, end it, and return its log."""
     question, gpus = spec.questions[number], spec.gpus
     place = question.gpus.index(gpus[rank])
@@ -162,7 +164,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """Return the first rings over this many ranks; () unless every ring has each rank once."""
-        rings = next((found for found in self.communicators if len(found[0]) == ranks), ())
+        rings = next((orders for orders in self.communicators if len(orders[0]) == ranks), ())
         every = list(range(ranks))
         return rings if all(sorted(ring) == every for ring in rings) else ()
 
@@ -183,12 +185,12 @@ def parse_log(text: str, *, where: str) -> InitLog:
         elif link := _LINK.search(line):
             ends = int(link["number"]), int(link["source"]), int(link["target"])
             connections.add(Connection(*ends, link["via"]))
-    for count, found in begun:
-        what = f"shows {len(found)} of {count} channels"
-        require(len(found) == count, where, what, "give the whole log")
+    for count, rings in begun:
+        fault = f"shows {len(rings)} of {count} channels"
+        require(len(rings) == count, where, fault, "give the whole log")
     return InitLog(
         version=version["version"] if version else None,
-        communicators=tuple(tuple(found) for _, found in begun),
+        communicators=tuple(tuple(rings) for _, rings in begun),
         connections=tuple(sorted(connections)),
     )
 
@@ -199,21 +201,21 @@ def _add(match: re.Match[str], begun: list[tuple[int, list[tuple[int, ...]]]], w
     if number == 0:
         begun.append((count, []))
     in_turn = bool(begun) and (begun[-1][0], len(begun[-1][1])) == (count, number)
-    what = f"channel {number} of {count} comes out of turn"
-    require(in_turn, where, what, "give the log of one job")
+    fault = f"channel {number} of {count} comes out of turn"
+    require(in_turn, where, fault, "give the log of one job")
     begun[-1][1].append(tuple(int(rank) for rank in match["ranks"].split()))
 
 
-def same_rings(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def same_rings(ring: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return whether two rank orders are the same ring, from any start.
 
     >>> same_rings((0, 2, 1, 3), (1, 3, 0, 2))
     True
     """
-    if len(one) != len(other) or set(one) != set(other) or not one:
-        return one == other
-    start = other.index(one[0])
-    return one == (*other[start:], *other[:start])
+    if len(ring) != len(other) or set(ring) != set(other) or not ring:
+        return ring == other
+    start = other.index(ring[0])
+    return ring == (*other[start:], *other[:start])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import product
 
 import msgspec
 
-from tccl_py.nccl.channel_search import Graph, single, total_gbps
+from tccl_py.nccl.channel_search import SearchGraph, single, total_gbps
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import final_channels
@@ -23,11 +23,11 @@ from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol, Tuned
 from tccl_py.nccl.versions import VersionFacts
 from tccl_py.nccl.view import NcclView
 
-_Each = tuple[float, float, float]
+_ByProtocol = tuple[float, float, float]
 """A value for each protocol: LL, LL128, Simple."""
 
-_BASE_US: dict[str, _Each] = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-_STEP_US: dict[tuple[str, bool], _Each] = {
+_BASE_US: dict[str, _ByProtocol] = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+_STEP_US: dict[tuple[str, bool], _ByProtocol] = {
     ("tree", True): (0.6, 1.25, 4.0),
     ("ring", True): (0.6, 1.9, 3.4),
     ("tree", False): (1.0, 1.9, 4.0),
@@ -75,8 +75,8 @@ class CostModel:
     POWER CPUs, and `ring_only` under NCCL_ALGO=Ring.
     """
 
-    ring: Graph
-    tree: Graph
+    ring: SearchGraph
+    tree: SearchGraph
     ranks: int
     channels: int
     sm: tuple[int, int]
@@ -122,8 +122,8 @@ class CostModel:
         """Return the factor by which a Simple ring's latency grows."""
         over_nvlink = self.sm[0] >= 100 and self.ring.type_intra == PathType.NVL
         share = size // (self.channels * self.ranks)
-        here = over_nvlink and collective in self.rules.plateau_collectives
-        if not here or share < _PLATEAU_BYTES:
+        affected = over_nvlink and collective in self.rules.plateau_collectives
+        if not affected or share < _PLATEAU_BYTES:
             return 1.0
         if not self.rules.plateau_by_steps:
             return 1 + _PLATEAU
@@ -181,8 +181,8 @@ class CostModel:
         if self.power and self.rules.power_trees_as_rings and protocol == "simple":
             like = like if over_nvlink else "ring"
         number = PROTOCOLS.index(protocol)
-        each = single(_STEP_US[like, over_nvlink][number])
-        return single(single(_BASE_US[algorithm][number]) + single(steps * each))
+        step_us = single(_STEP_US[like, over_nvlink][number])
+        return single(single(_BASE_US[algorithm][number]) + single(steps * step_us))
 
     def _steps(self, collective: str) -> int:
         """Return the steps of a ring."""
@@ -190,7 +190,7 @@ class CostModel:
             return 2 * (self.ranks - 1)
         return self.ranks - 1 if collective in ("all_gather", "reduce_scatter") else self.ranks
 
-    def _enables_ll128(self, graph: Graph) -> bool:
+    def _enables_ll128(self, graph: SearchGraph) -> bool:
         """Return whether NCCL trusts LL128 over all paths of a graph."""
         least, most = self.sm
         farthest = PathType.PXN if least >= 90 else PathType.PXB
@@ -223,33 +223,33 @@ class CostModel:
         Parts are whole cells, of at least `channel_bytes` of traffic.
         """
         gathers = collective in ("all_gather", "reduce_scatter")
-        own = size // self.ranks if gathers else size
+        bytes_of_rank = size // self.ranks if gathers else size
         weight = self.ranks if gathers else 1 + (collective == "all_reduce")
         cost = weight * (4 if protocol == "ll" else 1)
         least = self.rules.channel_bytes
         cell = _up(_up(least, cost), _CELL_BYTES) * _CELL_BYTES
-        part = _up(max(least, own * cost) // most, _CELL_BYTES) * _CELL_BYTES
-        cells = max(1, _up(own, cell))
+        part = _up(max(least, bytes_of_rank * cost) // most, _CELL_BYTES) * _CELL_BYTES
+        cells = max(1, _up(bytes_of_rank, cell))
         return min(self.channels, _up(cells, min(cells, _up(part, cell * cost))))
 
 
-def cost_model(seen: NcclView, graphs: tuple[Graph, Graph] | None = None) -> CostModel:
+def cost_model(topo: NcclView, graphs: tuple[SearchGraph, SearchGraph] | None = None) -> CostModel:
     """Return the model of a communicator; `graphs` are a file's ring and tree (None: searched)."""
     if graphs is None:
-        ring = search_ring(seen)
-        graphs = ring, search_tree(seen, channels=len(ring.orders))
+        ring = search_ring(topo)
+        graphs = ring, search_tree(topo, channels=len(ring.orders))
     ring, tree = graphs
-    sm = seen.system.sm.values()
+    sm = topo.system.sm.values()
     count = min(len(ring.orders), len(tree.orders))
     return CostModel(
         ring=ring,
         tree=tree,
-        ranks=len(seen.gpus),
-        channels=final_channels(seen.settings, sm=min(sm), channels=count),
+        ranks=len(topo.gpus),
+        channels=final_channels(topo.settings, sm=min(sm), channels=count),
         sm=(min(sm), max(sm)),
-        rules=seen.system.rules,
-        power=seen.machine.numa_nodes[0].arch.startswith("ppc"),
-        ring_only=seen.settings.algo == "Ring",
+        rules=topo.system.rules,
+        power=topo.machine.numa_nodes[0].arch.startswith("ppc"),
+        ring_only=topo.settings.algo == "Ring",
     )
 
 

@@ -56,9 +56,9 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
         """The GPUs of each channel, in order."""
         return tuple(channel.gpus for channel in self.channels)
 
-    def fail(self, what: str, right: str, *, crash: bool = False) -> NoReturn:
+    def fail(self, fault: str, right: str, *, crash: bool = False) -> NoReturn:
         """Raise GraphFaultError about this graph."""
-        raise GraphFaultError(self.place, f"graph {self.id} {what}", right, crash=crash)
+        raise GraphFaultError(self.place, f"graph {self.id} {fault}", right, crash=crash)
 
 
 def parse_graph_file(

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import index_of
-from tccl_py.nccl.channel_search import ChannelSearch, Graph, Pattern, single, total_gbps
-from tccl_py.nccl.paths import Path, local_nets
+from tccl_py.nccl.channel_search import ChannelSearch, Pattern, SearchGraph, single, total_gbps
+from tccl_py.nccl.paths import TopoPath, local_nets
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.transport import final_channels
@@ -37,19 +37,19 @@ _DUPLICATE_FROM = 25.0
 class _Compute:
     """The ladder of NCCL's searches: down until one finds channels, then up again."""
 
-    def __init__(self, seen: NcclView, pattern: Pattern, nodes: int, low: int, high: int) -> None:
-        self.seen, self.system, self.pattern = seen, seen.system, pattern
+    def __init__(self, topo: NcclView, pattern: Pattern, nodes: int, low: int, high: int) -> None:
+        self.topo, self.system, self.pattern = topo, topo.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
-        self.search = ChannelSearch(seen.system, seen.paths, inter=self.inter)
+        self.search = ChannelSearch(topo.system, topo.paths, inter=self.inter)
         self.speeds = speeds(self.system.sm_min, inter=self.inter, facts=self.system.rules)
         self._bounds()
         self._totals()
         if len(self.system.gpus) == 1 and pattern != "ring":
             self.pattern = "tree"
-        if pattern == "ring" and _two_nvlink_islands(seen):
+        if pattern == "ring" and _two_nvlink_islands(topo):
             low = 2
         self.cross_nic = self._cross_nic()
-        self.best = self.trial = Graph(
+        self.best = self.trial = SearchGraph(
             pattern=self.pattern,
             min_channels=low,
             max_channels=high,
@@ -66,11 +66,11 @@ class _Compute:
         """Return NCCL_CROSS_NIC's effect: channels change NICs never, always or if needed."""
         if len(self.system.nets) < 2 or self.pattern == "tree":
             return 0
-        chosen = self.seen.settings.cross_nic
+        chosen = self.topo.settings.cross_nic
         return _IF_NEED_BE if chosen is None else chosen
 
     def _bounds(self) -> None:
-        gpus, nets, paths = self.system.gpus, self.system.nets, self.seen.paths
+        gpus, nets, paths = self.system.gpus, self.system.nets, self.topo.paths
         intra = [paths[a, b].type for a in gpus for b in gpus if a != b]
         inter = [paths[a, b].type for a in gpus for b in nets]
         self.least_intra = min([PathType.SYS, *intra]) if len(gpus) > 1 else PathType.LOC
@@ -91,7 +91,7 @@ class _Compute:
             self.most, self.total = LOCAL_GBPS, LOCAL_GBPS
             return
         ends = self.system.nets if self.inter else gpus
-        paths = self.seen.plain if self.system.rules.device_nodes else self.seen.paths
+        paths = self.topo.plain if self.system.rules.device_nodes else self.topo.paths
         ways = [paths[a, b] for a in gpus for b in ends]
         self.most = max((way.gbps for way in ways if way.links), default=0.0)
         self.total = single(max(_leaving(self.system, gpu) for gpu in gpus))
@@ -108,7 +108,7 @@ class _Compute:
     def _set_rates(self, rate: float) -> None:
         self.trial = replace(self.trial, rate_intra=rate, rate_inter=rate)
 
-    def run(self) -> Graph:
+    def run(self) -> SearchGraph:
         """Search until nothing better is to be expected; the simple order if nothing was found."""
         while self._search_once() and self._next_after_failure():
             pass
@@ -189,13 +189,13 @@ class _Compute:
 
     def _duplicate(self) -> None:
         """Split few fast channels into twice as many of half the rate."""
-        best, found = self.best, len(self.best.orders)
-        if not found or best.rate_intra < _DUPLICATE_FROM:
+        best, searched = self.best, len(self.best.orders)
+        if not searched or best.rate_intra < _DUPLICATE_FROM:
             return
-        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and found > 4:
+        if self.system.sm_min > 80 and best.rate_intra < 2 * _DUPLICATE_FROM and searched > 4:
             return
-        count = min(found * 2, best.max_channels)
-        share = -(-count // found)
+        count = min(searched * 2, best.max_channels)
+        share = -(-count // searched)
         self.best = replace(
             best,
             orders=(best.orders * 2)[:count],
@@ -227,16 +227,16 @@ class _Compute:
         self.trial = replace(trial, rate_intra=self.speeds[self.step])
         return True
 
-    def _simple_order(self) -> Graph:
+    def _simple_order(self) -> SearchGraph:
         """Return the GPUs in NCCL's order, between the NICs that the end GPUs prefer."""
         system = self.system
         nics: tuple[int, ...] = ()
         if self.inter and system.rules.falls_back_to_local_nets:
             ends = system.gpus[0], system.gpus[-1]
-            near = (local_nets(system, self.seen.paths, gpu)[0] for gpu in ends)
+            near = (local_nets(system, self.topo.paths, gpu)[0] for gpu in ends)
             nics = tuple(index_of(net) for net in near)
         elif self.inter:
-            nics = (self.seen.nics[0],) * 2
+            nics = (self.topo.nics[0],) * 2
         return replace(
             self.best,
             orders=(tuple(range(len(system.gpus))),),
@@ -256,60 +256,60 @@ def _leaving(system: System, gpu: str) -> float:
     return max([nvlinks, *pci[-1:]])
 
 
-def _two_nvlink_islands(seen: NcclView) -> bool:
+def _two_nvlink_islands(topo: NcclView) -> bool:
     """Return whether NCCL counts two NVLink domains (ncclTopoSplitNvLink).
 
     Each GPU in turn takes later NVLink neighbours into its own domain, so overlapping
     neighbourhoods are counted in parts.
     """
-    gpus = seen.system.gpus
+    gpus = topo.system.gpus
     domains = list(range(len(gpus)))
     for place, gpu in enumerate(gpus):
-        for other in range(place + 1, len(gpus)):
-            if seen.paths[gpu, gpus[other]].type == PathType.NVL:
-                domains[other] = domains[place]
+        for later in range(place + 1, len(gpus)):
+            if topo.paths[gpu, gpus[later]].type == PathType.NVL:
+                domains[later] = domains[place]
     return sum(domains.count(domain) > 1 for domain in set(domains)) == 2
 
 
-def search_ring(seen: NcclView, *, nodes: int = 1) -> Graph:
+def search_ring(topo: NcclView, *, nodes: int = 1) -> SearchGraph:
     """NCCL's ring search."""
-    return _searched(seen, "ring", nodes, low=1, high=seen.system.rules.max_channels)
+    return _searched(topo, "ring", nodes, low=1, high=topo.system.rules.max_channels)
 
 
-def search_tree(seen: NcclView, *, nodes: int = 1, channels: int) -> Graph:
+def search_tree(topo: NcclView, *, nodes: int = 1, channels: int) -> SearchGraph:
     """NCCL's tree search for exactly as many channels as the ring has."""
-    return _searched(seen, "balanced tree", nodes, low=channels, high=channels)
+    return _searched(topo, "balanced tree", nodes, low=channels, high=channels)
 
 
-def _searched(seen: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> Graph:
+def _searched(topo: NcclView, pattern: Pattern, nodes: int, *, low: int, high: int) -> SearchGraph:
     """Search, inside a node once for all sets of GPUs that are alike."""
-    key = (_shape(seen), pattern, low, high) if nodes == 1 else None
-    graph = _KNOWN.get(key) or _Compute(seen, pattern, nodes, low, high).run()
+    key = (_shape(topo), pattern, low, high) if nodes == 1 else None
+    graph = _GRAPHS.get(key) or _Compute(topo, pattern, nodes, low, high).run()
     if key:
-        _KNOWN[key] = graph
-    gpus = [index_of(gpu) for gpu in seen.system.gpus]
+        _GRAPHS[key] = graph
+    gpus = [index_of(gpu) for gpu in topo.system.gpus]
     return replace(graph, orders=tuple(tuple(gpus[at] for at in order) for order in graph.orders))
 
 
-_KNOWN: dict[object, Graph] = {}
+_GRAPHS: dict[object, SearchGraph] = {}
 
 
-def _shape(seen: NcclView) -> tuple[object, ...]:
+def _shape(topo: NcclView) -> tuple[object, ...]:
     """Return all that a search inside a node depends on, with GPUs and links by their places."""
-    system = seen.system
+    system = topo.system
     places: dict[int, int] = {}
 
-    def described(path: Path) -> tuple[object, ...]:
+    def described(path: TopoPath) -> tuple[object, ...]:
         links = (
             (places.setdefault(x.index, len(places)), x.type, x.gbps, system.nodes[x.target].kind)
             for x in path.links
         )
         return path.type, path.gbps, *links
 
-    tables = product((seen.paths, seen.plain), system.gpus, system.gpus)
+    tables = product((topo.paths, topo.plain), system.gpus, system.gpus)
     ways = [described(paths[source, target]) for paths, source, target in tables]
     gpus = [(system.sm[gpu], _leaving(system, gpu)) for gpu in system.gpus]
-    cross_nic = seen.settings.cross_nic if len(system.nets) > 1 else 0
+    cross_nic = topo.settings.cross_nic if len(system.nets) > 1 else 0
     kinds = bool(system.nvs), system.vendor, system.rules
     return tuple(ways), tuple(gpus), cross_nic, kinds
 
@@ -344,27 +344,27 @@ class DefaultChoice(msgspec.Struct, frozen=True, kw_only=True):
     assumed_sys: bool = False
 
 
-def default_choice(seen: NcclView, *, nodes: int = 1) -> DefaultChoice:
+def default_choice(topo: NcclView, *, nodes: int = 1) -> DefaultChoice:
     """Return default NCCL's choice for a communicator over these GPUs of each of `nodes` nodes.
 
     Settings count only for paths and transports; channels and buffer size do not. Raises
     InputError: several nodes without a NIC that the settings allow.
     """
-    if nodes > 1 and not seen.system.nets:
-        where = f"default NCCL on {nodes} nodes of {seen.machine.name}"
+    if nodes > 1 and not topo.system.nets:
+        where = f"default NCCL on {nodes} nodes of {topo.machine.name}"
         raise InputError(where, "has no network to use", "give a NIC that the settings allow")
-    return _choice(seen.machine, seen.knowledge, seen.settings, seen.gpus, nodes)
+    return _choice(topo.machine, topo.knowledge, topo.settings, topo.gpus, nodes)
 
 
 @functools.lru_cache(maxsize=1024)  # plans, explanations and subsets ask for the same choices
 def _choice(
     machine: Machine, knowledge: Knowledge, settings: Settings, gpus: tuple[int, ...], nodes: int
 ) -> DefaultChoice:
-    seen = view(machine, knowledge, settings, gpus=gpus)
-    ring = search_ring(seen, nodes=nodes)
+    topo = view(machine, knowledge, settings, gpus=gpus)
+    ring = search_ring(topo, nodes=nodes)
     count = len(ring.orders)
     # A tree always has one channel: for one ring channel there is no need to search.
-    trees = len(search_tree(seen, nodes=nodes, channels=count).orders) if count > 1 else 1
+    trees = len(search_tree(topo, nodes=nodes, channels=count).orders) if count > 1 else 1
     used = min(count, trees)
     ends = zip(ring.orders[:used], ring.nics, strict=False) if nodes > 1 else ()
     return DefaultChoice(
@@ -376,7 +376,7 @@ def _choice(
         cross_nic=ring.cross_nic,
         channels=final_channels(
             Settings(version=settings.version, channels=used),
-            sm=seen.system.sm_min,
+            sm=topo.system.sm_min,
             nodes=nodes,
             speed_intra=ring.rate_intra,
         ),
@@ -385,14 +385,14 @@ def _choice(
     )
 
 
-def default_choice_or_sys(seen: NcclView, *, nodes: int) -> DefaultChoice:
+def default_choice_or_sys(topo: NcclView, *, nodes: int) -> DefaultChoice:
     """Return the choice of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
 
     A P2P level among the view's settings stays.
     """
-    choice = default_choice(seen, nodes=nodes)
-    if not choice.fallback or seen.settings.p2p_level is not None:
+    choice = default_choice(topo, nodes=nodes)
+    if not choice.fallback or topo.settings.p2p_level is not None:
         return choice
-    wider = replace(seen.settings, p2p_level="SYS")
-    wide = default_choice(view(seen.machine, seen.knowledge, wider, gpus=seen.gpus), nodes=nodes)
+    wider = replace(topo.settings, p2p_level="SYS")
+    wide = default_choice(view(topo.machine, topo.knowledge, wider, gpus=topo.gpus), nodes=nodes)
     return choice if wide.fallback else replace(wide, assumed_sys=True)

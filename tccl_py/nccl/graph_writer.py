@@ -56,14 +56,14 @@ def _graph_text(
     type_inter: str,
 ) -> str:
     # Of the GPUs alone: NCCL's own dumps say 1 of channels over different NICs.
-    same = len(set(rings.orders)) == 1
+    equal = len(set(rings.orders)) == 1
     crossed = any(entry != leave for entry, leave in nets)
     # One tag is one line, since a newline inside a tag ends NCCL's parser.
     head = (
         f'<graph id="{number}" pattern="{pattern}" crossnic="{int(crossed)}" '
         f'nchannels="{len(rings.orders)}" speedintra="{rings.speed_gbps:.6g}" '
         f'speedinter="{rings.speed_gbps:.6g}" latencyinter="0" '
-        f'typeintra="{rings.type_intra}" typeinter="{type_inter}" samechannels="{int(same)}">'
+        f'typeintra="{rings.type_intra}" typeinter="{type_inter}" samechannels="{int(equal)}">'
     )
     lines = [f"  {head}"]
     for index, order in enumerate(rings.orders):
@@ -83,23 +83,23 @@ def _check(rings: GraphRings, version: str) -> None:
     require(1 <= channels <= facts.max_channels, where, f"would have {channels} channels", right)
     first = orders[0]
     for order in orders:
-        what = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
-        whole = 0 < len(set(order)) == len(order) and set(order) == set(first)
-        require(whole, where, what, "NCCL fails at init unless every channel does")
-    what = f"has NICs for {len(nets)} of {channels} channels"
-    require(len(nets) in (0, channels), where, what, "one pair for each")
+        fault = f"channel {list(order)} does not visit each GPU of {sorted(first)} once"
+        complete = 0 < len(set(order)) == len(order) and set(order) == set(first)
+        require(complete, where, fault, "NCCL fails at init unless every channel does")
+    fault = f"has NICs for {len(nets)} of {channels} channels"
+    require(len(nets) in (0, channels), where, fault, "one pair for each")
     most = facts.max_children - 2
     require(len(first) <= most, where, f"has {len(first)} GPUs a channel", f"at most {most}")
-    what = "leaves a node of one GPU by another NIC than it enters by"
+    fault = "leaves a node of one GPU by another NIC than it enters by"
     right = "NCCL leaves it by the first NIC of the channel: name that twice"
-    require(all(leaves_as_named(first, *pair) for pair in nets), where, what, right)
+    require(all(leaves_as_named(first, *pair) for pair in nets), where, fault, right)
     devices = [*first, *(net for pair in nets for net in pair)]
-    known = all(0 <= device <= _MAX_DEVICE for device in devices)
-    require(known, where, f"names devices {devices}", f"0 to {_MAX_DEVICE}")
+    in_range = all(0 <= device <= _MAX_DEVICE for device in devices)
+    require(in_range, where, f"names devices {devices}", f"0 to {_MAX_DEVICE}")
     elements = 1 + 2 * (1 + channels * (1 + len(first) + 2 * bool(nets)))
     right = f"{name} takes {facts.max_elements}: use fewer channels"
     require(elements < facts.max_elements, where, f"would have {elements} elements", right)
-    what = f"has a speed of {rings.speed_gbps}"
-    require(0 < rings.speed_gbps < _MAX_GBPS, where, what, "GB/s of one channel, above 0")
+    fault = f"has a speed of {rings.speed_gbps}"
+    require(0 < rings.speed_gbps < _MAX_GBPS, where, fault, "GB/s of one channel, above 0")
     for kind in (rings.type_intra, rings.type_inter, rings.tree_type_inter):
         require(kind in TYPES, where, f"has path type {kind[:20]!r}", f"one of {', '.join(TYPES)}")

@@ -13,7 +13,7 @@ from typing import Literal
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.system import Link, PathType, System, build_system
+from tccl_py.nccl.system import PathType, System, TopoLink, build_system
 from tccl_py.nccl.versions import INTEL, LOCAL_GBPS
 
 Direction = Literal["send", "receive"]
@@ -32,29 +32,29 @@ _READS_BESIDE_PCI = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class TopoPath:
     """The links from one device to another, the least bandwidth of them in GB/s, the type."""
 
-    links: tuple[Link, ...]
+    links: tuple[TopoLink, ...]
     gbps: float
     type: PathType
 
 
-class Paths(dict[tuple[str, str], Path]):
+class TopoPaths(dict[tuple[str, str], TopoPath]):
     """Paths by their ends; pairs without a path are disconnected."""
 
-    def __missing__(self, ends: tuple[str, str]) -> Path:
+    def __missing__(self, ends: tuple[str, str]) -> TopoPath:
         """Return no path."""
         return _DISCONNECTED
 
 
-_DISCONNECTED = Path((), 0.0, PathType.DIS)
+_DISCONNECTED = TopoPath((), 0.0, PathType.DIS)
 _LONGEST_NVB = 1
 
 
-def shortest_paths(system: System) -> Paths:
+def shortest_paths(system: System) -> TopoPaths:
     """Return paths to every CPU, GPU, NIC port and NVSwitch, before policy."""
-    paths = Paths()
+    paths = TopoPaths()
     for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
         for device, path in _paths_to(system, base).items():
             paths[device, base] = path
@@ -67,40 +67,40 @@ def path_types(machine: Machine) -> dict[tuple[str, str], PathType]:
 
     NCCL leaves out CPUs without a device, to which all paths lead over other CPUs.
     """
-    found = {pair: path.type for pair, path in shortest_paths(build_system(machine)).items()}
-    known = {name for pair in found for name in pair}
-    for node in (node.id for node in machine.numa_nodes if node.id not in known):
-        found |= {pair: PathType.SYS for name in known for pair in ((node, name), (name, node))}
-    return found
+    types = {pair: path.type for pair, path in shortest_paths(build_system(machine)).items()}
+    names = {name for pair in types for name in pair}
+    for node in (node.id for node in machine.numa_nodes if node.id not in names):
+        types |= {pair: PathType.SYS for name in names for pair in ((node, name), (name, node))}
+    return types
 
 
-def _paths_to(system: System, base: str) -> dict[str, Path]:
+def _paths_to(system: System, base: str) -> dict[str, TopoPath]:
     """Search breadth first from `base`; a better path replaces a known path."""
-    found = {base: Path((), LOCAL_GBPS, PathType.LOC)}
+    paths = {base: TopoPath((), LOCAL_GBPS, PathType.LOC)}
     frontier = [base]
     while frontier:
         reached: dict[str, None] = {}
         for name in frontier:
             for link in system.nodes[name].links:
-                if not _may_pass(system, base, found[name], link):
+                if not _may_pass(system, base, paths[name], link):
                     continue
-                path = _extended(system, found[name], link)
-                known = found.get(link.target)
-                if known is None or _better(system, path, known):
-                    found[link.target] = path
+                path = _extended(system, paths[name], link)
+                current = paths.get(link.target)
+                if current is None or _better(system, path, current):
+                    paths[link.target] = path
                     reached[link.target] = None
         frontier = list(reached)
-    return found
+    return paths
 
 
-def _better(system: System, path: Path, known: Path) -> bool:
+def _better(system: System, path: TopoPath, current: TopoPath) -> bool:
     if system.rules.nearer_wins:
-        new, old = ((way.type, -way.gbps, len(way.links)) for way in (path, known))
+        new, old = ((way.type, -way.gbps, len(way.links)) for way in (path, current))
         return new < old
-    return len(known.links) >= len(path.links) and known.gbps < path.gbps
+    return len(current.links) >= len(path.links) and current.gbps < path.gbps
 
 
-def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
+def _may_pass(system: System, base: str, path: TopoPath, link: TopoLink) -> bool:
     """Return whether a path may pass: through a GPU only by NVLink, to a GPU, as one step."""
     if link.source == base or system.nodes[link.source].kind != "gpu":
         return True
@@ -108,7 +108,7 @@ def _may_pass(system: System, base: str, path: Path, link: Link) -> bool:
     return onward and len(path.links) <= _LONGEST_NVB
 
 
-def _extended(system: System, path: Path, link: Link) -> Path:
+def _extended(system: System, path: TopoPath, link: TopoLink) -> TopoPath:
     near, far = system.nodes[link.source].kind, system.nodes[link.target].kind
     kind = PathType.LOC if link.type == PathType.NET else link.type
     if near == far == "pci":
@@ -117,32 +117,34 @@ def _extended(system: System, path: Path, link: Link) -> Path:
         kind = PathType.PHB
     if near == "gpu" and path.links and path.type == kind == PathType.NVL:
         kind = PathType.NVB
-    return Path((system.back(link), *path.links), min(path.gbps, link.gbps), max(path.type, kind))
+    return TopoPath(
+        (system.back(link), *path.links), min(path.gbps, link.gbps), max(path.type, kind)
+    )
 
 
-def local_cpu(system: System, paths: Paths, gpu: str) -> str:
+def local_cpu(system: System, paths: TopoPaths, gpu: str) -> str:
     """Return the CPU of fewest links to a GPU, among the nearest CPUs where `nearer_wins`."""
     near = nearest(paths, gpu, system.cpus) if system.rules.nearer_wins else system.cpus
     return min(near, key=lambda cpu: len(paths[gpu, cpu].links) or len(system.links))
 
 
-def by_way_of(paths: Paths, source: str, middle: str, target: str) -> Path:
+def by_way_of(paths: TopoPaths, source: str, middle: str, target: str) -> TopoPath:
     """Return the path from `source` over `middle` to `target`."""
     first, second = paths[source, middle], paths[middle, target]
     kind = max(first.type, second.type)
     if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
         kind = PathType.P2C
-    return Path((*first.links, *second.links), min(first.gbps, second.gbps), kind)
+    return TopoPath((*first.links, *second.links), min(first.gbps, second.gbps), kind)
 
 
 def with_policy(
-    system: System, paths: Paths, *, direct: frozenset[tuple[str, str]], settings: Settings
-) -> Paths:
+    system: System, paths: TopoPaths, *, direct: frozenset[tuple[str, str]], settings: Settings
+) -> TopoPaths:
     """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
 
     `direct` are the pairs of GPUs that may talk without the CPU.
     """
-    result = Paths(paths)
+    result = TopoPaths(paths)
     for target, source in permutations(system.gpus, 2):
         if (source, target) not in direct:
             cpu = local_cpu(system, result, target)
@@ -159,7 +161,7 @@ def with_policy(
     return result
 
 
-def _count_c2c_as_near(system: System, paths: Paths) -> None:
+def _count_c2c_as_near(system: System, paths: TopoPaths) -> None:
     """Count a GPU's nearest NICs as near if they are below the CPU of its C2C link."""
     for gpu in system.gpus:
         cpu = local_cpu(system, paths, gpu)
@@ -168,10 +170,10 @@ def _count_c2c_as_near(system: System, paths: Paths) -> None:
                 continue
             for pair in ((gpu, net), (net, gpu)):
                 way = paths[pair]
-                paths[pair] = Path(way.links, way.gbps, min(PathType.P2C, way.type))
+                paths[pair] = TopoPath(way.links, way.gbps, min(PathType.P2C, way.type))
 
 
-def relay_of(system: System, path: Path) -> str | None:
+def relay_of(system: System, path: TopoPath) -> str | None:
     """Return the GPU through which a path leads to a NIC, if any."""
     if path.type != PathType.PXN:
         return None
@@ -179,7 +181,11 @@ def relay_of(system: System, path: Path) -> str | None:
 
 
 def reaches_gpu(
-    system: System, paths: Paths, settings: Settings, ends: tuple[str, str], direction: Direction
+    system: System,
+    paths: TopoPaths,
+    settings: Settings,
+    ends: tuple[str, str],
+    direction: Direction,
 ) -> bool:
     """Return whether a NIC port reaches the memory of a GPU; to `send`, the NIC reads the memory.
 
@@ -187,9 +193,9 @@ def reaches_gpu(
     """
     farthest = PathType[settings.net_gdr_level or system.rules.default_gdr_level]
     gpu, net = ends
-    own = paths[ends]
-    relay = relay_of(system, own)
-    distance = paths[relay, net].type if relay else own.type
+    path = paths[ends]
+    relay = relay_of(system, path)
+    distance = paths[relay, net].type if relay else path.type
     if ends not in system.gpu_direct or distance > farthest:
         return False
     if direction == "receive":
@@ -200,22 +206,24 @@ def reaches_gpu(
     return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
 
 
-def _send_by_relay(system: System, paths: Paths, settings: Settings, gpu: str, net: str) -> None:
+def _send_by_relay(
+    system: System, paths: TopoPaths, settings: Settings, gpu: str, net: str
+) -> None:
     """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
     relay = local_gpu(system, paths, net)
     if relay is None or relay == gpu:
         return
-    own, near = (paths[end, net] for end in (gpu, relay))
-    beside = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
-    if not beside or (near.gbps <= own.gbps and own.type <= PathType.PXN):
+    path, near = (paths[end, net] for end in (gpu, relay))
+    adjacent = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
+    if not adjacent or (near.gbps <= path.gbps and path.type <= PathType.PXN):
         return
     free = not system.rules.relays_need_gpu_direct
     if free or reaches_gpu(system, paths, settings, (relay, net), "send"):
         over = by_way_of(paths, gpu, relay, net)
-        paths[gpu, net] = Path(over.links, over.gbps, PathType.PXN)
+        paths[gpu, net] = TopoPath(over.links, over.gbps, PathType.PXN)
 
 
-def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+def nearest(paths: TopoPaths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
     """Return the targets with the most bandwidth from `source`, then with the nearest type."""
     reached = [(name, paths[source, name]) for name in targets]
     reached = [(name, path) for name, path in reached if path.gbps > 0]
@@ -225,7 +233,7 @@ def nearest(paths: Paths, source: str, targets: tuple[str, ...]) -> tuple[str, .
     return tuple(name for name, path in reached if (path.gbps, -path.type) == best)
 
 
-def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
+def local_nets(system: System, paths: TopoPaths, gpu: str) -> tuple[str, ...]:
     """Return the NIC ports that a GPU prefers, in the order of its channels.
 
     GPUs with several equally near ports begin at different ports (`shares_nets_by_place`).
@@ -244,7 +252,7 @@ def local_nets(system: System, paths: Paths, gpu: str) -> tuple[str, ...]:
     return tuple(nets[(start + step) % count] for step in range(per_gpu))
 
 
-def local_gpu(system: System, paths: Paths, net: str) -> str | None:
+def local_gpu(system: System, paths: TopoPaths, net: str) -> str | None:
     """Return the GPU that prefers this port, and relays for other GPUs."""
     close = nearest(paths, net, system.gpus)
     choices = {gpu: local_nets(system, paths, gpu) for gpu in close}
@@ -258,7 +266,7 @@ def local_gpu(system: System, paths: Paths, net: str) -> str | None:
 class NetPorts:
     """The NIC ports of one machine in NCCL's order, with the `names` (aliases) of each."""
 
-    def __init__(self, system: System, paths: Paths) -> None:
+    def __init__(self, system: System, paths: TopoPaths) -> None:
         self._system, self._paths = system, paths
         ports = {
             nic.id: (nic.guid or f"device {nic.index}", nic.port) for nic in system.machine.nics
@@ -294,15 +302,15 @@ class Room:
     (`guards`) that it clears means a link with too little left.
     """
 
-    def __init__(self, system: System, paths: Paths, nets: NetPorts) -> None:
+    def __init__(self, system: System, paths: TopoPaths, nets: NetPorts) -> None:
         self._system, self._paths = system, paths
         gbps = [link.gbps for link in system.links.values()]
         ports = [max(link.gbps for link in system.nodes[net].links) for net in system.nets]
-        scaled = [round(each * SCALE) for each in gbps + ports]
+        scaled = [round(gbps_of_link * SCALE) for gbps_of_link in gbps + ports]
         self._bits = max(_MOST_TAKEN, *scaled).bit_length() + 1
         guard = 1 << (self._bits - 1)
         self.guards = sum(guard << self._bits * index for index in range(len(scaled)))
-        self.whole = sum(guard + left << self._bits * at for at, left in enumerate(scaled))
+        self.whole = sum(guard + units << self._bits * at for at, units in enumerate(scaled))
         unit = {net: 1 << self._bits * at for at, net in enumerate(system.nets, len(gbps))}
         self.port_units = {net: sum(unit[twin] for twin in nets.names[net]) for net in system.nets}
         self._field = guard - 1
@@ -321,13 +329,13 @@ class Room:
 
     def pci_left(self, state: int, gpu: int) -> int:
         """Return the whole GB/s left on a GPU's PCI link, -1 without one."""
-        left = (state >> shift & self._field for shift in self._pci[gpu])
-        return min(left, default=-1) // SCALE
+        units = (state >> shift & self._field for shift in self._pci[gpu])
+        return min(units, default=-1) // SCALE
 
     def _unused_pci(self, used: int) -> int:
         """Return the fields of the PCI links of the GPUs outside a set of bits."""
-        shifts = (both for gpu, both in enumerate(self._pci) if not used >> gpu & 1)
-        return sum(self._field << shift for both in shifts for shift in both)
+        shifts = (pair for gpu, pair in enumerate(self._pci) if not used >> gpu & 1)
+        return sum(self._field << shift for pair in shifts for shift in pair)
 
     def _use(self, source: str, target: str, rate: float) -> Step:
         """A fifth more is taken of PCI links below Intel CPUs, and an eighth back from old GPUs."""

@@ -56,7 +56,7 @@ class PathType(IntEnum):
 
 
 @dataclass(slots=True)
-class Link:
+class TopoLink:
     """A one-way link; `index` numbers it within its system."""
 
     index: int
@@ -67,11 +67,11 @@ class Link:
 
 
 @dataclass(slots=True)
-class Node:
+class TopoNode:
     """A device, its links in the order NCCL walks them."""
 
     kind: Kind
-    links: list[Link] = field(default_factory=list)
+    links: list[TopoLink] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -83,13 +83,13 @@ class System:
     """
 
     machine: Machine
-    nodes: dict[str, Node]
+    nodes: dict[str, TopoNode]
     gpus: tuple[str, ...]
     nets: tuple[str, ...]
     cpus: tuple[str, ...]
     nvs: tuple[str, ...]
     sm: dict[str, int]
-    links: dict[tuple[str, str, PathType], Link]
+    links: dict[tuple[str, str, PathType], TopoLink]
     rules: VersionFacts
     gpu_direct: frozenset[tuple[str, str]] = frozenset()
 
@@ -107,24 +107,24 @@ class System:
     def connect(self, source: str, target: str, kind: PathType, gbps: float) -> None:
         """Add a link, or widen an existing link; a node's links stay sorted, widest first."""
         links = self.nodes[source].links
-        new = Link(len(self.links), kind, 0.0, source, target)
-        found = self.links.setdefault((source, target, kind), new)
-        if found is not new:
-            links.remove(found)
-        found.gbps += gbps
+        new = TopoLink(len(self.links), kind, 0.0, source, target)
+        link = self.links.setdefault((source, target, kind), new)
+        if link is not new:
+            links.remove(link)
+        link.gbps += gbps
         place = len(links)
-        while place and links[place - 1].gbps < found.gbps:
+        while place and links[place - 1].gbps < link.gbps:
             place -= 1
-        links.insert(place, found)
+        links.insert(place, link)
 
-    def back(self, link: Link) -> Link:
+    def back(self, link: TopoLink) -> TopoLink:
         """Return the link backwards, of the same type."""
         return self.links[link.target, link.source, link.type]
 
-    def join(self, one: str, other: str, kind: PathType, gbps: float) -> None:
+    def join(self, first: str, second: str, kind: PathType, gbps: float) -> None:
         """Add links in both directions, or widen them."""
-        self.connect(one, other, kind, gbps)
-        self.connect(other, one, kind, gbps)
+        self.connect(first, second, kind, gbps)
+        self.connect(second, first, kind, gbps)
 
 
 def build_system(
@@ -168,15 +168,15 @@ def _fused_tree(
     bus = {device.id: device.bus_id.lower() or "~" for device in machine.pci_devices}
     nets = [port.id for port in sorted(ports, key=lambda port: port.index)]
     fused: dict[str, list[str]] = {}
-    for own in [[gpu] for gpu in gpus] if rules.fuses_topologies else [gpus]:
-        seen: dict[str, dict[str, None]] = {}
-        for device in (*own, *nets):
+    for own_gpus in [[gpu] for gpu in gpus] if rules.fuses_topologies else [gpus]:
+        children_of: dict[str, dict[str, None]] = {}
+        for device in (*own_gpus, *nets):
             for child, parent in pairwise((device, *machine.ancestors(device), "")):
-                seen.setdefault(parent, {})[child] = None
-        for parent, children in seen.items():
-            known = fused.setdefault(parent, [])
-            new = [child for child in children if child not in known]
-            known += sorted(new, key=bus.__getitem__) if parent else new
+                children_of.setdefault(parent, {})[child] = None
+        for parent, children in children_of.items():
+            fused_children = fused.setdefault(parent, [])
+            new = [child for child in children if child not in fused_children]
+            fused_children += sorted(new, key=bus.__getitem__) if parent else new
     return fused
 
 
@@ -187,10 +187,10 @@ def _walk(tree: Mapping[str, Sequence[str]], parent: str = "") -> Iterator[str]:
 
 
 def _checked(machine: Machine, gpus: Sequence[int] | None) -> tuple[str, ...]:
-    wanted = machine.gpu_indices if gpus is None else tuple(gpus)
-    different = 0 < len(set(wanted)) == len(wanted)
-    require(different, "GPUs of a communicator", f"are {wanted}", "name at least one, each once")
-    return tuple(machine.gpu(index).id for index in wanted)
+    indices = machine.gpu_indices if gpus is None else tuple(gpus)
+    different = 0 < len(set(indices)) == len(indices)
+    require(different, "GPUs of a communicator", f"are {indices}", "name at least one, each once")
+    return tuple(machine.gpu(index).id for index in indices)
 
 
 def _nodes(
@@ -212,7 +212,7 @@ def _nodes(
     kinds.update((switch, "nvs") for switch in switches)
     return System(
         machine=machine,
-        nodes={name: Node(kind) for name, kind in kinds.items()},
+        nodes={name: TopoNode(kind) for name, kind in kinds.items()},
         gpus=tuple(name for name in order if kinds[name] == "gpu"),
         nets=tuple(name for name in order if kinds[name] == "net"),
         cpus=tuple(below[""]),
@@ -304,10 +304,10 @@ def _add_nvlinks(system: System) -> None:
         elif target not in chosen and target not in system.cpus:
             continue
         kind = PathType.C2C if link.kind == "c2c" else PathType.NVL
-        each = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source], system.rules)
-        system.connect(source, target, kind, link.count * each)
+        gbps = C2C_GBPS if link.kind == "c2c" else nvlink_gbps(system.sm[source], system.rules)
+        system.connect(source, target, kind, link.count * gbps)
         if target not in chosen:
-            system.connect(target, source, kind, link.count * each)
+            system.connect(target, source, kind, link.count * gbps)
 
 
 def _sort_links(system: System, name: str, up: str | None) -> None:
@@ -324,5 +324,5 @@ def _sort_links(system: System, name: str, up: str | None) -> None:
 def _check_both_ways(system: System) -> None:
     where, right = f"machine {system.machine.name}", "NCCL fails at init without both directions"
     for source, target, kind in system.links:
-        what = f"an NVLink goes from {source} to {target} but not back"
-        require((target, source, kind) in system.links, where, what, right)
+        fault = f"an NVLink goes from {source} to {target} but not back"
+        require((target, source, kind) in system.links, where, fault, right)

@@ -28,17 +28,17 @@ _READS_ON_NVLINK = 80
 """Only between two GPUs of this sm does NCCL read over NVLink unasked."""
 
 
-def pair_mechanism(seen: NcclView, source: int, target: int) -> MechanismKind:
+def pair_mechanism(topo: NcclView, source: int, target: int) -> MechanismKind:
     """Return how NCCL moves bytes from GPU `source` to GPU `target`; `network` is over NICs."""
     pair = (f"G{source}", f"G{target}")
-    if source == target or not all(gpu in seen.system.sm for gpu in pair):
-        what, right = "is no pair of the communicator's GPUs", ", ".join(seen.system.gpus)
-        raise InputError(f"hop from GPU {source} to GPU {target}", what, f"choose two of {right}")
-    if pair in seen.by_network:
+    if source == target or not all(gpu in topo.system.sm for gpu in pair):
+        fault, right = "is no pair of the communicator's GPUs", ", ".join(topo.system.gpus)
+        raise InputError(f"hop from GPU {source} to GPU {target}", fault, f"choose two of {right}")
+    if pair in topo.by_network:
         return "network"
-    if pair not in seen.direct:
+    if pair not in topo.direct:
         return "bounce"
-    return "read" if not seen.settings.p2p_copy_engine and _reads(seen, pair) else "write"
+    return "read" if not topo.settings.p2p_copy_engine and _reads(topo, pair) else "write"
 
 
 def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
@@ -50,39 +50,39 @@ def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
     return tuple(side for side in sides if chosen in (side, "both"))
 
 
-def _reads(seen: NcclView, pair: tuple[str, str]) -> bool:
-    if seen.settings.p2p_read is not None:
-        return seen.settings.p2p_read
-    same = all(seen.system.sm[gpu] == _READS_ON_NVLINK for gpu in pair)
-    return same and seen.plain[pair].type == PathType.NVL
+def _reads(topo: NcclView, pair: tuple[str, str]) -> bool:
+    if topo.settings.p2p_read is not None:
+        return topo.settings.p2p_read
+    both_read = all(topo.system.sm[gpu] == _READS_ON_NVLINK for gpu in pair)
+    return both_read and topo.plain[pair].type == PathType.NVL
 
 
-def hop_space(seen: NcclView, *, rings_in_set: int = 1) -> HopSpace:
+def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     """Return one hop per ordered pair, by the mechanism the settings give the pair.
 
     The space is empty where NCCL would send any pair over NICs: it may then cut the node in parts.
     Every hop is moved by the final channels' blocks, shared evenly by the rings of a set. With
     placement a bounce has a hop for each NUMA node, the sender's own first.
     """
-    settings = check_settings(seen.settings)
+    settings = check_settings(topo.settings)
     if rings_in_set < 1:
         raise InputError("rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
-    channels = final_channels(settings, sm=seen.system.sm_min)
-    blocks = blocks_of_ring(seen, rings_in_set)
+    channels = final_channels(settings, sm=topo.system.sm_min)
+    blocks = blocks_of_ring(topo, rings_in_set)
     hops = {}
-    for pair in permutations(seen.gpus, 2) if not seen.by_network else ():
-        kind = pair_mechanism(seen, *pair)
+    for pair in permutations(topo.gpus, 2) if not topo.by_network else ():
+        kind = pair_mechanism(topo, *pair)
         hops[pair] = tuple(
-            Hop(*pair, mechanism_flow(seen, kind, *pair, blocks=blocks, node=node))
-            for node in _nodes(seen, kind, pair[0])
+            Hop(*pair, mechanism_flow(topo, kind, *pair, blocks=blocks, node=node))
+            for node in _nodes(topo, kind, pair[0])
         )
     name = f"nccl {settings.version}, {channels} channels {environment_text(settings)}".rstrip()
-    return HopSpace(name=name, gpus=seen.gpus, hops=hops)
+    return HopSpace(name=name, gpus=topo.gpus, hops=hops)
 
 
-def blocks_of_ring(seen: NcclView, rings_in_set: int) -> int:
+def blocks_of_ring(topo: NcclView, rings_in_set: int) -> int:
     """Return the blocks of each hop where the rings of a set share the final channels evenly."""
-    return max(1, final_channels(seen.settings, sm=seen.system.sm_min) // rings_in_set)
+    return max(1, final_channels(topo.settings, sm=topo.system.sm_min) // rings_in_set)
 
 
 def final_channels(
@@ -109,17 +109,17 @@ def final_channels(
     return min(max(min(count, high), low), limit)
 
 
-def _nodes(seen: NcclView, kind: MechanismKind, source: int) -> tuple[int | None, ...]:
+def _nodes(topo: NcclView, kind: MechanismKind, source: int) -> tuple[int | None, ...]:
     """Return the NUMA nodes open to a hop's buffer, NCCL's own choice first (None: only this)."""
-    if kind != "bounce" or not seen.settings.shm_placement:
+    if kind != "bounce" or not topo.settings.shm_placement:
         return (None,)
-    own = seen.machine.numa_of(f"G{source}")
-    nodes = [node.index for node in seen.machine.numa_nodes if node.index != own]
-    return (own, *nodes)
+    nearest = topo.machine.numa_of(f"G{source}")
+    nodes = [node.index for node in topo.machine.numa_nodes if node.index != nearest]
+    return (nearest, *nodes)
 
 
 def mechanism_flow(
-    seen: NcclView,
+    topo: NcclView,
     kind: MechanismKind,
     source: int,
     target: int,
@@ -133,18 +133,18 @@ def mechanism_flow(
     NCCL_BUFFSIZE is the size of direct hops' FIFOs too, which lie in GPU memory (p2p.cc).
     """
     start, end = Place("G", source), Place("G", target)
-    engines = _copy_engines(seen.settings, kind)
+    engines = _copy_engines(topo.settings, kind)
     sender = Place("D", source) if "sender" in engines else start
     receiver = Place("D", target) if "receiver" in engines else end
-    size = seen.settings.buffsize
+    size = topo.settings.buffsize
     if kind in ("read", "write"):
         if engines:
             return Flow((Transfer(start, sender, end),), blocks)
         make = direct_read if kind == "read" else direct_write
         return make(source, target, blocks=blocks, fifo=Fifo(bytes=size))
-    side = seen.settings.shm_locality
+    side = topo.settings.shm_locality
     owner = target if side == "receiver" else source
-    host = Place("C", seen.machine.numa_of(f"G{owner}") if node is None else node)
+    host = Place("C", topo.machine.numa_of(f"G{owner}") if node is None else node)
     fifo = Fifo(bytes=size, side=side)
     return Flow((Transfer(start, sender, host), Transfer(host, receiver, end)), blocks, fifo)
 
@@ -171,8 +171,8 @@ def expressible(version: str = ASSUMED, *, p2p_level: Level | None = None) -> tu
     levels = _LEVELS if p2p_level is None else (p2p_level,)
     fields = "p2p_level p2p_read p2p_copy_engine shm_locality shm_copy_engine net_disable_intra"
     choices = product(levels, (None, True, False), (False, True), _SIDES, engines, (False, True))
-    each = (dict(zip(fields.split(), choice, strict=True)) for choice in choices)
-    return tuple(msgspec.convert({"version": version, **chosen}, Settings) for chosen in each)
+    switches = (dict(zip(fields.split(), choice, strict=True)) for choice in choices)
+    return tuple(msgspec.convert({"version": version, **chosen}, Settings) for chosen in switches)
 
 
 def candidates(
@@ -197,8 +197,8 @@ def candidates(
         key = settings.p2p_level, settings.net_disable_intra
         if key not in views:
             views[key] = view(machine, knowledge, settings, gpus=gpus)
-        seen = replace(views[key], settings=settings)
-        outcome = tuple(_outcome(seen, pair) for pair in permutations(seen.gpus, 2))
+        topo = replace(views[key], settings=settings)
+        outcome = tuple(_outcome(topo, pair) for pair in permutations(topo.gpus, 2))
         bounces = any(kind == "bounce" for kind, _, _ in outcome)
         distinct.setdefault(outcome, (settings, bounces))
     return tuple(
@@ -209,10 +209,10 @@ def candidates(
 
 
 def _outcome(
-    seen: NcclView, pair: tuple[int, int]
+    topo: NcclView, pair: tuple[int, int]
 ) -> tuple[MechanismKind, tuple[Side, ...], int | None]:
     """Return what settings change: the mechanism, and the NUMA node of a bounce's buffer."""
-    kind = pair_mechanism(seen, *pair)
-    owner = pair[seen.settings.shm_locality == "receiver"]
-    node = seen.machine.numa_of(f"G{owner}") if kind == "bounce" else None
-    return kind, _copy_engines(seen.settings, kind), node
+    kind = pair_mechanism(topo, *pair)
+    owner = pair[topo.settings.shm_locality == "receiver"]
+    node = topo.machine.numa_of(f"G{owner}") if kind == "bounce" else None
+    return kind, _copy_engines(topo.settings, kind), node

@@ -29,7 +29,7 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 """In the order of NCCL's cost tables."""
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
-_Count = Annotated[int, Meta(ge=0, le=64)]
+_Channels = Annotated[int, Meta(ge=0, le=64)]
 
 
 class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     to_bytes: _Bytes
     algorithm: Algorithm
     protocol: Protocol
-    channels: _Count = 0
+    channels: _Channels = 0
 
 
 class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,15 +112,15 @@ def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: st
     for table in tables:
         place = f"{where}: GPUs {','.join(map(str, table.gpus))}"
         check_types(table, where=place)
-        for found in (table.gpus, table.measured_on):
-            fits = len(found) > 1 and list(found) == sorted(set(found)) and set(found) <= set(gpus)
-            require(fits, place, f"names GPUs {found}", "two or more of the plan, ascending")
-        same = len(table.measured_on) == len(table.gpus)
-        require(same, place, f"was measured on GPUs {table.measured_on}", "as many GPUs")
+        for group in (table.gpus, table.measured_on):
+            fits = len(group) > 1 and list(group) == sorted(set(group)) and set(group) <= set(gpus)
+            require(fits, place, f"names GPUs {group}", "two or more of the plan, ascending")
+        equal_sizes = len(table.measured_on) == len(table.gpus)
+        require(equal_sizes, place, f"was measured on GPUs {table.measured_on}", "as many GPUs")
         for entry in table.entries:
             has = entry.algorithm == "ring" or entry.collective == "all_reduce"
-            what = f"has {entry.algorithm} for {entry.collective}"
-            require(has, place, what, "NCCL has ring alone")
+            fault = f"has {entry.algorithm} for {entry.collective}"
+            require(has, place, fault, "NCCL has ring alone")
         ends = [
             (COLLECTIVES.index(entry.collective), size)
             for entry in table.entries

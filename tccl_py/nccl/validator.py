@@ -104,18 +104,20 @@ def validate_cluster(
     for number, node in enumerate(nodes):
         key = id(node.machine), id(node.knowledge), node.gpus, node.graph, node.where
         kinds.setdefault(key, []).append(number)
-    loaded: dict[int, _Node] = {}
+    loaded: dict[int, _LoadedNode] = {}
     faults: list[tuple[bool, str]] = []
     for numbers in kinds.values():
-        said = _said_of(numbers) if len(kinds) > 1 else ""
+        prefix = _nodes_prefix(numbers) if len(kinds) > 1 else ""
         try:
-            loaded |= dict.fromkeys(numbers, _Node(nodes[numbers[0]], settings, len(nodes), said))
+            loaded |= dict.fromkeys(
+                numbers, _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
+            )
         except GraphFaultError as fault:
-            faults.append((fault.crash, f"{said}{fault}"))
+            faults.append((fault.crash, f"{prefix}{fault}"))
     if faults:
         return _failed(*max(faults, key=lambda fault: fault[0]))
     # 2. Connect the rings.
-    job = _Job([loaded[number] for number in range(len(nodes))], settings)
+    job = _JobRings([loaded[number] for number in range(len(nodes))], settings)
     try:
         return job.verdict()
     except GraphFaultError as fault:
@@ -130,28 +132,28 @@ def _check_count(nodes: int) -> None:
     require(1 <= nodes <= MAX_NODES, "nodes", f"is {nodes}", f"1 to {MAX_NODES}")
 
 
-def _said_of(numbers: Sequence[int]) -> str:
+def _nodes_prefix(numbers: Sequence[int]) -> str:
     shown = ", ".join(str(number) for number in numbers[:_SHOWN_NODES])
     more = ", ..." if len(numbers) > _SHOWN_NODES else ""
     return f"node{'s' * (len(numbers) > 1)} {shown}{more}: "
 
 
-class _Node:
+class _LoadedNode:
     """The ring and tree of one node of a job of `count` nodes, loaded from the file or searched.
 
     `ring` is None where NCCL searches for itself; `orders` are the ring channels in use, by GPU
     indices and device numbers of NICs. Raises GraphFaultError.
     """
 
-    def __init__(self, node: NodeJob, settings: Settings, count: int, said: str) -> None:
+    def __init__(self, node: NodeJob, settings: Settings, count: int, prefix: str) -> None:
         self.gpus = tuple(sorted(node.machine.gpu_indices)) if node.gpus is None else node.gpus
-        self.size, self.said, self._count = len(self.gpus), said, count
+        self.size, self.prefix, self._count = len(self.gpus), prefix, count
         self._place = {gpu: place for place, gpu in enumerate(self.gpus)}
-        self._seen = seen = view(node.machine, node.knowledge, settings, gpus=self.gpus)
-        self._facts, self.sm = seen.system.rules, seen.system.sm_min
+        self._topo = topo = view(node.machine, node.knowledge, settings, gpus=self.gpus)
+        self._facts, self.sm = topo.system.rules, topo.system.sm_min
         devices = net_devices(node.machine, settings)
         self._nics = {device: nic for nic, device in devices.items()}
-        self.cut = len(seen.parts) > 1
+        self.cut = len(topo.parts) > 1
         self._file = parse_graph_file(
             node.graph, where=node.where, version=settings.version, cross_nic=settings.cross_nic
         )
@@ -161,17 +163,17 @@ class _Node:
             self._check(graph)
         self.ring, self._tree = self._loaded(RING), self._loaded(TREE)
         if self.ring is None:
-            found = search_ring(seen, nodes=count)
-            self.rate, self.crossnic = found.rate_intra, found.cross_nic
+            searched = search_ring(topo, nodes=count)
+            self.rate, self.crossnic = searched.rate_intra, searched.cross_nic
             self.orders = tuple(
                 Channel(order, tuple(devices[nic] for nic in nics))
-                for order, nics in zip(found.orders, found.nics, strict=True)
+                for order, nics in zip(searched.orders, searched.nics, strict=True)
             )
         else:
             self.rate, self.crossnic = self.ring.speedintra, self.ring.crossnic
             self.orders = self.ring.channels[: self.ring.nchannels]
         if self._tree is None:
-            self.trees = len(search_tree(seen, nodes=count, channels=len(self.orders)).orders)
+            self.trees = len(search_tree(topo, nodes=count, channels=len(self.orders)).orders)
         else:
             self.trees = self._tree.nchannels
         self.channels = min(len(self.orders), self.trees)
@@ -182,12 +184,12 @@ class _Node:
 
     def _by_rank(self, graph: Graph) -> Graph:
         """Return a graph with the GPUs of the ranks that it names, which count more than dev."""
-        known: dict[int | None, int] = dict(enumerate(self.gpus))
+        gpu_of_rank: dict[int | None, int] = dict(enumerate(self.gpus))
         channels = []
         for channel in graph.channels:
             pairs = zip(channel.gpus, channel.ranks, strict=True)
-            gpus = tuple(known.get(rank, gpu) for gpu, rank in pairs)
-            wrong = tuple(None if rank in known else rank for rank in channel.ranks)
+            gpus = tuple(gpu_of_rank.get(rank, gpu) for gpu, rank in pairs)
+            wrong = tuple(None if rank in gpu_of_rank else rank for rank in channel.ranks)
             channels.append(Channel(gpus, channel.nets, wrong))
         return msgspec.structs.replace(graph, channels=tuple(channels))
 
@@ -196,8 +198,9 @@ class _Node:
     def _check(self, graph: Graph) -> None:
         facts, channels = self._facts, len(graph.channels)
         # NCCL takes the smaller number of channels of the ring and the tree.
-        both = (graph, self._file.get(TREE if graph.id == RING else RING, graph))
-        used = min((each.nchannels for each in both if each.nchannels > 0), default=0)
+        peer = self._file.get(TREE if graph.id == RING else RING, graph)
+        counts = (count for count in (graph.nchannels, peer.nchannels) if count > 0)
+        used = min(counts, default=0)
         if used > facts.max_channels or not 0 <= graph.nchannels <= facts.max_final_channels:
             right = f"0 to {facts.max_channels}; others corrupt NCCL's memory"
             graph.fail(f"has nchannels {graph.nchannels}", right, crash=True)
@@ -206,8 +209,8 @@ class _Node:
             graph.fail(f"has {channels} channels", right, crash=True)
         strange = {gpu for channel in graph.channels for gpu in channel.gpus} - {*self.gpus}
         if strange:
-            what = f"names GPU {min(strange)}, which the communicator does not have"
-            graph.fail(what, f"NCCL says: dev {min(strange):x} not found")
+            fault = f"names GPU {min(strange)}, which the communicator does not have"
+            graph.fail(fault, f"NCCL says: dev {min(strange):x} not found")
         if graph.id not in (RING, TREE) or graph.nchannels == 0:
             return
         if graph.pattern == _NVLS_PATTERN and self._count > 1:
@@ -217,21 +220,21 @@ class _Node:
             graph.fail(f"has a speed of {speed:g}", "NCCL would find no algorithm")
         # With a tree that is not whole NCCL starts, and hangs or sums wrongly.
         if channels < used:
-            what = f"has {channels} channels, but nchannels {graph.nchannels}"
-            graph.fail(what, "write all channels", crash=graph.id == TREE)
+            fault = f"has {channels} channels, but nchannels {graph.nchannels}"
+            graph.fail(fault, "write all channels", crash=graph.id == TREE)
         for number, channel in enumerate(graph.channels[:used]):
             if sorted(channel.gpus[: self.size]) != sorted(self.gpus):
-                what = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
+                fault = f"has GPUs {list(channel.gpus)[:20]} in channel {number}"
                 right = f"name each of {sorted(self.gpus)} once"
-                graph.fail(what, right, crash=graph.id == TREE)
+                graph.fail(fault, right, crash=graph.id == TREE)
             missing = [net for net in channel.nets[:2] if net not in self._nics]
             if missing and self._count > 1:
-                what = f"names net {missing[0]}, which the node does not have"
-                graph.fail(what, "NCCL fails when it connects")
+                fault = f"names net {missing[0]}, which the node does not have"
+                graph.fail(fault, "NCCL fails when it connects")
         if self.cut:
-            low, high = (part[0] for part in self._seen.parts[:2])
-            what = f"is for a node that NCCL cuts between {low} and {high}, which would use NICs"
-            graph.fail(what, "set NCCL_NET_DISABLE_INTRA=1 in the job")
+            low, high = (part[0] for part in self._topo.parts[:2])
+            fault = f"is for a node that NCCL cuts between {low} and {high}, which would use NICs"
+            graph.fail(fault, "set NCCL_NET_DISABLE_INTRA=1 in the job")
 
     def check_ranks(self, start: int) -> None:
         """Check ranks given to GPUs, from rank `start` on, if this NCCL believes them."""
@@ -239,10 +242,10 @@ class _Node:
         rank = {gpu: start + place for gpu, place in self._place.items()}
         for graph in graphs:
             for channel in graph.channels:
-                for gpu, given in zip(channel.gpus, channel.ranks, strict=True):
-                    if given is not None and given != rank.get(gpu):
-                        what = f"gives GPU {gpu} rank {given}, but it has {rank.get(gpu)}"
-                        graph.fail(what, "leave ranks out: NCCL takes them unchecked")
+                for gpu, rank_given in zip(channel.gpus, channel.ranks, strict=True):
+                    if rank_given is not None and rank_given != rank.get(gpu):
+                        fault = f"gives GPU {gpu} rank {rank_given}, but it has {rank.get(gpu)}"
+                        graph.fail(fault, "leave ranks out: NCCL takes them unchecked")
 
     # Rings and NICs in use
 
@@ -269,7 +272,7 @@ class _Node:
         nets = [channel.nets[:2] for channel in self.orders]
         ends = [pair for pair in nets if len(pair) == 2]
         tree = _TREE_PATTERN if self._tree is None else self._tree.pattern
-        said = {
+        departures = {
             f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}": (
                 len(graph.channels) > graph.nchannels
             ),
@@ -285,25 +288,25 @@ class _Node:
                 self._count > _ONE_LINK and self.size == 1 and tree != _TREE_PATTERN
             ),
             "some GPUs would talk over NICs, where NCCL may cut the node: set "
-            "NCCL_NET_DISABLE_INTRA=1": bool(self._seen.by_network),
+            "NCCL_NET_DISABLE_INTRA=1": bool(self._topo.by_network),
             f"the tree has {self.trees} of {graph.nchannels} channels": (
                 self.trees < graph.nchannels
             ),
             f"another node has {channels} of {self.channels} channels": channels < self.channels,
         }
-        return [text for text, holds in said.items() if holds]
+        return [text for text, holds in departures.items() if holds]
 
     def why_ignored(self) -> str:
         """Return why NCCL does not use the node's file."""
-        passed = " whose crossnic is not 1" if self._seen.settings.cross_nic == 0 else ""
+        passed = " whose crossnic is not 1" if self._topo.settings.cross_nic == 0 else ""
         why = "nchannels is 0" if RING in self._file else f"there is no graph with id 0{passed}"
         return f"{why}; NCCL searches for itself"
 
 
-class _Job:
+class _JobRings:
     """A communicator over loaded nodes."""
 
-    def __init__(self, nodes: list[_Node], settings: Settings) -> None:
+    def __init__(self, nodes: list[_LoadedNode], settings: Settings) -> None:
         self._nodes, self._settings = nodes, settings
         self._kinds = list(dict.fromkeys(nodes))
         self._starts = [0, *accumulate(node.size for node in nodes)]
@@ -343,8 +346,8 @@ class _Job:
         for channel in range(self._channels):
             ring: list[int] = []
             for number, (node, start) in enumerate(pairs):
-                odd = number % 2 and self._channels % 2 == 0
-                swapped = odd and node.crossnic == SWAPPING
+                on_odd_node = number % 2 and self._channels % 2 == 0
+                swapped = on_odd_node and node.crossnic == SWAPPING
                 ring += node.ranks_of(channel ^ 1 if swapped else channel, start)
             first = ring.index(0)
             rings.append((*ring[first:], *ring[:first]))
@@ -365,8 +368,8 @@ class _Job:
 
     def _compared(self, final: int) -> tuple[VerdictKind, str]:
         channels, kinds = self._channels, self._kinds
-        found = [(node.said, "; ".join(node.differences(channels))) for node in kinds]
-        reason = "; ".join(f"{said}{text}" for said, text in found if text)
+        departures = [(node.prefix, "; ".join(node.differences(channels))) for node in kinds]
+        reason = "; ".join(f"{prefix}{text}" for prefix, text in departures if text)
         if all(node.ring is None for node in kinds):
             return "ignored", reason
         if final < channels:

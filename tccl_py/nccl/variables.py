@@ -34,8 +34,8 @@ _SIMILAR = 0.88
 def _names() -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of variables that are integers, and of all."""
     text = resources.files("tccl_py.nccl").joinpath("variables.txt").read_text()
-    integers, others = (frozenset(re.findall(r"NCCL_\w+", part)) for part in text.split("# Texts"))
-    return integers, integers | others
+    integers, texts = (frozenset(re.findall(r"NCCL_\w+", part)) for part in text.split("# Texts"))
+    return integers, integers | texts
 
 
 def given_variables(settings: Sequence[str]) -> dict[str, str]:
@@ -46,18 +46,18 @@ def given_variables(settings: Sequence[str]) -> dict[str, str]:
     >>> given_variables(["NCCL_ALGO=Ring"])
     {'NCCL_ALGO': 'Ring'}
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for text in settings:
         match = _SET.fullmatch(text)
         where = f"`env` {text[:60]!r}"
         if match is None:
             raise InputError(where, "sets no variable", "write NAME=VALUE, as NCCL_P2P_LEVEL=SYS")
         name, value = match.groups()
-        if found.setdefault(name, value) != value:
+        if variables.setdefault(name, value) != value:
             raise InputError(where, f"sets {name} a second time", "give it one value")
         if meant := similar_name(name):
             raise InputError(where, f"sets {name}, which NCCL does not have", f"write {meant}")
-    return found
+    return variables
 
 
 def similar_name(name: str) -> str:
@@ -66,22 +66,22 @@ def similar_name(name: str) -> str:
     >>> similar_name("NCCL_P2P_LEVLE"), similar_name("NCCL_P2P_LEVEL"), similar_name("LANG")
     ('NCCL_P2P_LEVEL', '', '')
     """
-    _, known = _names()
-    near = () if name in known else get_close_matches(name.upper(), known, 1, _SIMILAR)
+    _, names = _names()
+    near = () if name in names else get_close_matches(name.upper(), names, 1, _SIMILAR)
     return near[0] if near else ""
 
 
 def notices(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence on each variable that NCCL does not know, or reads as something else."""
-    integers, known = _names()
+    integers, names = _names()
     for name, text in variables.items():
-        said = f"{name}={text[:60]}"
-        if name not in known:
+        setting = f"{name}={text[:60]}"
+        if name not in names:
             yield f"NCCL itself has no variable {name}"
         elif name in _LEVEL_NAMES and text not in LEVELS and not "0" <= text[:1] <= "9":
-            yield f"NCCL ignores {said}, which is no path type: {', '.join(LEVELS)}"
+            yield f"NCCL ignores {setting}, which is no path type: {', '.join(LEVELS)}"
         elif name in integers and text and (rest := c_integer(text)[1].strip()):
-            yield f"NCCL reads {said} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
+            yield f"NCCL reads {setting} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
 
 
 def unfollowed(variables: Iterable[str]) -> Iterator[str]:

@@ -199,8 +199,8 @@ def asked_version(version: str) -> str:
     """
     oldest, *_, newest = known_versions()
     right = f"{oldest} to {newest}, or a newer one below 2.{_BEYOND}, which is taken for {newest}"
-    known = has_rules(version) and _release(version) < (2, _BEYOND)
-    require(known, f"NCCL version {version[:40]!r}", "has no rules here", right)
+    supported = has_rules(version) and _release(version) < (2, _BEYOND)
+    require(supported, f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
 
 
@@ -318,9 +318,9 @@ def between_cpus_gbps(node: NumaNode, facts: VersionFacts) -> float:
     if node.arch.startswith(("arm", "aarch")):
         return 6.0
     if node.vendor == INTEL:
-        known = _INTEL if node.family == 6 else ()
-        gbps = next((gbps for first, gbps in known if (node.model or 0) >= first), 6.0)
-        return facts.xeon6_gbps if known and node.model in _XEON6 else gbps
+        models = _INTEL if node.family == 6 else ()
+        gbps = next((gbps for first, gbps in models if (node.model or 0) >= first), 6.0)
+        return facts.xeon6_gbps if models and node.model in _XEON6 else gbps
     if node.vendor == AMD:
         return facts.amd_gbps[(node.family in (_ZEN34, _ZEN5)) + (node.family == _ZEN5)]
     if node.vendor in _ZHAOXIN:

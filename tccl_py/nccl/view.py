@@ -14,13 +14,13 @@ from itertools import pairwise, permutations
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine, Nic
 from tccl_py.model.transfer import index_of
-from tccl_py.nccl.paths import Direction, Paths, shortest_paths, with_policy
+from tccl_py.nccl.paths import Direction, TopoPaths, shortest_paths, with_policy
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System, build_system
 from tccl_py.nccl.versions import AMD, Level
 
 Pairs = frozenset[tuple[str, str]]
-_SEEN = ("version", "p2p_level", "shm_disable", "net_disable_intra", "net_gdr_level",
+_VIEW_FIELDS = ("version", "p2p_level", "shm_disable", "net_disable_intra", "net_gdr_level",
          "net_gdr_read", "ib_hca", "socket_ifname")  # fmt: skip
 """Settings that change paths, transports or parts of a node; views are kept for each of these."""
 
@@ -37,8 +37,8 @@ class NcclView:
     system: System
     knowledge: Knowledge
     settings: Settings
-    plain: Paths
-    paths: Paths
+    plain: TopoPaths
+    paths: TopoPaths
     direct: Pairs
     by_network: Pairs
 
@@ -50,7 +50,7 @@ class NcclView:
             near = (group[at] for at in range(number) if (gpu, gpus[at]) not in self.by_network)
             group.append(min([number, *near]))
         return tuple(
-            tuple(gpu for gpu, own in zip(gpus, group, strict=True) if own == number)
+            tuple(gpu for gpu, first in zip(gpus, group, strict=True) if first == number)
             for number in dict.fromkeys(group)
         )
 
@@ -88,8 +88,8 @@ def view(
     """
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
-    restricted = Settings(**{name: getattr(settings, name) for name in _SEEN})
-    return replace(_seen(machine, order, knowledge, restricted), settings=settings)
+    restricted = Settings(**{name: getattr(settings, name) for name in _VIEW_FIELDS})
+    return replace(_view_of(machine, order, knowledge, restricted), settings=settings)
 
 
 def direct_pairs(
@@ -98,8 +98,8 @@ def direct_pairs(
     """Return the pairs of GPUs that a level lets talk directly; None is all pairs."""
     if level is None:
         return None
-    seen = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
-    return frozenset((index_of(source), index_of(target)) for source, target in seen.direct)
+    topo = view(machine, knowledge, Settings(p2p_level=level), gpus=gpus)
+    return frozenset((index_of(source), index_of(target)) for source, target in topo.direct)
 
 
 def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
@@ -126,21 +126,21 @@ def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
     return {nic: device for device, nic in enumerate(nics)}
 
 
-def net_path(seen: NcclView, gpu: int, nic: int, direction: Direction) -> PathType:
+def net_path(topo: NcclView, gpu: int, nic: int, direction: Direction) -> PathType:
     """Return the type of the path between a GPU and a NIC, as a graph's typeinter counts it."""
-    name, port = net_ends(seen, gpu, nic)
+    name, port = net_ends(topo, gpu, nic)
     pair = (name, port) if direction == "send" else (port, name)
-    return seen.paths[pair].type
+    return topo.paths[pair].type
 
 
-def net_ends(seen: NcclView, gpu: int, nic: int) -> tuple[str, str]:
+def net_ends(topo: NcclView, gpu: int, nic: int) -> tuple[str, str]:
     """Return the names of a GPU and a NIC of the communicator (InputError)."""
     name, port = f"G{gpu}", f"N{nic}"
-    if name not in seen.system.sm or port not in seen.system.nets:
-        gpus, nets = ", ".join(seen.system.gpus), ", ".join(seen.system.nets)
-        what = f"is not on machine {seen.machine.name}, or not for this job"
+    if name not in topo.system.sm or port not in topo.system.nets:
+        gpus, nets = ", ".join(topo.system.gpus), ", ".join(topo.system.nets)
+        fault = f"is not on machine {topo.machine.name}, or not for this job"
         right = f"there are {gpus} and {nets or 'no NICs'}"
-        raise InputError(f"end of a ring at GPU {gpu} and NIC {nic}", what, right)
+        raise InputError(f"end of a ring at GPU {gpu} and NIC {nic}", fault, right)
     return name, port
 
 
@@ -168,13 +168,13 @@ def p2p_level(system: System, settings: Settings) -> PathType:
 @lru_cache(maxsize=64)
 def _surveyed(
     machine: Machine, gpus: tuple[int, ...], nics: tuple[int, ...], version: str
-) -> tuple[System, Paths]:
+) -> tuple[System, TopoPaths]:
     system = build_system(machine, gpus=gpus, nics=nics, version=version)
     return system, shortest_paths(system)
 
 
 @lru_cache(maxsize=256)
-def _seen(
+def _view_of(
     machine: Machine, gpus: tuple[int, ...], knowledge: Knowledge, settings: Settings
 ) -> NcclView:
     nics = usable_nics(machine, settings)
@@ -202,7 +202,7 @@ def _seen(
 
 
 def _direct(
-    system: System, knowledge: Knowledge, paths: Paths, level: PathType, pair: tuple[str, str]
+    system: System, knowledge: Knowledge, paths: TopoPaths, level: PathType, pair: tuple[str, str]
 ) -> bool:
     path = paths[pair]
     if path.type > level:
@@ -214,7 +214,7 @@ def _direct(
     )
 
 
-def _net_gbps(system: System, paths: Paths) -> Mapping[str, float]:
+def _net_gbps(system: System, paths: TopoPaths) -> Mapping[str, float]:
     best = {}
     for gpu in system.gpus:
         ways = [paths[gpu, net] for net in system.nets]

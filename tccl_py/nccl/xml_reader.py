@@ -45,8 +45,8 @@ class GraphFaultError(InputError):
     `crash`: NCCL accesses invalid memory, hangs, or gives wrong sums.
     """
 
-    def __init__(self, where: str, what: str, right: str, *, crash: bool = False) -> None:
-        super().__init__(where, what, right)
+    def __init__(self, where: str, fault: str, right: str, *, crash: bool = False) -> None:
+        super().__init__(where, fault, right)
         self.crash = crash
 
 
@@ -63,9 +63,9 @@ class XmlElement:
         """Return the children with this name."""
         return [child for child in self.children if child.name == name]
 
-    def reject(self, what: str, right: str, *, crash: bool = False) -> NoReturn:
+    def reject(self, fault: str, right: str, *, crash: bool = False) -> NoReturn:
         """Raise GraphFaultError about this element."""
-        raise GraphFaultError(self.place, f"<{self.name}> {what}", right, crash=crash)
+        raise GraphFaultError(self.place, f"<{self.name}> {fault}", right, crash=crash)
 
     def text(self, name: str) -> str:
         """Return an attribute that NCCL needs."""
@@ -115,17 +115,17 @@ def read_elements(
         head = stack[-1]
         if tag.closing and head is not top:
             if head is not None and head.name != tag.name:
-                what = f"</{tag.name}> closes no element"
-                raise GraphFaultError(tag.place, what, f"close <{head.name}> first")
+                fault = f"</{tag.name}> closes no element"
+                raise GraphFaultError(tag.place, fault, f"close <{head.name}> first")
             stack.pop()
             continue
         element = None
         if head is not None and tag.name in inside.get(head.name, ()):
             element = XmlElement(tag.name, tag.attributes, tag.place)
             if head is not top and len(head.children) == facts.max_children:
-                what = f"is one child too many of <{head.name}>"
+                fault = f"is one child too many of <{head.name}>"
                 right = f"NCCL {facts.name} takes {facts.max_children}"
-                element.reject(what, right, crash=not facts.children_checked)
+                element.reject(fault, right, crash=not facts.children_checked)
             head.children.append(element)
             count += 1
             if count == facts.max_elements:
@@ -165,24 +165,24 @@ def _tag(text: str, start: int, place: str, attribute: re.Pattern[str]) -> tuple
         return None, stop + len("-->")
     attributes: list[tuple[str, str]] = []
     while end == " ":
-        found = attribute.match(text, at)
-        if found is None:
+        match = attribute.match(text, at)
+        if match is None:
             raise unread
-        value = found["value"] or ""
+        value = match["value"] or ""
         if len(value) > _LONGEST_VALUE:
             raise GraphFaultError(place, "has a value that overflows NCCL's", _FORM, crash=True)
-        attributes.append((_c_text(found["key"]), _c_text(value)))
-        end, at = found["after"] or found["end"], found.end()
+        attributes.append((_c_text(match["key"]), _c_text(value)))
+        end, at = match["after"] or match["end"], match.end()
     # NCCL drops attributes beyond its limit, and takes the first of a name.
-    taken = dict(reversed(attributes[:MAX_ATTRIBUTES]))
+    attribute_values = dict(reversed(attributes[:MAX_ATTRIBUTES]))
     if end == ">":
-        return _Tag(name, taken, place), at
+        return _Tag(name, attribute_values, place), at
     rest = _REST.match(text, at) if end == "/" else None
     if rest is None:
         raise unread
     if not name and head["end"] == "/":
         return _Tag(_c_text(rest["name"]), {}, place, closing=True), rest.end()
-    return _Tag(name, taken, place, single=True), rest.end()
+    return _Tag(name, attribute_values, place, single=True), rest.end()
 
 
 def _c_text(text: str) -> str:

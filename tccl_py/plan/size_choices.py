@@ -17,7 +17,7 @@ from tccl_py.errors import counted, size_text
 from tccl_py.files import picked
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.channel_search import Graph
+from tccl_py.nccl.channel_search import SearchGraph
 from tccl_py.nccl.cost_model import CostModel, SizeChoice, cost_model
 from tccl_py.nccl.graph_search import FALLBACK_GBPS
 from tccl_py.nccl.settings import Settings
@@ -167,7 +167,7 @@ def _from_file(plan: Plan) -> CostModel:
     seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
     orders = plan.channel_rings
     farthest = seen.farthest({pair for ring in orders for pair in neighbours(ring)})
-    ring = Graph(
+    ring = SearchGraph(
         pattern="ring",
         min_channels=1,
         max_channels=len(orders),
