@@ -21,6 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tccl_py.errors import InputError, MeasurementError, size_text
+from tccl_py.experiments.calls import graphed, time_calls, warm_up
+from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
+from tccl_py.experiments.plans import launcher_of
+from tccl_py.experiments.record import LEAST_ROUNDS, MAX_ROUNDS, compare
+from tccl_py.experiments.spec import JobResult, JobSpec, rows_of
+from tccl_py.experiments.target import read_target
 from tccl_py.plan.beside import load_tuning, plan_in, plugin_variables
 from tccl_py.rank_processes.rank import (
     Communicator,
@@ -30,12 +36,6 @@ from tccl_py.rank_processes.rank import (
     time_slots,
     write_result,
 )
-from tccl_py.verify.collectives import graphed, time_calls, warm_up
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, Launcher, round_order
-from tccl_py.verify.plans import launcher_of
-from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, compare
-from tccl_py.verify.spec import JobResult, JobSpec, rows_of
-from tccl_py.verify.target import read_target
 
 LAYERS, REPLAYS, GRAPHS = 16, 5, 5
 HIDDEN, BATCHES = (4096, 8192), (1, 2, 4, 8, 16, 32, 64)

@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 
 from tccl_py import Simulator, bundled_names, make_plan
+from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.evaluation import EVALUATED, Evaluation, Summary
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.plans import evaluate_plan
 from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.evaluation import EVALUATED, Evaluation, Summary
-from tccl_py.verify.jobs import Launcher
-from tccl_py.verify.plans import evaluate_plan
-from tccl_py.verify.spec import COLLECTIVES
 
 PAGE = Path("docs/evaluation.md")
 BEGIN = "<!-- table by scripts/evaluate-machines -->"

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, visible
+from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json, read_text
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.report.verification import verification_json
-from tccl_py.verify.record import Verification
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"

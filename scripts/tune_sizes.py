@@ -14,13 +14,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.plans import launcher_of
+from tccl_py.experiments.sizes import ALL_SIZES, OTHERS, arms_of, plugin_library, tune_sizes
+from tccl_py.experiments.spec import parse_sizes
+from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
-from tccl_py.verify.jobs import Launcher
-from tccl_py.verify.plans import launcher_of
-from tccl_py.verify.sizes import ALL_SIZES, OTHERS, arms_of, plugin_library, tune_sizes
-from tccl_py.verify.spec import parse_sizes
-from tccl_py.verify.target import read_target
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Ranks that are no torch programs, to try what runs them: they answer, fail, hang, or stay.
 
-usage: python -m tests.rank_programs SPEC.json RANK, as tccl_py.verify.rank; what a rank does
+usage: python -m tests.rank_programs SPEC.json RANK, as tccl_py.experiments.rank; what a rank does
 stands in NCCL_TEST_RANKS, a word for each rank.
 """
 
@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from tccl_py.experiments.spec import JobResult, JobSpec
 from tccl_py.files import decode_json, encode_json
-from tccl_py.verify.spec import JobResult, JobSpec
 
 
 def main():

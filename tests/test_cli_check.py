@@ -322,7 +322,7 @@ def verified(measured, monkeypatch):
     def launcher_of(made, directory, options):
         yield dry_run(made, jobs(lambda _: factor[0], seed=3))
 
-    monkeypatch.setattr("tccl_py.verify.preflight.launcher_of", launcher_of)
+    monkeypatch.setattr("tccl_py.experiments.preflight.launcher_of", launcher_of)
     return measured, factor
 
 
@@ -366,7 +366,7 @@ def test_a_slower_link_is_the_culprit(verified, session):
 def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):
     directory, _ = verified
     pattern = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
-    for module in ("health.drift", "verify.preflight"):
+    for module in ("health.drift", "experiments.preflight"):
         monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([pattern]))
     first, second = (tccl("check", directory, "--preflight") for _ in range(2))
     assert "later preflights compare" in first.stderr
@@ -384,10 +384,10 @@ def test_a_preflight_by_a_simulated_plan_is_refused(plan):
 def test_gpus_in_use_are_no_fault_of_the_node(verified, monkeypatch):
     directory, _ = verified
     busy = "process 7 (train) uses GPU 1"
-    monkeypatch.setattr("tccl_py.verify.preflight.users_of", lambda gpus: busy)
+    monkeypatch.setattr("tccl_py.experiments.preflight.users_of", lambda gpus: busy)
     made = changed(dry_run(plan_of(NAME), jobs()), backend="cuda")
     launcher_of = contextmanager(lambda *_: (one for one in [made]))
-    monkeypatch.setattr("tccl_py.verify.preflight.launcher_of", launcher_of)
+    monkeypatch.setattr("tccl_py.experiments.preflight.launcher_of", launcher_of)
     result = tccl("check", directory, "--preflight", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert busy in result.stderr

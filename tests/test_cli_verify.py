@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.experiments import plans as module
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.verify import RunBudget, budget_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import locked
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify import plans as module
-from tccl_py.verify.record import Verification
-from tccl_py.verify.spec import WrongValue
-from tccl_py.verify.verify import RunBudget, budget_of
 from tests.planned import as_only
 from tests.verified import FakeJobs, by_plan, without_gpus
 

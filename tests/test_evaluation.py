@@ -13,6 +13,10 @@ from typer.testing import CliRunner
 from scripts.evaluate_machines import evaluated as evaluated_machine
 from scripts.evaluate_machines import tables
 from tccl_py.cli.main import app
+from tccl_py.experiments import plans as module
+from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.evaluation import Evaluation
+from tccl_py.experiments.spec import WrongValue
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
@@ -20,9 +24,6 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify import plans as module
-from tccl_py.verify.evaluation import Evaluation
-from tccl_py.verify.spec import COLLECTIVES, WrongValue
 from tests.planned import FOUR_GPUS, as_only, plan_of
 from tests.verified import FakeJobs, by_plan
 

@@ -22,7 +22,7 @@ def packages(names):
 def test_planning_a_simulated_machine_loads_no_package_for_what_comes_after(tmp_path):
     words = ["plan", str(tmp_path / "plan"), "--simulate", "h200x4-vm", "--max-sets", "8"]
     found = loaded(f"from tccl_py.cli.main import app\napp({words!r}, standalone_mode=False)")
-    later = {"verify", "report", "merge", "explanation", "health", "readers", "rank_processes"}
+    later = {"experiments", "report", "merge", "explanation", "health", "readers", "rank_processes"}
     assert not packages(found) & later
     assert len(found) <= 64, found
 

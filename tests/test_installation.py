@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.experiments.record import ArmResult, Compared, Row, Verification
+from tccl_py.experiments.spec import WrongValue
 from tccl_py.installation.blocks import HEADS, with_block, without_block
 from tccl_py.installation.install import (
     Installed,
@@ -32,8 +34,6 @@ from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environmen
 from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, settings_of_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
-from tccl_py.verify.record import ArmResult, Compared, Row, Verification
-from tccl_py.verify.spec import WrongValue
 from tests.planned import SMALL, needing_a_graph, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)

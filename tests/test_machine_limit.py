@@ -13,13 +13,13 @@ from tccl_profiler.profiler import Profiler
 from tccl_py.cli.main import app
 from tccl_py.cli.show import print_plan
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.target import Target
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, parse_set
 from tccl_py.plan.planner import bare_copies, limit_gbps, make_plan
 from tccl_py.plan.words import limit_text, plan_json
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.target import Target
 from tests.fakes import space_of
 from tests.planned import PCIE, SMALL, plan_of
 from tests.profiler_pools import options, pool_of

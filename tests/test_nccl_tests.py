@@ -6,16 +6,17 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import tccl_py.verify.plans as module
+import tccl_py.experiments.plans as module
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import PROGRAMS
+from tccl_py.experiments.nccl_tests import find_program, read_table, size_options
+from tccl_py.experiments.preflight import check_collectives
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.verify.nccl_tests import PROGRAMS, find_program, read_table, size_options
-from tccl_py.verify.preflight import check_collectives
-from tccl_py.verify.record import Verification
-from tccl_py.verify.target import read_target
 from tests.planned import as_only, plan_of
 from tests.verified import without_gpus
 

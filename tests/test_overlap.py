@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.overlap.job import (
+from tccl_py.experiments.overlap import (
     OverlapResult,
     OverlapSpec,
     Pair,
@@ -23,7 +23,7 @@ from tccl_py.overlap.job import (
     rows_of,
     span,
 )
-from tccl_py.overlap.rank import ThreadStopwatch
+from tccl_py.experiments.overlap_rank import ThreadStopwatch
 from tests.processes import alive, children
 
 needs_torch = pytest.mark.skipif(

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.experiments.evaluation import simulated_cells
+from tccl_py.experiments.target import read_target
+from tccl_py.experiments.tuning import stages
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.plugin import LIBRARY
@@ -27,9 +30,6 @@ from tccl_py.plan.tasks import OneNode
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.evaluation import simulated_cells
-from tccl_py.verify.target import read_target
-from tccl_py.verify.tuning import stages
 from tests.planned import PCIE, as_only, plan_of, through
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)

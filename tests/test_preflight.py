@@ -3,17 +3,17 @@
 import pytest
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.nccl_tests import NO_TORCH
+from tccl_py.experiments.preflight import Preflight, check_collectives
+from tccl_py.experiments.spec import MIB, WrongValue
+from tccl_py.experiments.target import read_target
+from tccl_py.experiments.verify import RunBudget
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.health.drift import Drift
 from tccl_py.model.transfer import parse_set
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.verify.nccl_tests import NO_TORCH
-from tccl_py.verify.preflight import Preflight, check_collectives
-from tccl_py.verify.spec import MIB, WrongValue
-from tccl_py.verify.target import read_target
-from tccl_py.verify.verify import RunBudget
 from tests.planned import SMALL, WRX, as_only, plan_of
 from tests.verified import FakeJobs, changed, dry_run, run_verification
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from tccl_py.cli.verify import print_verification
+from tccl_py.experiments.record import Verification, compare
+from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import size_charts
-from tccl_py.verify.record import Verification, compare
-from tccl_py.verify.size_table import SizeTuning
 
 CASES = Path(__file__).parent / "cases" / "verification"
 NAMES = ("h200x2-vm", "h200x2-vm-no-p2p-tuned", "h200x2-vm-tuned")

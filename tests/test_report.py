@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.verify import RunBudget
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now
@@ -26,7 +27,6 @@ from tccl_py.report.page import report_html
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.pairs import pair_flow
-from tccl_py.verify.verify import RunBudget
 from tests.cluster_plans import mixed
 from tests.effort import calls_at_most
 from tests.planned import ASUS, PCIE, SMALL, WRX

@@ -19,6 +19,21 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.contests import FINALISTS, Tuner, all_choices, halve
+from tccl_py.experiments.jobs import HostRanks, Launcher
+from tccl_py.experiments.size_table import LEAST_GAIN, confirm, entries, predict
+from tccl_py.experiments.sizes import contests_again, load_sizes, tune_by_size, with_spots
+from tccl_py.experiments.spec import (
+    FINAL_ROUNDS,
+    KIB,
+    Choice,
+    ContestTimes,
+    JobResult,
+    JobSpec,
+    TimedRow,
+    Variant,
+)
+from tccl_py.experiments.target import read_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
@@ -29,21 +44,6 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
-from tccl_py.verify.contests import FINALISTS, Tuner, all_choices, halve
-from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.size_table import LEAST_GAIN, confirm, entries, predict
-from tccl_py.verify.sizes import contests_again, load_sizes, tune_by_size, with_spots
-from tccl_py.verify.spec import (
-    FINAL_ROUNDS,
-    KIB,
-    Choice,
-    ContestTimes,
-    JobResult,
-    JobSpec,
-    TimedRow,
-    Variant,
-)
-from tccl_py.verify.target import read_target
 from tests.planned import SMALL, plan_of
 from tests.plugin.runs import plugin_library
 from tests.report_pages import Page
@@ -54,7 +54,7 @@ SIZES = tuple(KIB << shift for shift in range(4, 10))
 @pytest.fixture(autouse=True)
 def _plugin_built_once(monkeypatch):
     """Each tuning would compile it anew for itself."""
-    monkeypatch.setattr("tccl_py.verify.sizes.plugin_library", lambda _: plugin_library())
+    monkeypatch.setattr("tccl_py.experiments.sizes.plugin_library", lambda _: plugin_library())
 
 
 def row(size, dtype="bfloat16", collective="all_reduce"):

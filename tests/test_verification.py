@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.experiments.collectives import bus_gbps
+from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
+from tccl_py.experiments.record import FALSE_RATE, Compared, Verification, compare, why_not_verified
+from tccl_py.experiments.rings import rings_found
+from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.target import read_target
+from tccl_py.experiments.verify import RunBudget
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
-from tccl_py.verify.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
-from tccl_py.verify.record import FALSE_RATE, Compared, Verification, compare, why_not_verified
-from tccl_py.verify.rings import rings_found
-from tccl_py.verify.spec import WrongValue, bus_gbps
-from tccl_py.verify.target import read_target
-from tccl_py.verify.verify import RunBudget
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import FakeJobs, by_plan, by_variables, changed, dry_run, run_verification

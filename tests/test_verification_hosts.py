@@ -8,6 +8,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.jobs import HostRanks, Launcher
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rings import rings_found
+from tccl_py.experiments.spec import JobSpec, rows_of
+from tccl_py.experiments.target import Target
+from tccl_py.experiments.verify import RunBudget, verify_target
 from tccl_py.files import decode_json
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment
@@ -16,12 +22,6 @@ from tccl_py.plan.writing import host_graphs, write_plan
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology
-from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.record import Verification
-from tccl_py.verify.rings import rings_found
-from tccl_py.verify.spec import JobSpec, rows_of
-from tccl_py.verify.target import Target
-from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import NOTHING, cluster_plan, mixed
 from tests.nccl_cases import torn
 from tests.test_nccl_clusters import H200

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
+from tccl_py.experiments.spec import Choice, Contest, JobSpec, TimedRow, rows_of
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.verify.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.verify.spec import COLLECTIVES, Choice, Contest, JobSpec, TimedRow, rows_of
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -268,3 +271,11 @@ def test_no_contest_begins_after_its_time(server):
     spec = JobSpec(contests=contests, contest_seconds=0.0)
     outcome = run_job(spec, 2, server=server)
     assert outcome.results[0].contests == ()
+
+
+def test_a_collective_is_a_name_and_a_row_of_one_table():
+    assert tuple(COLLECTIVES) == get_args(Collective)
+    programs = [facts.program for facts in COLLECTIVES.values()]
+    assert len(set(programs)) == len(programs)
+    # NCCL asks its tuner for these alone.
+    assert {name for name, facts in COLLECTIVES.items() if facts.algorithms} == set(TUNED)

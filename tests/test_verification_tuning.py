@@ -15,6 +15,12 @@ from typer.testing import CliRunner
 from tccl_py.cli import verify
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SourceLostError, Terminated
+from tccl_py.experiments import plans
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.spec import SIZES
+from tccl_py.experiments.target import read_target
+from tccl_py.experiments.tuning import run_tuning
+from tccl_py.experiments.verify import RunBudget, verify_target
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import check_plan, load_plan
@@ -22,12 +28,6 @@ from tccl_py.plan.staging import locked
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
-from tccl_py.verify import plans
-from tccl_py.verify.record import Verification
-from tccl_py.verify.spec import SIZES
-from tccl_py.verify.target import read_target
-from tccl_py.verify.tuning import run_tuning
-from tccl_py.verify.verify import RunBudget, verify_target
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.processes import children
 from tests.profiler_clusters import agents_in_processes
@@ -496,7 +496,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
     monkeypatch.setattr("tccl_py.plan.cluster_subject.plan_job", planned)
     monkeypatch.setattr("tccl_py.cli.verify.tuned_plan", tuned)
-    monkeypatch.setattr("tccl_py.verify.plans.check_tuning", lambda job: None)
+    monkeypatch.setattr("tccl_py.experiments.plans.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:
         monkeypatch.setattr(
             "tccl_py.cli.measure.controlled_job", lambda: contextlib.nullcontext(job)

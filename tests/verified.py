@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.jobs import HostRanks, Launcher, Outcome
+from tccl_py.experiments.spec import JobResult, JobSpec
+from tccl_py.experiments.target import read_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.plan.plan import Plan
 from tccl_py.rank_processes.tasks import RankOutput
-from tccl_py.verify.jobs import HostRanks, Launcher, Outcome
-from tccl_py.verify.spec import JobResult, JobSpec
-from tccl_py.verify.target import read_target
-from tccl_py.verify.verify import verify_target
 from tests.planned import with_parts
 
 PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_USE_CUDA_MEMCPY")

@@ -1,12 +1,12 @@
 """The rank program with collectives that give a wrong value, to see that checks find it.
 
-usage: as tccl_py.verify.rank; NCCL_TEST_WRONG names functions of torch.distributed.
+usage: as tccl_py.experiments.rank; NCCL_TEST_WRONG names functions of torch.distributed.
 """
 
 import os
 
-from tccl_py.verify import collectives
-from tccl_py.verify.rank import main
+from tccl_py.experiments import calls
+from tccl_py.experiments.rank import main
 
 
 def spoil(name):
@@ -30,7 +30,7 @@ def spoil(name):
 
 if __name__ == "__main__":
     # Small sizes show wrong values as well as large ones, and sooner.
-    collectives.COUNTS = collectives.COUNTS[:3]
+    calls.COUNTS = calls.COUNTS[:3]
     for function in os.environ["NCCL_TEST_WRONG"].split():
         spoil(function)
     main()

@@ -161,8 +161,8 @@ def _export_job(
     directory: Path, output: Path | None, hosts: str, gpus: str | None, *, keep_order: bool
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
+    from tccl_py.experiments.record import Verification  # noqa: PLC0415 (slow)
     from tccl_py.plan.table_jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job  # noqa: PLC0415 (slow)
-    from tccl_py.verify.record import Verification  # noqa: PLC0415 (slow)
 
     if output is None:
         right = "name a new directory that all hosts of the job can read"

@@ -27,6 +27,15 @@ from tccl_py.cli.options import (
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off, size_text
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.nccl_tests import find_program
+from tccl_py.experiments.preflight import (
+    FAMILIES,
+    Preflight,
+    measure_plan_again,
+    preflight_json,
+    preflight_metrics,
+)
 from tccl_py.files import encode_json
 from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
@@ -36,15 +45,6 @@ from tccl_py.plan.beside import plan_in
 from tccl_py.plan.parts import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.verify.jobs import Launcher
-from tccl_py.verify.nccl_tests import find_program
-from tccl_py.verify.preflight import (
-    FAMILIES,
-    Preflight,
-    measure_plan_again,
-    preflight_json,
-    preflight_metrics,
-)
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0

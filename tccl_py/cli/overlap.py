@@ -14,7 +14,7 @@ from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.overlap.job import Backend, Row, Span, default_sets, parse_sets, time_overlap
+from tccl_py.experiments.overlap import Backend, Row, Span, default_sets, parse_sets, time_overlap
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 
 MIB = 1024 * 1024

@@ -259,7 +259,7 @@ def _job() -> AbstractContextManager[Job]:
 
 
 def _check_tuning(job: Job | None = None) -> None:
-    from tccl_py.verify.plans import check_tuning  # noqa: PLC0415 (slow)
+    from tccl_py.experiments.plans import check_tuning  # noqa: PLC0415 (slow)
 
     check_tuning(job)
 

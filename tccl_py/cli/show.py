@@ -51,10 +51,10 @@ def show(
     if json:
         print_plan_json(plan, directory)
         return
+    from tccl_py.experiments.record import Verification  # noqa: PLC0415
+    from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
     from tccl_py.plan.size_choices import size_notes, size_table  # noqa: PLC0415 (not for a plan)
     from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415
-    from tccl_py.verify.record import Verification  # noqa: PLC0415
-    from tccl_py.verify.sizes import load_sizes  # noqa: PLC0415
 
     console = results()
     print_plan(plan, console)
@@ -80,9 +80,9 @@ def show(
 
 def print_plan_json(plan: Plan, directory: Path) -> None:
     """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found."""
+    from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
     from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
     from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
-    from tccl_py.verify.sizes import load_sizes  # noqa: PLC0415
 
     tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
     print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings})

@@ -18,6 +18,16 @@ from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
+from tccl_py.experiments.evaluation import EVALUATED, csv_text
+from tccl_py.experiments.jobs import Launcher
+from tccl_py.experiments.nccl_tests import find_program, size_options
+from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
+from tccl_py.experiments.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
+from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.sizes import load_sizes
+from tccl_py.experiments.spec import ELEMENT_BYTES, Dtype, parse_sizes
+from tccl_py.experiments.verify import RunBudget, budget_of
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.parts import ChoiceName
@@ -41,15 +51,6 @@ from tccl_py.report.verification import (
 )
 from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import Backend, check_backend
-from tccl_py.verify.evaluation import EVALUATED, csv_text
-from tccl_py.verify.jobs import Launcher
-from tccl_py.verify.nccl_tests import PROGRAMS, find_program, size_options
-from tccl_py.verify.plans import evaluate_plan, tuning_budget, verify_plan
-from tccl_py.verify.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
-from tccl_py.verify.size_table import SizeTuning
-from tccl_py.verify.sizes import load_sizes
-from tccl_py.verify.spec import COLLECTIVES, ELEMENT_BYTES, Collective, Dtype, parse_sizes
-from tccl_py.verify.verify import RunBudget, budget_of
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.record import why_not_verified
 from tccl_py.files import (
     check_path,
     check_version,
@@ -50,7 +51,6 @@ from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plu
 from tccl_py.plan.directory import conf_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
-from tccl_py.verify.record import why_not_verified
 
 PLAN_VARIABLE = "TCCL_PLAN"
 _PLAIN = "_-./+@%:,="

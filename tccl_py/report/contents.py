@@ -15,6 +15,10 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.evaluation import Evaluation
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.sizes import SizeTunings, load_sizes
 from tccl_py.explanation.findings import Explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import Host
@@ -29,10 +33,6 @@ from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
-from tccl_py.verify.evaluation import Evaluation
-from tccl_py.verify.record import Verification
-from tccl_py.verify.size_table import SizeTuning
-from tccl_py.verify.sizes import SizeTunings, load_sizes
 
 _DRY_RUN = "is a dry run without GPUs"
 _MOST_BESIDE = 16

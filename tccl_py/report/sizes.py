@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted, size_text
+from tccl_py.experiments.collectives import bus_gbps
+from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
+from tccl_py.experiments.spec import GIB, KIB, MIB, Choice
 from tccl_py.files import picked
 from tccl_py.nccl.tuner import TunerEntry
 from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
-from tccl_py.verify.size_table import SizeRow, SizeTuning, covers
-from tccl_py.verify.spec import GIB, KIB, MIB, Choice, bus_gbps
 
 ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
 COLUMNS = (

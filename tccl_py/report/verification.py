@@ -9,11 +9,8 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted, size_text
-from tccl_py.files import picked
-from tccl_py.plan.parts import ChoiceName, mark
-from tccl_py.plan.words import CHOICE_WORDS, choice_words
-from tccl_py.verify.evaluation import Cell, Evaluation, Summary
-from tccl_py.verify.record import (
+from tccl_py.experiments.evaluation import Cell, Evaluation, Summary
+from tccl_py.experiments.record import (
     FALSE_RATE,
     SMALLEST_EFFECT,
     WINS,
@@ -24,7 +21,10 @@ from tccl_py.verify.record import (
     groups_text,
     sizes_text,
 )
-from tccl_py.verify.spec import is_large
+from tccl_py.experiments.spec import is_large
+from tccl_py.files import picked
+from tccl_py.plan.parts import ChoiceName, mark
+from tccl_py.plan.words import CHOICE_WORDS, choice_words
 
 _SHOWN_WRONG = 5
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.experiments.record import Verification
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.record import Verification
 from tests.gpu.ranks import BRIEF, REAL, REPOSITORY, SHARE, run_ranks
 
 pytestmark = pytest.mark.timeout(900)

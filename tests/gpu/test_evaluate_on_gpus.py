@@ -11,11 +11,12 @@ import sys
 
 import pytest
 
+from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.jobs import HostRanks, Launcher
+from tccl_py.experiments.rank import PARALLEL
+from tccl_py.experiments.spec import JobSpec
+from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.rank import PARALLEL
-from tccl_py.verify.spec import COLLECTIVES, JobSpec
-from tccl_py.verify.target import read_target
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]

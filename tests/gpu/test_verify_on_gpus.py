@@ -9,12 +9,12 @@ import time
 
 import pytest
 
+from tccl_py.experiments.jobs import HostRanks, Launcher
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rings import rings_found
+from tccl_py.experiments.spec import JobSpec, groups_of
+from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
-from tccl_py.verify.jobs import HostRanks, Launcher
-from tccl_py.verify.record import Verification
-from tccl_py.verify.rings import rings_found
-from tccl_py.verify.spec import JobSpec, groups_of
-from tccl_py.verify.target import read_target
 from tests.gpu.ranks import PINNED, REAL
 from tests.gpu.test_nccl_loads_plans import tccl
 

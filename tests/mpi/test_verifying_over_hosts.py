@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tccl_py.experiments.record import Verification
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan
-from tccl_py.verify.record import Verification
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces_in
 from tests.processes import alive, children

@@ -6,21 +6,17 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import Collective
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
 Backend = Literal["cuda", "host"]
 """NCCL on GPUs, or gloo in host memory as a dry run."""
-Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv"
-]
-"""Collectives that can be timed; `send_recv` sends from each rank to the next, all at once."""
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Dtype = Literal["float32", "bfloat16"]
 """Elements of timed collectives."""
 
@@ -173,17 +169,6 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     training: dict[str, tuple[float, ...]] = {}
     trained: dict[str, tuple[float | None, ...]] = {}
     contests: tuple[ContestTimes, ...] = ()
-
-
-def bus_gbps(collective: str, world: int, size: int, seconds: float) -> float:
-    """Return NCCL's bus bandwidth, GB/s, of a buffer of `size` bytes in `seconds`.
-
-    >>> bus_gbps("all_reduce", 4, 10**9, 1.0)  # bytes over a ring's slowest hop
-    1.5
-    """
-    rooted = collective in ("broadcast", "reduce", "send_recv")
-    share = 1.0 if rooted else (world - 1) / world
-    return size / seconds * share * (2 if collective == "all_reduce" else 1) / 1e9
 
 
 def is_large(size: int) -> bool:

@@ -1,6 +1,6 @@
 """Rank program of `tccl overlap`: times concurrent transfers, and transfers beside a GEMM.
 
-usage: python -m tccl_py.overlap.rank SPEC.json RANK
+usage: python -m tccl_py.experiments.overlap_rank SPEC.json RANK
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tccl_py.overlap.job import OverlapResult, OverlapSpec, Pair, Timings
+from tccl_py.experiments.overlap import OverlapResult, OverlapSpec, Pair, Timings
 from tccl_py.rank_processes.rank import Communicator, join, read_spec, write_result
 
 _WARM_UPS = 2

@@ -20,6 +20,14 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, size_text
+from tccl_py.experiments.collectives import PROGRAMS, Collective, bus_gbps
+from tccl_py.experiments.jobs import Arm, Launcher, Outcome
+from tccl_py.experiments.nccl_tests import NO_TORCH
+from tccl_py.experiments.plans import launcher_of
+from tccl_py.experiments.record import Row, Verification
+from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
+from tccl_py.experiments.target import Target, read_target
+from tccl_py.experiments.verify import rings_of_jobs, row_seconds
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift import (
@@ -43,13 +51,6 @@ from tccl_py.sources.opening import HostsSource, OpenedSource
 from tccl_py.sources.profiled import users_of
 from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
-from tccl_py.verify.jobs import Arm, Launcher, Outcome
-from tccl_py.verify.nccl_tests import NO_TORCH, PROGRAMS
-from tccl_py.verify.plans import launcher_of
-from tccl_py.verify.record import Row, Verification
-from tccl_py.verify.spec import MIB, Collective, JobSpec, bus_gbps, is_large, rows_of
-from tccl_py.verify.target import Target, read_target
-from tccl_py.verify.verify import rings_of_jobs, row_seconds
 
 FAMILIES = 2
 """Comparisons of transfers, and of collectives, share the rate of false alarms."""

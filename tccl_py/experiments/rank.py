@@ -1,6 +1,6 @@
 """Rank program of a verification job: checks, timings and training; its result is a file.
 
-usage: python -m tccl_py.verify.rank SPEC.json RANK
+usage: python -m tccl_py.experiments.rank SPEC.json RANK
 
 Batches of collectives and training steps are timed by the device's or host's clock. Training is of
 a small GPT, data parallel, or tensor parallel over neighbouring ranks. Its weights and data follow
@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed_batch, warm_up
+from tccl_py.experiments.contests import run_contests
+from tccl_py.experiments.spec import Groups, JobResult, JobSpec
 from tccl_py.rank_processes.rank import (
     Communicator,
     TimeSlot,
@@ -29,9 +32,6 @@ from tccl_py.rank_processes.rank import (
     time_slots,
     write_result,
 )
-from tccl_py.verify.collectives import Call, graphed, row_call, run_checks, timed_batch, warm_up
-from tccl_py.verify.contests import run_contests
-from tccl_py.verify.spec import Groups, JobResult, JobSpec
 
 BATCHES = 9
 PARALLEL = {"ddp": 1, "tp2": 2, "tp4": 4}

@@ -13,10 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.plan.parts import ChoiceName
-from tccl_py.plan.words import plan_name
-from tccl_py.verify.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
-from tccl_py.verify.record import (
+from tccl_py.experiments.collectives import Collective, bus_gbps
+from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
+from tccl_py.experiments.record import (
     EQUAL,
     LEAST_ROUNDS,
     MAX_ROUNDS,
@@ -27,20 +26,20 @@ from tccl_py.verify.record import (
     compare,
     good_choices,
 )
-from tccl_py.verify.rings import RingsFound, rings_found
-from tccl_py.verify.spec import (
+from tccl_py.experiments.rings import RingsFound, rings_found
+from tccl_py.experiments.spec import (
     SIZES,
-    Collective,
     Dtype,
     JobSpec,
     TimedRow,
     WrongValue,
-    bus_gbps,
     groups_of,
     large_gbps,
     rows_of,
 )
-from tccl_py.verify.target import Target
+from tccl_py.experiments.target import Target
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.words import plan_name
 
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""

@@ -20,6 +20,23 @@ from tccl_py.errors import (
     interrupts_put_off,
     undisturbed,
 )
+from tccl_py.experiments.evaluation import (
+    Cell,
+    Evaluation,
+    Part,
+    estimated_seconds,
+    jobs_of_tables,
+    predicted_cells,
+    run_parts,
+    simulated_cells,
+)
+from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
+from tccl_py.experiments.spec import SIZES
+from tccl_py.experiments.target import Target, read_target
+from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
+from tccl_py.experiments.verify import RunBudget, verify_target
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
 from tccl_py.plan.load import load_plan
@@ -35,23 +52,6 @@ from tccl_py.readers.live import driver_version
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.opening import rank_jobs
 from tccl_py.sources.profiled import measured_machine
-from tccl_py.verify.evaluation import (
-    Cell,
-    Evaluation,
-    Part,
-    estimated_seconds,
-    jobs_of_tables,
-    predicted_cells,
-    run_parts,
-    simulated_cells,
-)
-from tccl_py.verify.jobs import HostRanks, Launcher, LocalRunner
-from tccl_py.verify.record import Verification
-from tccl_py.verify.sizes import SIZE_SECONDS, tune_by_size
-from tccl_py.verify.spec import SIZES
-from tccl_py.verify.target import Target, read_target
-from tccl_py.verify.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.verify.verify import RunBudget, verify_target
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import HostFacts, Job

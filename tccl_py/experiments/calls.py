@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tccl_py.experiments.collectives import COLLECTIVES, CollectiveFacts
+from tccl_py.experiments.spec import ELEMENT_BYTES, MIB, JobResult, TimedRow, WrongValue
 from tccl_py.rank_processes.rank import Communicator
-from tccl_py.verify.spec import ELEMENT_BYTES, MIB, JobResult, TimedRow, WrongValue
 
 COUNTS = (1, 3, 1027, 65_537, 1_048_583)
 """Elements per rank; odd, so that no protocol's block is full, and in the range of every one."""
@@ -45,17 +46,6 @@ batch to batch of a graph the same within 2 %."""
 _WAKE_S = 0.5
 _PROBED = 3
 
-_CALLS: dict[str, tuple[str, tuple[bool, ...], str]] = {
-    "all_reduce": ("all_reduce", (False,), ""),
-    "broadcast": ("broadcast", (False,), "src"),
-    "reduce": ("reduce", (False,), "dst"),
-    "all_gather": ("all_gather_into_tensor", (True, False), ""),
-    "reduce_scatter": ("reduce_scatter_tensor", (False, True), ""),
-    "all_to_all": ("all_to_all_single", (True, True), ""),
-}
-"""Functions of torch.distributed, and the name of the root's argument. Arguments are one buffer, or
-a received and a sent one, with a block for every rank if True."""
-
 Call = Callable[[], Any]
 
 
@@ -75,7 +65,7 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
         dtype, count, asynchronous = case
         try:
             kind = getattr(communicator.torch, dtype)
-            tensors = _Tensors(communicator, kind, count, asynchronous)
+            tensors = Tensors(communicator, kind, count, asynchronous)
             what = next(filter(None, itertools.starmap(tensors.compare, check(tensors))), "")
         except Exception as error:
             text = str(error) or type(error).__name__
@@ -92,7 +82,7 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
     )
 
 
-class _Tensors(NamedTuple):
+class Tensors(NamedTuple):
     """Tensors and calls of a case on one rank: its dtype, number of elements, and kind of call."""
 
     on: Communicator
@@ -119,6 +109,10 @@ class _Tensors(NamedTuple):
     def of_all(self, *, block: int = 0) -> list[Any]:
         """Return every rank's contribution."""
         return [self.of(rank, block=block) for rank in range(self.on.world)]
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Return blocks as one tensor."""
+        return self.on.torch.cat(parts)
 
     def empty(self, parts: int = 1) -> Any:
         """Return a buffer of a value that no collective gives, so unwritten elements show."""
@@ -147,68 +141,63 @@ class _Tensors(NamedTuple):
 # Each check runs a collective, and returns what it gave and what it has to give.
 
 
-def _called(collective: str, expected: Callable[[_Tensors], Any], tensors: _Tensors) -> _Pairs:
-    """Check a collective of _CALLS; the last rank is the root."""
-    function, blocks, argument = _CALLS[collective]
+def _called(facts: CollectiveFacts, tensors: Tensors) -> _Pairs:
+    """Check a collective of the table; the last rank is the root."""
     root = tensors.on.world - 1
     is_root = tensors.on.rank == root
-    if len(blocks) == 2:
-        received, sent = blocks
+    if len(facts.buffers) == 2:
+        received, sent = facts.buffers
         held = [tensors.empty(tensors.on.world if received else 1)]
-        held.append(tensors.on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
+        held.append(tensors.joined(tensors.own_blocks()) if sent else tensors.own())
     else:
-        held = [tensors.own() if is_root or argument != "src" else tensors.empty()]
-    more = {argument: root} if argument else {}
-    tensors.run(function, *held, **more)
+        held = [tensors.own() if is_root or facts.root != "src" else tensors.empty()]
+    tensors.run(facts.function, *held, **({facts.root: root} if facts.root else {}))
     # After a reduce the other ranks' buffers are undefined.
-    return [(held[0], expected(tensors))] if is_root or argument != "dst" else []
+    defined = is_root or facts.root != "dst"
+    return [(held[0], facts.expected(tensors))] if defined else []
 
 
-def _scatter(tensors: _Tensors) -> _Pairs:
+def _scatter(tensors: Tensors) -> _Pairs:
     got = tensors.empty()
     blocks = tensors.own_blocks() if tensors.on.rank == 0 else None
     tensors.run("scatter", got, blocks, src=0)
     return [(got, tensors.of(0, block=tensors.on.rank))]
 
 
-def _gather(tensors: _Tensors) -> _Pairs:
+def _gather(tensors: Tensors) -> _Pairs:
     parts = [tensors.empty() for _ in range(tensors.on.world)] if tensors.on.rank == 0 else None
     tensors.run("gather", tensors.own(), parts, dst=0)
     return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
-def _largest(tensors: _Tensors) -> _Pairs:
+def _largest(tensors: Tensors) -> _Pairs:
     held = tensors.own()
     tensors.run("all_reduce", held, op=tensors.on.dist.ReduceOp.MAX)
     return [(held, tensors.on.torch.stack(tensors.of_all()).max(dim=0).values)]
 
 
-def _send_receive(tensors: _Tensors) -> _Pairs:
+def _send_receive(tensors: Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
     dist, rank = tensors.on.dist, tensors.on.rank
     after, before = (rank + 1) % tensors.on.world, (rank - 1) % tensors.on.world
     own, got = tensors.own(), tensors.empty()
     if tensors.asynchronous:
-        _send_to_next(tensors.on, own, got)()
+        send_to_next(tensors.on, own, got)()
     elif rank == 0:
         dist.send(own, after)
         dist.recv(got, before)
     else:
         dist.recv(got, before)
         dist.send(own, after)
-    return [(got, tensors.of(before))]
+    return [(got, COLLECTIVES["send_recv"].expected(tensors))]
 
 
-_EXPECTED: dict[str, Callable[[_Tensors], Any]] = {
-    "broadcast": lambda tensors: tensors.of(tensors.on.world - 1),
-    "reduce": lambda tensors: sum(tensors.of_all()),
-    "all_reduce": lambda tensors: sum(tensors.of_all()),
-    "all_gather": lambda tensors: tensors.on.torch.cat(tensors.of_all()),
-    "reduce_scatter": lambda tensors: sum(tensors.of_all(block=tensors.on.rank)),
-    "all_to_all": lambda tensors: tensors.on.torch.cat(tensors.of_all(block=tensors.on.rank)),
-}
-COLLECTIVE_CHECKS: dict[str, Callable[[_Tensors], _Pairs]] = {
-    **{name.replace("_", "-"): partial(_called, name, value) for name, value in _EXPECTED.items()},
+COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
+    **{
+        name.replace("_", "-"): partial(_called, facts)
+        for name, facts in COLLECTIVES.items()
+        if facts.function
+    },
     "all-reduce of maxima": _largest,
     "scatter": _scatter,
     "gather": _gather,
@@ -271,7 +260,7 @@ def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
 def row_call(communicator: Communicator, row: TimedRow) -> Call:
     """Return a call of the row's collective on buffers of its own."""
     world, torch = communicator.world, communicator.torch
-    function, blocks, root = _CALLS.get(row.collective, ("", (False, False), ""))
+    facts = COLLECTIVES[row.collective]
 
     def zeros(parts: int, *, shares: int = 1) -> Any:
         # Repeated sums of other values overflow.
@@ -281,16 +270,16 @@ def row_call(communicator: Communicator, row: TimedRow) -> Call:
 
     if world == 1:
         return zeros(1).zero_  # type: ignore[no-any-return]
-    shares = world if any(blocks) else 1
-    held = [zeros(world if whole else 1, shares=shares) for whole in blocks]
-    if row.collective == "send_recv":
-        return _send_to_next(communicator, *held)
-    more = {root: communicator.root} if root else {}
-    call = getattr(communicator.dist, function)
+    shares = world if any(facts.buffers) else 1
+    held = [zeros(world if blocks else 1, shares=shares) for blocks in facts.buffers]
+    if not facts.function:
+        return send_to_next(communicator, *held)
+    more = {facts.root: communicator.root} if facts.root else {}
+    call = getattr(communicator.dist, facts.function)
     return partial(call, *held, group=communicator.group, **more)
 
 
-def _send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
+def send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
     """Return a call that sends to the next rank of the communicator and receives from the last."""
     dist, group = communicator.dist, communicator.group
     ranks = dist.get_process_group_ranks(group)

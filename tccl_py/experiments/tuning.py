@@ -17,15 +17,22 @@ from statistics import median
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.collectives import bus_gbps
+from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
+from tccl_py.experiments.record import (
+    SLOW_TRANSFERS,
+    SMALLEST_EFFECT,
+    Tried,
+    Verification,
+    sizes_text,
+)
+from tccl_py.experiments.spec import JobSpec, TimedRow, large_gbps, rows_of
+from tccl_py.experiments.target import Target
+from tccl_py.experiments.verify import RunBudget, row_seconds, verify_target
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.parts import CHOICES, ChoiceName
-from tccl_py.verify.jobs import ConcurrentJobs, Launcher, Outcome
-from tccl_py.verify.record import SLOW_TRANSFERS, SMALLEST_EFFECT, Tried, Verification, sizes_text
-from tccl_py.verify.spec import JobSpec, TimedRow, bus_gbps, large_gbps, rows_of
-from tccl_py.verify.target import Target
-from tccl_py.verify.verify import RunBudget, row_seconds, verify_target
 
 SWEEP_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0

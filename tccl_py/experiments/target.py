@@ -12,6 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.jobs import THIS_HOST, Arm
+from tccl_py.experiments.record import Verification, sizes_text
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
@@ -33,8 +35,6 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import kept_files
 from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
-from tccl_py.verify.jobs import THIS_HOST, Arm
-from tccl_py.verify.record import Verification, sizes_text
 
 HOST_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)

@@ -16,13 +16,13 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import size_text
+from tccl_py.experiments.rings import RingsFound
+from tccl_py.experiments.spec import Backend, Groups, WrongValue, is_large
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import Kept
 from tccl_py.plan.parts import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
 from tccl_py.statistics import ratio_interval, sign_flip_p
-from tccl_py.verify.rings import RingsFound
-from tccl_py.verify.spec import Backend, Groups, WrongValue, is_large
 
 Verdict = Literal["better", "same", "worse"]
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.spec import Backend, JobResult, JobSpec, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings
 from tccl_py.plan.directory import GRAPH_FILE
@@ -29,9 +30,8 @@ from tccl_py.rank_processes.tasks import (
     run_tasks,
     torch_environment,
 )
-from tccl_py.verify.spec import Backend, JobResult, JobSpec, WrongValue
 
-RANK_PROGRAM, _NCCL_TESTS = "tccl_py.verify.rank", "tccl_py.verify.nccl_tests"
+RANK_PROGRAM, _NCCL_TESTS = "tccl_py.experiments.rank", "tccl_py.experiments.nccl_tests"
 DEFAULT_TIMEOUT = 180.0
 THIS_HOST = ""
 """Name of the host of a job on one machine."""

@@ -20,10 +20,10 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
+from tccl_py.experiments.spec import Choice, ContestTimes, Dtype, TimedRow
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
-from tccl_py.verify.spec import Choice, ContestTimes, Dtype, TimedRow
 
 LEAST_GAIN, MISSED_GAIN = 1.01, 1.02
 """A gain is predicted if its interval lies above the first, which fresh jobs have to reach as well,

@@ -14,6 +14,18 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.jobs import Arm, Launcher
+from tccl_py.experiments.record import LEAST_ROUNDS
+from tccl_py.experiments.spec import (
+    KIB,
+    MIB,
+    Backend,
+    Dtype,
+    JobSpec,
+    WrongValue,
+)
+from tccl_py.experiments.verify import Rounds, RunBudget, run_rounds
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, neighbours
 from tccl_py.model.transfer import transfer_set
@@ -27,27 +39,13 @@ from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.tasks import Order, Task, condensed, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.remembering import remembering
-from tccl_py.verify.jobs import Arm, Launcher
-from tccl_py.verify.record import LEAST_ROUNDS
-from tccl_py.verify.spec import (
-    COLLECTIVES,
-    KIB,
-    MIB,
-    Backend,
-    Collective,
-    Dtype,
-    JobSpec,
-    WrongValue,
-)
-from tccl_py.verify.verify import Rounds, RunBudget, run_rounds
 
-_BY_RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
 
 
 EVALUATED = RunBudget(
-    collectives=COLLECTIVES,
+    collectives=tuple(COLLECTIVES),
     sizes=(64 * KIB, MIB, 16 * MIB, 256 * MIB),
     rounds=LEAST_ROUNDS,
     seconds=1200.0,
@@ -277,15 +275,16 @@ def _gbps(
         (found,) = task.source.measure([transfer_set(hop.flow for hop in moved)])
         return found.rate_gbps
 
-    if collective in _BY_RINGS:
+    pattern = COLLECTIVES[collective].pattern
+    if pattern == "ring":
         return rings * slowest(hops)
-    if collective in ("broadcast", "reduce"):
-        back = "target" if collective == "broadcast" else "source"
+    if pattern in ("from root", "to root"):
+        back = "target" if pattern == "from root" else "source"
         without = ([hop for hop in hops if getattr(hop, back) != root] for root in gpus)
         return rings * statistics.harmonic_mean(map(slowest, without))
     # The transfers to all peers share the channels.
-    peers = 1 if collective == "send_recv" else len(gpus) - 1
-    pairs = neighbours(gpus) if collective == "send_recv" else permutations(gpus, 2)
+    peers = 1 if pattern == "to next" else len(gpus) - 1
+    pairs = neighbours(gpus) if pattern == "to next" else permutations(gpus, 2)
     space = task.space(settings, peers)
     return peers * slowest(space.between(*pair)[0] for pair in pairs)
 
@@ -314,7 +313,7 @@ def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Pl
 
 def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> Iterator[Cell]:
     """Yield large messages of ring collectives over hosts, by the choices of jobs' plans."""
-    asked = [collective for collective in _BY_RINGS if collective in collectives]
+    asked = [name for name in collectives if COLLECTIVES[name].pattern == "ring"]
     for made in jobs:
         rates = {
             name: dict.fromkeys(asked, choice.rate_gbps)

@@ -16,18 +16,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, undisturbed
-from tccl_py.model.symmetry import automorphisms, images_of_gpus
-from tccl_py.nccl.plugin import found_library
-from tccl_py.nccl.plugin.build import BuildError, build_plugin
-from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
-from tccl_py.nccl.tuner import TunerTable
-from tccl_py.plan.beside import PLUGIN_VARIABLE, Kept, Tuning, keep_tuning
-from tccl_py.plan.directory import plugin_variables, subset_graph
-from tccl_py.plan.parts import ChoiceName
-from tccl_py.plan.planner import subsets
-from tccl_py.verify.collectives import GRAPHED_BYTES
-from tccl_py.verify.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
-from tccl_py.verify.size_table import (
+from tccl_py.experiments.calls import GRAPHED_BYTES
+from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
+from tccl_py.experiments.size_table import (
     NO_HARM,
     SWEPT,
     SizeRow,
@@ -38,11 +30,10 @@ from tccl_py.verify.size_table import (
     predict,
     table_order,
 )
-from tccl_py.verify.spec import (
+from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
     SIZES,
-    Collective,
     Contest,
     ContestTimes,
     Dtype,
@@ -50,10 +41,21 @@ from tccl_py.verify.spec import (
     TimedRow,
     rows_of,
 )
-from tccl_py.verify.target import Target
+from tccl_py.experiments.target import Target
+from tccl_py.model.symmetry import automorphisms, images_of_gpus
+from tccl_py.nccl.plugin import found_library
+from tccl_py.nccl.plugin.build import BuildError, build_plugin
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
+from tccl_py.nccl.tuner import TunerTable
+from tccl_py.plan.beside import PLUGIN_VARIABLE, Kept, Tuning, keep_tuning
+from tccl_py.plan.directory import plugin_variables, subset_graph
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.planner import subsets
 
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
-OTHERS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+OTHERS = tuple(
+    name for name, facts in COLLECTIVES.items() if facts.algorithms and name != "all_reduce"
+)
 _MOST_SUBSETS = 3
 """Smaller sets of GPUs that are measured: pairs and halves, one of each kind."""
 SIZE_SECONDS, _SUBSET_SECONDS = 300.0, 90.0

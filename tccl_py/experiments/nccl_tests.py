@@ -1,6 +1,6 @@
 """Rank program of a job by nccl-tests, for hosts without torch; and the options and table of these.
 
-usage: tccl_py.verify.nccl_tests SPEC.json RANK
+usage: tccl_py.experiments.nccl_tests SPEC.json RANK
 
 One process of a program, as all_reduce_perf, drives all GPUs (`-g N`): rank 0 runs it, and writes
 the results of all ranks. A size's time is the mean of the program's times out of place and, except
@@ -21,20 +21,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, visible
+from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS
+from tccl_py.experiments.spec import KIB, JobResult, JobSpec, WrongValue
 from tccl_py.nccl.communicators import parse_log
 from tccl_py.rank_processes.rank import read_spec, write_result
 from tccl_py.rank_processes.tasks import LOGS, nccl_log
-from tccl_py.verify.spec import KIB, Collective, JobResult, JobSpec, WrongValue
 
-PROGRAMS: dict[str, Collective] = {
-    "all_reduce_perf": "all_reduce",
-    "all_gather_perf": "all_gather",
-    "reduce_scatter_perf": "reduce_scatter",
-    "broadcast_perf": "broadcast",
-    "reduce_perf": "reduce",
-    "alltoall_perf": "all_to_all",
-    "sendrecv_perf": "send_recv",
-}
 NO_TORCH = "none"
 """How the version of torch begins in results of these programs."""
 _CHECKED = tuple(KIB << shift for shift in range(0, 17, 4))
@@ -170,8 +162,8 @@ def _ran(
     if done.returncode:
         print(text)
         sys.exit(max(1, done.returncode))
-    in_place = PROGRAMS[Path(spec.nccl_tests).name] != "all_to_all"
-    return text, read_table(text, in_place=in_place)
+    facts = COLLECTIVES[PROGRAMS[Path(spec.nccl_tests).name]]
+    return text, read_table(text, in_place=facts.in_place)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def time_overlap(
         for by, kind in kinds:
             spec = OverlapSpec(backend=backend, kind=kind, places=len(gpus), sets=sets, **counts)
             task = Task(
-                program="tccl_py.overlap.rank",
+                program="tccl_py.experiments.overlap_rank",
                 spec=encode_json(spec),
                 ranks=tuple(range(spec.world)),
                 environment=environment,

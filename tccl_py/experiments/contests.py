@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol
-from tccl_py.rank_processes.rank import Communicator, TimeSlot
-from tccl_py.verify.collectives import Call, row_call, time_calls, timed_batch
-from tccl_py.verify.spec import (
+from tccl_py.experiments.calls import Call, row_call, time_calls, timed_batch
+from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
     MIB,
@@ -33,6 +32,8 @@ from tccl_py.verify.spec import (
     TimedRow,
     Variant,
 )
+from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Protocol
+from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
 BATCH_S = 0.003
 """Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""
@@ -202,11 +203,9 @@ def all_choices(row: TimedRow, channels: int) -> tuple[Choice, ...]:
     protocols: list[Protocol] = ["ll"] if row.bytes <= _LONGEST_LL else []
     protocols += ["ll128"]
     protocols += ["simple"] if row.bytes >= _SHORTEST_SIMPLE else []
-    algorithms: list[Algorithm] = ["ring"]
-    algorithms += ["tree"] if row.collective == "all_reduce" else []
     return tuple(
         Choice(algorithm=algorithm, protocol=protocol, channels=count)
-        for algorithm in algorithms
+        for algorithm in COLLECTIVES[row.collective].algorithms
         for protocol in protocols
         for count in counts
     )
