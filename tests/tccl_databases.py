@@ -1,9 +1,11 @@
 """Databases of the TCCL fork for tests: what its file says, and a small one by hand."""
 
+import itertools
+
 import msgspec
 
-from tccl_py.sources.remembering import RememberingSource
-from tccl_py.tccl_fork.search import DatabaseTask
+from tccl_py.model.rings import Hop, HopSpace, bounce, direct_read, direct_write
+from tccl_py.model.transfer import Fifo
 
 CODES = ("GPU_GPU_INTER", "GPU_CPU_INTER", "CPU_GPU_INTER", "CPU_CPU_INTER")
 
@@ -110,13 +112,19 @@ def small_database():
 
 def free_hop_space(machine, knowledge, gpus, fifo_bytes=4 << 20):
     """All mechanisms between the GPUs, as the fork may use them."""
-    return DatabaseTask(
-        machine=machine,
-        knowledge=knowledge,
-        source=RememberingSource(None),
-        gpus=machine.gpu_indices,
-        subsets=None,
-        blocks=8,
-        fifo_bytes=fifo_bytes,
-        max_sets=1,
-    ).hop_space(gpus)
+    how = {"blocks": 8, "fifo": Fifo(bytes=fifo_bytes)}
+
+    def flows(source, target):
+        if knowledge.can_access(machine, source, target):
+            yield direct_write(source, target, **how)
+        if knowledge.can_access(machine, target, source):
+            yield direct_read(source, target, **how)
+        for node in machine.numa_nodes:
+            yield bounce(source, target, node.index, **how)
+
+    order = tuple(sorted(gpus))
+    hops = {
+        pair: tuple(Hop(*pair, flow) for flow in flows(*pair))
+        for pair in itertools.permutations(order, 2)
+    }
+    return HopSpace(name="tccl", gpus=order, hops=hops)

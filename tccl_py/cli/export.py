@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, flag, in_range, one_of, opt, refuse
-from tccl_py.cli.output import ProgressLine
+from tccl_py.cli.options import arg, flag, one_of, opt, refuse
 from tccl_py.cli.process import notice, notice_each, write_result
-from tccl_py.errors import InputError, counted, interrupts_put_off
+from tccl_py.errors import InputError, counted
 from tccl_py.files import read_text
 from tccl_py.installation.blocks import HEADS, Kind
 from tccl_py.installation.install import body_of, plan_to_install, state_directory
@@ -33,9 +30,6 @@ def export(
         "nccl|tccl|tuner", "NCCL, TCCL's fork of 2.18, or NCCL's example tuner.", default="nccl"
     ),
     output: Path | None = opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output"),
-    subsets: str | None = opt("LISTS", "For tccl: sets of GPUs, as '0-3 0,4'."),
-    nic: int | None = opt("N", "For tccl: the NIC between nodes, as N0 is 0."),
-    max_sets: int | None = opt("N", "For tccl: sets to measure at most."),
     hosts: str | None = opt("LIST", "A job's hosts: a list, or a file of one."),
     gpus: str | None = opt(
         "LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'."
@@ -55,12 +49,11 @@ def export(
     plan.json: only env.sh, nccl.conf and the files for launchers.
 
     For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
-    moves every hop by the mechanism in the file. Rings are searched for every set of GPUs (above 8
-    GPUs for all together, and for those of --subsets), and chains over every set for jobs of
-    several equal nodes: by the model of a simulated plan, on the machine itself of a measured plan.
-    A cluster's plan needs equal nodes; a measured one has the chains of its tables, for sets of
-    GPUs that were measured (`tccl plan --gpus-per-job`), and no rings inside a node. Parts of the
-    plan that the file cannot express are named in notices, and in a comment of the file.
+    moves every hop by the mechanism in the file. It has the plan's fastest ring, and the rings over
+    smaller sets of GPUs where the plan has some. Of a cluster's plan, which needs equal nodes, it
+    has the chains of the plan's tables, for the sets of GPUs of `tccl plan --gpus-per-job`, and no
+    rings inside a node. Parts of the plan that the file cannot express are named in notices, and in
+    a comment of the file.
 
     For tuner: the CSV file of the example tuner in NCCL's sources (NCCL_TUNER_CONFIG_FILE), with
     the tables that `tccl verify --tune` measured, for those who do not use tccl's plugin.
@@ -72,18 +65,15 @@ def export(
         tccl export my-cluster --hosts "$SLURM_JOB_NODELIST" -o job-$SLURM_JOB_ID
     """
     one_of("--runtime", runtime, ("nccl", "tccl", "tuner"))
-    of_tccl = {"--subsets": subsets, "--nic": nic, "--max-sets": max_sets}
-    of_nccl = {"--hosts": hosts}
-    for other, given in (("tccl", of_tccl), ("nccl", of_nccl)):
-        right = f"add --runtime {other}, or leave it out"
-        refuse({} if runtime == other else given, ("", f"is for another runtime, {other}", right))
+    if runtime != "nccl":
+        refuse({"--hosts": hosts}, ("", "is for another runtime, nccl", "leave --runtime out"))
     if hosts is None:
         refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
     else:
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
     if runtime == "tccl":
-        _export_fork(directory, output, subsets, nic, max_sets)
+        _export_fork(directory, output)
         return
     if runtime == "tuner":
         _export_tuner(directory, output)
@@ -125,36 +115,19 @@ def _check_new(output: Path | None) -> None:
         raise InputError(str(output), "already exists", "name a new file")
 
 
-def _export_fork(
-    directory: Path, output: Path | None, subsets: str | None, nic: int | None, sets: int | None
-) -> None:
+def _export_fork(directory: Path, output: Path | None) -> None:
     """Write the file of the TCCL fork's runtime to the new file `output`, or print it."""
-    # These take long to load.
-    from tccl_py.tccl_fork.database import make_database, rates_of  # noqa: PLC0415
-    from tccl_py.tccl_fork.search import DEFAULT_MAX_SETS, check_plan_for_fork, gpu_sets  # noqa: PLC0415
+    from tccl_py.plan.tables import read_tables  # noqa: PLC0415
+    from tccl_py.tccl_fork import fork_file  # noqa: PLC0415 (slow)
 
-    most = DEFAULT_MAX_SETS if sets is None else sets
-    in_range("--max-sets", most, 1_000_000)
-    wanted: dict[str, Any] = {"subsets": gpu_sets(subsets), "nic": nic, "max_sets": most}
     _check_new(output)
+    plan = _marked(load_plan(directory), directory)
     place = directory if directory.is_dir() else directory.parent
-    with interrupts_put_off(), ExitStack() as stack:
-        plan = _marked(load_plan(directory), directory)
-        check_plan_for_fork(plan, where=str(directory))
-        line = stack.enter_context(ProgressLine())
-        source, tables, notices = rates_of(plan, place, watch=line.measured)
-        notice_each(notices)
-        with source:
-            # A source that measures reports by itself.
-            reporter = line if plan.simulated else None
-            made = make_database(plan, source, reporter=reporter, tables=tables, **wanted)
-        notice_each(source.notices)
+    made = fork_file(plan, read_tables(place, plan.cluster.classes) if plan.is_cluster else ())
     write_result(made.text, output)
     notice_each(made.notes)
     if output is not None:
-        counts = (made.rings, "ring"), (made.chains, "chain")
-        text = " and ".join(counted(*count) for count in counts)
-        notice(f"wrote {text} to {output}")
+        notice(f"wrote {counted(made.paths, 'chain' if plan.is_cluster else 'ring')} to {output}")
 
 
 def _export_job(

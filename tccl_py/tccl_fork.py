@@ -1,0 +1,298 @@
+"""The file of the TCCL fork's runtime: a plan's rings, or a cluster's chains, for sets of GPUs.
+
+The fork (NCCL 2.18) reads the file behind TCCL_XML_FILE. A set of GPUs is a bit mask; bit i is the
+GPU with NVML index i. The fork checks little of its file; tests hold files to its demands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from xml.sax.saxutils import escape
+
+import msgspec
+
+from tccl_py.errors import InputError, counted, require
+from tccl_py.model.machine import Machine
+from tccl_py.model.rings import Hop, ring_like
+from tccl_py.model.transfer import Flow, Place, Transfer
+from tccl_py.nccl.transport import blocks_of_ring, hop_space
+from tccl_py.nccl.view import view
+from tccl_py.plan.parts import PlanChain, SubsetRings
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.tables import HostTable
+
+MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
+MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the fork's table: refused, noted
+_TYPES: dict[tuple[str, str], str] = {
+    ("write", "GG"): "GPU_WRITE_GPUMEM",
+    ("read", "GG"): "GPU_READ_GPUMEM",
+    ("write", "GC"): "GPU_WRITE_CPUMEM",
+    ("read", "CG"): "GPU_READ_CPUMEM",
+}
+
+
+class ForkPath(msgspec.Struct, frozen=True, kw_only=True):
+    """The ring over a set of GPUs inside a node, or the chain through the node; GB/s.
+
+    `ends` are the memory that a NIC fills for a chain, and the memory that a NIC empties.
+    """
+
+    gpus: tuple[int, ...]
+    rate_gbps: float
+    transfers: tuple[Transfer, ...]
+    ends: tuple[Place, Place] | None = None
+
+
+class ForkPaths(msgspec.Struct, frozen=True, kw_only=True):
+    """Paths of one number of thread blocks, and one size of FIFOs; chains use one NIC."""
+
+    paths: tuple[ForkPath, ...]
+    blocks: int
+    fifo_bytes: int
+    nic: int | None = None
+
+
+class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The fork's file, its number of rings or chains, and notes on its limits."""
+
+    text: str
+    paths: int
+    notes: tuple[str, ...]
+
+
+def fork_file(plan: Plan, tables: Sequence[HostTable] = ()) -> ForkFile:
+    """Return the file with the rings of a machine's plan, or the chains of a cluster's tables.
+
+    Raises InputError: hosts of several classes, no chain, or paths that the fork cannot have.
+    """
+    classes = len(plan.cluster.classes)
+    right = "the fork has one database for all nodes: plan hosts of one class"
+    require(classes == 1, "plan", f"has hosts of {classes} classes", right)
+    machine = plan.cluster.classes[0].machine
+    written = chains_of(tables) if plan.is_cluster else rings_of(plan)
+    numa = numa_ids(machine)
+    sizes = max(plan.class_gpus[0]) + 1, max(numa.values()) + 1
+    # Rings have no crossings between nodes: indices of one bit keep the fork's table small.
+    bits = index_bits(*sizes) if plan.is_cluster else 1
+    memory = table_bytes(sizes[0], bits)
+    what = f"the fork's table takes {memory / 2**30:.1f} GiB in every process"
+    right = "plan GPUs of lower indices"
+    require(memory <= MOST_MEMORY, f"GPU {sizes[0] - 1}", f"is too high an index: {what}", right)
+    notes = [*_notes(plan, written, machine), *([what] if memory > MUCH_MEMORY else [])]
+    subsets = list(_subsets(written.paths, numa))
+    rings, chains = ([], subsets) if plan.is_cluster else (subsets, [])
+    lines = [
+        "<root>",
+        *(f"  <!-- {comment(note)} -->" for note in notes),
+        '  <metadata num_gpus="{}" num_numa="{}" num_bits_idx="{}"/>'.format(*sizes, bits),
+        *("  <intra>", *rings, "  </intra>", "  <inter>", *chains, "  </inter>"),
+        "</root>\n",
+    ]
+    return ForkFile(text="\n".join(lines), paths=len(written.paths), notes=tuple(notes))
+
+
+# Paths of plans and tables.
+
+
+def rings_of(plan: Plan) -> ForkPaths:
+    """Return a plan's fastest ring over its GPUs, and the first over each smaller set."""
+    whole = max(plan.rings, key=lambda ring: ring.rate)
+    rings = [(plan.gpus, [hop.flow for hop in whole.hops], whole.rate)]
+    planned = [subset for subset in plan.subsets if subset.rings]
+    rings += [(s.gpus, _flows(plan, s), s.rate_gbps / len(s.rings)) for s in planned]
+    paths = tuple(
+        ForkPath(gpus=gpus, rate_gbps=rate, transfers=_joined(flow.transfers for flow in flows))
+        for gpus, flows, rate in rings
+    )
+    blocks, size = min(plan_channels(plan), MOST_CHANNELS), plan.settings.buffsize
+    return ForkPaths(paths=paths, blocks=blocks, fifo_bytes=size)
+
+
+def plan_channels(plan: Plan) -> int:
+    """Return the number of channels that NCCL has under the settings of a machine's plan."""
+    return blocks_of_ring(view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus), 1)
+
+
+def chains_of(tables: Sequence[HostTable]) -> ForkPaths:
+    """Return the fastest chain over each set of GPUs of a cluster's tables.
+
+    NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most
+    GPUs. Raises InputError: the fork could use no chain.
+    """
+    groups: dict[tuple[int, int, int], dict[tuple[int, ...], ForkPath]] = {}
+    for table in tables:
+        for settings, chain in table.all_chains():
+            path, blocks = _through_node(table.gpus, chain), chain.hops[0].flow.blocks or 1
+            if path is None or chain.entry_nic is None or blocks > MOST_CHANNELS:
+                continue
+            group = groups.setdefault((chain.entry_nic, blocks, settings.buffsize), {})
+            if path.gpus not in group or path.rate_gbps > group[path.gpus].rate_gbps:
+                group[path.gpus] = path
+    what = "have no chain that the fork can have: by one NIC, and no reads by copy engines"
+    require(groups, "the plan's tables", what, "plan the cluster again")
+
+    def worth(key: tuple[int, int, int]) -> tuple[int, float]:
+        group = groups[key]
+        return len(group), group[max(group, key=len)].rate_gbps
+
+    nic, blocks, size = key = max(groups, key=worth)
+    return ForkPaths(paths=tuple(groups[key].values()), blocks=blocks, fifo_bytes=size, nic=nic)
+
+
+def _joined(parts: Iterable[Iterable[Transfer]]) -> tuple[Transfer, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
+
+
+def _flows(plan: Plan, subset: SubsetRings) -> list[Flow]:
+    """Return the flows of the first ring over a smaller set of a plan's GPUs."""
+    space = hop_space(view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus))
+    nodes = dict(zip(subset.gpus, subset.nodes, strict=False))
+
+    def placed(hop: Hop) -> bool:
+        return hop.flow.through in (None, nodes.get(hop.source, hop.flow.through))
+
+    hops = {pair: tuple(filter(placed, choices)) for pair, choices in space.hops.items()}
+    ring = ring_like(msgspec.structs.replace(space, hops=hops), subset.rings[0])
+    return [hop.flow for hop in ring.hops]
+
+
+def _through_node(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
+    """Return a chain through one NIC; None if the fork cannot set up its GPUs."""
+    into, *inner, out = (hop.flow.transfers for hop in chain.hops)
+    transfers = _joined([into[1:], *inner, out[:-1]])  # Without the crossings to other nodes
+    ends, gpu = (into[0].destination, out[-1].source), Place("G", chain.hops[-1].source)
+    is_relayed = ends[1].kind == "G" and ends[1] != gpu
+    # The fork sets up a GPU by the transfers that name the GPU: one is needed.
+    is_usable = transfers and not any(typed(transfer) == _COPIED for transfer in transfers)
+    if not is_usable or is_relayed or chain.entry_nic != chain.exit_nic:
+        return None
+    return ForkPath(gpus=gpus, rate_gbps=chain.rate, transfers=transfers, ends=ends)
+
+
+def numa_ids(machine: Machine) -> dict[int, int]:
+    """Return the system's number of each NUMA node, for the kernel; indices where it has none."""
+    ids = {node.index: node.numa_id for node in machine.numa_nodes}
+    numbered = min(ids.values()) >= 0 and len(set(ids.values())) == len(ids)
+    return ids if numbered else {index: index for index in ids}
+
+
+# The fork's terms. Types are as `GPU_WRITE_CPUMEM_KERNEL`: READ or WRITE, of GPUMEM or CPUMEM, by a
+# KERNEL or a copy engine (MEMCPY); of a crossing to the next node as `GPU_CPU_INTER`, from GPU
+# memory to host memory there.
+
+_COPIED = "GPU_READ_GPUMEM_MEMCPY"
+"""The type that the fork's reader knows, and its runtime does not set up."""
+
+
+def mask_of(gpus: Iterable[int]) -> int:
+    """Return the bit mask of a set of GPUs."""
+    return sum(1 << gpu for gpu in set(gpus))
+
+
+def index_bits(num_gpus: int, num_numa: int) -> int:
+    """Return the bits of an index in a crossing, at least 1."""
+    return max(1, (max(num_gpus, num_numa) - 1).bit_length())
+
+
+def table_bytes(num_gpus: int, num_bits: int) -> int:
+    """Return the memory in every process of a job of the fork's table: set x head x tail."""
+    # A cell is a struct of 24 bytes and 2 x GPUs transfers of 12 bytes; malloc adds 8.
+    transfers = -(-(2 * num_gpus * 12 + 8) // 16) * 16
+    return int(2 ** (num_gpus + 4 + 4 * num_bits)) * (24 + transfers)
+
+
+def typed(transfer: Transfer) -> str:
+    """Return the fork's type of a transfer inside a node.
+
+    >>> from tccl_py.model.transfer import parse_flow
+    >>> [typed(transfer) for transfer in parse_flow("G0->G0->C1->G4->G4").transfers]
+    ['GPU_WRITE_CPUMEM_KERNEL', 'GPU_READ_CPUMEM_KERNEL']
+
+    Raises InputError: the fork has no name for it.
+    """
+    source, destination = transfer.source, transfer.destination
+    name = _TYPES.get((transfer.operation, f"{source.kind}{destination.kind}"))
+    if name is None or source.host or destination.host:
+        right = "GPUs of one node write or read GPU memory, write host memory, or read it"
+        what = "is none that the TCCL fork has a name for"
+        raise InputError(f"transfer {str(transfer)[:60]!r}", what, right)
+    return f"{name}_{'MEMCPY' if transfer.uses_copy_engine else 'KERNEL'}"
+
+
+def _named(
+    kind: str, source: Place, destination: Place, numa: Mapping[int, int], prefix: str = ""
+) -> str:
+    """Return a movement as attributes; indices are of GPUs, or of NUMA nodes by the system."""
+    values = [kind, *(numa[p.index] if p.kind == "C" else p.index for p in (source, destination))]
+    keys = zip(("type", "src_idx", "dst_idx"), values, strict=True)
+    return " ".join(f'{prefix}{key}="{value}"' for key, value in keys)
+
+
+def _crossing(name: str, leaves: Place, lands: Place, numa: Mapping[int, int]) -> str:
+    kind = "_".join("CPU" if place.kind == "C" else "GPU" for place in (leaves, lands))
+    return _named(f"{kind}_INTER", leaves, lands, numa, f"{name}_")
+
+
+def _lines(path: ForkPath, numa: Mapping[int, int], *ends: str) -> Iterator[str]:
+    # repr is the shortest text that is read as the same number.
+    rate = f'gbps="{float(f"{path.rate_gbps:.6g}")!r}"'
+    yield f"      <transfers {' '.join((rate, *ends))}>"
+    for moved in path.transfers:
+        text = _named(typed(moved), moved.source, moved.destination, numa)
+        yield f"        <transfer {text}/>"
+    yield "      </transfers>"
+
+
+def _subsets(paths: Sequence[ForkPath], numa: Mapping[int, int]) -> Iterator[str]:
+    """Yield every path; a chain with each landing on other nodes, which are as those here."""
+    ends = [path.ends for path in paths if path.ends is not None]
+    entries, exits = (sorted({pair[side] for pair in ends}) for side in (0, 1))
+    for path in sorted(paths, key=lambda path: mask_of(path.gpus)):
+        yield f'    <subset gpus="{mask_of(path.gpus)}">'
+        if path.ends is None:
+            yield from _lines(path, numa)
+        else:
+            lands, leaves = path.ends
+            for before, behind in itertools.product(exits, entries):
+                head = _crossing("head", before, lands, numa)
+                yield from _lines(path, numa, head, _crossing("tail", leaves, behind, numa))
+        yield "    </subset>"
+
+
+def comment(note: str) -> str:
+    """Return a note as one line of a comment: two hyphens would end it for the fork's parser."""
+    text = " ".join(escape(note).split())
+    while "--" in text:
+        text = text.replace("--", "- -")
+    return "".join(part if part.isprintable() else "?" for part in text).rstrip("-")
+
+
+def _notes(plan: Plan, written: ForkPaths, machine: Machine) -> Iterator[str]:
+    """Yield notes for the user and the file's readers, most important first."""
+    yield (
+        f"rates {plan.provenance}; run it with NCCL_ALGO=TCCL,RING NCCL_MIN_NCHANNELS="
+        f"{written.blocks} NCCL_MAX_NCHANNELS={written.blocks} NCCL_BUFFSIZE={written.fifo_bytes}"
+    )
+    if written.nic is not None:
+        yield (
+            "chains are those of the plan's tables; there are no rings inside a node, and a job of "
+            "one node fails: export the plan of one host for it"
+        )
+        if len(machine.nics) > 1:
+            name = next(nic.name for nic in machine.nics if nic.index == written.nic)
+            yield f"the fork's database has one NIC a node: run it with NCCL_IB_HCA={name}"
+        return
+    if plan.ring_count > 1 or written.blocks < plan_channels(plan):
+        yield (
+            f"the plan's {plan.rate_gbps:.2f} GB/s are those of {counted(plan.ring_count, 'ring')} "
+            f"and {plan_channels(plan)} channels; the fork has one ring and room for "
+            f"{MOST_CHANNELS} channels"
+        )
+    total = 2 ** len(plan.gpus) - len(plan.gpus) - 1
+    if missing := total - len(written.paths):
+        yield (
+            f"the plan has no ring over {missing} of the {total} sets of GPUs that jobs can have: "
+            "a job over such a set fails"
+        )
+    yield "there are no chains, and a job of several nodes fails: export a cluster's plan for it"

@@ -1,1 +1,0 @@
-"""The database and the XML file of TCCL's NCCL fork."""
