@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from tccl_profiler.watch import GpuConditions
-from tccl_py.health.checks import acs_control, shared_memory_needed
+from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, Host, rules
 from tccl_py.model.machine import PeerAccess
@@ -222,7 +222,7 @@ def test_a_full_dev_shm_is_found(tmp_path):
     (full,) = examine(host).findings
     assert (full.severity, full.where) == ("hang", "/dev/shm")
     assert full.measured.startswith("1 MiB of ")
-    assert shared_memory_needed(8) == 8 * 4 * 2 * 9_637_888
+    assert full.expected == f"at least {2 * 4 * 2 * 9_637_888 / (1 << 20):,.6g} MiB"
 
 
 # NCCL's settings

@@ -64,8 +64,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         for text in self.poor:
             yield "Note", text
         yield "Try first", self.advice
-        if (then := self.sizes.get(self.recommended, default)) != default:
-            yield "By size", f"all-reduce by NCCL's cost model: {then}"
+        if (chosen_sizes := self.sizes.get(self.recommended, default)) != default:
+            yield "By size", f"all-reduce by NCCL's cost model: {chosen_sizes}"
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
@@ -95,7 +95,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
     plan = subject.search(None)
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
-    problems = [one for one in findings if one.severity != "note"]
+    problems = [finding for finding in findings if finding.severity != "note"]
     return Advice(
         machine=_machine_words(plan),
         default=_default_words(plan),
@@ -112,7 +112,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
         by_size=tuple(size_json(plan)),
         poor=tuple(size_notes(plan)),
         assumptions=tuple(assumptions(plan)),
-        problems=tuple(f"{one.severity.upper()} {one.what}; {one.fix}" for one in problems),
+        problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
     )
 
@@ -134,10 +134,10 @@ def _default_words(plan: Plan) -> str:
     stock = plan.stock
     if not stock.rings:
         return stock.note or "not known"
-    seen = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
+    topo = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
     rings = list(dict.fromkeys(stock.rings))
     hops = {hop for ring in rings for hop in neighbours(ring)}
-    kinds = Counter(TRANSPORTS[pair_mechanism(seen, *hop)] for hop in sorted(hops))
+    kinds = Counter(TRANSPORTS[pair_mechanism(topo, *hop)] for hop in sorted(hops))
     ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
     rate = "not rated" if stock.rate_gbps is None else f"{stock.rate_gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))

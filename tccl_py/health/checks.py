@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from tccl_py.health.host import Finding, Found, Host, Unseen, defect, listed
+from tccl_py.health.host import Finding, Host, Results, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
 
 _UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
@@ -40,7 +40,7 @@ def acs_control(config: bytes) -> int | None:
     return None
 
 
-def check_acs(host: Host) -> Found:
+def check_acs(host: Host) -> Results:
     """Find bridges above GPUs that redirect peer traffic to the CPU."""
     ports = dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu))
     hidden: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ def _group_type(host: Host, bus_id: str) -> str:
     return host.text(f"sys/kernel/iommu_groups/{link.name}/type") if link else ""
 
 
-def check_iommu(host: Host) -> Found:
+def check_iommu(host: Host) -> Results:
     """Find an IOMMU that translates GPUs' addresses."""
     state = translating(host)
     if state:
@@ -98,16 +98,16 @@ def check_iommu(host: Host) -> Found:
         yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
 
 
-def check_links(host: Host) -> Found:
+def check_links(host: Host) -> Results:
     """Find links of GPUs, and of switches above GPUs, with low width or speed."""
     for gpu in host.gpus:
         above = host.ports_above(gpu)
         if above:
             who = f"{host.gpu_name(gpu)}, below {above[-1]}"
             yield from _width(host, gpu, above[-1], who)
-            own, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[-1]))
-            if slot is not None and own is not None and slot < own:
-                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{own:g} GT/s")
+            gpu_speed, slot = (host.pci_link(end, "max").speed_gts for end in (gpu, above[-1]))
+            if slot is not None and gpu_speed is not None and slot < gpu_speed:
+                yield defect("slot", who, measured=f"{slot:g} GT/s", expected=f"{gpu_speed:g} GT/s")
     # A root port, then a switch's two ports each: the links above upstream ports are cables or
     # lanes, those between the two ports of one switch are inside the chip.
     chains = [host.ports_above(gpu) for gpu in host.gpus]
@@ -115,11 +115,11 @@ def check_links(host: Host) -> Found:
     for switch, port in uplinks.items():
         who = f"the switch at {switch}, below {port}"
         yield from _width(host, switch, port, who)
-        now = host.pci_link(switch, "current").speed_gts
+        speed = host.pci_link(switch, "current").speed_gts
         speeds = [host.pci_link(end, "max").speed_gts for end in (switch, port)]
         best = min(filter(None, speeds), default=0.0)
-        if now is not None and now < best:
-            yield defect("slow-uplink", who, measured=f"{now:g} GT/s", expected=f"{best:g} GT/s")
+        if speed is not None and speed < best:
+            yield defect("slow-uplink", who, measured=f"{speed:g} GT/s", expected=f"{best:g} GT/s")
     if any(host.pci(gpu, "current_link_speed") for gpu in host.gpus):
         yield Unseen(
             what="the PCIe generation of GPUs under load",
@@ -128,26 +128,26 @@ def check_links(host: Host) -> Found:
 
 
 def _width(host: Host, device: str, above: str, who: str) -> Iterator[Finding]:
-    now = host.pci_link(device, "current").width
+    width = host.pci_link(device, "current").width
     widths = [host.pci_link(end, "max").width for end in (device, above)]
     best = min(filter(None, widths), default=0)
-    if now is not None and now < best:
-        why = f"the link carries {now}/{best} of its best, in every ring"
-        yield defect("narrow", who, measured=f"x{now}", expected=f"x{best}", why=why)
+    if width is not None and width < best:
+        why = f"the link carries {width}/{best} of its best, in every ring"
+        yield defect("narrow", who, measured=f"x{width}", expected=f"x{best}", why=why)
 
 
-def links_now(machine: Machine, known: Fingerprint, host: Host) -> dict[str, PciLink]:
+def links_now(machine: Machine, fingerprint: Fingerprint, host: Host) -> dict[str, PciLink]:
     """Return the present PCIe links of a machine's devices; none on another host."""
-    uuids = known.uuids(machine)
+    uuids = fingerprint.uuids(machine)
     for gpu in machine.gpus:
         text = host.text(f"proc/driver/nvidia/gpus/{gpu.bus_id}/information")
         if not uuids.get(gpu.index) or uuids[gpu.index] not in text:
             return {}
-    found = {one.id: host.pci_link(one.bus_id, "current") for one in machine.pci_devices}
-    return {device: link for device, link in found.items() if link.speed_gts and link.width}
+    links = {device.id: host.pci_link(device.bus_id, "current") for device in machine.pci_devices}
+    return {device: link for device, link in links.items() if link.speed_gts and link.width}
 
 
-def check_peers(host: Host) -> Found:
+def check_peers(host: Host) -> Results:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
     if host.driver.unseen and len(host.gpus) > 1:
         yield Unseen(what="pairs of GPUs with P2P", why=host.driver.unseen)
@@ -176,8 +176,8 @@ def _driver_options(host: Host) -> Iterator[Finding]:
     """Find options of the driver's modules that decide on P2P, or on CUDA's start."""
     if len(host.gpus) < 2:
         return
-    found = _REGISTRY.search(host.text(_PARAMS))
-    entries = [entry.strip() for entry in (found[1] if found else "").split(";")]
+    match = _REGISTRY.search(host.text(_PARAMS))
+    entries = [entry.strip() for entry in (match[1] if match else "").split(";")]
     options = [entry for entry in entries if "p2p" in entry.partition("=")[0].lower()]
     if options:
         name = "p2p-disabled" if any(map(_disables_p2p, options)) else "p2p-options"
@@ -193,31 +193,31 @@ def _disables_p2p(option: str) -> bool:
     return not bits & 0x03 or not bits & 0x30
 
 
-def check_gpus(host: Host) -> Found:
+def check_gpus(host: Host) -> Results:
     """Find GPUs without persistence mode, with fixed clocks, or with complaints from NVML."""
     state = host.driver
     if not host.gpus:
         yield Unseen(what="GPUs", why="this host has, or shows, no NVIDIA GPU")
         return
     if state.unseen:
-        what = "clocks, heat, persistence mode and other processes of the GPUs"
-        yield Unseen(what=what, why=state.unseen)
+        facts = "clocks, heat, persistence mode and other processes of the GPUs"
+        yield Unseen(what=facts, why=state.unseen)
         return
-    if disabled := [f"GPU {now.gpu}" for now, _ in state.conditions if now.persistence is False]:
+    if disabled := [f"GPU {gpu.gpu}" for gpu, _ in state.conditions if gpu.persistence is False]:
         yield defect("no-persistence", listed(disabled))
-    for now, complaints in state.conditions:
-        where = f"GPU {now.gpu}"
-        if 0 < (now.sm_set_mhz or 0) < (now.sm_max_mhz or 0):
+    for gpu, complaints in state.conditions:
+        where = f"GPU {gpu.gpu}"
+        if 0 < (gpu.sm_set_mhz or 0) < (gpu.sm_max_mhz or 0):
             yield defect(
                 "fixed-clock",
                 where,
-                measured=f"{now.sm_set_mhz} MHz",
-                expected=f"up to {now.sm_max_mhz} MHz",
-                fix=f"nvidia-smi -i {now.gpu} -rac (as root)",
+                measured=f"{gpu.sm_set_mhz} MHz",
+                expected=f"up to {gpu.sm_max_mhz} MHz",
+                fix=f"nvidia-smi -i {gpu.gpu} -rac (as root)",
             )
         for text in complaints:
-            what, _, fix = text.partition("; ")
-            yield defect("complaint", where, what=what.removeprefix(f"{where}: "), fix=fix)
+            sentence, _, fix = text.partition("; ")
+            yield defect("complaint", where, what=sentence.removeprefix(f"{where}: "), fix=fix)
 
 
 # /dev/shm and the limits of a process
@@ -232,23 +232,18 @@ _UNIT = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _LIMITS = "proc/self/limits"
 
 
-def shared_memory_needed(gpus: int) -> int:
-    """Return the bytes of /dev/shm for one communicator with every hop through host memory."""
-    return max(gpus, 2) * _CHANNELS * _PATTERNS * _BUFFERS
-
-
 def _mib(count: int) -> str:
     return f"{count / 1024**2:,.6g} MiB"
 
 
-def check_shared_memory(host: Host) -> Found:
+def check_shared_memory(host: Host) -> Results:
     """Check the size and the free space of /dev/shm."""
     size = shared_memory_size(host)
     if size is None:
         yield Unseen(what="the size of /dev/shm", why="/proc/mounts does not tell")
         return
     gpus = max(len(host.gpus), 2)
-    needed = shared_memory_needed(gpus)
+    needed = gpus * _CHANNELS * _PATTERNS * _BUFFERS
     why = (
         f"a communicator over {gpus} GPUs needs up to {_mib(needed)} for hops through host memory, "
         "or NCCL fails to start"
@@ -272,15 +267,15 @@ def shared_memory_size(host: Host) -> int | None:
     options = [fields[3] for fields in mounts if len(fields) > 3 and fields[1] == "/dev/shm"]
     if not options:
         return None
-    found = _SIZE.search(options[-1])
-    if found and found[2] != "%":
-        return int(found[1]) * _UNIT[found[2].lower()]
+    size = _SIZE.search(options[-1])
+    if size and size[2] != "%":
+        return int(size[1]) * _UNIT[size[2].lower()]
     memory = re.search(r"^MemTotal:\s+([0-9]{1,15}) kB", host.text("proc/meminfo"), re.MULTILINE)
-    percent = int(found[1]) if found else 50
+    percent = int(size[1]) if size else 50
     return int(memory[1]) * 1024 * percent // 100 if memory else None
 
 
-def check_limits(host: Host) -> Found:
+def check_limits(host: Host) -> Results:
     """Check the limits of locked and of virtual memory."""
     limits = host.text(_LIMITS)
     if not limits:
@@ -304,11 +299,11 @@ def check_limits(host: Host) -> Found:
 
 
 def _limit(limits: str, name: str) -> int | None:
-    found = re.search(rf"^{name}\s+([0-9]{{1,19}})\s", limits, re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(rf"^{name}\s+([0-9]{{1,19}})\s", limits, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
-def check_numa(host: Host) -> Found:
+def check_numa(host: Host) -> Results:
     """Check the NUMA nodes of each socket, GPUs without a node, and the moving of pages."""
     nodes = {node: set(host.sockets_of(node)) for node in host.numa_nodes()}
     if not nodes:
@@ -354,7 +349,7 @@ _CUMEM_HOST_SINCE = 560
 """The driver branch of CUDA 12.6."""
 
 
-def check_container(host: Host) -> Found:
+def check_container(host: Host) -> Results:
     """Report devices hidden by a container, and host buffers that need forbidden calls."""
     if not host.container:
         return
@@ -367,15 +362,15 @@ def check_container(host: Host) -> Found:
         yield defect("cumem-host", f"a container with driver {host.driver_version()}")
 
 
-def check_virtual(host: Host) -> Found:
+def check_virtual(host: Host) -> Results:
     """Report devices hidden by a virtual machine."""
     if host.virtual and host.gpus:
-        what = "PCI switches, ACS and the IOMMU of the physical machine"
+        facts = "PCI switches, ACS and the IOMMU of the physical machine"
         why = "a virtual machine shows its own; run it on the hypervisor as well"
-        yield Unseen(what=what, why=why)
+        yield Unseen(what=facts, why=why)
 
 
-HOST_CHECKS: Mapping[str, Callable[[Host], Found]] = {
+HOST_CHECKS: Mapping[str, Callable[[Host], Results]] = {
     "acs": check_acs,
     "iommu": check_iommu,
     "links": check_links,

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -21,8 +22,8 @@ from tccl_py.health.host import (
     SEVERITIES,
     DriverState,
     Finding,
-    Found,
     Host,
+    Results,
     Unseen,
     defect,
     listed,
@@ -55,10 +56,8 @@ from tccl_py.readers.live import driver_facts
 from tccl_py.sources.profiled import conditions_of
 
 # The NCCL plugin on a host: the variables that load it, and what keeps jobs from their plan.
-
-
 ENVIRONMENT = "the environment"
-_OTHERS = {
+_CONFLICTING = {
     "NCCL_NET_PLUGIN": "if NCCL takes its network, later communicators get default NCCL",
     "NCCL_TUNER_PLUGIN": "its tuner decides on algorithms and channels, whatever the plan has",
 }
@@ -68,22 +67,21 @@ _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 
 def lines_of(host: Host) -> list[ConfLine]:
     """Return the lines of NCCL's files, the user's first."""
-    own = host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf"
-    paths = (own, str(HOST_FILE))
+    paths = (host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf", str(HOST_FILE))
     return [line for path in paths for line in conf_lines(host.data(path) or b"", where=path)]
 
 
 def in_force(host: Host) -> dict[str, ConfLine]:
     """Return the variables of jobs by name: the environment's, then the first of the files."""
-    found: dict[str, ConfLine] = {}
+    variables: dict[str, ConfLine] = {}
     for name, value in host.environment.items():
-        found[name] = ConfLine(name=name, value=value, where=ENVIRONMENT)
+        variables[name] = ConfLine(name=name, value=value, where=ENVIRONMENT)
     for line in lines_of(host):
-        found.setdefault(line.name, line)
-    return found
+        variables.setdefault(line.name, line)
+    return variables
 
 
-def check_plugin(host: Host) -> Found:
+def check_plugin(host: Host) -> Results:
     """Report a plugin that is installed and does not work, or not for every NCCL here."""
     variables, files = in_force(host), lines_of(host)
     installed = [line for line in files if line.name in (PLUGIN_VARIABLE, INDEX_VARIABLE)]
@@ -92,13 +90,13 @@ def check_plugin(host: Host) -> Found:
     if not ours and index is None:
         return
     place = named or index or installed[0]
-    for what, fix in _wrong(host, named, index):
-        yield defect("plugin", place.where, what=what, fix=fix)
-    for name, effect in _OTHERS.items():
-        other = variables.get(name)
-        if other is not None and other.value not in ("", "none"):
-            what = f"{name}={other.value[:60]} is set beside the plugin"
-            yield defect("plugin", other.where, severity="note", what=what, why=effect, fix="")
+    for fault, fix in _wrong(host, named, index):
+        yield defect("plugin", place.where, what=fault, fix=fix)
+    for name, effect in _CONFLICTING.items():
+        line = variables.get(name)
+        if line is not None and line.value not in ("", "none"):
+            fault = f"{name}={line.value[:60]} is set beside the plugin"
+            yield defect("plugin", line.where, severity="note", what=fault, why=effect, fix="")
     for nccl in host.nccl or ():
         if why := why_no_plugin(nccl.version, newer=NEWER_VARIABLE in variables):
             fix = "tccl install --no-plugin DIR, for programs that load this NCCL"
@@ -108,16 +106,16 @@ def check_plugin(host: Host) -> Found:
 def plugin_complaints() -> list[str]:
     """Return what keeps an installed plugin from its plan on this host, as sentences."""
     host = Host(home=str(home()), environment=dict(os.environ))
-    found = [result for result in check_plugin(host) if isinstance(result, Finding)]
-    return [f"{one.where}: {one.what}" for one in found if one.severity != "note"]
+    results = [result for result in check_plugin(host) if isinstance(result, Finding)]
+    return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
 
 
 def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterator[tuple[str, str]]:
     """Yield what keeps the plugin from working, and the remedy."""
     if named is None or Path(named.value).name != LIBRARY:
-        said = "is not set" if named is None else f"names another plugin, {named.value[:60]}"
+        state = "is not set" if named is None else f"names another plugin, {named.value[:60]}"
         fix = f"unset it; TCCL_ENV_PLUGIN_NEXT=PATH loads another plugin behind {LIBRARY}"
-        yield f"{PLUGIN_VARIABLE} {said}: the plan is not used", fix
+        yield f"{PLUGIN_VARIABLE} {state}: the plan is not used", fix
     elif not host.has(named.value):
         yield f"the plugin's library {named.value} is missing", _AGAIN
     elif host.root == Path("/") and (why := _why_not_loadable(named.value)):
@@ -127,17 +125,12 @@ def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterat
     elif why := _why_unusable(host, Path(index.value)):
         yield f"the plugin does not use {index.value}: {why}", _AGAIN
     else:
-        variables = in_force(host)
-        for name, value in _needed(host.data(index.value, limit=MAX_INDEX_BYTES) or b""):
+        variables, data = in_force(host), host.data(index.value, limit=MAX_INDEX_BYTES) or b""
+        for name, value in re.findall(r"^need (\S+) (\S+)$", data.decode("ascii", "replace"), re.M):
             line = variables.get(name)
             if line is None or line.value.lower() != value.lower():
                 state = "is not set" if line is None else f"is {line.value[:60]}"
                 yield f"{name} {state}, so that all jobs get default NCCL", f"set {name}={value}"
-
-
-def _needed(index: bytes) -> Iterator[list[str]]:
-    lines = (line.split() for line in index.decode("ascii", "replace").splitlines())
-    yield from (words[1:] for words in lines if len(words) == 3 and words[0] == "need")
 
 
 def _why_not_loadable(path: str) -> str:
@@ -154,22 +147,20 @@ def _why_unusable(host: Host, path: Path) -> str:
     if data is None:
         return "it is missing"
     head, _, body = data.partition(b"digest ")
-    told, _, body = body.partition(b"\n")
+    written_digest, _, body = body.partition(b"\n")
     if head != INDEX_HEAD and head.startswith(b"tccl-index "):
         return "another version of tccl-py wrote it"
-    if head != INDEX_HEAD or told.decode("ascii", "replace") != digest(body):
+    if head != INDEX_HEAD or written_digest.decode("ascii", "replace") != digest(body):
         return "it is damaged"
     if host.root == Path("/"):
         with suppress(OSError):
             if why := why_not_trusted(path):
                 return why
-    listed = None
+    recorded = None
+    manifest = host.data(str(path.parent.parent / MANIFEST_FILE), limit=MAX_INDEX_BYTES)
     with suppress(ValueError, KeyError):
-        manifest = json.loads(
-            host.data(str(path.parent.parent / MANIFEST_FILE), limit=MAX_INDEX_BYTES) or b"{}"
-        )
-        listed = manifest["files"].get(f"nccl/{path.name}", "")
-    if listed not in (None, hashlib.sha256(data).hexdigest()):
+        recorded = json.loads(manifest or b"{}")["files"].get(f"nccl/{path.name}", "")
+    if recorded not in (None, hashlib.sha256(data).hexdigest()):
         return "it is not the index of the plan beside it"
     fields = [line.split(" ") for line in body.decode("ascii", "replace").splitlines()]
     return next((why for words in fields if (why := _why_not(host, path.parent, words))), "")
@@ -185,9 +176,9 @@ def _why_not(host: Host, folder: Path, words: list[str]) -> str:
         return f"it is for {value} NUMA nodes, and this host has {len(host.numa_nodes())}"
     if kind == "gpu":
         text = host.text(f"proc/driver/nvidia/gpus/{words[2]}/information") + "\n"
-        now = _UUID.search(text)
-        if now is not None and words[3] not in ("-", now[1]):
-            return f"GPU {value} was {words[3]} and is {now[1]}"
+        uuid = _UUID.search(text)
+        if uuid is not None and words[3] not in ("-", uuid[1]):
+            return f"GPU {value} was {words[3]} and is {uuid[1]}"
         if host.gpus and words[2] not in host.gpus:
             return f"GPU {value} at {words[2]} is gone"
     if kind == "set":
@@ -197,7 +188,6 @@ def _why_not(host: Host, folder: Path, words: list[str]) -> str:
     return ""
 
 
-_SHM = "/dev/shm"
 _SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
@@ -210,12 +200,11 @@ def this_host() -> Host:
     """Return this host, with the answers of its driver and of the installed NCCL."""
     free = None
     with suppress(OSError):
-        shm = os.statvfs(_SHM)
-        free = shm.f_bavail * shm.f_frsize
+        free = shutil.disk_usage("/dev/shm").free
     try:
         facts = driver_facts()
-        seen = tuple(conditions_of([gpu.index for gpu in facts.gpus]))
-        driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access, conditions=seen)
+        conditions = tuple(conditions_of([gpu.index for gpu in facts.gpus]))
+        driver = DriverState(gpus=facts.gpus, peer_access=facts.peer_access, conditions=conditions)
     except (InputError, MeasurementError) as error:
         driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
@@ -230,43 +219,46 @@ def this_host() -> Host:
 
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
-def check_settings(host: Host) -> Found:
+def check_settings(host: Host) -> Results:
     """Report variables in force and misread lines of NCCL's files."""
     for line in lines_of(host):
         yield from _misread(line)
-    found = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
-    for name, line in found.items():
+    variables = {name: line for name, line in in_force(host).items() if _NAME.fullmatch(name)}
+    for name, line in variables.items():
         if meant := similar_name(name):
             yield defect("misread", line.where, what=f"NCCL has no {name}", fix=f"write {meant}")
     for name, check in _CHECKED_VALUES.items():
-        if name in found and (fields := check(host, found[name].value)):
-            line = found.pop(name)
-            what = f"{name}={_cut(line.value)} {fields.pop('what')}"
-            fix = f"unset {name}" if line.where == ENVIRONMENT else "remove the line"
-            yield defect(fields.pop("rule"), line.where, what=what, fix=fix, **fields)
-    graph = found.get("NCCL_GRAPH_FILE")
+        if name in variables and (fields := check(host, variables[name].value)):
+            line = variables.pop(name)
+            fault = f"{name}={_cut(line.value)} {fields.pop('what')}"
+            yield defect(fields.pop("rule"), line.where, what=fault, fix=_undo(line), **fields)
+    graph = variables.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
-        what, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
+        fault, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
         if where == ENVIRONMENT:
-            yield defect("graph", where, severity="note", what=what, fix=_JOB_FIX)
+            yield defect("graph", where, severity="note", what=fault, fix=_JOB_FIX)
         else:
-            yield defect("graph", where, what=f"{what} for all jobs of this host", fix=_HOST_FIX)
+            yield defect("graph", where, what=f"{fault} for all jobs of this host", fix=_HOST_FIX)
+    effective = {name: line for name, line in variables.items() if not line.installed}
     for name, rule in rules().items():
-        if name in found and found[name].value != rule.harmless and not found[name].installed:
-            line = found[name]
-            scope, fix = "it holds for every job that does not set it itself", "remove the line"
-            if line.where == ENVIRONMENT:
-                scope, fix = "it overrides a plan's setting", f"unset {name}"
-            what = f"{name}={_cut(line.value)} is set"
-            yield defect(name, line.where, what=what, effect=f"; {scope}", fix=fix)
+        if name in effective and effective[name].value != rule.harmless:
+            line = effective[name]
+            effect = "; it holds for every job that does not set it itself"
+            effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
+            fault = f"{name}={_cut(line.value)} is set"
+            yield defect(name, line.where, what=fault, effect=effect, fix=_undo(line))
+
+
+def _undo(line: ConfLine) -> str:
+    return f"unset {line.name}" if line.where == ENVIRONMENT else "remove the line"
 
 
 # Values that do not fit this host, often from another one: fields of the finding, or none.
 def _unfit_graph(host: Host, value: str) -> dict[str, Any]:
     if value and (not value.startswith("/") or host.has(value)):
         return {}
-    what = "names a file that is not here" if value else "is set, with no file"
-    return {"rule": "no-graph-file", "what": what}
+    fault = "names a file that is not here" if value else "is set, with no file"
+    return {"rule": "no-graph-file", "what": fault}
 
 
 def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
@@ -275,8 +267,8 @@ def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
     data = host.data(value, limit=_MAX_TOPOLOGY)
     if data is None:
         why = "NCCL reads the machine itself, and says so in its log only"
-        what = "names a file that is not here"
-        return {"rule": "foreign", "severity": "note", "what": what, "why": why}
+        fault = "names a file that is not here"
+        return {"rule": "foreign", "severity": "note", "what": fault, "why": why}
     ids = {normal_bus_id(text) for text in _BUS_IDS.findall(data.decode("utf-8", "replace"))}
     lost = [host.gpu_name(gpu) for gpu in host.gpus if gpu not in ids]
     return {"rule": "foreign", "what": f"lacks {listed(lost)}"} if lost else {}
@@ -284,16 +276,16 @@ def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
 
 def _unfit_nics(host: Host, value: str) -> dict[str, Any]:
     exact, nics = value.startswith("="), host.rdma_nics()
-    wanted = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
-    found = [{nic for nic in nics if nic.startswith(name)} for name in wanted]
-    hits = [name in nics if exact else bool(near) for name, near in zip(wanted, found, strict=True)]
-    if value.startswith("^") or all(hits):
+    names = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
+    fits = str.__eq__ if exact else str.startswith
+    lost = [name for name in names if not any(fits(nic, name) for nic in nics)]
+    if value.startswith("^") or not lost:
         return {}
-    lost = [name for name, hit in zip(wanted, hits, strict=True) if not hit]
-    what = f"names {_cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
-    if any(hits) or not nics:
-        return {"rule": "foreign", "severity": "note", "what": what, "why": "NCCL passes them over"}
-    return {"rule": "foreign", "what": what, "why": "NCCL uses none of the NICs here, but sockets"}
+    fault = f"names {_cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
+    fields = {"rule": "foreign", "what": fault}
+    if len(lost) < len(names) or not nics:
+        return fields | {"severity": "note", "why": "NCCL passes them over"}
+    return fields | {"why": "NCCL uses none of the NICs here, but sockets"}
 
 
 def _unfit_protocol(host: Host, value: str) -> dict[str, Any]:
@@ -301,9 +293,10 @@ def _unfit_protocol(host: Host, value: str) -> dict[str, Any]:
     forced = any("LL128" in part.split(",") for part in lists if not part.startswith("^"))
     ids = {gpu.bus_id for gpu in host.driver.gpus}
     # The end "" is a switch.
-    apart = any("" not in gpu.links and ids - {gpu.bus_id, *gpu.links} for gpu in host.driver.gpus)
-    what = "forces LL128, and some GPUs here are not joined by NVLink"
-    return {"rule": "forced-ll128", "what": what} if forced and apart else {}
+    links = [{gpu.bus_id, *gpu.links} for gpu in host.driver.gpus]
+    separate = any("" not in ends and ids - ends for ends in links)
+    fault = "forces LL128, and some GPUs here are not joined by NVLink"
+    return {"rule": "forced-ll128", "what": fault} if forced and separate else {}
 
 
 _CHECKED_VALUES: Mapping[str, Callable[[Host, str], dict[str, Any]]] = {
@@ -314,21 +307,22 @@ _CHECKED_VALUES: Mapping[str, Callable[[Host, str], dict[str, Any]]] = {
 }
 
 
-def _misread(line: ConfLine) -> Found:
+def _misread(line: ConfLine) -> Results:
     """Report a line whose name or value NCCL takes otherwise than intended."""
     if "NCCL_" not in line.name:
         return
     if _NAME.fullmatch(line.name) is None:
-        what = f"NCCL takes '{_cut(line.name)}' for the name, which it does not know"
+        fault = f"NCCL takes '{_cut(line.name)}' for the name, which it does not know"
         fix = "write NAME=VALUE without blanks or export"
-        yield defect("misread", line.where, what=what, fix=fix)
     elif line.value != line.value.strip() or re.search(r"""^["']|["']$|\s#""", line.value):
-        what = f"NCCL takes '{_cut(line.value)}' for the value of {line.name}"
+        fault = f"NCCL takes '{_cut(line.value)}' for the value of {line.name}"
         fix = "write no quotes, no blanks, no comment behind it, Unix line ends"
-        yield defect("misread", line.where, what=what, fix=fix)
     elif line.cut:
-        what = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
-        yield defect("misread", line.where, what=what, fix="write a shorter value")
+        fault = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
+        fix = "write a shorter value"
+    else:
+        return
+    yield defect("misread", line.where, what=fault, fix=fix)
 
 
 def _cut(text: str) -> str:
@@ -336,45 +330,43 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def check_nccl(host: Host) -> Found:
+def check_nccl(host: Host) -> Results:
     """Report the versions of NCCL that programs load here, torch's first."""
-    if host.nccl is None:
-        return
-    if not host.nccl:
+    if host.nccl == ():
         yield Unseen(what="the NCCL of jobs", why="none was found; `tccl plan --nccl` names one")
+    if not host.nccl:
         return
-    first, *others = host.nccl
+    first, *further = host.nccl
     doubt = unchecked(first.version)
-    what = f"NCCL {first.version} is installed" + (f"; {doubt}" if doubt else "")
-    yield defect("version", first.source, what=what)
-    for second in others:
+    installed = f"NCCL {first.version} is installed" + (f"; {doubt}" if doubt else "")
+    yield defect("version", first.source, what=installed)
+    for second in further:
         if second.minor != first.minor:
-            what = f"NCCL {second.version} is installed as well"
+            installed = f"NCCL {second.version} is installed as well"
             fix = f"tccl plan --nccl {second.minor}, for jobs with it"
-            yield defect("second", second.source, what=what, fix=fix)
+            yield defect("second", second.source, what=installed, fix=fix)
 
 
-def check_own_rings(host: Host) -> Found:
+def check_own_rings(host: Host) -> Results:
     """Report the rings, channels and transports that the installed NCCL takes by default."""
-    found = host.own_rings
-    if isinstance(found, str):
-        if found:
-            yield Unseen(what="the rings of default NCCL", why=found)
+    answer = host.own_rings
+    if isinstance(answer, str):
+        if answer:
+            yield Unseen(what="the rings of default NCCL", why=answer)
         return
-    counts = Counter(found.via.values())
+    counts = Counter(answer.via.values())
     ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
-    runs = ring_words(found.rings, fallback=found.fallback)
-    what = f"NCCL {found.version} runs {runs}; of its hops {ways}"
-    where = f"a communicator over GPUs {', '.join(map(str, found.gpus))}"
-    if found.fallback:
+    runs = ring_words(answer.rings, fallback=answer.fallback)
+    text = f"NCCL {answer.version} runs {runs}; of its hops {ways}"
+    where = f"a communicator over GPUs {', '.join(map(str, answer.gpus))}"
+    fields: dict[str, Any] = {}
+    if answer.fallback:
         why = "its search finds no rings and takes the order of the GPUs, whatever joins them"
-        fix = "tccl plan -o my-plan"
-        yield defect("own-rings", where, severity="slow", what=what, why=why, fix=fix)
-    else:
-        yield defect("own-rings", where, what=what)
+        fields = {"severity": "slow", "why": why, "fix": "tccl plan -o my-plan"}
+    yield defect("own-rings", where, what=text, **fields)
 
 
-_NCCL_CHECKS: Mapping[str, Callable[[Host], Found]] = {
+_NCCL_CHECKS: Mapping[str, Callable[[Host], Results]] = {
     "settings": check_settings,
     "nccl": check_nccl,
     "plugin": check_plugin,
@@ -396,12 +388,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def examine(host: Host) -> Diagnosis:
     """Run all checks; nothing is changed."""
-    found = [
+    results = [
         msgspec.structs.replace(result, check=name)
         for name, check in (*HOST_CHECKS.items(), *_NCCL_CHECKS.items())
         for result in check(host)
     ]
-    findings = [result for result in found if isinstance(result, Finding)]
+    findings = [result for result in results if isinstance(result, Finding)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    unseen = tuple(result for result in found if isinstance(result, Unseen))
+    unseen = tuple(result for result in results if isinstance(result, Unseen))
     return Diagnosis(findings=tuple(findings), unseen=unseen)

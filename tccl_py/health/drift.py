@@ -95,13 +95,13 @@ def measuring_again(
     """
     if plan.simulated:
         model, noise, used = known_model(plan, directory), journal.noise, journal.seed
-        same = open_source(model, noise=noise, seed=used).header == journal
+        same_model = open_source(model, noise=noise, seed=used).header == journal
         text = (
             "the model, or this program's parameters, are not those that the plan was simulated "
             "with: differences for that reason are reported as changes"
         )
         # The journal's own seed would draw the journal's own samples again.
-        return open_source(model, noise=noise, seed=used + 1 + seed), () if same else (text,)
+        return open_source(model, noise=noise, seed=used + 1 + seed), () if same_model else (text,)
     right = "check it where it was measured"
     try:
         place = measured_as(journal, plan.machine)
@@ -134,51 +134,53 @@ def find_drift(
     chosen = chosen_sets(plan, journal, number=number, most=effort.sets, seed=effort.seed)
     if not chosen:
         raise InputError("the journal", "has no measurements", "plan again")
-    bench = _Bench(source, effort, clock)
-    bench.measure_rounds(chosen)
-    now = {transfers: found for transfers, found in bench.found.items() if len(found) > 1}
-    if not now and not bench.lost:
+    sampler = _Sampler(source, effort, clock)
+    sampler.measure_rounds(chosen)
+    repeated = {key: samples for key, samples in sampler.samples.items() if len(samples) > 1}
+    if not repeated and not sampler.lost:
         raise InputError(
             "`max_seconds`", "is too short to measure one set twice", "give it more seconds"
         )
     families = len(plan.cluster.classes) * effort.families
-    rows = _confirmed(bench, chosen, journal, now, families)
+    rows = _confirmed(sampler, chosen, journal, repeated, families)
     node = plan.cluster.classes[number]
     return Drift(
         rows=tuple(rows),
         changes=tuple(worst_of_each_set(row for row in rows if row.alarming)),
         points_to=points_to(Paths(node.machine, node.knowledge), rows),
-        lost=bench.lost,
-        skipped=tuple(one for one in chosen if one not in {*now, *bench.lost}),
-        seconds=bench.elapsed,
+        lost=sampler.lost,
+        skipped=tuple(
+            transfers for transfers in chosen if transfers not in {*repeated, *sampler.lost}
+        ),
+        seconds=sampler.elapsed,
     )
 
 
-def joined(plan: Plan, found: Sequence[Drift]) -> Drift:
+def joined(plan: Plan, drifts: Sequence[Drift]) -> Drift:
     """Return the drift of all classes of a plan's hosts."""
-    if len(found) == 1:
-        return found[0]
+    if len(drifts) == 1:
+        return drifts[0]
     names = [part.name for part in plan.cluster.classes]
-    causes = zip(names, (drift.points_to for drift in found), strict=True)
-    changes = (row for drift in found for row in drift.changes)
+    causes = zip(names, (drift.points_to for drift in drifts), strict=True)
+    changes = (row for drift in drifts for row in drift.changes)
     return Drift(
-        rows=tuple(row for drift in found for row in drift.rows),
+        rows=tuple(row for drift in drifts for row in drift.rows),
         changes=tuple(sorted(changes, key=lambda row: row.ratio)),
         points_to="; ".join(f"on {name}, {cause}" for name, cause in causes if cause),
-        lost={one: why for drift in found for one, why in drift.lost.items()},
-        skipped=tuple(one for drift in found for one in drift.skipped),
-        seconds=sum(drift.seconds for drift in found),
+        lost={transfers: why for drift in drifts for transfers, why in drift.lost.items()},
+        skipped=tuple(transfers for drift in drifts for transfers in drift.skipped),
+        seconds=sum(drift.seconds for drift in drifts),
     )
 
 
-class _Bench:
+class _Sampler:
     """Measures sets, keeps the results, and watches the time."""
 
     def __init__(self, source: BandwidthSource, effort: Effort, clock: Callable[[], float]) -> None:
         self._source, self._limit, self._clock = source, effort.seconds, clock
         self._random = random.Random(effort.seed)
         self._began = clock()
-        self.found: dict[TransferSet, list[Measurement]] = {}
+        self.samples: dict[TransferSet, list[Measurement]] = {}
         self.lost: dict[TransferSet, str] = {}
 
     @property
@@ -200,14 +202,16 @@ class _Bench:
     def again(self, sets: Sequence[TransferSet]) -> dict[TransferSet, list[Measurement]]:
         """Return new measurements of some sets, `CONFIRMATIONS` each while there is time."""
         rounds = [self._round(sets, 1.0) for _ in range(CONFIRMATIONS)]
-        new = {one: [done[one] for done in rounds if one in done] for one in sets}
-        return {transfers: found for transfers, found in new.items() if found}
+        samples: dict[TransferSet, list[Measurement]] = {}
+        for transfers, measurement in (item for done in rounds for item in done.items()):
+            samples.setdefault(transfers, []).append(measurement)
+        return samples
 
     def _round(self, sets: Sequence[TransferSet], share: float) -> dict[TransferSet, Measurement]:
         """Measure each set once until `share` of the time is spent; return the measurements."""
         done: dict[TransferSet, Measurement] = {}
         for transfers in sets:
-            if self.found and self.elapsed > self._limit * share:
+            if self.samples and self.elapsed > self._limit * share:
                 break
             if transfers not in self.lost:
                 try:
@@ -215,28 +219,32 @@ class _Bench:
                 except MeasurementError as error:
                     self.lost[transfers] = str(error)
                 else:
-                    self.found.setdefault(transfers, []).append(done[transfers])
+                    self.samples.setdefault(transfers, []).append(done[transfers])
         return done
 
 
 def _confirmed(
-    bench: _Bench, chosen: Sequence[TransferSet], journal: Journal, now: Journal, families: int
+    sampler: _Sampler,
+    chosen: Sequence[TransferSet],
+    journal: Journal,
+    repeated: Journal,
+    families: int,
 ) -> list[Comparison]:
     """Return all comparisons; alarms hold by the first measurements and by new ones alone."""
-    measured = (*journal.values(), *now.values())
-    spread = common_spread([logs for found in measured for logs in log_rates(found).values()])
-    rows = compared(journal, now, spread, families=families)
+    measured = (*journal.values(), *repeated.values())
+    spread = common_spread([logs for rows in measured for logs in log_rates(rows).values()])
+    rows = compared(journal, repeated, spread, families=families)
     alarmed = {row.transfers for row in rows if row.alarming}
-    again = bench.again([one for one in chosen if one in alarmed])
+    again = sampler.again([transfers for transfers in chosen if transfers in alarmed])
     confirming = compared(journal, again, spread, families=families)
     second = {(row.transfers, row.flow): row for row in confirming}
-    found = []
+    confirmed = []
     for row in rows:
         new = second.get((row.transfers, row.flow))
-        same = new is not None and (new.ratio > 1) == (row.ratio > 1)
-        p = max(row.p, new.p) if new is not None and same else 1.0
-        found.append(msgspec.structs.replace(row, p=p) if row.alarming else row)
-    return found
+        same_direction = new is not None and (new.ratio > 1) == (row.ratio > 1)
+        p = max(row.p, new.p) if new is not None and same_direction else 1.0
+        confirmed.append(msgspec.structs.replace(row, p=p) if row.alarming else row)
+    return confirmed
 
 
 def chosen_sets(
@@ -248,7 +256,7 @@ def chosen_sets(
     collapse above switches, small sets with each kind of link and several for each GPU, and a
     random sample of the rest. Sets with many measurements come first: their rates are known best.
     """
-    often = sorted(journal, key=lambda one: (-len(journal[one]), len(one), str(one)))
+    often = sorted(journal, key=lambda key: (-len(journal[key]), len(key), str(key)))
     small = sorted(often, key=len)
     order = (
         *_of_the_plan(plan, number),
@@ -275,15 +283,15 @@ def _covering(
     """Yield sets until each kind of link is in one of them, and each GPU in several."""
     kinds: set[str] = set()
     times = dict.fromkeys(indices, 0)
-    seen: set[frozenset[int]] = set()
+    covered: set[frozenset[int]] = set()
     for transfers in small:
         new = {link_class(machine, flow) for flow in transfers.flows} - kinds
         gpus = frozenset(gpus_of(transfers) & times.keys())
         few = any(times[gpu] < _TIMES_EACH_GPU for gpu in gpus)
         # The same GPUs by another mechanism add nothing about a GPU.
-        if new or (few and len(gpus) < len(times) and gpus not in seen):
+        if new or (few and len(gpus) < len(times) and gpus not in covered):
             kinds |= new
-            seen.add(gpus)
+            covered.add(gpus)
             for gpu in gpus:
                 times[gpu] += 1
             yield transfers
@@ -311,12 +319,12 @@ def drift_json(plan: Plan, drift: Drift) -> dict[str, Any]:
 
 def metric_labels(plan: Plan) -> dict[str, str]:
     """Return the labels of a plan's metrics; those of a dry run say so."""
-    own = {"machine": plan_name(plan), "simulated": str(plan.simulated).lower()}
-    return own | ({"dry_run": "true"} if plan.dry_run else {})
+    labels = {"machine": plan_name(plan), "simulated": str(plan.simulated).lower()}
+    return labels | ({"dry_run": "true"} if plan.dry_run else {})
 
 
-def prometheus_text(drift: Drift, own: Mapping[str, str], *, now: float) -> str:
-    """Return a check in Prometheus' text format, with the plan's `own` labels.
+def prometheus_text(drift: Drift, labels: Mapping[str, str], *, now: float) -> str:
+    """Return a check in Prometheus' text format, with the plan's `labels`.
 
     `now` is its end, in seconds since 1970.
 
@@ -324,7 +332,7 @@ def prometheus_text(drift: Drift, own: Mapping[str, str], *, now: float) -> str:
     prometheus.io/docs/instrumenting/exposition_formats.
     """
     changed = {row.transfers for row in drift.changes} | drift.lost.keys()
-    sets = {one: {**own, "set": str(one)} for one in (*drift.sets, *drift.lost)}
+    sets = {key: {**labels, "set": str(key)} for key in (*drift.sets, *drift.lost)}
     totals = (
         ("drifted", "Whether rates differ from the plan's (1) or not (0).", drift.drifted),
         ("sets_compared", "Transfer sets that were compared.", len(drift.sets)),
@@ -334,14 +342,14 @@ def prometheus_text(drift: Drift, own: Mapping[str, str], *, now: float) -> str:
         ("duration_seconds", "Duration of the check.", drift.seconds),
         ("timestamp_seconds", "End of the check, in seconds since 1970.", now),
     )  # fmt: skip
-    ratios = [(sets[one], row.ratio) for one, row in drift.sets.items()]
-    flags = [(labels, one in changed) for one, labels in sets.items()]
-    found = [metric(name, text, [(own, value)]) for name, text, value in totals]
-    found += [
+    ratios = [(sets[key], row.ratio) for key, row in drift.sets.items()]
+    flags = [(of_set, key in changed) for key, of_set in sets.items()]
+    metrics = [metric(name, text, [(labels, value)]) for name, text, value in totals]
+    metrics += [
         metric("set_rate_ratio", "Rate of the flow that fell most, now over then.", ratios),
         metric("set_changed", "Whether the set changed beyond noise (1) or not (0).", flags),
     ]
-    return "".join(found)
+    return "".join(metrics)
 
 
 def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], float]]) -> str:
@@ -357,5 +365,5 @@ def metric(name: str, words: str, values: Iterable[tuple[Mapping[str, str], floa
 
 
 def _escaped(text: str) -> str:
-    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return "".join(char if char.isprintable() else "?" for char in plain)
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return "".join(char if char.isprintable() else "?" for char in escaped)

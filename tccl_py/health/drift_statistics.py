@@ -79,12 +79,12 @@ def log_rates(measurements: Sequence[Measurement]) -> dict[Flow, list[float]]:
 
     Equal flows of a set share a rate, their mean.
     """
-    found: dict[Flow, list[float]] = {}
+    rates: dict[Flow, list[float]] = {}
     for measurement in measurements:
         logs = np.log(np.median(np.asarray(measurement.samples_gbps), axis=1)).tolist()
         for flow, equal in dealt(measurement.transfers.flows, logs).items():
-            found.setdefault(flow, []).append(fmean(equal))
-    return found
+            rates.setdefault(flow, []).append(fmean(equal))
+    return rates
 
 
 def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
@@ -115,21 +115,21 @@ def common_spread(groups: Iterable[Sequence[float]]) -> Spread:
 
 
 def compared(
-    then: Mapping[TransferSet, Sequence[Measurement]],
-    now: Mapping[TransferSet, Sequence[Measurement]],
+    earlier: Mapping[TransferSet, Sequence[Measurement]],
+    later: Mapping[TransferSet, Sequence[Measurement]],
     spread: Spread,
     *,
     families: int = 1,
 ) -> list[Comparison]:
-    """Compare each flow of the sets in `now` with its earlier rate, the least likely first.
+    """Compare each flow of the sets in `later` with its earlier rate, the least likely first.
 
     Holm's adjustment (1979) bounds the chance of any false alarm, whatever the dependence; with
     several `families` of comparisons, over all of them.
     """
     raw = []
-    for transfers, found in now.items():
-        before = log_rates(then[transfers])
-        for flow, after in log_rates(found).items():
+    for transfers, measurements in later.items():
+        before = log_rates(earlier[transfers])
+        for flow, after in log_rates(measurements).items():
             p = chance(before[flow], after, spread)
             was, new = (math.exp(fmean(logs)) for logs in (before[flow], after))
             row = Comparison(transfers=transfers, flow=flow, was_gbps=was, is_gbps=new, p=p)
@@ -144,8 +144,8 @@ def chance(before: Sequence[float], after: Sequence[float], spread: Spread) -> f
     freedom = spread.freedom + len(before) + len(after) - 2
     if freedom <= 0:
         return 1.0
-    own = sum(float(np.var(row)) * len(row) for row in (before, after))
-    variance = max((spread.freedom * spread.variance + own) / freedom, _FLOOR)
+    squares = sum(float(np.var(row)) * len(row) for row in (before, after))
+    variance = max((spread.freedom * spread.variance + squares) / freedom, _FLOOR)
     error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
     change = abs(fmean(after) - fmean(before))
     smallest = math.log1p(SMALLEST)
@@ -193,16 +193,16 @@ def points_to(paths: Paths, rows: Sequence[Comparison]) -> str:
     users = _sets_by_suspect(paths, rows)
     blamed = _sets_by_suspect(paths, changed)
     # The suspects: parts of all changed sets, and of the fewest unchanged sets.
-    left = {part: len(users[part] - hit) for part, used in blamed.items() if used == hit}
-    fewest = min(left.values(), default=len(sets))
+    unharmed = {part: len(users[part] - hit) for part, used in blamed.items() if used == hit}
+    fewest = min(unharmed.values(), default=len(sets))
     # A part of the changed sets alone explains more than "nearly everything".
     exact = fewest == 0 and len(hit) < len(sets)
-    alike = max(ratios) <= min(ratios) * (1 + _EVEN)
-    if not exact and len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and alike:
+    equal = max(ratios) <= min(ratios) * (1 + _EVEN)
+    if not exact and len(hit) > 1 and len(hit) >= len(sets) * _NEARLY_ALL and equal:
         return _EVERYTHING
-    if not left:
+    if not unharmed:
         return _SEVERAL
-    tied = [part for part in left if left[part] == fewest]
+    tied = [part for part in unharmed if unharmed[part] == fewest]
     rank = min(part.rank for part in tied)
     best = [part.words for part in tied if part.rank == rank]
     best.sort(key=lambda words: not words.startswith("GPU"))
@@ -215,11 +215,11 @@ def points_to(paths: Paths, rows: Sequence[Comparison]) -> str:
 
 
 def _sets_by_suspect(paths: Paths, rows: Sequence[Comparison]) -> dict[Suspect, set[TransferSet]]:
-    found: dict[Suspect, set[TransferSet]] = {}
+    sets_of: dict[Suspect, set[TransferSet]] = {}
     for row in rows:
         for suspect in _suspects(paths, row.flow):
-            found.setdefault(suspect, set()).add(row.transfers)
-    return found
+            sets_of.setdefault(suspect, set()).add(row.transfers)
+    return sets_of
 
 
 def _suspects(paths: Paths, flow: Flow) -> Iterator[Suspect]:

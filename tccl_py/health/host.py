@@ -57,7 +57,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-Found = Iterator[Finding | Unseen]
+Results = Iterator[Finding | Unseen]
 """The results of a check."""
 
 
@@ -89,16 +89,16 @@ def defect(
 
     `effect` is added to the rule's `why`; `fields` replace or add fields of the finding.
     """
-    found = rules()[rule]
-    parts = {"what": found.what, "why": found.why + effect, "source": found.source}
-    parts |= {"fix": found.fix, **fields}
-    return Finding(severity=severity or found.severity, where=where, **parts)
+    base = rules()[rule]
+    parts = {"what": base.what, "why": base.why + effect, "source": base.source}
+    parts |= {"fix": base.fix, **fields}
+    return Finding(severity=severity or base.severity, where=where, **parts)
 
 
 def listed(names: Sequence[str]) -> str:
     """Join names with commas, the first few of many."""
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    hidden = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +137,15 @@ class Host(HostFiles):
     @cached_property
     def gpus(self) -> tuple[str, ...]:
         """Bus ids of NVIDIA's GPUs, in NVML's order."""
-        found = {
+        bus_ids = {
             bus_id
             for name in self.entries(DEVICES)
             if (bus_id := normal_bus_id(name)) == name
             and self.pci(name, "vendor") == _NVIDIA
             and self.pci(name, "class").startswith(("0x0300", "0x0302"))
         }
-        found |= {gpu.bus_id for gpu in self.driver.gpus}
-        return tuple(sorted(found, key=bus_order))
+        bus_ids |= {gpu.bus_id for gpu in self.driver.gpus}
+        return tuple(sorted(bus_ids, key=bus_order))
 
     def gpu_name(self, bus_id: str) -> str:
         """Return a GPU's name, as `GPU 2 (0000:81:00.0)`."""
@@ -162,8 +162,8 @@ class Host(HostFiles):
 
     def driver_version(self) -> str:
         """Return the NVIDIA kernel module's version, or ""."""
-        found = _DRIVER.search(self.text("proc/driver/nvidia/version"))
-        return found[1] if found else ""
+        match = _DRIVER.search(self.text("proc/driver/nvidia/version"))
+        return match[1] if match else ""
 
     @property
     def virtual(self) -> bool:
