@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tccl_py.experiments.preflight import FAMILIES, Preflight, check_collectives
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import MIB
 from tccl_py.experiments.target import Target
-from tccl_py.experiments.verify import RunBudget, verify_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.health.drift import Effort
 from tests.drifting import checked, exact_rates, journalled, with_slower_link
 from tests.verified import FakeJobs, dry_run

@@ -12,8 +12,8 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments import plans as module
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.spec import WrongValue
-from tccl_py.experiments.verify import RunBudget, budget_of
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import locked
 from tccl_py.plan.writing import write_plan

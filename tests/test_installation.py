@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.experiments.record import ArmResult, Compared, Row, Verification
+from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.table import Compared, Timed
 from tccl_py.installation.blocks import HEADS, with_block, without_block
 from tccl_py.installation.install import (
     Installed,
@@ -561,7 +562,7 @@ def verified(directory, digest=None, **changes):
 
 
 WRONG = WrongValue(case="all_reduce float32 1", rank=0, what="sums differ")
-WORSE = Row(
+WORSE = Timed(
     bytes=4096, seconds=(1.0,), compared=Compared(ratio=0.9, low=0.8, high=0.95, p=0.01),
     verdict="worse",
 )  # fmt: skip

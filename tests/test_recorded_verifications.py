@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from tccl_py.cli.verify import print_verification
-from tccl_py.experiments.record import Verification, compare
+from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.table import compare
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import size_charts
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.verify import RunBudget
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now

@@ -30,7 +30,7 @@ from tccl_py.experiments.spec import (
     ContestTimes,
     JobResult,
     JobSpec,
-    TimedRow,
+    Row,
     Variant,
 )
 from tccl_py.experiments.target import read_target
@@ -58,7 +58,7 @@ def _plugin_built_once(monkeypatch):
 
 
 def row(size, dtype="bfloat16", collective="all_reduce"):
-    return TimedRow(collective=collective, dtype=dtype, bytes=size)
+    return Row(collective=collective, dtype=dtype, bytes=size)
 
 
 def contest_times(one, choices, seconds, besides, *, final=0):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
-from tccl_py.experiments.record import FALSE_RATE, Compared, Verification, compare, why_not_verified
+from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rings import rings_found
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.table import FALSE_RATE, Compared, compare
 from tccl_py.experiments.target import read_target
-from tccl_py.experiments.verify import RunBudget
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.writing import write_plan

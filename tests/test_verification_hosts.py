@@ -11,9 +11,10 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rings import rings_found
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobSpec, rows_of
 from tccl_py.experiments.target import Target
-from tccl_py.experiments.verify import RunBudget, verify_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment

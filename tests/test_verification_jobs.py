@@ -17,7 +17,7 @@ import pytest
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.spec import Choice, Contest, JobSpec, TimedRow, rows_of
+from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, rows_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -247,11 +247,11 @@ def test_wrong_values_are_found_and_told_by_their_place(server):
 
 @needs_torch
 def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_times(server):
-    row = TimedRow(collective="all_gather", dtype="bfloat16", bytes=4096)
+    row = Row(collective="all_gather", dtype="bfloat16", bytes=4096)
     choice = Choice(algorithm="ring", protocol="ll", channels=2)
     contests = (
         Contest(row=row, choices=(choice,), rounds=3),
-        Contest(row=TimedRow(dtype="bfloat16", bytes=1 << 20, collective="reduce"), rounds=2),
+        Contest(row=Row(dtype="bfloat16", bytes=1 << 20, collective="reduce"), rounds=2),
         Contest(row=row, choices=(), rounds=2, table=True),
     )
     spec = JobSpec(contests=contests, contest_seconds=1e9)
@@ -267,7 +267,7 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
 
 @needs_torch
 def test_no_contest_begins_after_its_time(server):
-    contests = tuple(Contest(row=TimedRow(bytes=1024), choices=(), rounds=1) for _ in range(3))
+    contests = tuple(Contest(row=Row(bytes=1024), choices=(), rounds=1) for _ in range(3))
     spec = JobSpec(contests=contests, contest_seconds=0.0)
     outcome = run_job(spec, 2, server=server)
     assert outcome.results[0].contests == ()

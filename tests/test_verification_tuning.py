@@ -17,10 +17,11 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError, SourceLostError, Terminated
 from tccl_py.experiments import plans
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.tuning import run_tuning
-from tccl_py.experiments.verify import RunBudget, verify_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.load import check_plan, load_plan

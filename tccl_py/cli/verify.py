@@ -23,11 +23,12 @@ from tccl_py.experiments.evaluation import EVALUATED, csv_text
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
-from tccl_py.experiments.record import LEAST_ROUNDS, MAX_ROUNDS, Verification
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import ELEMENT_BYTES, Dtype, parse_sizes
-from tccl_py.experiments.verify import RunBudget, budget_of
+from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.parts import ChoiceName

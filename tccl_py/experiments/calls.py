@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tccl_py.experiments.collectives import COLLECTIVES, CollectiveFacts
-from tccl_py.experiments.spec import ELEMENT_BYTES, MIB, JobResult, TimedRow, WrongValue
+from tccl_py.experiments.spec import ELEMENT_BYTES, MIB, JobResult, Row, WrongValue
 from tccl_py.rank_processes.rank import Communicator
 
 COUNTS = (1, 3, 1027, 65_537, 1_048_583)
@@ -257,7 +257,7 @@ def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
         return time_calls(communicator, replay, again) / (calls * _REPLAYS)
 
 
-def row_call(communicator: Communicator, row: TimedRow) -> Call:
+def row_call(communicator: Communicator, row: Row) -> Call:
     """Return a call of the row's collective on buffers of its own."""
     world, torch = communicator.world, communicator.torch
     facts = COLLECTIVES[row.collective]

@@ -29,7 +29,7 @@ from tccl_py.experiments.spec import (
     Choice,
     Contest,
     ContestTimes,
-    TimedRow,
+    Row,
     Variant,
 )
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Protocol
@@ -189,10 +189,10 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     return [partial(time_calls, communicator, call, partial(step, call)) for call in variants]
 
 
-def all_choices(row: TimedRow, channels: int) -> tuple[Choice, ...]:
+def all_choices(row: Row, channels: int) -> tuple[Choice, ...]:
     """Return the choices that are worth a try over a communicator of so many channels.
 
-    >>> row = TimedRow(collective="broadcast", bytes=4096)
+    >>> row = Row(collective="broadcast", bytes=4096)
     >>> [(one.protocol, one.channels) for one in all_choices(row, 16)]
     [('ll', 1), ('ll', 2), ('ll128', 1), ('ll128', 2)]
     """

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, Launcher
-from tccl_py.experiments.record import LEAST_ROUNDS
+from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import (
     KIB,
     MIB,
@@ -25,7 +25,7 @@ from tccl_py.experiments.spec import (
     JobSpec,
     WrongValue,
 )
-from tccl_py.experiments.verify import Rounds, RunBudget, run_rounds
+from tccl_py.experiments.table import LEAST_ROUNDS
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, neighbours
 from tccl_py.model.transfer import transfer_set
@@ -182,8 +182,8 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
 
 def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     """Yield the cells of all arms' jobs over a set of GPUs."""
-    for arm, rows in rounds.rows.items():
-        for row, found in rows.items():
+    for arm, rows in rounds.table.items():
+        for row in rows.values():
             yield Cell(
                 hosts=tuple(host.name for host in launcher.hosts if host.name),
                 gpus=launcher.hosts[0].gpus,
@@ -191,11 +191,11 @@ def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
                 dtype=row.dtype,
                 bytes=row.bytes,
                 arm=arm,
-                us=statistics.median(found.seconds) * 1e6,
-                gbps=found.gbps,
-                ratio=found.compared.ratio,
-                low=found.compared.low,
-                high=found.compared.high,
+                us=statistics.median(row.seconds) * 1e6,
+                gbps=row.gbps,
+                ratio=row.compared.ratio,
+                low=row.compared.low,
+                high=row.compared.high,
             )
 
 

@@ -42,7 +42,7 @@ _FIELDS = 4
 _MAX_OUTPUT = 4 << 20
 
 
-class Timed(NamedTuple):
+class Line(NamedTuple):
     """A row of the program's table: seconds of a call, and wrong values (None: not compared)."""
 
     bytes: int
@@ -77,7 +77,7 @@ def size_options(sizes: Sequence[int]) -> list[str]:
     return ["-b", str(first), "-e", str(sizes[-1]), "-f", str(factor)]
 
 
-def read_table(text: str, *, in_place: bool = True) -> tuple[Timed, ...]:
+def read_table(text: str, *, in_place: bool = True) -> tuple[Line, ...]:
     """Read the rows of a program's output; lines of other form are no rows."""
     found = []
     for line in text.splitlines():
@@ -88,7 +88,7 @@ def read_table(text: str, *, in_place: bool = True) -> tuple[Timed, ...]:
             times = [time for group in groups if (time := _number(group[0])) > 0]
             wrong = [int(group[-1]) for group in groups if group[-1].isdecimal()]
             seconds = (sum(times) / len(times) / 1e6,) if times else ()
-            row = Timed(int(match["size"]), match["dtype"], seconds, sum(wrong) if wrong else None)
+            row = Line(int(match["size"]), match["dtype"], seconds, sum(wrong) if wrong else None)
             found.append(row)
     return tuple(found)
 
@@ -106,8 +106,8 @@ def main() -> None:
 
 
 def _results(spec: JobSpec, folder: Path) -> list[JobResult]:
-    timed: tuple[Timed, ...] = ()
-    compared: tuple[Timed, ...] = ()
+    timed: tuple[Line, ...] = ()
+    compared: tuple[Line, ...] = ()
     text = ""
     name = Path(spec.nccl_tests).name
     sizes = [row.bytes for row in spec.rows if row.over_all and row.collective == PROGRAMS[name]]
@@ -146,7 +146,7 @@ def _results(spec: JobSpec, folder: Path) -> list[JobResult]:
 
 def _ran(
     spec: JobSpec, folder: Path, sizes: Sequence[int], *, checks: bool, calls: int, warm_ups: int
-) -> tuple[str, tuple[Timed, ...]]:
+) -> tuple[str, tuple[Line, ...]]:
     """Run the program once, with a log of its own; return its output, and the table's rows."""
     counts = {"-g": spec.world, "-c": int(checks), "-n": calls, "-w": warm_ups}
     options = [text for option, number in counts.items() for text in (option, str(number))]

@@ -32,11 +32,12 @@ from tccl_py.experiments.evaluation import (
 )
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.experiments.verify import RunBudget, verify_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
 from tccl_py.plan.load import load_plan

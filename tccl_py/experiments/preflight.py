@@ -20,14 +20,15 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, size_text
-from tccl_py.experiments.collectives import PROGRAMS, Collective, bus_gbps
+from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.jobs import Arm, Launcher, Outcome
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
-from tccl_py.experiments.record import Row, Verification
+from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
+from tccl_py.experiments.table import Timed, row_seconds
 from tccl_py.experiments.target import Target, read_target
-from tccl_py.experiments.verify import rings_of_jobs, row_seconds
+from tccl_py.experiments.verify import rings_of_jobs
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.files import picked
 from tccl_py.health.drift import (
@@ -180,7 +181,7 @@ def check_collectives(
         rates=tuple(
             BusRate(
                 bytes=row.bytes,
-                gbps=bus_gbps(collective, launcher.world, row.bytes, seconds),
+                gbps=row.bus_gbps(launcher.world, seconds),
                 expected_gbps=known[row.bytes].gbps if known else None,
                 p=chances.get(row.bytes, 1.0),
             )
@@ -191,7 +192,7 @@ def check_collectives(
 
 def _verified_rows(
     verified: Verification | None, arm: Arm, launcher: Launcher, timed: Collective | None
-) -> dict[int, Row]:
+) -> dict[int, Timed]:
     """Return rows of an arm's verification by the same program, by size; {} if there was none.
 
     Of sizes that do not take long, the large ones, else the largest.
@@ -212,7 +213,7 @@ def _limited(launcher: Launcher, until: float) -> Launcher:
     return replace(launcher, timeout=min(left, launcher.timeout))
 
 
-def _chances(known: dict[int, Row], spec: JobSpec, job: Outcome) -> dict[int, float]:
+def _chances(known: dict[int, Timed], spec: JobSpec, job: Outcome) -> dict[int, float]:
     """Return the chance of each known size's change, adjusted for all sizes and both families."""
     now = {row.bytes: seconds for row, seconds in row_seconds(spec, [job]).items()}
     logs = [

@@ -1,38 +1,22 @@
-"""Verification of a plan: comparisons of A/B arms from rounds of jobs, the winner, verify.json.
-
-The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
-round, so that slow drift touches all arms alike. If two arms are equal, the logarithms of their
-ratios, one per round, are symmetric about 0 whatever the noise: a test by flipped signs is exact.
-"""
+"""Verification of a plan: results of its arms, objections to each, the winner, verify.json."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import size_text
 from tccl_py.experiments.rings import RingsFound
 from tccl_py.experiments.spec import Backend, Groups, WrongValue, is_large
+from tccl_py.experiments.table import EQUAL, Compared, Timed, compare
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.beside import Kept
 from tccl_py.plan.parts import AS_GOOD, ChoiceName
 from tccl_py.plan.words import CHOICE_WORDS
-from tccl_py.statistics import ratio_interval, sign_flip_p
 
-Verdict = Literal["better", "same", "worse"]
-
-SMALLEST_EFFECT = 0.01
-"""Ratios closer to 1 count as the same."""
-FALSE_RATE = 0.05
-"""Largest chance that any row of any arm gets a verdict though all arms are equal."""
-LEAST_ROUNDS = 6
-"""Fewer rounds have no 95 % interval."""
-MAX_ROUNDS = 40
 WINS: dict[ChoiceName, str] = {
     "default": "default NCCL wins",
     "variables": "variables win",
@@ -40,84 +24,6 @@ WINS: dict[ChoiceName, str] = {
 }
 SLOW_TRANSFERS = 0.97
 """Send/recv is told to be slow if its interval lies wholly below this share of default NCCL."""
-
-
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of an arm over the baseline's: above 1 the arm is faster.
-
-    `ratio` is the Hodges-Lehmann estimate over rounds, `low` to `high` its 95 % interval, and `p`
-    is adjusted for all rows compared.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    p: float
-
-    @property
-    def verdict(self) -> Verdict:
-        """Return better or worse only beyond chance, the interval and the smallest effect."""
-        if self.p > FALSE_RATE:
-            return "same"
-        if self.low > 1 and self.ratio >= 1 + SMALLEST_EFFECT:
-            return "better"
-        return "worse" if self.loses else "same"
-
-    @property
-    def loses(self) -> bool:
-        """Return whether the interval lies below 1 by the smallest effect, if only by chance."""
-        return self.high < 1 and self.ratio <= 1 - SMALLEST_EFFECT
-
-    @property
-    def open(self) -> bool:
-        """Return whether the interval excludes 1, or is wide, without a verdict."""
-        edge = 1 + SMALLEST_EFFECT
-        leaning = not self.low <= 1 <= self.high and not 1 / edge < self.ratio < edge
-        wide = (self.high - self.low) / 2 / self.ratio > SMALLEST_EFFECT
-        return self.verdict == "same" and (leaning or wide)
-
-
-EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
-"""The baseline over itself."""
-
-
-def compare(
-    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], *, arms: int = 1
-) -> tuple[Compared, ...]:
-    """Compare an arm's rows of seconds, one value a round, with the baseline's rows.
-
-    p values are adjusted for all rows of so many `arms`. Raises ValueError: fewer than LEAST_ROUNDS
-    rounds, more than MAX_ROUNDS, or unequal lengths.
-    """
-    ratios = [
-        [b / a for a, b in zip(row, base, strict=True)]
-        for row, base in zip(arm, baseline, strict=True)
-    ]
-    for row in ratios:
-        if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
-            raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
-    adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
-    spans = map(ratio_interval, ratios)
-    return tuple(
-        Compared(ratio=span.middle, low=span.low, high=span.high, p=min(1.0, arms * p))
-        for span, p in zip(spans, adjusted, strict=True)
-    )
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A timed row of an arm: seconds in each round, and the speed over the baseline's.
-
-    A row is a collective of `bytes` over all GPUs, or in all of `groups` at once, or a training
-    step in a `mode`. `gbps` is the median bus bandwidth, 0 of a training step.
-    """
-
-    bytes: int = 0
-    groups: Groups = ()
-    mode: str = ""
-    seconds: tuple[float, ...]
-    gbps: float = 0.0
-    compared: Compared
-    verdict: Verdict
 
 
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,25 +40,25 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     predicted_gbps: float | None = None
     gbps: float | None = None
     large: Compared = EQUAL
-    rows: tuple[Row, ...] = ()
-    transfers: tuple[Row, ...] = ()
+    rows: tuple[Timed, ...] = ()
+    transfers: tuple[Timed, ...] = ()
     checked: int = 0
     wrong: tuple[WrongValue, ...] = ()
     rings: RingsFound | None = None
     failure: str = ""
 
     @property
-    def sizes(self) -> tuple[Row, ...]:
+    def sizes(self) -> tuple[Timed, ...]:
         """Return collectives over all GPUs."""
         return tuple(row for row in self.rows if row.bytes and not row.groups)
 
     @property
-    def groups(self) -> tuple[Row, ...]:
+    def groups(self) -> tuple[Timed, ...]:
         """Return collectives over smaller communicators."""
         return tuple(row for row in self.rows if row.groups)
 
     @property
-    def training(self) -> tuple[Row, ...]:
+    def training(self) -> tuple[Timed, ...]:
         """Return training steps."""
         return tuple(row for row in self.rows if row.mode)
 
@@ -162,7 +68,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(row.bytes for row in self.sizes if row.verdict == "worse")
 
     @property
-    def losses(self) -> tuple[Row, ...]:
+    def losses(self) -> tuple[Timed, ...]:
         """Return rows whose interval lies below default NCCL, if only by chance."""
         return tuple(row for row in self.rows if row.compared.loses)
 

@@ -20,7 +20,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.experiments.spec import Choice, ContestTimes, Dtype, TimedRow
+from tccl_py.experiments.spec import Choice, ContestTimes, Dtype, Row
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
@@ -52,7 +52,7 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     jobs follow choices.
     """
 
-    row: TimedRow
+    row: Row
     plan: ChoiceName = "default"
     choice: Choice | None = None
     swept: Interval = NOTHING
@@ -124,7 +124,7 @@ def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
     return [_best(times.row, list(_scores(times, again.get(times.row, ())))) for times in sweep]
 
 
-def _best(row: TimedRow, scores: Sequence[SizeRow]) -> SizeRow:
+def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     """Return the fastest choice that gains and does no harm, else the fastest."""
     usable = [found for found in scores if found.gains and not found.harms]
     best = max(usable or scores, key=lambda found: found.swept.middle, default=SizeRow(row=row))
@@ -194,8 +194,8 @@ def confirm(
     ]
 
 
-def _by_row(jobs: Jobs) -> dict[TimedRow, list[ContestTimes]]:
-    found: dict[TimedRow, list[ContestTimes]] = {}
+def _by_row(jobs: Jobs) -> dict[Row, list[ContestTimes]]:
+    found: dict[Row, list[ContestTimes]] = {}
     for times in chain.from_iterable(jobs):
         found.setdefault(times.row, []).append(times)
     return found
@@ -242,7 +242,7 @@ def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[Tun
     return tuple(sorted(found, key=table_order))
 
 
-def covers(entry: TunerEntry, row: TimedRow) -> bool:
+def covers(entry: TunerEntry, row: Row) -> bool:
     """Return whether an entry of the tuner is for a row."""
     inside = entry.from_bytes <= row.bytes <= entry.to_bytes
     return inside and entry.collective == row.collective

@@ -38,7 +38,7 @@ from tccl_py.experiments.spec import (
     ContestTimes,
     Dtype,
     JobSpec,
-    TimedRow,
+    Row,
     rows_of,
 )
 from tccl_py.experiments.target import Target
@@ -313,7 +313,7 @@ def _checked(
     Each job compares the table with NCCL's own choice: at measured sizes, half-way between them,
     and at the ends of each entry. The plan's tables must be in its directory.
     """
-    asked: dict[TimedRow, None] = {}
+    asked: dict[Row, None] = {}
     for tuning in found:
         for entry in tuning.entries if tuning.gpus == target.gpus else ():
             sizes = sorted({*_DENSE_SIZES, entry.from_bytes, entry.to_bytes})

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.collectives import Collective, bus_gbps
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
@@ -37,8 +37,8 @@ Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
 
 
-class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A timed row: a collective of `bytes` over all ranks or in `groups`, or a training step."""
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of an experiment: a collective of `bytes` over all ranks or in `groups`, or a step."""
 
     collective: Collective = "all_reduce"
     dtype: Dtype = "float32"
@@ -51,6 +51,11 @@ class TimedRow(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether it is a collective over all ranks."""
         return bool(self.bytes) and not self.groups
 
+    def bus_gbps(self, world: int, seconds: float) -> float:
+        """Return the bus bandwidth, GB/s, of a call in a job of `world` ranks; see `bus_gbps`."""
+        ranks = len(self.groups[0]) if self.groups else world
+        return bus_gbps(self.collective, ranks, self.bytes, seconds)
+
 
 def rows_of(
     sizes: Iterable[int],
@@ -58,10 +63,10 @@ def rows_of(
     dtype: Dtype = "float32",
     *,
     groups: Iterable[Groups] = ((),),
-) -> tuple[TimedRow, ...]:
+) -> tuple[Row, ...]:
     """Return rows of each collective, over all ranks or in each of `groups`, by size in bytes."""
     return tuple(
-        TimedRow(collective=collective, dtype=dtype, bytes=size, groups=members)
+        Row(collective=collective, dtype=dtype, bytes=size, groups=members)
         for collective, members, size in itertools.product(collectives, groups, sizes)
     )
 
@@ -81,7 +86,7 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     then. With `table` the plugin's table is what is timed instead of choices.
     """
 
-    row: TimedRow
+    row: Row
     choices: tuple[Choice, ...] | None = None
     rounds: int = FINAL_ROUNDS
     table: bool = False
@@ -105,7 +110,7 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     their times. `skew` is the largest median difference between ranks, as a share.
     """
 
-    row: TimedRow
+    row: Row
     variants: tuple[Variant, ...]
     final: int = 0
     skew: float = 0.0
@@ -133,7 +138,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rendezvous: Rendezvous | None = None
     slot: JobSlot | None = None
     checks: bool = False
-    rows: tuple[TimedRow, ...] = ()
+    rows: tuple[Row, ...] = ()
     seconds: float = 0.08
     training: bool = False
     contests: tuple[Contest, ...] = ()

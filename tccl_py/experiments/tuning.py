@@ -17,18 +17,13 @@ from statistics import median
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
-from tccl_py.experiments.record import (
-    SLOW_TRANSFERS,
-    SMALLEST_EFFECT,
-    Tried,
-    Verification,
-    sizes_text,
-)
-from tccl_py.experiments.spec import JobSpec, TimedRow, large_gbps, rows_of
+from tccl_py.experiments.record import SLOW_TRANSFERS, Tried, Verification, sizes_text
+from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
+from tccl_py.experiments.table import SMALLEST_EFFECT, row_seconds
 from tccl_py.experiments.target import Target
-from tccl_py.experiments.verify import RunBudget, row_seconds, verify_target
+from tccl_py.experiments.verify import verify_target
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
@@ -218,7 +213,7 @@ class Sweep:
         self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
         self._spec = JobSpec(rows=(*few, *budget.transfers))
         self._jobs = ConcurrentJobs(launcher, self._spec)
-        self._default: dict[TimedRow, float] = {}
+        self._default: dict[Row, float] = {}
         self._default_gbps: list[float] = []
 
     @property
@@ -265,16 +260,13 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def _gbps(self, seconds: Mapping[TimedRow, float]) -> float:
+    def _gbps(self, seconds: Mapping[Row, float]) -> float:
         """Return the bus bandwidth at the large sizes."""
         world = self._launcher.world
-        rates = [
-            (row.bytes, bus_gbps(row.collective, world, row.bytes, seconds[row]))
-            for row in self._slowest
-        ]
+        rates = [(row.bytes, row.bus_gbps(world, seconds[row])) for row in self._slowest]
         return large_gbps(rates) or 0.0
 
-    def _seconds(self, outcome: Outcome) -> dict[TimedRow, float]:
+    def _seconds(self, outcome: Outcome) -> dict[Row, float]:
         return {row: taken for row, (taken,) in row_seconds(self._spec, [outcome]).items()}
 
 

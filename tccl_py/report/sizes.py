@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted, size_text
-from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Choice
 from tccl_py.files import picked
@@ -180,9 +179,8 @@ def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
     speed = {kind: ratio_interval(found) for kind, found in ratios.items() if found}
     speed.pop("default", None)
     latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in known.items()}
-    collective, size = row.row.collective, row.row.bytes
     bandwidth = {
-        kind: median_interval([bus_gbps(collective, ranks, size, s) for s in values])
+        kind: median_interval([row.row.bus_gbps(ranks, s) for s in values])
         for kind, values in known.items()
     }
     return speed, latency, bandwidth

@@ -10,18 +10,9 @@ import msgspec
 
 from tccl_py.errors import counted, size_text
 from tccl_py.experiments.evaluation import Cell, Evaluation, Summary
-from tccl_py.experiments.record import (
-    FALSE_RATE,
-    SMALLEST_EFFECT,
-    WINS,
-    ArmResult,
-    Compared,
-    Row,
-    Verification,
-    groups_text,
-    sizes_text,
-)
+from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
 from tccl_py.experiments.spec import is_large
+from tccl_py.experiments.table import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
 from tccl_py.files import picked
 from tccl_py.plan.parts import ChoiceName, mark
 from tccl_py.plan.words import CHOICE_WORDS, choice_words
@@ -56,12 +47,12 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: Timed) -> dict[str, Any]:
     compared = picked(row.compared, "ratio", "low", "high")
     return {"us": _us(row), "gbps": row.gbps, **compared, "verdict": row.verdict}
 
 
-def _us(row: Row) -> float:
+def _us(row: Timed) -> float:
     return median(row.seconds) * 1e6
 
 
@@ -115,7 +106,7 @@ def size_rows(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
         yield cells
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: Timed) -> str:
     return _over(row.compared) + (f" {row.verdict}" if row.verdict != "same" else "")
 
 

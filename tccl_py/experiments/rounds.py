@@ -1,0 +1,141 @@
+"""Rounds of jobs: the work of a comparison, and the loop that ends where all is clear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import msgspec
+
+from tccl_py.errors import MeasurementError
+from tccl_py.experiments.collectives import Collective
+from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
+from tccl_py.experiments.spec import SIZES, Dtype, JobSpec, Row, rows_of
+from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, Table, table_of
+from tccl_py.plan.parts import ChoiceName
+
+FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
+"""Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
+_TRANSFER_BYTES = 64 << 20
+"""Size of send/recv, which no sweep of sizes has: small FIFOs slow it alike from 16 MiB up."""
+_LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
+"""The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
+_NARROW = 1 << 20
+"""From this size on ratios have to be known to 1 %; smaller calls take microseconds."""
+
+
+class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
+
+    LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
+    clear, more where one is open and time is left.
+    """
+
+    rounds: int = 10
+    sizes: tuple[int, ...] = SIZES
+    seconds: float = 300.0
+    collectives: tuple[Collective, ...] = ("all_reduce",)
+    dtype: Dtype = "float32"
+    checks: bool = True
+    training: bool = False
+    extra: int = 4
+    """Factor on the number of rounds where a verdict is open and time is left."""
+
+    @property
+    def few_sizes(self) -> tuple[int, ...]:
+        """Return some sizes up to the largest one."""
+        return tuple(size for size in FEW_SIZES if size <= max(self.sizes)) or self.sizes
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the collectives that each job times over all ranks."""
+        return rows_of(self.sizes, self.collectives, self.dtype)
+
+    @property
+    def transfers(self) -> tuple[Row, ...]:
+        """Return send/recv, which is timed beside; () where it is the collective."""
+        size = min(_TRANSFER_BYTES, max(self.sizes))
+        return () if "send_recv" in self.collectives else rows_of((size,), ("send_recv",))
+
+
+def budget_of(backend: str | None) -> RunBudget:
+    """Return the usual work of a comparison; a dry run on a laptop takes about a minute."""
+    if backend != "host":
+        return RunBudget()
+    sizes = tuple(size for size in SIZES if size <= _LARGEST_DRY)
+    return RunBudget(sizes=sizes, seconds=_DRY_SECONDS)
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs of all rounds with their arms, in order, without arms of which a job failed.
+
+    `checked` has each arm's first job, and `table` the results. `at_once` is the final number of
+    concurrent jobs.
+    """
+
+    checked: Mapping[ChoiceName, Outcome]
+    jobs: Sequence[tuple[ChoiceName, Outcome]]
+    failures: Mapping[ChoiceName, str]
+    at_once: int
+    table: Table
+
+    def of(self, name: ChoiceName) -> list[Outcome]:
+        """Return the jobs of an arm."""
+        return [job for arm, job in self.jobs if arm == name]
+
+
+def run_rounds(
+    launcher: Launcher, arms: Sequence[Arm], budget: RunBudget, spec: JobSpec, *, begun: float
+) -> Rounds:
+    """Check values in a first job of each arm, and run rounds until the verdicts are clear.
+
+    An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a
+    job of the first arm, the baseline, failed.
+    """
+    running, failures = list(arms), dict[ChoiceName, str]()
+
+    def sound(ended: Iterable[Ended]) -> Iterator[tuple[ChoiceName, Outcome]]:
+        for arm, outcome in ended:
+            if not isinstance(outcome, MeasurementError):
+                yield arm.name, outcome
+            elif arm is arms[0]:
+                raise outcome
+            else:
+                failures[arm.name] = str(outcome)
+        running[:] = [arm for arm in arms if arm.name not in failures]
+
+    launcher.watch("checking values" if budget.checks else "starting")
+    checked = dict(sound(ConcurrentJobs(launcher, JobSpec(checks=budget.checks)).run(arms)))
+    jobs, outcomes = ConcurrentJobs(launcher, spec), list[tuple[ChoiceName, Outcome]]()
+    table: Table = {}
+    # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
+    least = LEAST_ROUNDS if len(arms) == 2 else LEAST_ROUNDS + 1
+    most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
+    for ended in jobs.rounds(running, most) if len(running) > 1 else ():
+        outcomes += sound(ended)
+        outcomes = [(name, job) for name, job in outcomes if name not in failures]
+        at_once = min(jobs.at_once, len(ended))
+        count = len(outcomes) // len(running)
+        if count < least and len(running) > 1:
+            continue
+        # Compare all rows of all arms at once; stop where more rounds add nothing.
+        table = table_of(launcher, spec, outcomes)
+        late = time.monotonic() - begun > budget.seconds
+        if late or len(running) == 1 or _enough(budget, table, count):
+            break
+    return Rounds(checked=checked, jobs=outcomes, failures=failures, at_once=at_once, table=table)
+
+
+def _enough(budget: RunBudget, table: Table, count: int) -> bool:
+    """Return whether more rounds add nothing.
+
+    Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
+    ranks.
+    """
+    for row, timed in chain.from_iterable(rows.items() for rows in table.values()):
+        narrow = row.bytes >= _NARROW and not row.groups
+        counts = count < budget.rounds or narrow or timed.compared.high < 1
+        if timed.compared.open and counts and row not in budget.transfers:
+            return False
+    return True
