@@ -12,11 +12,13 @@ import tccl_py
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
+from tccl_py.plan.job import simulated_cluster
 from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
-from tests.planned import ASUS, SMALL, plan_of
+from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of
 
 
 def test_a_plan_describes_itself_in_three_lines():
@@ -49,19 +51,62 @@ def test_the_way_of_a_flow_takes_nvlinks_and_the_bounces_memory():
     assert "C0" in way(linked, parse_flow("0:C0:1"))
 
 
-def test_what_if_rates_the_plans_order_as_a_plan_of_one_ring_and_refuses_other_gpus():
+@pytest.mark.parametrize("name", FOUR_GPUS)
+def test_each_choice_of_a_plan_is_rated_as_it_was_planned(name):
+    plan = plan_of(name)
+    assert plan.rate(plan.orders) == plan.rate(plan.channel_rings) == plan.rate_gbps
+    for choice in plan.choices.values():
+        if choice.rate_gbps is not None:
+            assert plan.rate(choice.rings, choice.settings) == pytest.approx(choice.rate_gbps)
+
+
+def test_a_ring_may_begin_anywhere_and_takes_all_channels_where_it_is_alone():
+    plan = plan_of(ASUS)
+    assert len(plan.orders) == 2
+    first, second = plan.orders
+    turned = (*first[3:], *first[:3])
+    assert plan.rate([turned, second]) == plan.rate_gbps
+    assert plan.rate(turned) == plan.rate([first]) == plan.rate([first, first]) < plan.rate_gbps
+    assert plan.what_if(second, ring=1) == plan.what_if(first) == plan.rate_gbps
+    assert plan.what_if(second) == plan.rate([second])
+
+
+def test_rings_over_hosts_are_rated_on_the_slowest_host():
+    model = load_bundled("nvswitch-8gpu-8nic")
+    cluster = simulated_cluster(model, 3, None, None, None)
+    source = tccl_py.Simulator(model)
+    plan = tccl_py.make_cluster_plan(cluster, [source], budget=Budget(sets=60))
+    assert plan.rate(plan.orders) == plan.what_if(plan.orders[0], [source]) == plan.rate_gbps
+    first, *others = plan.orders
+    count = len(plan.class_gpus[0])
+    # One host's chain the other way round is entered far from its NIC.
+    turned = (*first[:count][::-1], *first[count:])
+    assert plan.rate([turned, *others], source=source) == plan.what_if(turned) < plan.rate_gbps
+    assert plan.what_if((*turned[5:], *turned[:5])) == plan.what_if(turned)
+    for wrong in ((*first[::-1],), (*first[1:2], first[0], *first[2:-1]), first[:count]):
+        with pytest.raises(InputError, match="rings"):
+            plan.rate(wrong)
+    with pytest.raises(InputError, match="one for each class"):
+        plan.rate(first, source=[source, source])
+
+
+def test_rings_of_a_subset_of_gpus_are_rated_by_a_source_of_the_same_machine():
     model = load_bundled(SMALL)
     source = tccl_py.Simulator(model)
     plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus="0-2", ring_counts=[1])
-    assert plan.gpus == (0, 1, 2)
-    order = plan.rings[0].gpus
-    assert plan.what_if(order, source) == pytest.approx(plan.rate_gbps)
-    assert plan.what_if((*order[1:], order[0]), source) == pytest.approx(plan.rate_gbps)
-    for wrong in ((0, 1), (0, 1, 3), (0, 1, 2, 2)):
-        with pytest.raises(InputError):
-            plan.what_if(wrong, source)
+    (order,) = plan.orders
+    assert plan.what_if(order, source) == plan.rate(order, source=source) == plan.rate_gbps
+    for wrong in ((0, 1), (0, 1, 3), (0, 1, 2, 2), (), 3, None, [3.5], [[0, 1, 2], 3], "012"):
+        with pytest.raises(InputError, match="rings"):
+            plan.rate(wrong, source=source)
     with pytest.raises(InputError, match="the source simulates amd-v100"):
         plan.what_if(order, tccl_py.Simulator(load_bundled("amd-v100")))
+    with pytest.raises(InputError, match="ring"):
+        plan.what_if(order, source, ring=1)
+    with pytest.raises(InputError, match="settings"):
+        plan.rate(order, {"channels": 2})
+    with pytest.raises(InputError, match="give the source"):
+        msgspec.structs.replace(plan, simulated=False).rate(order)
 
 
 def test_a_difference_names_what_changed_alone(tmp_path):

@@ -32,11 +32,11 @@ from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.beside import Kept
 from tccl_py.plan.choices import own_rings
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.parts import ChoiceName, Order, condensed
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import job_gpus
-from tccl_py.plan.tasks import Order, Task, condensed, rings_under
+from tccl_py.plan.tasks import Task, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.remembering import remembering
 

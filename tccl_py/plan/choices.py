@@ -16,7 +16,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.parts import AS_GOOD, PlanChoice, preferred
+from tccl_py.plan.parts import AS_GOOD, PlanChoice, condensed, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import (
     Choice,
@@ -24,7 +24,6 @@ from tccl_py.plan.tasks import (
     Stock,
     Task,
     choice_found,
-    condensed,
     condensed_rings,
     measured_well,
     rings_under,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from math import gcd
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -30,6 +32,11 @@ IN_DRY_RUN = " in a DRY RUN"
 """The mark of what was measured, or achieved by jobs, in host memory in the place of GPUs."""
 WORLD = -1
 """The source of the hop by which a chain enters a host, and the target of the one that leaves."""
+Order = tuple[int, ...]
+"""The GPUs of a ring: indices on a single host, ranks over several."""
+Orders = Iterable[int] | Iterable[Iterable[int]]
+"""One ring or several, each as an order of its GPUs."""
+Alike = TypeVar("Alike", bound=Hashable)
 Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
 """A bandwidth, GB/s."""
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
@@ -81,6 +88,11 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def gpus(self) -> tuple[int, ...]:
         """GPU indices in ring order."""
         return tuple(hop.source for hop in self.hops if hop.source != WORLD)
+
+    @property
+    def ring(self) -> Ring:
+        """The hops without rates; a chain closes through WORLD."""
+        return Ring(tuple(Hop(*hop.ends, hop.flow) for hop in self.hops))
 
     @property
     def bottleneck(self) -> PlanHop:
@@ -231,6 +243,17 @@ def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[i
             own = machine.numa_of(f"G{hop.source}")
             nodes[hop.source] = own if through is None else through
     return tuple(node for _, node in sorted(nodes.items()))
+
+
+def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
+    """Return the shortest list of rings with the same shares: equal channels are one ring.
+
+    >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
+    ((0, 1), (1, 0))
+    """
+    counts = Counter(orders)
+    share = gcd(*counts.values())
+    return tuple(order for order, count in counts.items() for _ in range(count // share))
 
 
 def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
@@ -28,6 +28,7 @@ from tccl_py.plan.parts import (
     Gpu,
     HostPath,
     Number,
+    Orders,
     PlanChain,
     PlanChoice,
     PlanHop,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from tccl_py.model.measurement import BandwidthSource
+
+    Sources = BandwidthSource | Sequence[BandwidthSource] | None
 
 FORMAT_VERSION = 2
 _SHOWN_GPUS = 16
@@ -122,11 +125,40 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         write_machine_plan(self, directory)
 
-    def what_if(self, order: Sequence[int], source: BandwidthSource) -> float:
-        """Return the bandwidth of another ring order, GB/s; see `tasks.what_if`."""
-        from tccl_py.plan.tasks import what_if  # noqa: PLC0415 (is above)
+    def rate(
+        self, rings: Orders, settings: Settings | None = None, *, source: Sources = None
+    ) -> float:
+        """Return the bandwidth of any rings over the plan's GPUs, all of them together, in GB/s.
 
-        return what_if(self, order, source)
+        >>> import tccl_py
+        >>> model = tccl_py.load_machine("asus-esc8000a-e13p")
+        >>> plan = tccl_py.make_plan(model.machine, model.knowledge, tccl_py.Simulator(model))
+        >>> len(plan.orders), plan.rate(plan.orders) == plan.rate_gbps
+        (2, True)
+
+        Args:
+            rings: orders of GPUs, or of ranks over several hosts, as in `orders`; one or several.
+            settings: NCCL's; None is those of the plan's graph files.
+            source: answers the transfer sets; of several classes of hosts a list with one for each.
+                None simulates, where the plan was simulated by bundled models.
+
+        Raises InputError: not each GPU once in each ring, or hosts in another order; rings that do
+        not share the channels evenly; no source, or one of another machine. SearchError: the
+        settings give two neighbours no hop.
+        """
+        from tccl_py.plan.rating import rate_of_rings  # noqa: PLC0415 (is above)
+
+        return rate_of_rings(self, rings, settings, source)
+
+    def what_if(self, order: Iterable[int], source: Sources = None, *, ring: int = 0) -> float:
+        """Return the bandwidth of the plan's rings with this order in one ring's place, GB/s.
+
+        Raises InputError: no such ring, or as `rate`.
+        """
+        right = f"0 to {self.ring_count - 1}"
+        require(0 <= ring < self.ring_count, "ring", f"is {ring}", right)
+        orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
+        return self.rate(orders, source=source)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them.
@@ -222,18 +254,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the GPUs of a host, one for each of its ranks."""
         return self.class_gpus[self.class_number(host)]
 
+    def numbers_of(self, host: PlannedHost) -> Sequence[int]:
+        """Return the numbers that rings have for a host's GPUs: see `orders`."""
+        gpus = self.gpus_of(host)
+        return range(host.first_rank, host.first_rank + len(gpus)) if self.is_cluster else gpus
+
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """The order of each ring: GPU indices of a single host, ranks over several hosts."""
-        if not self.is_cluster:
-            return tuple(ring.gpus for ring in self.rings)
-        rank_of = [{gpu: at for at, gpu in enumerate(gpus)} for gpus in self.class_gpus]
+        names = [zip(self.gpus_of(one), self.numbers_of(one), strict=True) for one in self.hosts]
+        chains = [self.paths[host.path].chains for host in self.hosts]
+        hosts = list(zip(chains, map(dict, names), strict=True))
         return tuple(
-            tuple(
-                host.first_rank + rank_of[self.class_number(host)][gpu]
-                for host in self.hosts
-                for gpu in self.paths[host.path].chains[number].gpus
-            )
+            tuple(names[gpu] for chains, names in hosts for gpu in chains[number].gpus)
             for number in range(self.ring_count)
         )
 

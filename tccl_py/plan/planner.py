@@ -45,6 +45,7 @@ from tccl_py.plan.parts import (
     CUT_SHORT,
     Alternative,
     HostPath,
+    Order,
     PlannedHost,
     SubsetRings,
     is_at_bound,
@@ -53,7 +54,7 @@ from tccl_py.plan.parts import (
     version_notices,
 )
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tasks import Choice, Order, Stock, Task, measured_well, search_under
+from tccl_py.plan.tasks import Choice, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.remembering import source_for

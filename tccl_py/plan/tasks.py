@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
-from math import gcd
-from typing import TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement
+from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
 from tccl_py.nccl.graph_search import DefaultChoice
@@ -20,16 +17,13 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.plan import Plan
+from tccl_py.plan.parts import Order, condensed
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.remembering import RememberingSource, source_for
+from tccl_py.sources.remembering import RememberingSource
 
-Order = tuple[int, ...]
 Rings = Sequence[Ring] | Sequence[Order]
 """Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
-
-Alike = TypeVar("Alike", bound=Hashable)
 
 PRECISE = 0.005
 """A rate whose standard error is smaller (relative) was not chosen for its luck."""
@@ -159,17 +153,6 @@ def stock(nccl: DefaultChoice, settings: Settings, rings: RingSet, found: Measur
     return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=found)
 
 
-def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
-    """Return the shortest list of rings with the same shares: equal channels are one ring.
-
-    >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
-    ((0, 1), (1, 0))
-    """
-    counts = Counter(orders)
-    share = gcd(*counts.values())
-    return tuple(order for order, count in counts.items() for _ in range(count // share))
-
-
 def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
     """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
     routes = {route(one): one for one in rings}
@@ -213,27 +196,6 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     """
     space = task.space(settings, len(rings))
     return ring_set([ring_like(space, one) for one in rings])
-
-
-def what_if(plan: Plan, order: Sequence[int], source: BandwidthSource) -> float:
-    """Return the bandwidth of another ring order under a plan's settings, GB/s.
-
-    Raises InputError: not each GPU of the plan once, or the source simulates another machine.
-    SearchError: NCCL has no hop between two.
-    """
-    if sorted(order) != list(plan.gpus):
-        gpus = ", ".join(map(str, plan.gpus))
-        raise InputError("order", f"is {list(order)}", f"each of GPUs {gpus} once")
-    task = Task(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
-        source=source_for(source, plan.machine.name),
-        gpus=plan.gpus,
-        version=plan.settings.version,
-    )
-    first = order.index(plan.gpus[0])
-    rings = rings_under(task, plan.settings, [(*order[first:], *order[:first])])
-    return rings.rate(task.source.measure([rings.flows])[0])
 
 
 def search_under(

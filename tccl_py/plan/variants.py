@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from tccl_py.errors import SearchError
-from tccl_py.model.rings import Hop, Ring, ring_like
+from tccl_py.model.rings import HopSpace, ring_like
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.network import chain_hop_space, farthest_end
 from tccl_py.nccl.network import gdr_variants as gdr_settings
@@ -47,20 +47,24 @@ def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
     return inside, farthest_end(seen, ends).name if ends else ""
 
 
+def class_space(plan: Plan, number: int, settings: Settings, count: int) -> HopSpace:
+    """Return the hops open to each of `count` rings, or chains, on hosts of a class."""
+    seen = class_view(plan, number, settings)
+    if plan.is_cluster:
+        return chain_hop_space(seen, chains_in_set=count)
+    return hop_space(seen, rings_in_set=count)
+
+
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
     """Return a path with the flows of its chains under these settings.
 
     Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
-    seen, count = class_view(plan, path.node_class, settings), len(path.chains)
-    space = (
-        chain_hop_space(seen, chains_in_set=count)
-        if plan.is_cluster
-        else hop_space(seen, rings_in_set=count)
-    )
+    seen = class_view(plan, path.node_class, settings)
+    space = class_space(plan, path.node_class, settings, len(path.chains))
     replace, chains = msgspec.structs.replace, []
     for chain in path.chains:
-        now = ring_like(space, Ring(tuple(Hop(*hop.ends, hop.flow) for hop in chain.hops)))
+        now = ring_like(space, chain.ring)
         moved = zip(chain.hops, now.hops, strict=True)
         hops = tuple(replace(hop, flow=new.flow) for hop, new in moved)
         chains.append(replace(chain, hops=hops))

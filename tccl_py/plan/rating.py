@@ -1,0 +1,150 @@
+"""The bandwidth of any rings over a plan's GPUs, under its settings or others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tccl_py.errors import InputError, check_type, counted, require
+from tccl_py.model.cluster import NodeClass
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
+from tccl_py.nccl.settings import Settings, check_settings
+from tccl_py.nccl.transport import blocks_of_ring
+from tccl_py.plan.directory import class_view
+from tccl_py.plan.parts import WORLD, HostPath, Order, Orders, PlanChain, condensed
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.variants import class_space
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.source import Simulator
+from tccl_py.sources.remembering import source_for
+
+if TYPE_CHECKING:
+    from tccl_py.plan.plan import Sources
+
+
+def rate_of_rings(plan: Plan, rings: Orders, settings: Settings | None, source: Sources) -> float:
+    """Return the bandwidth of a set of rings, GB/s; see `Plan.rate`."""
+    check_type(settings, "settings", Settings, type(None))
+    settings = plan.settings if settings is None else check_settings(settings)
+    orders = condensed(_orders(rings))
+    chains = zip(*(_chains(plan, order) for order in orders), strict=True)
+    sources = sources_of(plan, source)
+    hosts = dict.fromkeys(zip((host.path for host in plan.hosts), chains, strict=True))
+    # Orders over several hosts are as fast as the slowest host lets them be.
+    return min(
+        _rate_on_host(plan, plan.paths[path], orders, settings, sources) for path, orders in hosts
+    )
+
+
+def _rate_on_host(
+    plan: Plan,
+    path: HostPath,
+    orders: Sequence[Order],
+    settings: Settings,
+    sources: Sequence[BandwidthSource],
+) -> float:
+    """Return the bandwidth of GPU orders on a host that has this path in the plan."""
+    channels = blocks_of_ring(class_view(plan, path.node_class, settings), 1)
+    what = f"are {counted(len(orders), 'different ring')}"
+    right = f"settings that end in {counted(channels, 'channel')} take a number that divides it"
+    require(channels % len(orders) == 0, "rings", what, right)
+    space = class_space(plan, path.node_class, settings, len(orders))
+    planned = {chain.gpus: chain for chain in path.chains}
+    rings = []
+    for number, gpus in enumerate(orders):
+        chain = path.chains[number % len(path.chains)]
+        # Planned chains keep their mechanisms, and others enter and leave by the same NICs.
+        if gpus in planned:
+            rings.append(ring_like(space, planned[gpus].ring))
+        elif chain.entry_nic is None:
+            rings.append(ring_like(space, gpus))
+        else:
+            rings.append(ring_like(_by_nics(space, chain), (WORLD, *gpus)))
+    rated = ring_set(rings)
+    (measurement,) = sources[path.node_class].measure([rated.flows])
+    return rated.rate(measurement)
+
+
+def _by_nics(space: HopSpace, chain: PlanChain) -> HopSpace:
+    """Return the space with the NICs of a chain alone."""
+    nics = {(None, chain.entry_nic), (chain.exit_nic, None), (None, None)}
+    hops = {
+        pair: tuple(hop for hop in hops if nics_of(hop) in nics)
+        for pair, hops in space.hops.items()
+    }
+    return msgspec.structs.replace(space, hops=hops)
+
+
+def _orders(rings: Orders) -> list[Order]:
+    """Return rings as a list of orders, of which a single one may be given."""
+    check_type(rings, "rings", Iterable)
+    listed: list[Any] = list(rings)
+    require(listed, "rings", "are none", "give at least one, as `plan.orders`")
+    listed = [listed] if isinstance(listed[0], int) else listed
+    for order in listed:
+        check_type(order, "rings", Iterable)
+    return [tuple(order) for order in listed]
+
+
+def _chains(plan: Plan, order: Order) -> list[Order]:
+    """Return the GPUs of a ring on each host, in the order of hosts.
+
+    Raises InputError: it does not visit each GPU once, and over several hosts host by host.
+    """
+    numbers = [plan.numbers_of(host) for host in plan.hosts]
+    first, chains = set(numbers[0]), []
+    # A ring may begin anywhere: turn it to where it enters the first host, or to its lowest GPU.
+    entries = [at for at in range(len(order)) if order[at] in first and order[at - 1] not in first]
+    start = entries[0] if entries else order.index(min(first)) if min(first) in order else 0
+    places = iter((*order[start:], *order[:start]))
+    for host, those in zip(plan.hosts, numbers, strict=True):
+        gpus = dict(zip(those, plan.gpus_of(host), strict=True))
+        part = tuple(islice(places, len(those)))
+        if Counter(part) != Counter(those):
+            right = f"each of {', '.join(map(str, those))} once, without others between"
+            raise InputError("rings", f"have {part[:64]} on host {host.name}", right)
+        chains.append(tuple(gpus[number] for number in part))
+    require(not [*places], "rings", "have more places than the plan has GPUs", "each GPU once")
+    return chains
+
+
+def sources_of(plan: Plan, source: Sources) -> list[BandwidthSource]:
+    """Return a source for each class of hosts; None is of the models that are bundled.
+
+    Raises InputError: too few sources, one of another machine, or none where no model is bundled.
+    """
+    classes = plan.cluster.classes
+    if source is None:
+        return [_simulator(plan, one) for one in classes]
+    sources = list(source) if isinstance(source, Sequence) else [source]
+    right = "give one for each class of hosts, in the order of `plan.cluster.classes`"
+    require(len(sources) == len(classes), "source", f"is {len(sources)} sources", right)
+    pairs = zip(sources, classes, strict=True)
+    return [source_for(each, node_class.machine.name) for each, node_class in pairs]
+
+
+def _simulator(plan: Plan, node_class: NodeClass) -> Simulator:
+    model = bundled_model(plan, node_class)
+    if model is None:
+        what = f"is missing: no bundled model gave the rates of {node_class.machine.name}"
+        raise InputError("source", what, "give the source that the plan was made with")
+    return Simulator(model)
+
+
+def bundled_model(plan: Plan, node_class: NodeClass) -> MachineModel | None:
+    """Return the bundled model by which a class of hosts was simulated, if it is one."""
+    with suppress(InputError):
+        model, facts = (
+            load_bundled(node_class.machine.name),
+            (node_class.machine, node_class.knowledge),
+        )
+        if plan.simulated and (model.machine, model.knowledge) == facts:
+            return model
+    return None
