@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tccl_py.delivery.fit import differences
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.drift import (
@@ -15,7 +16,6 @@ from tccl_py.health.drift import (
     prometheus_text,
 )
 from tccl_py.health.drift_statistics import Comparison, common_spread, compared, points_to
-from tccl_py.health.fitness import differences
 from tccl_py.model.machine import Fingerprint, Knowledge
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
 from tccl_py.simulator.source import Simulator

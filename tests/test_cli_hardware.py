@@ -415,8 +415,8 @@ def test_a_machine_that_is_lost_ends_the_plan_by_name_and_keeps_the_journal(fake
 
 
 def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda: None)
-    monkeypatch.setattr("tccl_py.health.fitness.fingerprint_of", lambda facts: PRINT)
+    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: PRINT)
     reference = load_plan(Path(__file__).parent.parent / "plans" / f"{WRX}.json")
     plan = msgspec.structs.replace(reference, simulated=False, assumed=False)
     write_plan(plan, tmp_path, fingerprint=PRINT)

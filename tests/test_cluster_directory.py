@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
 from tccl_py.nccl.communicators import same_rings
@@ -18,7 +19,6 @@ from tccl_py.nccl.plugin.index import digest
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
-from tccl_py.plan.beside import plugin_exports
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files, write_plan

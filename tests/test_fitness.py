@@ -3,14 +3,15 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.errors import InputError
-from tccl_py.health.fitness import why_not_here, why_not_with
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment, export_lines
 from tccl_py.plan.beside import planned_fingerprint
@@ -59,23 +60,29 @@ def measured(tmp_path):
     return plan, directory
 
 
+def why_not(plan, directory, fingerprint, gpus=None):
+    """Why a plan does not fit a host of this fingerprint; with `gpus` one that may be equal."""
+    with mock.patch("tccl_py.delivery.fit.fingerprint_of", lambda _: fingerprint):
+        return why_not_fit(plan, directory, SimpleNamespace(gpus=gpus), alike=gpus is not None)
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_a_plan_is_off_where_its_fingerprint_differs(measured, name):
     plan, directory = measured
     changes, said = OTHER[name]
     now = msgspec.structs.replace(MEASURED, **changes)
-    assert why_not_here(plan, directory, now).startswith(said)
+    assert why_not(plan, directory, now).startswith(said)
 
 
 @pytest.mark.parametrize("name", STILL_FITS)
 def test_a_plan_is_on_where_what_differs_does_not_matter(measured, name):
     plan, directory = measured
     now = msgspec.structs.replace(MEASURED, **STILL_FITS[name])
-    assert why_not_here(plan, directory, now) == ""
+    assert why_not(plan, directory, now) == ""
 
 
 def test_a_simulated_plan_is_nobodys(tmp_path):
-    assert why_not_here(plan_of(SMALL), tmp_path, MEASURED) == ""
+    assert why_not(plan_of(SMALL), tmp_path, MEASURED) == ""
 
 
 def test_a_measured_plan_that_does_not_say_whose_it_is_is_off(measured):
@@ -83,7 +90,7 @@ def test_a_measured_plan_that_does_not_say_whose_it_is_is_off(measured):
     write_plan(plan, directory)
     path = machine_file(plan, directory)
     assert planned_fingerprint(plan, directory) is None
-    assert str(path) in why_not_here(plan, directory, MEASURED)
+    assert str(path) in why_not(plan, directory, MEASURED)
 
 
 @pytest.mark.parametrize("damage", [None, "[]", "{", '{"gpus": 1}'])
@@ -92,7 +99,7 @@ def test_a_damaged_machine_is_a_sentence(measured, damage):
     path = machine_file(plan, directory)
     path.unlink() if damage is None else path.write_text(damage)
     with pytest.raises(InputError) as error:
-        why_not_here(plan, directory, MEASURED)
+        why_not(plan, directory, MEASURED)
     assert str(error.value).startswith(str(path))
 
 
@@ -147,8 +154,8 @@ OTHER_UUIDS = msgspec.structs.replace(MEASURED, gpu_uuids=("GPU-1", "GPU-2", "GP
 
 def test_the_plan_of_an_equal_host_fits_if_that_is_said(measured):
     plan, directory = measured
-    assert why_not_here(plan, directory, OTHER_UUIDS)
-    assert why_not_here(plan, directory, OTHER_UUIDS, alike=facts_of(plan)) == ""
+    assert why_not(plan, directory, OTHER_UUIDS)
+    assert why_not(plan, directory, OTHER_UUIDS, facts_of(plan)) == ""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ def test_a_host_that_is_not_alike_is_told_so(measured, gpus, changes, said):
     plan, directory = measured
     now = msgspec.structs.replace(OTHER_UUIDS, **changes)
     alike = facts_of(plan, **gpus)
-    assert why_not_here(plan, directory, now, alike=alike).startswith(said)
+    assert why_not(plan, directory, now, alike).startswith(said)
 
 
 @pytest.mark.parametrize("way", ["option", "variable"])
@@ -189,7 +196,7 @@ def test_a_host_of_a_cluster_with_other_gpus_gets_the_variables_of_all_ranks_and
     monkeypatch.setattr("socket.gethostname", lambda: "gpu2")
     for now, code in ((gpus, 0), (gpus[:1], 1)):
         facts = SimpleNamespace(gpus=now)
-        monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda facts=facts: facts)
+        monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda facts=facts: facts)
         result = CliRunner().invoke(app, ["env", str(tmp_path)])
         assert result.exit_code == code, result.stderr
     exports = export_lines(environment(plan.job_settings))
@@ -205,8 +212,8 @@ def run_env(monkeypatch, directory, now, *words, facts=None):
             raise InputError("this machine", "no NVIDIA driver answers", "use another")
         return facts
 
-    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", answer)
-    monkeypatch.setattr("tccl_py.health.fitness.fingerprint_of", lambda facts: now)
+    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", answer)
+    monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: now)
     return CliRunner().invoke(app, ["env", str(directory), *words])
 
 

@@ -659,14 +659,14 @@ def test_a_plan_of_another_user_is_not_installed_nor_a_file_in_anothers_folder(m
 
 def test_a_plan_of_another_machine_is_installed_only_by_force(measured, monkeypatch):
     verified(measured)
-    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda: None)
-    monkeypatch.setattr("tccl_py.health.fitness.fingerprint_of", lambda facts: PRINT)
+    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: None)
+    monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda facts: PRINT)
     result = tccl("install", measured)
     assert result.exit_code == 2
     assert "GPU 0 was GPU-0" in result.stderr
     machine = plan_of(SMALL).machine
     facts = SimpleNamespace(gpus=machine.gpus)
-    monkeypatch.setattr("tccl_py.health.fitness.driver_facts", lambda: facts)
+    monkeypatch.setattr("tccl_py.delivery.job.driver_facts", lambda: facts)
     result = tccl("install", measured, "--alike", "--slurm-prolog", "-")
     assert result.exit_code == 0, result.stderr
     assert "export TCCL_ALIKE=1" in result.stdout
@@ -706,7 +706,7 @@ def test_an_nccl_later_than_those_tried_gets_the_plugin_on_request(tmp_path, mon
     directory.mkdir()
     write_plan(needing_a_graph(plan_of(BOX)), directory)
     (directory / "nccl" / LIBRARY).touch()
-    monkeypatch.setattr("tccl_py.installation.install.planned_or_installed", lambda _: "2.33.1")
+    monkeypatch.setattr("tccl_py.delivery.job.planned_or_installed", lambda _: "2.33.1")
     assert "newer than 2.32" in tccl("install", directory, "--force").stderr
     assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
     assert tccl("install", directory, "--force", "--newer-nccl").exit_code == 0

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from tccl_py.cli.main import COMMANDS, load_command
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.experiments.preflight import BusRate, CollectivesChecked, Preflight, preflight_metrics
 from tccl_py.health.drift import Drift, prometheus_text
 from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
-from tccl_py.plan.beside import PLUGIN_VARIABLE
 from tccl_py.plan.load import load_plan
 
 ROOT = Path(__file__).parent.parent

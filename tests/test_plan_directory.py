@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, visible
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD
 from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import output_directory, plugin_exports
+from tccl_py.plan.beside import output_directory
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_nccl_files, write_plan

@@ -83,7 +83,7 @@ class Rank:
             "tccl_py.torch.members.look",
             lambda ordinal: (members[rank].gpu, SimpleNamespace(gpus=self.gpus)),
         )
-        monkeypatch.setattr("tccl_py.torch.members.fingerprint_of", lambda _: self.fingerprint)
+        monkeypatch.setattr("tccl_py.delivery.fit.fingerprint_of", lambda _: self.fingerprint)
 
     @property
     def graphs(self):

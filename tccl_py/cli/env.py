@@ -12,17 +12,14 @@ from msgspec.structs import replace
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, gpus_argument, one_of, opt, refuse
 from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, print_json
+from tccl_py.delivery.fit import ALIKE_VARIABLE
+from tccl_py.delivery.job import Delivery, JobRequest, deliver
+from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.files import picked
-from tccl_py.health.fitness import (
-    ALIKE_VARIABLE,
-    JobEnvironment,
-    JobRequest,
-    job_environment_of,
-    prefer_numa_node,
-)
 from tccl_py.nccl.settings import env_conflicts, export_lines
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.parts import CHOICES
+from tccl_py.plan.plan import Plan
 
 GPUS = opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")
 HOST = opt("NAME", "A cluster's host; this one if not given.")
@@ -33,9 +30,6 @@ FORCE = flag("--force", "Also by the plan of a dry run.")
 NO_EXECUTABLE, NO_PROGRAM = 126, 127
 """The exit codes of shells for a program that cannot be run, and for one that does not exist."""
 ALIKE = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
-
-
-DRY_RUN_OFF = "rates of host memory say nothing about GPUs, NCCL stays as it is (--force exports)"
 
 
 def env(
@@ -84,20 +78,21 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
-    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike)
-    job = _environment(directory, request, gpus=gpus, choice=choice, force=force)
+    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike, force=force)
+    plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     if json:
-        marks = picked(job.plan, "simulated", "dry_run")
-        print_json({**job.subject, "environment": job.variables, **marks})
-    elif job.plan.dry_run and not force:
-        print(f"# tccl-py, DRY RUN: {DRY_RUN_OFF}")
+        state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
+        marks = picked(plan, "simulated", "dry_run")
+        print_json({**delivery.job, **state, "environment": delivery.variables, **marks})
+    elif plan.dry_run and not force:
+        print(f"# tccl-py, {delivery.disabled}")
     else:
-        if "off" not in job.subject:
-            print(f"# tccl-py, rates {job.plan.provenance}")
-            print(export_lines(job.variables), end="")
-        if "NCCL_GRAPH_FILE" not in job.variables:
+        if not delivery.disabled:
+            print(f"# tccl-py, rates {plan.provenance}")
+            print(export_lines(delivery.variables), end="")
+        if "NCCL_GRAPH_FILE" not in delivery.variables:
             print("unset NCCL_GRAPH_FILE")
-    if job.refused:
+    if delivery.refused:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -130,18 +125,20 @@ def run(
         tccl run my-plan --plugin -- python train.py
         mpirun -n 8 tccl run my-plan -- python train.py
     """
-    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike, is_rank=True)
-    job = _environment(directory, request, gpus=gpus, choice=choice, force=force)
-    settings = job.plan.choices[job.subject.get("choice", "default")].settings
-    variables = job.variables
-    against = () if plugin or not variables else env_conflicts(settings, os.environ)
-    if against:
-        notice(f"the plan is disabled, as your environment has another {', '.join(against)}")
+    request = JobRequest(
+        host=host, nccl=nccl, plugin=plugin, alike=alike, force=force, is_rank=True
+    )
+    _, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
+    variables, node = delivery.variables, delivery.numa_id
+    unchecked = plugin or not variables
+    conflicts = () if unchecked else env_conflicts(delivery.settings, os.environ)
+    if conflicts:
+        notice(f"the plan is disabled, as your environment has another {', '.join(conflicts)}")
         variables = {}
-    elif job.numa_id is not None:
-        why = prefer_numa_node(job.numa_id)
-        where = f"all memory of this rank is on NUMA node {job.numa_id} by preference"
-        notice(f"NUMA node {job.numa_id} cannot be preferred: {why}" if why else where)
+    elif node is not None:
+        why = prefer_numa_node(node)
+        done = f"all memory of this rank is on NUMA node {node} by preference"
+        notice(f"NUMA node {node} cannot be preferred: {why}" if why else done)
     flush_output(0)
     # Python ignores it, and what is ignored is inherited.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -155,10 +152,10 @@ def run(
         raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
 
 
-def _environment(
-    directory: Path, request: JobRequest, *, gpus: str | None, choice: str | None, force: bool
-) -> JobEnvironment:
-    """Return a job's variables; notices say why there are none."""
+def _delivery(
+    directory: Path, request: JobRequest, *, gpus: str | None, choice: str | None
+) -> tuple[Plan, Delivery]:
+    """Return a plan and what a job gets from it; notices say why that is nothing."""
     if choice is not None:
         request = replace(request, choice=one_of("--choice", choice, CHOICES))
     plan = plan_in(directory)
@@ -169,10 +166,6 @@ def _environment(
         refuse({"--gpus": gpus, "--nccl": request.nccl}, options.OF_CLUSTER)
     else:
         refuse({"--host": request.host}, ("", "is for the plan of a cluster", "leave it out"))
-    if plan.dry_run and not force:
-        notice(f"the plan is disabled, it is a DRY RUN: {DRY_RUN_OFF}")
-        off = {"off": f"DRY RUN: {DRY_RUN_OFF}"}
-        return JobEnvironment(plan=plan, subject=off, variables={}, refused=False)
     if gpus is not None:
         request = replace(request, gpus=gpus_argument(gpus, plan.machine))
-    return job_environment_of(plan, directory, request, say=notice)
+    return plan, deliver(plan, directory, request, say=notice)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from tccl_py.delivery.fit import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.errors import (
     CTRL_C_AND_SIGTERM,
     InputError,
@@ -38,7 +39,6 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import verify_target
-from tccl_py.health.fitness import check_same_machine, why_not_of_class, why_not_with
 from tccl_py.plan.again import known_model
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.parts import ChoiceName

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError, MeasurementError, undisturbed
 from tccl_py.experiments.calls import GRAPHED_BYTES
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
@@ -47,7 +48,7 @@ from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
-from tccl_py.plan.beside import PLUGIN_VARIABLE, Kept, Tuning, keep_tuning
+from tccl_py.plan.beside import Kept, Tuning, keep_tuning
 from tccl_py.plan.directory import plugin_variables, subset_graph
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.planner import subsets

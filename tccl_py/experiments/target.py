@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 from msgspec.structs import replace
 
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import THIS_HOST, Arm
 from tccl_py.experiments.record import Verification, sizes_text
@@ -21,7 +22,7 @@ from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.again import planned_models
-from tccl_py.plan.beside import planned_fingerprint, plugin_exports
+from tccl_py.plan.beside import planned_fingerprint
 from tccl_py.plan.choices import own_rings
 from tccl_py.plan.directory import (
     GRAPH_FILE,

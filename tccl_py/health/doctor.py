@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.checks import HOST_CHECKS
 from tccl_py.health.host import (
@@ -49,7 +50,6 @@ from tccl_py.nccl_library import (
     home,
     installed_nccls,
 )
-from tccl_py.plan.beside import PLUGIN_VARIABLE, why_not_trusted
 from tccl_py.plan.nccl_here import asked_here
 from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.readers.live import driver_facts

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.delivery.fit import check_same_machine
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths, collapse_patterns
 from tccl_py.files import picked
@@ -24,7 +25,6 @@ from tccl_py.health.drift_statistics import (
     points_to,
     worst_of_each_set,
 )
-from tccl_py.health.fitness import check_same_machine
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set

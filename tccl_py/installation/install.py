@@ -18,6 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from tccl_py.delivery.fit import ALIKE_VARIABLE
+from tccl_py.delivery.job import JobRequest, Say, deliver_to_host, why_elsewhere
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted
 from tccl_py.errors import InputError
 from tccl_py.experiments.record import why_not_verified
 from tccl_py.files import (
@@ -31,7 +34,6 @@ from tccl_py.files import (
     sweep_beside,
     write_atomically,
 )
-from tccl_py.health.fitness import ALIKE_VARIABLE, Say, planned_or_installed, why_elsewhere
 from tccl_py.installation.blocks import (
     HEADS,
     Change,
@@ -45,11 +47,9 @@ from tccl_py.installation.blocks import (
 )
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, env_conflicts, job_environment
-from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import conf_lines, passwd_home, user_file
-from tccl_py.plan.beside import check_trusted, plan_in, planned_fingerprint, plugin_exports
+from tccl_py.plan.beside import plan_in, planned_fingerprint
 from tccl_py.plan.directory import conf_text
-from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 
 PLAN_VARIABLE = "TCCL_PLAN"
@@ -114,7 +114,9 @@ def plan_to_install(
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
     if why:
         say(f"{directory} {why}: accepted because of `force`")
-    loading = _loading(plan, directory, alike, newer_nccl, say) if plugin else {}
+    request = JobRequest(plugin=plugin, alike=alike, newer_nccl=newer_nccl)
+    variables = deliver_to_host(plan, directory, request, say=say).variables
+    loading = variables if PLUGIN_VARIABLE in variables else {}
     of_host = not plan.is_cluster and not plan.simulated
     fingerprint = planned_fingerprint(plan, directory) if of_host else None
     uuids = {} if fingerprint is None or alike else fingerprint.uuids(plan.machine)
@@ -128,20 +130,6 @@ def plan_to_install(
         fingerprint=fingerprint,
         gpu_uuids=tuple(uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids),
     )
-
-
-def _loading(plan: Plan, directory: Path, alike: bool, newer: bool, say: Say) -> dict[str, str]:
-    """Return the variables of jobs with the plugin; none, with a notice, where it does not work."""
-    why = why_no_plugin(planned_or_installed(plan), newer=newer)
-    try:
-        loading = plugin_exports(plan, directory, alike=alike) | (
-            {NEWER_VARIABLE: "1"} if newer else {}
-        )
-    except InputError as error:
-        loading, why = {}, why or str(error)
-    if why:
-        say(f"without the plugin, by variables alone: {why}")
-    return {} if why else loading
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,6 +68,14 @@ def gaining_sets(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
 
 
+def placement(plan: Plan, gpus: Sequence[int]) -> dict[int, int]:
+    """Return the NUMA node for the host buffers of each GPU of a communicator; {} if none."""
+    rings = plan.subset(gpus)
+    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
+    placed = () if rings is None else zip(rings.gpus, rings.nodes, strict=False)
+    return {gpu: numa_ids[node] for gpu, node in placed}
+
+
 _PLUGIN_NOTE = "# The best without placed bounce buffers, which jobs get by `tccl run`.\n"
 
 
@@ -249,13 +257,10 @@ def plugin_files(
     if plan.is_cluster or not (plan.simulated or set(plan.gpus) <= set(uuids)):
         return files
     named = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
-    numa_ids = {node.index: node.numa_id for node in plan.machine.numa_nodes}
-    sets = []
-    for gpus, name in named.items():
-        found = plan.subset(gpus)
-        placed = zip(gpus, found.nodes, strict=False) if found is not None else ()
-        nodes = {gpu: numa_ids[node] for gpu, node in placed}
-        sets.append(IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=nodes))
+    sets = [
+        IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=placement(plan, gpus))
+        for gpus, name in named.items()
+    ]
     if plan.recommended == "variables" and plugin_variables(plan)[1]:
         sets = [IndexedSet(gpus=gpus) for gpus in gaining_sets(plan)]
     with suppress(InputError):

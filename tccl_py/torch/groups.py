@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import PLUGIN_VARIABLE
 from tccl_py.torch.members import GRAPH_VARIABLE, OpenPlan, Roster, exchange, member_of
 
 # The environment belongs to the whole process, so one communicator is made at a time.

@@ -17,20 +17,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from tccl_py.delivery.fit import ALIKE_VARIABLE, why_not_fit, why_not_with
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.health.fitness import ALIKE_VARIABLE, why_not_here, why_not_of_class, why_not_with
 from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
-from tccl_py.plan.beside import plan_in, plugin_exports
+from tccl_py.plan.beside import plan_in
 from tccl_py.plan.directory import graph_files, host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
-from tccl_py.readers.live import DriverFacts, driver_facts, fingerprint_of
+from tccl_py.readers.live import DriverFacts, driver_facts
 
 GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -199,18 +200,16 @@ def _listed(settings: Mapping[str, str]) -> str:
 def _misfit(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     """Return why a plan does not fit this rank, as a clause; "" if it does."""
     plan, directory = opened.plan, opened.directory
-    if not plan.is_cluster:
-        alike = facts.gpus if os.environ.get(ALIKE_VARIABLE) == "1" else None
-        found = why_not_here(plan, directory, fingerprint_of(facts), alike=alike)
-    elif not name:
-        found = "the plan has no such host"
-    elif not (path := directory / "nccl" / host_graph_file(name)).is_file():
-        found = f"{path} is missing"
-    else:
+    if plan.is_cluster:
+        if not name:
+            return "the plan has no such host"
+        if not (path := directory / "nccl" / host_graph_file(name)).is_file():
+            return f"{path} is missing"
         check_files(directory, [f"nccl/{host_graph_file(name)}"])
-        found = why_not_of_class(plan, name, facts.gpus)
-    if found := found or why_not_with(plan.plain_settings, nccl):
-        return found
+    alike = os.environ.get(ALIKE_VARIABLE) == "1"
+    why = why_not_fit(plan, directory, facts, alike=alike, host=name or None)
+    if why := why or why_not_with(plan.plain_settings, nccl):
+        return why
     names = ", ".join(env_conflicts(plan.plain_settings, _given()))
     return f"{names} is set to something else than the plan's settings" if names else ""
 

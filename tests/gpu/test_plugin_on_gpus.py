@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
-from tccl_py.plan.beside import Tuning, keep_tuning, plugin_exports
+from tccl_py.plan.beside import Tuning, keep_tuning
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.variants import retuned
 from tccl_py.plan.writing import write_plan

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tccl_py.plan.beside import plugin_exports
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled

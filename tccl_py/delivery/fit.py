@@ -1,0 +1,146 @@
+"""Fitness of a plan for a host and its NCCL: GPUs, driver, NUMA nodes and version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tccl_py.errors import InputError
+from tccl_py.model.machine import Fingerprint, Gpu, Machine
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.versions import has_rules
+from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
+from tccl_py.plan.directory import machine_file
+from tccl_py.plan.plan import Plan
+from tccl_py.readers.live import DriverFacts, GpuFacts, fingerprint_of
+
+ALIKE_VARIABLE = "TCCL_ALIKE"
+"""Set to 1 in jobs that use the plan of another, equal host."""
+_VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
+
+
+def differences(
+    machine: Machine,
+    planned: Fingerprint,
+    here: Fingerprint,
+    *,
+    gpus: Sequence[int],
+    alike: Sequence[GpuFacts | Gpu] | None = None,
+) -> tuple[list[str], list[str]]:
+    """Compare this machine with the plan's by the plan's GPUs; return two lists of clauses.
+
+    By the first this is another machine, whose rates are not comparable; the second may explain a
+    change of rates. With its present GPUs as `alike`, for the plan of one of many equal hosts,
+    UUIDs may differ: GPUs of the same kinds at the same places will do.
+    """
+    another: list[str] = []
+    notes: list[str] = []
+    if alike is not None:
+        another += _changed(_places(machine.gpus), _places(alike), gpus)
+    uuids = planned.uuids(machine) if alike is None else {}
+    for place, (index, uuid) in enumerate(uuids.items()):
+        now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
+        if index in gpus and now != uuid:
+            changed = f"GPU {index} was {uuid} and is {now}"
+            if now is None:
+                changed = f"GPU {index} ({uuid}) is gone"
+            elif uuid in here.gpu_uuids:
+                changed = f"GPU {index} ({uuid}) has another index"
+            another.append(changed)
+    if planned.driver != here.driver:
+        same = planned.driver.partition(".")[0] == here.driver.partition(".")[0]
+        clause = f"the driver was {planned.driver} and is {here.driver}"
+        (notes if same else another).append(clause)
+    if planned.numa_count != here.numa_count:
+        another.append(
+            f"it had {planned.numa_count} NUMA node(s) and has {here.numa_count} (the BIOS's "
+            "NPS or SNC setting?)"
+        )
+    if planned.kernel != here.kernel:
+        notes.append(f"the kernel was {planned.kernel} and is {here.kernel}")
+    return another, notes
+
+
+def check_same_machine(
+    plan: Plan,
+    directory: Path,
+    here: Fingerprint,
+    *,
+    right: str,
+    alike: Sequence[Gpu] | None = None,
+) -> list[str]:
+    """Check that a plan was measured on this machine; return notes on smaller differences.
+
+    `alike` is as for `differences`. Raises InputError: it is another machine, with the remedy
+    `right`, or the plan has no fingerprint.
+    """
+    planned = known_fingerprint(plan, directory)
+    another, notes = differences(plan.machine, planned, here, gpus=plan.gpus, alike=alike)
+    if another:
+        what = f"was measured on another machine: {'; '.join(another)}"
+        raise InputError(str(directory), what, right)
+    return notes
+
+
+def why_not_fit(
+    plan: Plan, directory: Path, facts: DriverFacts, *, alike: bool, host: str | None = None
+) -> str:
+    """Return why a plan's rates do not hold on a host, in clauses; "" if they hold.
+
+    A simulated plan belongs to no host, so nothing speaks against it. `facts` are the host's
+    present GPUs and driver, `host` is the plan's name for one of several. With `alike` GPUs of the
+    same kinds at the same places will do.
+    """
+    if plan.simulated:
+        return ""
+    if host is not None:
+        return why_not_of_class(plan, host, facts.gpus)
+    planned = planned_fingerprint(plan, directory)
+    if planned is None:
+        return f"{machine_file(plan, directory)} has no fingerprint of its host"
+    gpus, present = facts.gpus if alike else None, fingerprint_of(facts)
+    return "; ".join(differences(plan.machine, planned, present, gpus=plan.gpus, alike=gpus)[0])
+
+
+def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> str:
+    """Return which of a host's GPUs are of other kinds than a cluster plan's, in clauses; or "".
+
+    Hosts of a class share the measurements of one of them, so no host's UUIDs are known. `host` is
+    the plan's name for a host, `gpus` are its present GPUs. A simulated plan belongs to no host.
+    """
+    if plan.simulated:
+        return ""
+    number = plan.cluster.host_classes[host]
+    now = {gpu.index: gpu.name for gpu in gpus}
+    was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
+    return "; ".join(_changed(was, now, plan.class_gpus[number]))
+
+
+def _places(gpus: Sequence[GpuFacts | Gpu]) -> dict[int, str]:
+    return {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
+
+
+def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> list[str]:
+    return [
+        f"GPU {index} was {was[index] or 'unnamed'} and is {now.get(index, 'gone')}"
+        for index in gpus
+        if now.get(index) != was[index]
+    ]
+
+
+def why_not_with(settings: Settings, nccl: str) -> str:
+    """Return why a plan's settings are for another version of NCCL, in a clause; "" if they fit.
+
+    >>> why_not_with(Settings(version="2.30"), "2.28.9")
+    'it is for NCCL 2.30 and this is 2.28.9 (plan again by `tccl plan --nccl 2.28`)'
+    """
+    planned, used = _VERSION.match(settings.version), _VERSION.match(nccl)
+    if used is None:
+        where = f"NCCL version {nccl[:40]!r}"
+        raise InputError(where, "is no version", "give a number such as 2.28.9")
+    if planned is not None and planned.groups() == used.groups():
+        return ""
+    minor = ".".join(used.groups())
+    again = f" (plan again by `tccl plan --nccl {minor}`)" if has_rules(nccl) else ""
+    return f"it is for NCCL {settings.version} and this is {nccl}{again}"

@@ -1,0 +1,243 @@
+"""What a job gets from a plan: nothing, variables, a graph file, the plugin, or placed memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from tccl_py.delivery.fit import why_not_fit, why_not_with
+from tccl_py.delivery.placement import gpu_of_rank
+from tccl_py.delivery.plugin import plugin_exports
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import shown
+from tccl_py.nccl.settings import Settings, job_environment
+from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
+from tccl_py.nccl_library import installed_nccl
+from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, placement, subset_file
+from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import check_files
+from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
+from tccl_py.readers.live import driver_facts
+
+Say = Callable[[str], None]
+DRY_RUN = (
+    "DRY RUN: rates of host memory say nothing about GPUs, NCCL stays as it is (--force exports)"
+)
+
+
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A job over GPUs of a machine's plan, or on a host of a cluster.
+
+    None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
+    loads NCCL's plugin, with `newer_nccl` also where NCCL is later than those tried. With `alike`
+    GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks, and with
+    `force` the plan of a dry run holds.
+    """
+
+    gpus: tuple[int, ...] | None = None
+    host: str | None = None
+    nccl: str | None = None
+    choice: ChoiceName | None = None
+    plugin: bool = False
+    newer_nccl: bool = False
+    alike: bool = False
+    is_rank: bool = False
+    force: bool = False
+
+    def why_no_plugin(self, plan: Plan) -> str:
+        """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
+        newer = self.newer_nccl or os.environ.get(NEWER_VARIABLE) == "1"
+        return why_no_plugin(self.nccl or planned_or_installed(plan), newer=newer)
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks of a job get from a plan.
+
+    `job` has its GPUs or its host. `variables` are all that the ranks need, NCCL_GRAPH_FILE and
+    those that load the plugin included; `settings` are those of the choice. `numa_id` is the NUMA
+    node for the memory of this rank, where NCCL has no plugin that places bounce buffers. None of
+    them is there if the plan is `disabled`, for that reason. With `refused` the job gets less than
+    was asked for.
+    """
+
+    job: Mapping[str, Any] = {}
+    choice: ChoiceName = "default"
+    settings: Settings = Settings()
+    variables: Mapping[str, str] = {}
+    numa_id: int | None = None
+    disabled: str = ""
+    refused: bool = False
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a job runs: its part of the plan, with the graph file for it below `nccl/`.
+
+    `disabled` says why the plan does not hold there, `no_file` why the graph file does not.
+    """
+
+    job: Mapping[str, Any]
+    file: str
+    disabled: str = ""
+    no_file: str = ""
+
+
+def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
+    """Return what a job gets; `say` is told why it gets nothing, or less than was asked for."""
+    # 1. Find the place of the job in the plan, and whether the plan holds there.
+    if plan.dry_run and not request.force:
+        say(f"the plan is disabled, it is a {DRY_RUN}")
+        return Delivery(disabled=DRY_RUN)
+    files = check_files(directory).files
+    place = (_on_host if plan.is_cluster else _over_gpus)(plan, directory, request, say)
+    if place.disabled:
+        say(f"the plan is disabled, NCCL chooses its own rings: {place.disabled}")
+        return Delivery(job=place.job, disabled=place.disabled, refused=True)
+    # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
+    choice, refused = request.choice or _offered(plan, request.gpus), bool(place.no_file)
+    plugin, graph, numa_id = request.plugin, None, None
+    if place.no_file:
+        # A job whose ranks have unlike NCCL_BUFFSIZE or numbers of channels fails or hangs.
+        say(f"{place.no_file}: no graph file, only the variables, which all ranks need alike")
+    elif choice == "graph" and not plugin and f"nccl/{place.file}" not in files:
+        say(_without_file(request.gpus or plan.gpus))
+        choice, refused = "variables", request.choice is not None
+    elif choice == "graph" and not plugin:
+        old_nccl = request.why_no_plugin(plan) if plan.settings.shm_placement else ""
+        plugin = plan.settings.shm_placement and not old_nccl
+        numa_id = _numa_id(plan, request) if old_nccl else None
+        if old_nccl and numa_id is None:
+            say(f"variables alone, as `tccl run` starts no single rank, and {old_nccl}")
+            choice = "variables"
+        elif not plugin:
+            graph = PurePosixPath(directory.resolve() / "nccl" / place.file)
+    # 3. Collect the variables.
+    settings = plan.choices[choice].settings
+    variables = job_environment(settings, graph=graph)
+    if plugin:
+        variables = plugin_exports(plan, directory, alike=request.alike)
+    return Delivery(
+        job=place.job,
+        choice=choice,
+        settings=settings,
+        variables=variables,
+        numa_id=numa_id,
+        refused=refused,
+    )
+
+
+def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
+    """Return what all jobs of a host get, whatever their communicators are: no graph file.
+
+    With the request's `plugin` it is loaded where that works; `say` is told where it does not.
+    """
+    settings, why = plan.plain_settings, ""
+    variables = job_environment(settings)
+    if request.plugin:
+        try:
+            loading = plugin_exports(plan, directory, alike=request.alike)
+        except InputError as error:
+            why = str(error)
+        why = request.why_no_plugin(plan) or why
+        if why:
+            say(f"without the plugin, by variables alone: {why}")
+        else:
+            variables = loading | ({NEWER_VARIABLE: "1"} if request.newer_nccl else {})
+    return Delivery(choice=plan.recommended, settings=settings, variables=variables)
+
+
+def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
+    """Return the place of a job on one of several hosts."""
+    host = request.host
+    names: Iterable[str] = names_of_this_host()
+    if host is not None:
+        names = (host, host.partition(".")[0])
+    name, no_file = plan.host_named(names), ""
+    if name is None:
+        no_file = "" if request.plugin else _not_planned(host)
+    elif host is None:
+        no_file = why_elsewhere(plan, directory, alike=request.alike, say=say, host=name)
+    return _Place({"host": name}, host_graph_file(name or ""), no_file=no_file)
+
+
+def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
+    """Return the place of a job over GPUs of a single host."""
+    gpus = tuple(sorted(request.gpus or plan.gpus))
+    disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
+    if set(gpus) <= set(plan.gpus):
+        nccl = _why_not_used(plan, request.nccl, say=say)
+        elsewhere = why_elsewhere(plan, directory, alike=request.alike, say=say)
+        disabled = "; ".join(filter(None, (elsewhere, nccl)))
+    if request.plugin and not disabled:
+        disabled = request.why_no_plugin(plan)
+    file = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
+    return _Place({"gpus": gpus}, file, disabled)
+
+
+def why_elsewhere(
+    plan: Plan, directory: Path, *, alike: bool, say: Say, host: str | None = None
+) -> str:
+    """Return why this is not the machine of a measured plan, in clauses; "" also without a driver.
+
+    With `alike` equal GPUs with other UUIDs will do, as on a `host` of a cluster's plan.
+    """
+    if plan.simulated:
+        return ""
+    try:
+        facts = driver_facts()
+    except InputError as error:
+        say(f"whether this is the plan's machine was not checked: {error.what}")
+        return ""
+    return why_not_fit(plan, directory, facts, alike=alike, host=host)
+
+
+def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:
+    """Return why a plan is for another NCCL than `nccl`, by default the installed one; or ""."""
+    installed = installed_nccl() if nccl is None and not plan.simulated else None
+    version = nccl if installed is None else installed.version
+    why = "" if version is None else why_not_with(plan.settings, version)
+    if why and installed is not None:
+        text = f"NCCL {installed.version} is here, {installed.source}"
+        say(f"{text}; if the job has another, add `nccl`")
+    return why
+
+
+def planned_or_installed(plan: Plan) -> str:
+    """Return the version of the installed NCCL; the plan's where none is found."""
+    installed = installed_nccl()
+    return plan.settings.version if installed is None else installed.version
+
+
+def _offered(plan: Plan, gpus: Iterable[int] | None) -> ChoiceName:
+    """Return the recommended choice for a job over these GPUs: no graph file without a gain."""
+    rings = None if plan.is_cluster else plan.subset(gpus or plan.gpus)
+    if plan.recommended == "graph" and rings is not None and not rings.gains:
+        return "variables"
+    return plan.recommended
+
+
+def _numa_id(plan: Plan, request: JobRequest) -> int | None:
+    """Return the NUMA node that a plan names for the GPU of this rank; None if it names none."""
+    gpus = request.gpus or plan.gpus
+    gpu = gpu_of_rank(gpus) if request.is_rank else None
+    return None if gpu is None else placement(plan, gpus).get(gpu)
+
+
+def _without_file(gpus: Iterable[int]) -> str:
+    """Return a notice on GPUs without a graph file in the plan."""
+    text = ",".join(map(str, sorted(gpus)))
+    again = f"; to plan rings for them: `tccl plan -o DIR --gpus {text}`"
+    return f"no graph file for GPUs {text}: variables alone{again if ',' in text else ''}"
+
+
+def _not_planned(host: str | None) -> str:
+    """Return the sentence that a host, this one if not given, is not in the plan."""
+    name = host if host is not None else socket.gethostname()
+    node = os.environ.get(NODE_NAME, "") if host is None else ""
+    also = f" (SLURM's {shown(node)})" if node not in ("", name) else ""
+    return f"host {shown(name)}{also} is not in the plan"

@@ -1,0 +1,37 @@
+"""The GPU of a rank by its launcher's variables, and a NUMA node for the rank's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Sequence
+
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""The number of a rank on its host: torchrun's, Open MPI's, MPICH's and SLURM's."""
+
+
+def gpu_of_rank(gpus: Sequence[int]) -> int | None:
+    """Return the GPU of this process by its launcher's variables; None if it is no single rank."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", visible):
+        gpus = [int(gpu) for gpu in visible.split(",")]
+    ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    rank = next((int(rank) for rank in ranks if re.fullmatch(r"\d{1,4}", rank)), None)
+    if rank is None:
+        return None
+    return gpus[0] if len(gpus) == 1 else gpus[rank] if rank < len(gpus) else None
+
+
+def prefer_numa_node(node: int) -> str:
+    """Prefer a NUMA node for all memory of this process and its children; return why not, or ""."""
+    set_mempolicy = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
+    if set_mempolicy is None:
+        return f"not known on {platform.machine()}"
+    libc, preferred = ctypes.CDLL(None, use_errno=True), 1
+    words = (ctypes.c_uint64 * 16)()
+    words[node // 64] = 1 << node % 64
+    # The kernel reads one bit less.
+    done = libc.syscall(set_mempolicy, preferred, words, 8 * ctypes.sizeof(words) + 1)
+    return os.strerror(ctypes.get_errno()) if done else ""

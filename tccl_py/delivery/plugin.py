@@ -1,0 +1,73 @@
+"""The variables of a job with NCCL's plugin, and the trust in the files that they name."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from tccl_py.errors import InputError, require
+from tccl_py.nccl.plugin import LIBRARY
+from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD, INDEX_VARIABLE
+from tccl_py.plan.directory import ALIKE_INDEX_FILE, HOSTS_FOLDER, plugin_variables
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import AGAIN
+
+PLUGIN_VARIABLE = "NCCL_ENV_PLUGIN"
+JOB_VARIABLE = "TCCL_JOB"
+_MAX_PATH = 254
+"""Of a network plugin's path (plugin.h); the library is one as well."""
+_BUILD = "python -m tccl_py.nccl.plugin.build"
+
+
+def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[str, str]:
+    """Return the variables of a job with the plugin: those that load it, and those that it needs.
+
+    With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
+
+    Raises InputError: the plan has no index, there is no library beside it, or the plugin would not
+    trust the files.
+    """
+    folder = directory.resolve() / "nccl"
+    index, library = folder / INDEX_FILE, folder / LIBRARY
+    named = {INDEX_VARIABLE: index}
+    if (of_hosts := sorted((folder / HOSTS_FOLDER).glob("*.index"))) and not index.is_file():
+        index, named = of_hosts[0], {JOB_VARIABLE: folder.parent}
+    if not index.is_file():
+        what = f"has no {INDEX_FILE}: the plan is of a cluster, or its job needs no graph file"
+        right = "make a job's files by `tccl export --hosts`, or leave out the plugin"
+        raise InputError(str(folder), what, right)
+    if alike and (folder / ALIKE_INDEX_FILE).is_file():
+        index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
+    if not library.is_file():
+        what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
+        raise InputError(str(folder), what, f"run `{_BUILD} {folder}`")
+    with index.open("rb") as file:
+        right = f"{AGAIN}; or export the job again"
+        head = file.readline(len(INDEX_HEAD))
+        require(head == INDEX_HEAD, str(index), "is of another version of tccl-py", right)
+    if "," in str(library) or len(str(library)) > _MAX_PATH:
+        right = f"at most {_MAX_PATH} characters without a comma"
+        raise InputError(str(library), "is a path that NCCL cannot open", right)
+    check_trusted(index)
+    loading = {PLUGIN_VARIABLE: library, **named}
+    return {name: str(path) for name, path in loading.items()} | plugin_variables(plan)[0]
+
+
+def why_not_trusted(path: Path) -> str:
+    """Return who else can write a file or a folder above it, as a clause; "" if nobody can."""
+    for place in (path, *path.parents):
+        found = place.lstat()
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to user {found.st_uid}"
+        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            return f"others can write {place}"
+    return ""
+
+
+def check_trusted(path: Path) -> None:
+    """Check that nobody but root and this user can write a file or a folder above it."""
+    why = why_not_trusted(path)
+    right = "let nobody but root and the user of the jobs write it, and the folders above it"
+    require(not why, str(path), f"is not trusted: {why}", right)
