@@ -175,7 +175,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("switches: &s [*s]", ["net.yaml:1", "anchor"]),
         ("switches: !!python/object/apply:os.system [id]", ["net.yaml:1", "tag"]),
         ("switches: [{name: !!str a}]", ["tag"]),
-        ("switches:\n- name: a\n---\nswitches: []\n", ["several documents"]),
+        ("switches:\n- name: a\n---\nswitches: []\n", ["another document"]),
         ("[" * 1_000_000, ["net.yaml:1", "too deep"]),
         ("{a: " * 100_000, ["net.yaml:1", "too deep"]),
         ("- " * 100_000, ["net.yaml:1", "too deep"]),

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
-from tccl_py.cli.options import flag, one_of, opt
+from tccl_py.cli.options import flag
 from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
@@ -127,10 +127,12 @@ class _Commands(_HelpOption, TyperGroup):
             return TERMINATED
         except (KeyboardInterrupt, typer.Abort):
             return INTERRUPTED
-        except SystemExit:
-            # No command ends the process; rich and typer do where nobody reads the output.
-            silence_output()
-            return NO_READER
+        except SystemExit as end:
+            # No command ends the process; rich and typer do where nobody reads the output, and
+            # with code 0 after the words of a shell's completion.
+            if end.code:
+                silence_output()
+            return NO_READER if end.code else 0
         return code if isinstance(code, int) else 0
 
 
@@ -238,7 +240,6 @@ _MADE: dict[str, Any] = {"pretty_exceptions_short": False, "rich_markup_mode": "
 app = typer.Typer(
     name="tccl",
     cls=_Commands,
-    add_completion=False,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -250,9 +251,6 @@ app = typer.Typer(
 def _frame(
     ctx: typer.Context,
     version: bool = flag("--version", "Print the version and exit."),
-    completion: str | None = opt(
-        "bash|fish|zsh", "Print a script that completes command lines, and exit."
-    ),
 ) -> None:
     """Find fast communication rings for a machine's GPUs by measuring, and hand them to NCCL.
 
@@ -263,14 +261,6 @@ def _frame(
     """
     if version:
         raise typer.Exit(print_version())
-    if completion is not None:
-        from tccl_py.cli.completion import SHELLS, completion_script  # noqa: PLC0415 (slow)
-
-        one_of("--completion", completion, SHELLS)
-        commands = {name: load_command(name) for name in COMMANDS}
-        lines = {name: line.replace("`", "") for name, (_, line) in COMMANDS.items()}
-        typer.echo(completion_script(completion, commands, lines))
-        raise typer.Exit(0)
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(NOT_USABLE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,12 +23,29 @@ MACHINE_HELP = (
 
 def arg(metavar: str, text: str, default: Any = ...) -> Any:
     """Return an argument, needed without a default, as the default of a command's parameter."""
-    return typer.Argument(default, metavar=metavar, help=text)
+    return typer.Argument(default, metavar=metavar, help=text, autocompletion=_words(metavar))
 
 
 def opt(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
     """Return an option with a value, as the default of a command's parameter."""
-    return typer.Option(default, *names, metavar=metavar, help=text, **more)
+    completion = _words(metavar)
+    return typer.Option(
+        default, *names, metavar=metavar, help=text, autocompletion=completion, **more
+    )
+
+
+def _words(metavar: str) -> Callable[[str], list[str]] | None:
+    """Return the completion of a value: of choices and names of machines; a shell has files."""
+    if "MACHINE" not in metavar and not ("|" in metavar and metavar.islower()):
+        return None
+
+    def words(incomplete: str) -> list[str]:
+        from tccl_py.simulator.descriptions import bundled_names  # noqa: PLC0415 (slow)
+
+        values = bundled_names() if "MACHINE" in metavar else metavar.split("|")
+        return [value for value in values if value.startswith(incomplete)]
+
+    return words
 
 
 def flag(name: str, text: str, *, default: bool | None = False, **more: Any) -> Any:

@@ -56,6 +56,7 @@ _KEYS = ("switchname", "nodes", "switches", "linkspeed")
 _RIGHT = "a line is SwitchName=NAME with Nodes=LIST or Switches=LIST"
 _FIRST = re.compile(r"^\s*(switchname|blockname)\s*=", re.IGNORECASE | re.MULTILINE)
 
+_Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Found = tuple[str, SwitchTree, tuple[str, ...]]
 """The place of a switch in a file, the switch with its hosts, and the switches below by name."""
@@ -132,52 +133,35 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     return Network(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
 
 
+class _Texts(_Loader):  # type: ignore[misc]
+    """Reads every scalar as text, and refuses a field that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """Return the fields of a mapping."""
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name is None or name in names:
+                fault = "a name is needed" if name is None else f"{shown(name)} is there twice"
+                raise yaml.constructor.ConstructorError(problem=fault, problem_mark=key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def _plain_yaml(text: str, where: str) -> Any:
-    """Return the document of YAML text: every scalar is a text, and every field stands once.
-
-    Events come one by one, so text that is too deep or too long is never read whole.
-    """
-    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    events = enumerate(yaml.parse(text, Loader=loader))
-
-    def problem(event: yaml.Event, what: str, right: str) -> InputError:
-        return InputError(f"{where}:{event.start_mark.line + 1}", what, right)
-
-    def following(depth: int = 0) -> yaml.Event:
-        count, event = next(events)
-        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
-            raise problem(event, "has an anchor or alias", "write the value out")
+    """Return the document of YAML text, which is refused before values could grow by aliases."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        place = f"{where}:{event.start_mark.line + 1}"
+        if getattr(event, "anchor", None) is not None:
+            raise InputError(place, "has an anchor or alias", "write the value out")
         if getattr(event, "tag", None) is not None:
-            raise problem(event, f"has the tag {shown(event.tag)}", "leave it out")
+            raise InputError(place, f"has the tag {shown(event.tag)}", "leave it out")
         if depth > MAX_DEPTH or count > MAX_VALUES:
-            raise problem(event, "is too deep or too long", "describe the switches of one cluster")
-        return event
-
-    def value(event: yaml.Event, depth: int) -> Any:
-        if isinstance(event, yaml.ScalarEvent):
-            return event.value
-        parts = []
-        while not isinstance(part := following(depth), yaml.CollectionEndEvent):
-            parts.append((part, value(part, depth + 1)))
-        if isinstance(event, yaml.SequenceStartEvent):
-            return [value_read for _, value_read in parts]
-        fields: dict[str, Any] = {}
-        for (begun, key), (_, value_read) in zip(parts[::2], parts[1::2], strict=True):
-            if not isinstance(key, str) or key in fields:
-                fault = (
-                    f"{shown(key)} is there twice" if isinstance(key, str) else "a name is needed"
-                )
-                raise problem(begun, fault, "write each field once, by its name")
-            fields[key] = value_read
-        return fields
-
-    document = None
-    for _, event in events:
-        if isinstance(event, yaml.DocumentStartEvent):
-            if document is not None:
-                raise problem(event, "has several documents", "describe one cluster")
-            document = value(following(), 1)
-    return document
+            raise InputError(place, "is too deep or too long", "describe the switches of a cluster")
+    return yaml.load(text, Loader=_Texts)
 
 
 def _flat(switch: _Switch, where: str) -> Iterator[_Found]:
