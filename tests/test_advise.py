@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.health.advice import advice_request, advise
 from tccl_py.health.doctor import Diagnosis
-from tccl_py.health.host import Finding
+from tccl_py.health.host import Defect
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.subject import machine_subject
 from tccl_py.simulator.descriptions import bundled_names
@@ -45,7 +45,7 @@ def test_a_topology_file_of_nccl_is_enough():
 
 def test_problems_of_the_host_come_with_their_fix():
     words = {"what": "ACS is on", "where": "bridge", "why": "detours", "source": "lspci"}
-    kinds = {kind: Finding(severity=kind, fix=f"fix {kind}", **words) for kind in ("slow", "note")}
+    kinds = {kind: Defect(severity=kind, fix=f"fix {kind}", **words) for kind in ("slow", "note")}
     diagnosis = Diagnosis(findings=tuple(kinds.values()), unseen=())
     found = advise(model_of("amd-v100"), diagnosis)
     assert found.problems == ("SLOW ACS is on; fix slow",)

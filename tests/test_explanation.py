@@ -83,16 +83,16 @@ def test_causes_are_minimal_as_brute_force_finds_them(seed, gpus, related):
     causes = find_causes(prober, flows, most=3, related=near)
     alone = min(source.true_rate(transfer_set([flow])) for flow in flows)
     whole = source.true_rate(transfer_set(flows))
-    assert bool(causes.found) == (whole < 0.95 * alone)
-    for cause in causes.found:
+    assert bool(causes.causes) == (whole < 0.95 * alone)
+    for cause in causes.causes:
         own = source.true_rate(transfer_set(cause.flows))
         for size in range(1, len(cause.flows)):
             for part in combinations(cause.flows, size):
                 assert source.true_rate(transfer_set(part)) > own
-    if causes.found:
-        assert set(causes.found[0].flows) in minimal_slow_sets(source, flows, whole, alone)
-    if len(causes.found) < 3:
-        assert not is_hurt(prober, causes.rest)
+    if causes.causes:
+        assert set(causes.causes[0].flows) in minimal_slow_sets(source, flows, whole, alone)
+    if len(causes.causes) < 3:
+        assert not is_hurt(prober, causes.remaining)
 
 
 def minimal_slow_sets(source, flows, whole, alone):
@@ -108,14 +108,14 @@ def minimal_slow_sets(source, flows, whole, alone):
 def test_no_cause_contains_one_found_before():
     source = random_resources(7)
     causes = find_causes(prober_of(source), ring_flows(7), most=4, related=unrelated)
-    for one, other in combinations(causes.found, 2):
+    for one, other in combinations(causes.causes, 2):
         assert not set(one.flows) <= set(other.flows)
 
 
 def test_flows_that_do_not_hurt_each_other_have_no_cause():
     flows = [direct_write(0, 1), direct_write(2, 3)]
     causes = find_causes(prober_of(two_uplinks()), flows, most=4, related=unrelated)
-    assert causes.found == ()
+    assert causes.causes == ()
     assert not causes.spent
 
 
@@ -159,7 +159,7 @@ def test_a_symmetry_that_does_not_hold_for_rates_is_given_up():
     keys = SymmetryKeys(automorphisms(toy_machine(gpus=4, numa_nodes=2)))
     prober = Prober(RememberingSource(OneSlowPort()), keys)
     flows = parse_set("G2->G2->G3 G3->G3->G2").flows
-    (cause,) = find_causes(prober, flows, most=4, related=unrelated).found
+    (cause,) = find_causes(prober, flows, most=4, related=unrelated).causes
     assert cause.flows == flows
 
 

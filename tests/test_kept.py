@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.explanation.explain import by_mechanism, explain, subjects
+from tccl_py.explanation.explain import by_mechanism, explain, ring_flows
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import direct_write, ring_like, ring_set
@@ -184,7 +184,7 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     assert all(flow.is_bounce for flow in flows_of(plan))
     assert plan.rate_gbps >= plan.variables.rate_gbps * (1 - 1e-9)
     assert plan.variables.settings.p2p_level == plan.stock.settings.p2p_level == "LOC"
-    stock = [one for one in subjects(plan) if one.name == "stock"]
+    stock = [one for one in ring_flows(plan) if one.name == "stock"]
     assert all(flow.is_bounce for one in stock for flow in one.flows)
 
 

@@ -21,7 +21,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.words import limit_text
 from tccl_py.plan.writing import write_plan
 from tccl_py.report.contents import heat_maps, read_contents, viridis
-from tccl_py.report.hops import drawn_hops, flow_ends, link_loads
+from tccl_py.report.hops import flow_ends, hops_view, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import report_html
 from tccl_py.simulator.descriptions import load_bundled
@@ -161,8 +161,8 @@ def test_hops_are_marked_slowest_only_where_others_are_faster():
     layout = lay_out(plan.machine)
 
     def slowest(hops):
-        drawn = drawn_hops(plan.machine, flow_ends((hop.flow, hop.gbps) for hop in hops), layout)
-        return [one.slowest for one in drawn]
+        ends = flow_ends((hop.flow, hop.gbps) for hop in hops)
+        return [hop.slowest for hop in hops_view("", "", plan.machine, ends, layout).hops]
 
     assert slowest(ring.hops) == [False] * 8
     first, *others = ring.hops

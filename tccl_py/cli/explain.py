@@ -88,7 +88,7 @@ def _print_explanation(explanation: Explanation, plan: Plan, console: Console) -
     if not plan.is_cluster:
         where = f"{explanation.machine}, GPUs {','.join(map(str, plan.gpus))}"
     console.print(f"What hurts on {where}: {explanation.provenance}")
-    for part in explanation.told():
+    for part in explanation.paragraphs():
         numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
         rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]
         console.print(grid(rows) if rows else part)

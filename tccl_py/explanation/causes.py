@@ -44,7 +44,7 @@ Flows = Sequence[Flow]
 Key = tuple[int, ...]
 Label = Callable[[Flows], object]
 Related = Callable[[Flow, Flow], int]
-Part = frozenset[int]
+Positions = frozenset[int]
 """Positions of flows in the whole."""
 
 
@@ -66,21 +66,21 @@ class SymmetryKeys:
         elements = self._elements[:1] if len(flows) > _FEW_FLOWS else self._elements
         return smallest_row(np.sort(self._codes.images(flows, elements), axis=1))
 
-    def images_within(self, part: Flows, whole: Flows) -> list[frozenset[int]]:
-        """Return the images of `part` in `whole`, itself included, as positions of flows."""
+    def images_within(self, part: Flows, flows: Flows) -> list[frozenset[int]]:
+        """Return the images of `part` in `flows`, itself included, as positions of flows."""
         waiting: dict[int, list[int]] = {}
-        (codes,) = self._codes.images(whole, self._elements[:1])
+        (codes,) = self._codes.images(flows, self._elements[:1])
         for position, code in enumerate(codes.tolist()):
             waiting.setdefault(code, []).append(position)
         images = np.sort(self._codes.images(part, self._elements), axis=1)
         inside = np.isin(images, list(waiting)).all(axis=1)
-        found = []
+        images_found = []
         for row in np.unique(images[inside], axis=0).tolist():
             counts = Counter(row)
             if all(count <= len(waiting[code]) for code, count in counts.items()):
                 members = (waiting[code][:count] for code, count in counts.items())
-                found.append(frozenset(chain.from_iterable(members)))
-        return found
+                images_found.append(frozenset(chain.from_iterable(members)))
+        return images_found
 
 
 class Prober:
@@ -165,9 +165,9 @@ class Prober:
         """Return the rate of the slowest flow, each alone."""
         return min((self.rate([flow]) for flow in flows), key=lambda rate: rate.rate_gbps)
 
-    def _note(self, known: TransferSet) -> None:
-        self.known.append(known)
-        self._images.setdefault(self.symmetry.key(known.flows), known)
+    def _note(self, transfers: TransferSet) -> None:
+        self.known.append(transfers)
+        self._images.setdefault(self.symmetry.key(transfers.flows), transfers)
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,13 +179,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Causes(msgspec.Struct, frozen=True, kw_only=True):
-    """The causes found, the worst first, and the rest, which contains none of them as a whole.
+    """The causes, the worst first, and the remaining flows, which contain none of them as a whole.
 
     `spent` is true if the budget ended first.
     """
 
-    found: tuple[Cause, ...]
-    rest: tuple[Flow, ...]
+    causes: tuple[Cause, ...]
+    remaining: tuple[Flow, ...]
     spent: bool
 
 
@@ -203,18 +203,18 @@ def find_causes(
     symmetry key) are one cause. Raises MeasurementError or ContradictionError: a part cannot be
     measured, or measurements contradict each other, twice.
     """
-    found: list[Cause] = []
-    rest, spent = tuple(flows), False
+    causes: list[Cause] = []
+    remaining, spent = tuple(flows), False
     try:
-        while not spent and len(found) < most and is_hurt(prober, rest):
-            level = _Level(prober, rest, related, label or prober.symmetry.key)
-            more, rest, spent = level.causes(most - len(found))
-            found += more
+        while not spent and len(causes) < most and is_hurt(prober, remaining):
+            level = _RateLevel(prober, remaining, related, label or prober.symmetry.key)
+            more, remaining, spent = level.causes(most - len(causes))
+            causes += more
             if not more:
                 break
     except BudgetSpentError:
         spent = True
-    return Causes(found=tuple(found), rest=rest, spent=spent)
+    return Causes(causes=tuple(causes), remaining=remaining, spent=spent)
 
 
 def is_hurt(prober: Prober, flows: Flows) -> bool:
@@ -226,7 +226,7 @@ def is_hurt(prober: Prober, flows: Flows) -> bool:
     return together.rate_gbps < HURT * alone.rate_gbps * (1 - min(doubt, 1.0))
 
 
-class _Level:
+class _RateLevel:
     """The causes of one rate: all parts about as slow as the whole.
 
     `limit` is between the whole's rate and each flow's own, so no single flow is slow.
@@ -240,7 +240,7 @@ class _Level:
         self.limit = min(NEAR * together, (together * alone) ** 0.5)
         self._rates: list[tuple[Counter[Flow], float]] = []
         self._remember_known()
-        self._parts: list[Part] = []
+        self._parts: list[Positions] = []
         self._causes: dict[object, tuple[tuple[Flow, ...], set[TransferSet]]] = {}
 
     def _remember_known(self) -> None:
@@ -252,8 +252,8 @@ class _Level:
 
     def causes(self, most: int) -> tuple[list[Cause], tuple[Flow, ...], bool]:
         """Return up to `most` causes, a rest without any, and whether the budget ended."""
-        waiting: list[Part] = [frozenset()]
-        visited: set[Part] = set()
+        waiting: list[Positions] = [frozenset()]
+        visited: set[Positions] = set()
         spent = False
         try:
             while waiting and len(visited) < NODES and len(self._causes) < most:
@@ -264,22 +264,22 @@ class _Level:
                     waiting += [removed | {flow} for flow in self._least_needed_first(part)]
         except BudgetSpentError:
             spent = True
-        found = [
+        causes = [
             Cause(flows=flows, minimal=True, alike=len(sets) - 1)
             for flows, sets in self._causes.values()
         ]
-        if spent and not found:
-            found = self._smallest_known()
+        if spent and not causes:
+            causes = self._smallest_known()
         gone: set[int] = set()
         for part in self._parts:
             if not part & gone:
                 gone.add(self._least_needed_first(part)[-1])
-        return found, tuple(flow for i, flow in enumerate(self._flows) if i not in gone), spent
+        return causes, tuple(flow for i, flow in enumerate(self._flows) if i not in gone), spent
 
-    def _least_needed_first(self, part: Part) -> list[int]:
-        return sorted(part, key=lambda flow: (sum(flow in found for found in self._parts), flow))
+    def _least_needed_first(self, part: Positions) -> list[int]:
+        return sorted(part, key=lambda flow: (sum(flow in slow for slow in self._parts), flow))
 
-    def _part_without(self, removed: Part) -> Part:
+    def _part_without(self, removed: Positions) -> Positions:
         """Return a slow part without these flows; empty if there is none."""
         for part in self._parts:
             if not part & removed:
@@ -292,14 +292,14 @@ class _Level:
         parts = [part, *self._prober.symmetry.images_within(flows, self._flows)]
         self._parts += parts
         # A part whose flows are in the whole twice counts once.
-        _, alike = self._causes.setdefault(self._label(flows), (flows, set()))
-        alike.update(transfer_set(self._flows[i] for i in found) for found in parts)
+        _, sets = self._causes.setdefault(self._label(flows), (flows, set()))
+        sets.update(transfer_set(self._flows[i] for i in image) for image in parts)
         return part
 
-    def _smallest(self, rest: Sequence[int]) -> tuple[int, ...]:
-        """Return a minimal slow part of `rest`, which is slow; checked without any symmetry."""
+    def _smallest(self, remaining: Sequence[int]) -> tuple[int, ...]:
+        """Return a minimal slow part of `remaining`, checked without any symmetry."""
         for _ in range(2):
-            part = self._slow_pair(rest) or smallest_slow_part(rest, self._slow)
+            part = self._slow_pair(remaining) or smallest_slow_part(remaining, self._slow)
             # Noise may have kept flows that are not needed.
             for flow in part:
                 less = tuple(i for i in part if i != flow)
@@ -314,13 +314,13 @@ class _Level:
         names = " ".join(str(self._flows[i]) for i in part)
         raise ContradictionError(f"{names} is slow in some measurements and fast in others")
 
-    def _slow_pair(self, rest: Sequence[int]) -> tuple[int, ...] | None:
+    def _slow_pair(self, remaining: Sequence[int]) -> tuple[int, ...] | None:
         """Return a slow pair of flows that share a part, if few measurements tell one."""
         pairs: dict[Key, tuple[int, int, int]] = {}
-        for one, other in combinations(rest, 2):
-            flows = self._flows[one], self._flows[other]
+        for first, second in combinations(remaining, 2):
+            flows = self._flows[first], self._flows[second]
             if shared := self._related(*flows):
-                pairs.setdefault(self._prober.symmetry.key(flows), (-shared, one, other))
+                pairs.setdefault(self._prober.symmetry.key(flows), (-shared, first, second))
         likely = (pair[1:] for pair in sorted(pairs.values())[:PAIRS])
         return next((pair for pair in likely if self._slow(pair)), None)
 
@@ -328,9 +328,9 @@ class _Level:
         if len(part) < 2:
             return False
         flows = Counter(self._flows[i] for i in part)
-        if any(gbps <= self.limit and known <= flows for known, gbps in self._rates):
+        if any(gbps <= self.limit and measured <= flows for measured, gbps in self._rates):
             return True
-        if any(gbps > self.limit and flows <= known for known, gbps in self._rates):
+        if any(gbps > self.limit and flows <= measured for measured, gbps in self._rates):
             return False
         return self._measured_slow(part, exact=False)
 
@@ -345,8 +345,8 @@ class _Level:
         return bool(rate.rate_gbps <= self.limit)
 
     def _smallest_known(self) -> list[Cause]:
-        slow = [known for known, gbps in self._rates if gbps <= self.limit]
-        smallest = min(slow, key=lambda known: known.total(), default=None)
+        slow = [measured for measured, gbps in self._rates if gbps <= self.limit]
+        smallest = min(slow, key=lambda measured: measured.total(), default=None)
         if smallest is None or smallest.total() >= len(self._flows):
             return []
         return [Cause(flows=transfer_set(smallest.elements()).flows, minimal=False)]

@@ -57,7 +57,7 @@ _MUCH = 1.1
 """Transfers that lose less than a tenth slow each other only a little."""
 
 
-class Subject(msgspec.Struct, frozen=True, kw_only=True):
+class RingFlows(msgspec.Struct, frozen=True, kw_only=True):
     """Rings to explain, or their chains on hosts of a class: flows, and the number of rings."""
 
     name: Literal["plan", "stock"]
@@ -67,25 +67,25 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     rate_gbps: float
 
 
-def subjects(plan: Plan) -> Iterator[Subject]:
+def ring_flows(plan: Plan) -> Iterator[RingFlows]:
     """Yield the plan's rings on each class of hosts, and a machine's default rings if different."""
-    seen: set[tuple[int, TransferSet]] = set()
+    yielded: set[tuple[int, TransferSet]] = set()
     for path in plan.paths:
         flows = tuple(hop.flow for chain in path.chains for hop in chain.hops)
-        if (path.node_class, transfer_set(flows)) not in seen:
-            seen.add((path.node_class, transfer_set(flows)))
+        if (path.node_class, transfer_set(flows)) not in yielded:
+            yielded.add((path.node_class, transfer_set(flows)))
             facts: dict[str, Any] = {"rings": plan.ring_count, "rate_gbps": plan.rate_gbps}
-            yield Subject(name="plan", number=path.node_class, flows=flows, **facts)
+            yield RingFlows(name="plan", number=path.node_class, flows=flows, **facts)
     default = None if plan.is_cluster else _default(plan)
     if default is not None and sorted(default.flows) != sorted(flows):
         yield default
 
 
-def _default(plan: Plan) -> Subject | None:
+def _default(plan: Plan) -> RingFlows | None:
     """Return default NCCL's rings; None if a hop of them goes over NICs."""
     orders = condensed(plan.stock.rings)
-    nccl_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    space = hop_space(nccl_view, rings_in_set=len(orders))
+    topo = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    space = hop_space(topo, rings_in_set=len(orders))
     try:
         rings = ring_set([ring_like(space, order) for order in orders])
     except SearchError:
@@ -93,7 +93,7 @@ def _default(plan: Plan) -> Subject | None:
     flows = tuple(hop.flow for ring in rings.rings for hop in ring.hops)
     # Rings that cannot be rated have a rate of 0.
     gbps = plan.stock.rate_gbps or 0.0
-    return Subject(name="stock", flows=flows, rings=len(orders), rate_gbps=gbps)
+    return RingFlows(name="stock", flows=flows, rings=len(orders), rate_gbps=gbps)
 
 
 def explain(
@@ -118,10 +118,11 @@ def explain(
     ('bounce',)
     """
     sources = source if isinstance(source, Sequence) else [source]
+    share = max_sets // len(sources)
     hosts = [
-        _Host(plan, number, one, max_sets // len(sources)) for number, one in enumerate(sources)
+        _ClassExplainer(plan, number, answers, share) for number, answers in enumerate(sources)
     ]
-    chosen = list(subjects(plan))
+    chosen = list(ring_flows(plan))
     rings: list[RingExplanation] = []
     pitfalls: list[Finding] = []
     for number, host in enumerate(hosts):
@@ -147,7 +148,7 @@ def explain(
     )
 
 
-class _Host:
+class _ClassExplainer:
     """Explains rings on the hosts of a class, with at most `sets` measurements by `source`."""
 
     def __init__(self, plan: Plan, number: int, source: BandwidthSource, sets: int) -> None:
@@ -162,7 +163,7 @@ class _Host:
         self._mark = "simulated" if source.simulated else "measured"
         self._kinds_of_places = cache(self._uncached_kinds_of_places)
 
-    def ring(self, subject: Subject, most: int) -> RingExplanation:
+    def ring(self, subject: RingFlows, most: int) -> RingExplanation:
         """Explain a set of rings by up to `most` findings."""
         prober, flows = self.prober, subject.flows
         explanation = RingExplanation(
@@ -184,9 +185,10 @@ class _Host:
         trouble, findings, related = "", list[Finding](), self._paths.related
         try:
             causes = find_causes(prober, flows, most=most, related=related, label=self._label)
-            findings = sorted(map(self._finding, causes.found), key=lambda one: -one.slowdown)
+            findings = [self._finding(cause) for cause in causes.causes]
+            findings.sort(key=lambda finding: -finding.slowdown)
         except (ContradictionError, MeasurementError) as error:
-            causes, trouble = Causes(found=(), rest=flows, spent=False), str(error)
+            causes, trouble = Causes(causes=(), remaining=flows, spent=False), str(error)
         # Fewer flows at the same places are the rest of a worse finding.
         first: dict[object, Finding] = {}
         for finding in findings:
@@ -197,21 +199,21 @@ class _Host:
             rate_gbps=subject.rings * together.rate_gbps,
             slowest=slowest,
             findings=tuple(findings),
-            unexplained=trouble or self._left(causes),
+            unexplained=trouble or self._remaining(causes),
             sentence=self._hurting(slowest, findings) if hurt else self._as_alone(slowest),
         )
 
-    def pitfalls(self, told: Sequence[Finding]) -> Iterator[Finding]:
-        """Yield writes above switches that collapse, for other reasons than `told` findings."""
-        labels = {self._label(finding.flows) for finding in told}
+    def pitfalls(self, explained: Sequence[Finding]) -> Iterator[Finding]:
+        """Yield writes above switches that collapse, for reasons other than `explained`."""
+        labels = {self._label(finding.flows) for finding in explained}
         for transfers in collapse_patterns(self._plan, (), number=self._number):
             label = self._label(transfers.flows)
             if label not in labels:
                 with suppress(MeasurementError):
-                    found = self._finding(Cause(flows=transfers.flows, minimal=True))
-                    if found.is_collapse:
+                    finding = self._finding(Cause(flows=transfers.flows, minimal=True))
+                    if finding.is_collapse:
                         labels.add(label)
-                        yield found
+                        yield finding
 
     def _finding(self, cause: Cause) -> Finding:
         """Return a finding about a set that is slow together."""
@@ -219,20 +221,20 @@ class _Host:
         alone = [self.prober.best([flow]).rate_gbps for flow in flows]
         together = self.prober.best(flows)
         of_image = flows != sorted(together.transfers.flows)
-        each = (together.rate_gbps,) * len(flows) if of_image else together.in_order(flows)
-        found = finding_of(
+        rates = (together.rate_gbps,) * len(flows) if of_image else together.in_order(flows)
+        finding = finding_of(
             flows,
             min(together.rate_gbps, *alone),
             alone,
-            each_gbps=each,
+            each_gbps=rates,
             error=together.relative_error,
             shares=tuple(shared.words for shared in self._suspects(flows)),
             instead=self._instead(flows),
             alike=cause.alike,
             minimal=cause.minimal,
         )
-        sentence = finding_sentence(self._machine, found, mark=self._mark)
-        return msgspec.structs.replace(found, sentence=sentence)
+        sentence = finding_sentence(self._machine, finding, mark=self._mark)
+        return msgspec.structs.replace(finding, sentence=sentence)
 
     def _slowest(self, flows: Flows, gbps: float) -> Finding:
         """Return the hop that is slowest alone, in rings whose slowest hop gets `gbps`."""
@@ -272,43 +274,43 @@ class _Host:
 
         The share is the set's rate over the rate of its slowest flow alone.
         """
-        found: set[str] = set()
+        kinds_of_places: set[str] = set()
         for flows in (transfers.flows for transfers in self.prober.known):
             if 1 < len(flows) <= _MOST_FLOWS and _kinds(flows) == kinds:
                 alone = [self.prober.if_known([flow]) for flow in flows]
                 rates = [rate.rate_gbps for rate in alone if rate is not None]
                 known_alone = len(rates) == len(flows)
                 if known_alone and self.prober.exact(flows).rate_gbps >= above * min(rates):
-                    found |= self._kinds_of_places(flows)
-        return found
+                    kinds_of_places |= self._kinds_of_places(flows)
+        return kinds_of_places
 
     def _uncached_kinds_of_places(self, flows: tuple[Flow, ...]) -> frozenset[str]:
         places = (*self._paths.shared(flows), *self._paths.busy(flows))
         return frozenset(place.kind for place in places)
 
-    def _left(self, causes: Causes) -> str:
+    def _remaining(self, causes: Causes) -> str:
         """Return the state of the flows outside all causes, if something slows them."""
         try:
-            together = self.prober.rate(causes.rest)
-            alone = self.prober.slowest_alone(causes.rest)
-            hurt = is_hurt(self.prober, causes.rest)
+            together = self.prober.rate(causes.remaining)
+            alone = self.prober.slowest_alone(causes.remaining)
+            hurt = is_hurt(self.prober, causes.remaining)
         except BudgetSpentError:
             return "the budget of measurements ended before all was explained"
         if not hurt:
             return ""
         why = "the budget of measurements ended first" if causes.spent else "there are more causes"
         return (
-            f"the other {len(causes.rest)} transfers together get {together.rate_gbps:.2f} GB/s "
-            f"({self._mark}), the slowest of them alone {alone.rate_gbps:.2f}: {why}"
+            f"the other {len(causes.remaining)} transfers together get {together.rate_gbps:.2f} "
+            f"GB/s ({self._mark}), the slowest of them alone {alone.rate_gbps:.2f}: {why}"
         )
 
     def _hurting(self, slowest: Finding, findings: Sequence[Finding]) -> str:
-        what = "slow each other"
+        harm = "slow each other"
         if findings and not any(finding.is_collapse for finding in findings):
             little = slowest.slowdown <= _MUCH
-            what = "slow each other a little" if little else "share links, and lose no more"
+            harm = "slow each other a little" if little else "share links, and lose no more"
         return (
-            f"Transfers {what}: the slowest hop gets {slowest.gbps:.2f} GB/s ({self._mark}), and "
+            f"Transfers {harm}: the slowest hop gets {slowest.gbps:.2f} GB/s ({self._mark}), and "
             f"none gets less than {slowest.alone_gbps:.2f} alone."
         )
 

@@ -121,7 +121,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
         return mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
 
-    def told(self) -> Iterator[str | tuple[Finding, ...]]:
+    def paragraphs(self) -> Iterator[str | tuple[Finding, ...]]:
         """Yield lines on each set of rings and on pitfalls, and the findings below the lines."""
         for ring in self.rings:
             whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
@@ -139,7 +139,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Describe the explanation in sentences: rings, the slowdowns of each, and pitfalls."""
         lines = [f"What hurts on {self.machine}: {self.provenance}"]
-        for part in self.told():
+        for part in self.paragraphs():
             if isinstance(part, str):
                 lines += filter(None, [part])
             else:
@@ -228,10 +228,10 @@ def _rates(rates: Sequence[float]) -> str:
     return f"{min(rates):.2f} GB/s each"
 
 
-def instead_text(gbps: float, others: Sequence[Instead]) -> str:
+def instead_text(gbps: float, alternatives: Sequence[Instead]) -> str:
     """Return a following sentence on mechanisms with clearly other rates; "" without any."""
     by_rate: dict[str, list[str]] = {}
-    for instead in others:
+    for instead in alternatives:
         if abs(instead.gbps - gbps) > _OTHERWISE * gbps:
             by_rate.setdefault(f"{instead.gbps:.2f}", []).append(instead.kind)
     parts = [f"{rate} by {' or '.join(kinds)}" for rate, kinds in by_rate.items()]

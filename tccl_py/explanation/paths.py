@@ -39,9 +39,9 @@ class Passing(NamedTuple):
         """The part, and the direction in words."""
         part, up = self.part, self.direction == "up"
         if part.kind in ("socket", "numa"):
-            what = "socket" if part.kind == "socket" else "NUMA node"
+            noun = "socket" if part.kind == "socket" else "NUMA node"
             start, end = part.device.split("-")[:: 1 if up else -1]
-            return f"the link from {what} {start} to {what} {end}"
+            return f"the link from {noun} {start} to {noun} {end}"
         if not self.direction:
             return part.words
         names = ("outwards", "inwards") if part.kind in ("own", "nvlink") else _DIRECTIONS
@@ -70,16 +70,16 @@ class Paths:
             self._known[flow.transfers] = tuple(dict.fromkeys(passings))
         return self._known[flow.transfers]
 
-    def related(self, one: Flow, other: Flow) -> int:
+    def related(self, flow: Flow, other: Flow) -> int:
         """Return the number of parts two flows share; the same direction counts twice."""
-        first, second = set(self.passes(one)), set(self.passes(other))
+        first, second = set(self.passes(flow)), set(self.passes(other))
         parts = {passing.part for passing in first} & {passing.part for passing in second}
         return len(parts) + len(first & second)
 
     def shared(self, flows: Sequence[Flow]) -> tuple[Shared, ...]:
         """Return the parts of most of the flows, of two at least; nearest to the CPU first."""
         passings = [passing for flow in flows for passing in self.passes(flow)]
-        counts = Counter(part for flow in flows for part in {one.part for one in self.passes(flow)})
+        counts = Counter(part for flow in flows for part in {way.part for way in self.passes(flow)})
         most = max(counts.values(), default=0)
         if most < 2:
             return ()
@@ -95,7 +95,7 @@ class Paths:
             or not uplinks.intersection(self.machine.ancestors(part.device))
         ]
         parts.sort(key=lambda part: (get_args(Kind).index(part.kind), *_by_index(part.device)))
-        return tuple(_shared({one for one in passings if one.part == part}) for part in parts)
+        return tuple(_shared({way for way in passings if way.part == part}) for part in parts)
 
     def _of(self, transfer: Transfer) -> Iterator[Passing]:
         source, destination = transfer.source.device, transfer.destination.device
@@ -143,8 +143,8 @@ class Paths:
         places = ((index_of(node), sockets[node]) for node in edge)
         start, end = (index if socket is None else socket for index, socket in places)
         low, high = sorted((start, end))
-        what = "sockets" if crosses_sockets else "NUMA nodes"
-        words = f"the link between {what} {low} and {high}"
+        nouns = "sockets" if crosses_sockets else "NUMA nodes"
+        words = f"the link between {nouns} {low} and {high}"
         part = Part("socket" if crosses_sockets else "numa", f"{low}-{high}", words)
         return Passing(part, "up" if start == low else "down")
 
@@ -171,8 +171,8 @@ class Paths:
             return f"{verb} a NIC"
         gpu_node = self.machine.numa_of(f"G{transfer.executor.index}")
         near = self.machine.numa_of(end.device) == gpu_node
-        what = "the memory" if end.kind == "C" else "a GPU"
-        return f"{verb} {what} of {'its own' if near else 'another'} NUMA node"
+        memory = "the memory" if end.kind == "C" else "a GPU"
+        return f"{verb} {memory} of {'its own' if near else 'another'} NUMA node"
 
 
 def _by_index(name: str) -> tuple[str, int, str]:
@@ -205,7 +205,7 @@ def collapse_patterns(
     of `small` with the pattern is taken, else two writes of the plan's number of blocks.
     """
     node, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    machine, known = node.machine, tuple(small)
+    machine, sets = node.machine, tuple(small)
     above = {gpu: (f"G{gpu}", *machine.ancestors(f"G{gpu}")) for gpu in gpus}
     ports = {gpu: chain[-2] for gpu, chain in above.items()}
     uplinks = [tuple(gpu for gpu in gpus if bridge.id in above[gpu]) for bridge in machine.bridges]
@@ -218,16 +218,16 @@ def collapse_patterns(
             far_ports = {gpu: port for gpu, port in ports.items() if port not in near}
             blocks = chain.hops[0].flow.blocks
             new = transfer_set(direct_write(*ends, blocks=blocks) for ends in pairs)
-            yield next((bridge for bridge in known if _leaves(bridge, below, far_ports)), new)
+            yield next((bridge for bridge in sets if _leaves(bridge, below, far_ports)), new)
 
 
-def _leaves(transfers: TransferSet, below: Sequence[int], away: Mapping[int, str]) -> bool:
-    """Return whether two GPUs of `below` write to two root ports, by GPU, of `away`."""
+def _leaves(transfers: TransferSet, below: Sequence[int], far_ports: Mapping[int, str]) -> bool:
+    """Return whether two GPUs of `below` write to two root ports, by GPU, of `far_ports`."""
     writes = {
-        (flow.source.index, away[flow.destination.index])
+        (flow.source.index, far_ports[flow.destination.index])
         for flow in transfers.flows
         if flow.source.kind == flow.destination.kind == "G" and not flow.is_bounce
         if flow.transfers[0].operation == "write"
-        if flow.source.index in below and flow.destination.index in away
+        if flow.source.index in below and flow.destination.index in far_ports
     }
     return all(len({ends[at] for ends in writes}) > 1 for at in (0, 1))

@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from tccl_py.health.host import Finding, Host, Results, Unseen, defect, listed
+from tccl_py.health.host import Defect, Host, Results, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
 
 _UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
@@ -127,7 +127,7 @@ def check_links(host: Host) -> Results:
         )
 
 
-def _width(host: Host, device: str, above: str, who: str) -> Iterator[Finding]:
+def _width(host: Host, device: str, above: str, who: str) -> Iterator[Defect]:
     width = host.pci_link(device, "current").width
     widths = [host.pci_link(end, "max").width for end in (device, above)]
     best = min(filter(None, widths), default=0)
@@ -172,7 +172,7 @@ _NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 _REGISTRY = re.compile(r'^RegistryDwords: "(.*)"$', re.MULTILINE)
 
 
-def _driver_options(host: Host) -> Iterator[Finding]:
+def _driver_options(host: Host) -> Iterator[Defect]:
     """Find options of the driver's modules that decide on P2P, or on CUDA's start."""
     if len(host.gpus) < 2:
         return
@@ -331,7 +331,7 @@ def check_numa(host: Host) -> Results:
         yield defect("balancing", "/proc/sys/kernel/numa_balancing", measured="1", expected="0")
 
 
-def _lost_gpus(host: Host) -> Iterator[Finding]:
+def _lost_gpus(host: Host) -> Iterator[Defect]:
     lost = [host.gpu_name(gpu) for gpu in host.gpus if host.pci(gpu, "numa_node") == "-1"]
     if not lost:
         return

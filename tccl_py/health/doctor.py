@@ -21,8 +21,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.health.checks import HOST_CHECKS
 from tccl_py.health.host import (
     SEVERITIES,
+    Defect,
     DriverState,
-    Finding,
     Host,
     Results,
     Unseen,
@@ -106,7 +106,7 @@ def check_plugin(host: Host) -> Results:
 def plugin_complaints() -> list[str]:
     """Return what keeps an installed plugin from its plan on this host, as sentences."""
     host = Host(home=str(home()), environment=dict(os.environ))
-    results = [result for result in check_plugin(host) if isinstance(result, Finding)]
+    results = [result for result in check_plugin(host) if isinstance(result, Defect)]
     return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
 
 
@@ -377,7 +377,7 @@ _NCCL_CHECKS: Mapping[str, Callable[[Host], Results]] = {
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, the worst first, and facts that could not be read."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Defect, ...]
     unseen: tuple[Unseen, ...]
 
     @property
@@ -393,7 +393,7 @@ def examine(host: Host) -> Diagnosis:
         for name, check in (*HOST_CHECKS.items(), *_NCCL_CHECKS.items())
         for result in check(host)
     ]
-    findings = [result for result in results if isinstance(result, Finding)]
+    findings = [result for result in results if isinstance(result, Defect)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     unseen = tuple(result for result in results if isinstance(result, Unseen))
     return Diagnosis(findings=tuple(findings), unseen=unseen)

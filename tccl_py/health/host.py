@@ -31,7 +31,7 @@ SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
 """From bad to harmless. `hang`: NCCL hangs or fails; `slow`: NCCL or a measurement is slowed."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Defect(msgspec.Struct, frozen=True, kw_only=True):
     """A defect of a host.
 
     `measured` and `expected` are "" where words say all; `why` is the effect, `source` the
@@ -57,7 +57,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-Results = Iterator[Finding | Unseen]
+Results = Iterator[Defect | Unseen]
 """The results of a check."""
 
 
@@ -84,7 +84,7 @@ def rules() -> dict[str, Rule]:
 
 def defect(
     rule: str, where: str, *, severity: Severity | None = None, effect: str = "", **fields: str
-) -> Finding:
+) -> Defect:
     """Return a finding by a rule of `rules.json`.
 
     `effect` is added to the rule's `why`; `fields` replace or add fields of the finding.
@@ -92,7 +92,7 @@ def defect(
     base = rules()[rule]
     parts = {"what": base.what, "why": base.why + effect, "source": base.source}
     parts |= {"fix": base.fix, **fields}
-    return Finding(severity=severity or base.severity, where=where, **parts)
+    return Defect(severity=severity or base.severity, where=where, **parts)
 
 
 def listed(names: Sequence[str]) -> str:

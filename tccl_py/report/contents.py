@@ -78,7 +78,7 @@ def read_contents(directory: Path) -> Contents:
     )
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
 
-    def beside(kind: type[K]) -> K | None:
+    def loaded(kind: type[K]) -> K | None:
         try:
             finding = kind.load(directory)
         except InputError as error:
@@ -93,9 +93,9 @@ def read_contents(directory: Path) -> Contents:
         notices.append(f"{kind.FILE} is left out: it {why}")
         return None
 
-    explanation = beside(Explanation)
-    evaluation = beside(Evaluation)
-    verification = beside(Verification)
+    explanation = loaded(Explanation)
+    evaluation = loaded(Evaluation)
+    verification = loaded(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
     notices += verification.transfer_notices if verification is not None else ()
@@ -126,8 +126,8 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
     journal = read_journal(path)
     header = journal.header
     names = {part.machine.name for part in plan.cluster.classes}
-    other = header.machine not in names and not plan.is_cluster
-    if other or header.simulated != plan.simulated:
+    foreign = header.machine not in names and not plan.is_cluster
+    if foreign or header.simulated != plan.simulated:
         kind = "simulated" if header.simulated else "measured"
         return None, [f"{path.name} is left out: it holds {kind} rates of {header.machine}"]
     return journal, list(journal.notices)
@@ -297,8 +297,8 @@ def simulated_pairs(plan: Plan, directory: Path) -> Journal:
     if len(plan.class_gpus[0]) <= _MOST_BESIDE:
         pairs = itertools.combinations(zip(ends, flows, strict=True), 2)
         sets += [
-            transfer_set([flow, other])
-            for ((source, target), flow), ((start, end), other) in pairs
+            transfer_set([flow, second])
+            for ((source, target), flow), ((start, end), second) in pairs
             if source != start and target != end
         ]
     return {measurement.transfers: [measurement] for measurement in Simulator(model).measure(sets)}

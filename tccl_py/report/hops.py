@@ -22,7 +22,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import order_words
 from tccl_py.report.machine import Layout, Wire, depth, row_of, wires
 
-_SAME = 1e-6
+_TOLERANCE = 1e-6
 _PORT = 9.0
 _PATHS = {
     "NVL": "over NVLink",
@@ -112,7 +112,7 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
             hops = flow_ends((hop.flow, hop.gbps) for hop in chain.hops)
             shown = {"order": order, "rate": chain.rate}
-            views.append(_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
+            views.append(hops_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
     return views if plan.is_cluster else [*views, *_default_views(plan, layout)]
 
 
@@ -120,40 +120,33 @@ def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:
     turned = Counter(
         ring[ring.index(min(ring)) :] + ring[: ring.index(min(ring))] for ring in plan.stock.rings
     )
-    nccl_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    topo = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
     for at, (ring, channels) in enumerate(turned.items()):
-        pairs = neighbours(ring) if len(ring) > 1 else ()
-        hops: list[Ends] = [
-            (
-                f"G{a}",
-                f"G{b}",
-                pair_mechanism(nccl_view, a, b).replace("network", "net"),
-                None,
-                None,
-            )
-            for a, b in pairs
-        ]
+        hops: list[Ends] = []
+        for a, b in neighbours(ring) if len(ring) > 1 else ():
+            kind = pair_mechanism(topo, a, b).replace("network", "net")
+            hops.append((f"G{a}", f"G{b}", kind, None, None))
         title = "Default NCCL's ring" + f" on {channels} channels" * (channels > 1)
         shown = {"order": order_words(ring)}
-        yield _view(f"default-{at}", title, plan.machine, hops, layout, **shown)
+        yield hops_view(f"default-{at}", title, plan.machine, hops, layout, **shown)
 
 
 def cause_view(name: str, machine: Machine, finding: Finding, layout: Layout) -> HopsView | None:
     """Return a finding's flows as a drawing; None if an end is not drawn."""
     ends = flow_ends(zip(finding.flows, finding.each_gbps, strict=True))
-    if not all(end in layout.boxes for one in ends for end in one[:2]):
+    if not all(end in layout.boxes for hop in ends for end in hop[:2]):
         return None
-    return _view(name, "Flows that run together", machine, ends, layout)
+    return hops_view(name, "Flows that run together", machine, ends, layout)
 
 
 def ring_view(hops: Iterable[tuple[Flow, float | None]]) -> HopsView:
     """Return a ring's hops, each with its rate, below its devices in the order of the ring."""
     ends = flow_ends(hops)
-    layout = row_of(list(dict.fromkeys(name for one in ends for name in one[:2])))
-    return _view("ring", "Ring", None, ends, layout)
+    layout = row_of(list(dict.fromkeys(name for hop in ends for name in hop[:2])))
+    return hops_view("ring", "Ring", None, ends, layout)
 
 
-def _view(
+def hops_view(
     name: str,
     title: str,
     machine: Machine | None,
@@ -161,7 +154,26 @@ def _view(
     layout: Layout,
     **more: Any,
 ) -> HopsView:
-    hops = drawn_hops(machine, ends, layout)
+    """Return a view of hops as lines; none is the slowest where all have one rate."""
+    rates = [gbps for *_, gbps in ends if gbps is not None]
+    least, most = min(rates, default=0.0) * (1 + _TOLERANCE), max(rates, default=0.0)
+    ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b, *_ in ends]
+    nics = any("N" in a[0] + b[0] for a, b, *_ in ends)
+    lines = wires(ports, layout.gaps("GN" if nics else "G"))
+    hops = tuple(
+        DrawnHop(
+            source=source,
+            target=target,
+            kind=kind,
+            flow=flow,
+            gbps=gbps,
+            path="" if machine is None else _path(machine, source, target, flow),
+            slowest=gbps is not None and gbps <= least < most,
+            wire=wire,
+            top=layout.boxes[source].bottom,
+        )
+        for (source, target, kind, flow, gbps), wire in zip(ends, lines, strict=True)
+    )
     return HopsView(id=name, title=title, layout=layout, hops=hops, **more)
 
 
@@ -183,31 +195,6 @@ def flow_ends(flows: Iterable[tuple[Flow, float | None]]) -> list[Ends]:
         kind = "net" if flow.is_network else kind
         drawn.append((flow.source.device, flow.destination.device, kind, flow, gbps))
     return drawn
-
-
-def drawn_hops(
-    machine: Machine | None, ends: Sequence[Ends], layout: Layout
-) -> tuple[DrawnHop, ...]:
-    """Return hops as lines; none is the slowest where all have one rate."""
-    rates = [gbps for *_, gbps in ends if gbps is not None]
-    least, most = min(rates, default=0.0) * (1 + _SAME), max(rates, default=0.0)
-    ports = [(layout.boxes[a].middle + _PORT, layout.boxes[b].middle - _PORT) for a, b, *_ in ends]
-    nics = any("N" in a[0] + b[0] for a, b, *_ in ends)
-    found = wires(ports, layout.gaps("GN" if nics else "G"))
-    return tuple(
-        DrawnHop(
-            source=source,
-            target=target,
-            kind=kind,
-            flow=flow,
-            gbps=gbps,
-            path="" if machine is None else _path(machine, source, target, flow),
-            slowest=gbps is not None and gbps <= least < most,
-            wire=wire,
-            top=layout.boxes[source].bottom,
-        )
-        for (source, target, kind, flow, gbps), wire in zip(ends, found, strict=True)
-    )
 
 
 def _path(machine: Machine, source: str, target: str, flow: Flow | None) -> str:

@@ -19,7 +19,7 @@ from tccl_py.model.transfer import index_of
 
 LANE = 36.0
 """Height of a lane: a rate above its line, a word below it."""
-_APART = 6.0
+_SPACE = 6.0
 _GAP, _PAD = 8.0, 12.0
 _HEADER = 24.0
 _LINK = 38.0
@@ -149,10 +149,10 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
     for device, parent in machine.parents.items():
         if device in tree.boxes:
             box = tree.boxes[device]
-            left, right = link_words(machine.links[device])
+            generation, right = link_words(machine.links[device])
             top = tree.boxes[parent].bottom
             x, y = box.middle, box.y
-            lines.append(Line(kind="pci", x=x, top=top, bottom=y, left=left, right=right))
+            lines.append(Line(kind="pci", x=x, top=top, bottom=y, left=generation, right=right))
     drawing = f"machine-{number}"
     return Layout(drawing, machine.name, tuple(frames), tuple(lines), tree.boxes, width, bottom)
 
@@ -186,7 +186,7 @@ class _Tree:
         drawn = (device for device in machine.parents if device in self._first)
         for device in sorted(drawn, key=self.order):
             self._children.setdefault(machine.parents[device], []).append(device)
-        self.depth = 1 + max((len(machine.ancestors(one)) - 1 for one in self._leaves), default=0)
+        self.depth = 1 + max((len(machine.ancestors(leaf)) - 1 for leaf in self._leaves), default=0)
         self.boxes: dict[str, Box] = {}
 
     def order(self, device: str) -> tuple[float, int, str]:
@@ -256,7 +256,7 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     by_number: dict[int, Wire] = {}
     for index in sorted(range(len(ends)), key=lambda i: (abs(ends[i][1] - ends[i][0]), i)):
         low, high = sorted(ends[index])
-        near = {at for at, start, end in occupied if start <= high + _APART and low <= end + _APART}
+        near = {at for at, start, end in occupied if start <= high + _SPACE and low <= end + _SPACE}
         lane = next(number for number in count() if number not in near)
         occupied.append((lane, low, high))
         middle = (low + high) / 2
@@ -267,9 +267,9 @@ def wires(ends: Sequence[tuple[float, float]], gaps: Sequence[float]) -> list[Wi
     return [by_number[index] for index in range(len(ends))]
 
 
-def depth(found: Sequence[Wire]) -> float:
+def depth(lanes: Sequence[Wire]) -> float:
     """Return how far down the lanes of these wires reach."""
-    return LANE * (1 + max((wire.lane for wire in found), default=-1))
+    return LANE * (1 + max((wire.lane for wire in lanes), default=-1))
 
 
 class NvLinks(msgspec.Struct, frozen=True):
@@ -295,11 +295,11 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
             cpu = layout.boxes[link.target]
             lines.append(Line(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
     ports = _ports(list(counts), layout)
-    found = wires(
+    lanes = wires(
         [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("G")
     )
     switches: list[Box] = []
-    y = layout.bottom + depth(found)
+    y = layout.bottom + depth(lanes)
     for switch in machine.nvswitches:
         top, width, height = y + _LINK, layout.width - 4, _HEIGHTS["nvswitch"]
         for link in machine.nvlinks:
@@ -310,7 +310,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
         label = f"{switch.id} · NVLink switch"
         switches.append(Box(kind="nvswitch", x=2, y=top, width=width, height=height, label=label))
         y = switches[-1].bottom
-    pairs = tuple(zip(found, counts.values(), strict=True))
+    pairs = tuple(zip(lanes, counts.values(), strict=True))
     start = layout.boxes[machine.gpus[0].id].bottom
     return NvLinks(pairs, tuple(lines), tuple(switches), start, y)
 

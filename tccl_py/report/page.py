@@ -95,7 +95,7 @@ def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> No
 
 def report_html(contents: Contents) -> str:
     """Return the report on a plan's directory, as one HTML document."""
-    plan, seen, verified = contents.plan, contents.evaluation, contents.verification
+    plan, timed, verified = contents.plan, contents.evaluation, contents.verification
     nodes = [_node(contents, number) for number in range(len(plan.cluster.classes))]
     return (
         templates()
@@ -121,7 +121,7 @@ def report_html(contents: Contents) -> str:
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
             searched=settings_bars(plan),
-            ratios=[ratio_map(seen, arm) for arm in seen.summaries] if seen else [],
+            ratios=[ratio_map(timed, arm) for arm in timed.summaries] if timed else [],
             sizes=list(size_table(plan)),
             size_notes=size_notes(plan),
             charts=list(size_charts(contents.sizes)),
@@ -142,8 +142,8 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
     yield "host", listed([host.name for host in plan.hosts])
     for node in nodes:
         machine, of = node.machine, f" of {node.name}" if node.name else ""
-        some = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"
-        yield f"GPUs{of}", f"{some}, {gpu_names(machine)}"
+        gpus = f"{len(node.gpus)} of {len(machine.gpus)} ({gpu_list(node.gpus)})"
+        yield f"GPUs{of}", f"{gpus}, {gpu_names(machine)}"
         cpus = (" ".join(filter(None, (n.vendor, n.arch))) + _family(n) for n in machine.numa_nodes)
         yield f"NUMA nodes{of}", _counted(cpus)
         speeds = (f"{nic.speed_mbps / 1000:g} Gb/s" for nic in machine.nics)
@@ -152,11 +152,12 @@ def _about(contents: Contents, nodes: Sequence[NodeView]) -> Iterator[tuple[str,
             continue
         best = _counted(" ".join(link_words(gpu.link)) for gpu in machine.gpus)
         links = [contents.now[gpu.id] for gpu in machine.gpus if gpu.id in contents.now]
-        now = _counted(" ".join(link_words(link)) for link in links)
-        yield f"PCIe of GPUs{of}", (best or "not reported") + (f"; now {now}" if now else "")
+        present = _counted(" ".join(link_words(link)) for link in links)
+        pcie = (best or "not reported") + (f"; now {present}" if present else "")
+        yield f"PCIe of GPUs{of}", pcie
     yield "driver", contents.driver or ("none: simulated" if plan.simulated else "not recorded")
-    told = dict(summary(plan))
-    yield from ((name, told[name]) for name in ("NCCL", "pinned") if name in told)
+    facts = dict(summary(plan))
+    yield from ((name, facts[name]) for name in ("NCCL", "pinned") if name in facts)
     yield "planned", contents.planned
     yield "report by", f"tccl-py {__version__}"
 
@@ -177,8 +178,8 @@ def _family(node: NumaNode) -> str:
 def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
-    kept = contents.journal.measurements if contents.journal is not None else {}
-    journal = {**kept, **contents.pairs}
+    measured = contents.journal.measurements if contents.journal is not None else {}
+    journal = {**measured, **contents.pairs}
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
     # Sets without host names, as a simulated cluster has, are about equal hosts.
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
@@ -213,9 +214,9 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
         header = contents.journal.header
         yield f"Maps: the journal of {header.machine} ({header})."
     for part in plan.cluster.classes:
-        known = part.knowledge
-        kinds = [known.peer_access_provenance, *(fact.provenance for fact in known.peer_access)]
-        kinds += [link.provenance for link in known.hidden_links]
+        knowledge = part.knowledge
+        kinds = [knowledge.peer_access_provenance, *(p.provenance for p in knowledge.peer_access)]
+        kinds += [link.provenance for link in knowledge.hidden_links]
         facts = ", ".join(dict.fromkeys(kinds))
         yield f"Direct access and hidden links of {part.machine.name}: {facts}."
 
@@ -232,7 +233,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
     """Return bars of the choices, predicted and `achieved` by jobs, then of what is possible."""
     how = ("achieved when tuned" if plan.tuned else "predicted") + IN_DRY_RUN * plan.dry_run
-    found = []
+    bars = []
     for name, choice in plan.choices.items():
         recommended, gain = name == plan.recommended, plan.gain(name)
         notes = [
@@ -243,27 +244,27 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
         ]
         label, kind = CHOICE_WORDS[name], "plan" if recommended else "stock"
         bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
-        found.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
+        bars.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
         if name in achieved:
-            found.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
+            bars.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
     limits = {
         limit_text(plan) or "bare copies": plan.limit_gbps,
         f"upper bound: the plan is {proof(plan)}": plan.bound_gbps,
     }
     bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
-    return found + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
+    return bars + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
 
 
 def settings_bars(plan: Plan) -> list[Bar]:
     """Return the best ring set under each of the settings searched; empty if not kept."""
     return [
         Bar(
-            label=settings_words(found.settings),
-            gbps=found.rate_gbps,
-            kind="plan" if found.settings == plan.settings else "stock",
-            note=counted(found.rings_in_set, "ring"),
+            label=settings_words(alternative.settings),
+            gbps=alternative.rate_gbps,
+            kind="plan" if alternative.settings == plan.settings else "stock",
+            note=counted(alternative.rings_in_set, "ring"),
         )
-        for found in plan.alternatives
+        for alternative in plan.alternatives
     ]
 
 

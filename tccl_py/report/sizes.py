@@ -72,27 +72,27 @@ def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
 
 def tuning_facts(tuning: SizeTuning) -> list[str]:
     """Return the share of right predictions, and the cost."""
-    right, asked = tuning.predictions
+    right, predicted = tuning.predictions
     ratios = [row.fresh.middle for row in tuning.by_plugin if row.fresh is not None]
-    told = f"{min(ratios):.3f} to {max(ratios):.3f} times the plan" if ratios else "not timed"
+    times = f"{min(ratios):.3f} to {max(ratios):.3f} times the plan" if ratios else "not timed"
     return [
         f"entries over {tuning.arm}: {len(tuning.entries)}, measured on GPUs "
         f"{','.join(map(str, tuning.gpus))}; other sizes are NCCL's own choice",
         f"predictions of gains found right by {counted(tuning.jobs, 'fresh job')}: "
-        f"{right} of {asked}",
-        *[f"by the plugin, at and between the sizes of entries: {told}"] * bool(tuning.entries),
+        f"{right} of {predicted}",
+        *[f"by the plugin, at and between the sizes of entries: {times}"] * bool(tuning.entries),
         f"ranks differ by {tuning.skew:.1%} at most; {tuning.seconds:.0f} s",
     ]
 
 
 def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
     """Return the part of `--json` on message sizes."""
-    right, asked = tuning.predictions
+    right, predicted = tuning.predictions
     return {
         **picked(tuning, "gpus", "arm"),
         "rows": [_row_json(row) for row in tuning.rows],
         "entries": tuning.entries,
-        "predictions": {"right": right, "asked": asked},
+        "predictions": {"right": right, "asked": predicted},
         "by_plugin": [_row_json(row) for row in tuning.by_plugin],
         "seconds": tuning.seconds,
     }
@@ -110,8 +110,10 @@ def _row_json(row: SizeRow) -> dict[str, Any]:
     }
 
 
-def _ratio(found: Interval | None) -> str:
-    return "" if found is None else f"{found.middle:.3f} ({found.low:.3f} to {found.high:.3f})"
+def _ratio(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    return f"{interval.middle:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
 # Latency and bus bandwidth by size, as drawings with logarithmic axes.
@@ -157,12 +159,12 @@ def size_charts(tunings: Sequence[SizeTuning]) -> Iterator[SizeChart]:
     """Yield charts of speed, latency and bus bandwidth for each set of GPUs and collective."""
     for number, tuning in enumerate(tunings):
         gpus = ",".join(map(str, tuning.gpus))
-        found: dict[tuple[str, int], dict[int, Spans]] = {}
+        points_of: dict[tuple[str, int], dict[int, Spans]] = {}
         for row in sorted(tuning.rows, key=lambda row: row.row.bytes):
             if row.row.dtype == "bfloat16" and row.tuned_seconds:
                 for at, spans in enumerate(_spans(row, len(tuning.gpus))):
-                    found.setdefault((row.row.collective, at), {})[row.row.bytes] = spans
-        for (collective, at), points in found.items():
+                    points_of.setdefault((row.row.collective, at), {})[row.row.bytes] = spans
+        for (collective, at), points in points_of.items():
             if any(points.values()):
                 title = f"{_TITLES[at]}: {collective.replace('_', '-')}, bfloat16, GPUs {gpus}"
                 yield _chart(f"size-{number}-{collective}-{at}", title, points)
@@ -174,14 +176,14 @@ def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
     if row.plan == "variables":
         del seconds["variables"]
     seconds |= {"plan": row.seconds.get(row.plan, ()), "tuned": row.tuned_seconds}
-    known = {kind: values for kind, values in seconds.items() if values}
-    ratios = {kind: ratios_of(known.get("default", ()), values) for kind, values in known.items()}
-    speed = {kind: ratio_interval(found) for kind, found in ratios.items() if found}
+    timed = {kind: values for kind, values in seconds.items() if values}
+    ratios = {kind: ratios_of(timed.get("default", ()), values) for kind, values in timed.items()}
+    speed = {kind: ratio_interval(values) for kind, values in ratios.items() if values}
     speed.pop("default", None)
-    latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in known.items()}
+    latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in timed.items()}
     bandwidth = {
         kind: median_interval([row.row.bus_gbps(ranks, s) for s in values])
-        for kind, values in known.items()
+        for kind, values in timed.items()
     }
     return speed, latency, bandwidth
 
@@ -195,7 +197,7 @@ def _chart(name: str, title: str, points: Mapping[int, Spans]) -> SizeChart:
     y = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     series = []
     for kind, words in SERIES.items():
-        line = [(x(size), found[kind]) for size, found in points.items() if kind in found]
+        line = [(x(size), spans[kind]) for size, spans in points.items() if kind in spans]
         around = [(at, y(span.high)) for at, span in line]
         around += [(at, y(span.low)) for at, span in reversed(line)]
         if line:
