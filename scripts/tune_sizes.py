@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import launcher_of
-from tccl_py.experiments.sizes import ALL_SIZES, OTHERS, arms_of, plugin_library, tune_sizes
+from tccl_py.experiments.sizes import ALL_SIZES, FURTHER, arms_of, plugin_library, tune_sizes
 from tccl_py.experiments.spec import parse_sizes
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
@@ -48,7 +48,7 @@ def main() -> None:
     ):
         library = plugin_library(Path(folder)) if asked.backend == "cuda" else None
         arms = arms_of(read_target(plan, asked.directory), library, plan.gpus)
-        collectives = OTHERS if asked.others else ("all_reduce",)
+        collectives = FURTHER if asked.others else ("all_reduce",)
         found, sweep = tune_sizes(launcher, arms, collectives, sizes, asked.seconds)
     if asked.out:
         asked.out.write_bytes(msgspec.json.encode({"tuning": found, "sweep": sweep}))

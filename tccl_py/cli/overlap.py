@@ -63,12 +63,12 @@ def overlap(
     in_range("--timeout", timeout, 86_400)
     places = _places(chosen, gpus, ranks)
     check_quoted(sets or (), "G0->G1")
-    wanted = parse_sets(sets, places) if sets else default_sets(len(places))
+    pair_sets = parse_sets(sets, places) if sets else default_sets(len(places))
     if importlib.util.find_spec("torch") is None:
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        pairs, products, first = time_overlap(chosen, places, wanted, timeout=timeout, **counted)
+        pairs, products, first = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
     head: dict[str, Any] = {"backend": chosen, "dry_run": chosen == "gloo", "gpus": places}
     head |= {"gpu": first.device, "torch": first.torch, **counted}
     if json:
@@ -89,8 +89,8 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
         machine, _, fingerprint = discover_machine()
     except InputError as error:
         raise InputError(error.where, error.what, _DRY_RUN) from error
-    seen = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
-    chosen = gpus_argument(gpus, machine) or seen
+    visible = visible_indices(machine, fingerprint.gpu_uuids, os.environ.get(VARIABLE))
+    chosen = gpus_argument(gpus, machine) or visible
     if len(chosen) < 2:
         raise InputError("tccl overlap", "has one GPU", "a transfer joins two")
     return chosen
@@ -105,8 +105,8 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row
     )
     lines = [("by", "set", "mode", "one message of each pair", "all of them")]
     for row in pairs:
-        each = "  ".join(map(_text, row["message"]))
-        lines.append((row["by"], " ".join(row["set"]), row["mode"], each, _text(row["total"])))
+        messages = "  ".join(map(_text, row["message"]))
+        lines.append((row["by"], " ".join(row["set"]), row["mode"], messages, _text(row["total"])))
     print_table(out, lines)
     more = [("by", "transfer", "mode", "transfer", "product", "both done")]
     for row in products:

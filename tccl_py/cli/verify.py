@@ -140,17 +140,17 @@ def verify(
     program = None
     if with_ is not None:
         program = find_program(with_)
-        own = PROGRAMS[program.name]
+        of_program = PROGRAMS[program.name]
         refuse(
             {
                 "--training": training,
                 "--tune": tune,
                 "--backend": backend,
-                "--collective": None if collective in ("all_reduce", own) else collective,
+                "--collective": None if collective in ("all_reduce", of_program) else collective,
             },
             ("beside --with", "is about jobs of torch", "leave one of the two out"),
         )
-        collective = own
+        collective = of_program
     budget = replace(
         usual,
         rounds=rounds,
@@ -171,17 +171,17 @@ def verify(
             {"--choice": choice, "--with": program},
             ("", "is for the plan of one machine", "leave it out"),
         )
-    with _job_options(directory, backend, pin_env, program=program) as asked:
+    with _job_options(directory, backend, pin_env, program=program) as launcher:
         only = cast("ChoiceName | None", choice)
-        found = verify_plan(directory, budget, asked, tune=tune, only=only)
+        result = verify_plan(directory, budget, launcher, tune=tune, only=only)
     if json:
         tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-        print_json(verification_json(found) | {"tunings": tunings})
+        print_json(verification_json(result) | {"tunings": tunings})
     else:
-        print_verification(found, results())
+        print_verification(result, results())
         if tune:
             print_sizes(load_sizes(directory), results())
-    if not found.accepted:
+    if not result.accepted:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -245,23 +245,23 @@ def evaluate(
         budget = replace(budget, sizes=parse_sizes(sizes, "--sizes"))
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise InputError(f"--csv {csv}", "is no file that can be made", "name a file in a folder")
-    with _job_options(directory, backend, pin_env, by_model=True) as asked:
+    with _job_options(directory, backend, pin_env, by_model=True) as launcher:
         by_model = backend is None
-        found = evaluate_plan(directory, budget, asked, gpus=gpus_per_job, by_model=by_model)
+        result = evaluate_plan(directory, budget, launcher, gpus=gpus_per_job, by_model=by_model)
     usual = replace(EVALUATED, collectives=budget.collectives)
-    if found.simulated and (sizes is not None or budget != usual):
+    if result.simulated and (sizes is not None or budget != usual):
         notice("--sizes and options of jobs are without effect: a model rates large messages alone")
     if csv is not None:
-        write_result(csv_text(found), csv)
+        write_result(csv_text(result), csv)
         notice(f"wrote {csv}")
     if json:
-        print_json(evaluation_json(found))
+        print_json(evaluation_json(result))
     else:
-        for line in evaluation_lines(found):
+        for line in evaluation_lines(result):
             results().print(line, soft_wrap=True)
-    notice_each(f"failed: {text}" for text in found.failures)
-    notice_each(f"left out, the time is up: {text}" for text in found.left_out)
-    if found.wrong or found.failures:
+    notice_each(f"failed: {text}" for text in result.failures)
+    notice_each(f"left out, the time is up: {text}" for text in result.left_out)
+    if result.wrong or result.failures:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -310,9 +310,9 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
     budget = tuning_budget(load_plan(directory))
     with ProgressLine() as line:
         launcher = Launcher(job=job, backend=backend, say=notice, watch=line.say)
-        found = verify_plan(directory, budget, launcher, tune=True)
+        result = verify_plan(directory, budget, launcher, tune=True)
     console = results(stderr=True)
-    print_verification(found, console)
+    print_verification(result, console)
     print_sizes(load_sizes(directory), console)
     return load_plan(directory)
 
@@ -326,16 +326,16 @@ def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:
             console.print(line)
 
 
-def print_verification(found: Verification, console: Console) -> None:
+def print_verification(result: Verification, console: Console) -> None:
     """Print the winner, the sizes, and what the answer rests on."""
-    winner, answer = headline(found)
+    winner, answer = headline(result)
     console.print(winner)
-    console.print(answer, style=GOOD if found.accepted else BAD)
-    arms = [arm for arm in found.arms if arm.sizes]
-    if found.arms[0].sizes:
+    console.print(answer, style=GOOD if result.accepted else BAD)
+    arms = [arm for arm in result.arms if arm.sizes]
+    if result.arms[0].sizes:
         columns = ["size"]
         for arm in arms:
             columns += [f"{arm.name} us", "GB/s", *["ratio (95 %)"] * (arm is not arms[0])]
         print_table(console, [columns, *size_rows(arms)])
-    for line in facts_of(found):
+    for line in facts_of(result):
         console.print(line)

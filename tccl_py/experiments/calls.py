@@ -66,17 +66,17 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
         try:
             kind = getattr(communicator.torch, dtype)
             tensors = Tensors(communicator, kind, count, asynchronous)
-            what = next(filter(None, itertools.starmap(tensors.compare, check(tensors))), "")
+            fault = next(filter(None, itertools.starmap(tensors.compare, check(tensors))), "")
         except Exception as error:
             text = str(error) or type(error).__name__
             if any(words in text.lower() for words in _ABSENT):
                 left_out.add(f"{name} of {dtype}")
                 continue
-            what = text.splitlines()[0][:300]
+            fault = text.splitlines()[0][:300]
         checked += 1
-        if what:
+        if fault:
             named = f"{name}, {dtype} x {count}{', async' if asynchronous else ''}"
-            wrong.append(WrongValue(case=named, rank=communicator.rank, what=what))
+            wrong.append(WrongValue(case=named, rank=communicator.rank, what=fault))
     return msgspec.structs.replace(
         result, checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out))
     )
@@ -125,16 +125,16 @@ class Tensors(NamedTuple):
         if self.asynchronous:
             work.wait()
 
-    def compare(self, found: Any, expected: Any) -> str:
+    def compare(self, values: Any, expected: Any) -> str:
         """Return "" if equal, else the first difference."""
         expected = expected.to(self.dtype)
-        if self.on.torch.equal(found, expected):
+        if self.on.torch.equal(values, expected):
             return ""
-        differ = (found != expected).nonzero()
+        differ = (values != expected).nonzero()
         first = int(differ[0])
         return (
             f"{len(differ)} of {len(expected)} values are wrong, the first at {first}: "
-            f"{found[first].item()} instead of {expected[first].item()}"
+            f"{values[first].item()} instead of {expected[first].item()}"
         )
 
 
@@ -180,16 +180,16 @@ def _send_receive(tensors: Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
     dist, rank = tensors.on.dist, tensors.on.rank
     after, before = (rank + 1) % tensors.on.world, (rank - 1) % tensors.on.world
-    own, got = tensors.own(), tensors.empty()
+    sent, received = tensors.own(), tensors.empty()
     if tensors.asynchronous:
-        send_to_next(tensors.on, own, got)()
+        send_to_next(tensors.on, sent, received)()
     elif rank == 0:
-        dist.send(own, after)
-        dist.recv(got, before)
+        dist.send(sent, after)
+        dist.recv(received, before)
     else:
-        dist.recv(got, before)
-        dist.send(own, after)
-    return [(got, COLLECTIVES["send_recv"].expected(tensors))]
+        dist.recv(received, before)
+        dist.send(sent, after)
+    return [(received, COLLECTIVES["send_recv"].expected(tensors))]
 
 
 COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
@@ -286,12 +286,12 @@ def send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
     at = ranks.index(communicator.rank)
     ends = (dist.isend, sent, ranks[(at + 1) % len(ranks)]), (dist.irecv, received, ranks[at - 1])
 
-    def both() -> None:
+    def exchange() -> None:
         operations = [dist.P2POp(*end, group) for end in ends]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return both
+    return exchange
 
 
 def _times(call: Call, count: int) -> Callable[[], None]:

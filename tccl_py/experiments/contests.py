@@ -105,29 +105,31 @@ def run_contests(
         if communicator.maximum(time.monotonic() - begun) > seconds:
             return
         row = contest.row
-        asked = all_choices(row, channels) if contest.choices is None else contest.choices
+        tried = all_choices(row, channels) if contest.choices is None else contest.choices
         # 1. Leave out what NCCL does not allow here: all ranks agree.
         with slot():
             call = row_call(communicator, row)
-            refused = [float(not tuner.follows(call, choice)) for choice in asked]
+            refused = [float(not tuner.follows(call, choice)) for choice in tried]
             refused = communicator.maxima(refused) if refused else []
-            choices = [None, *(choice for choice, no in zip(asked, refused, strict=True) if not no)]
+            choices = [None, *(choice for choice, no in zip(tried, refused, strict=True) if not no)]
             calls: list[Call] = [partial(tuner.call, choice, call) for choice in choices]
             if contest.table:
                 choices, calls = [*choices, None], [*calls, call]
-            batches = [timed_batch(communicator, told, row.bytes, BATCH_S, None) for told in calls]
+            batches = [
+                timed_batch(communicator, follow, row.bytes, BATCH_S, None) for follow in calls
+            ]
         # 2. Time the choices, then the finalists beside matrix multiplications.
         rounds = _Rounds(communicator, slot)
-        found = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
-        beside: list[list[float]] = [[] for _ in found]
+        times_of = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
+        gemm_seconds: list[list[float]] = [[] for _ in times_of]
         if contest.choices is None and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
-            left = [at for at, times in enumerate(found) if len(times) == len(found[0])]
+            finalists = [at for at, times in enumerate(times_of) if len(times) == len(times_of[0])]
             with slot():
                 steps = _steps(communicator, calls)
-            add_rounds(beside, left, _BESIDE_ROUNDS, partial(rounds.run, steps))
+            add_rounds(gemm_seconds, finalists, _BESIDE_ROUNDS, partial(rounds.run, steps))
         variants = tuple(
             Variant(choice=choice, seconds=tuple(seconds), beside=tuple(near))
-            for choice, seconds, near in zip(choices, found, beside, strict=True)
+            for choice, seconds, near in zip(choices, times_of, gemm_seconds, strict=True)
         )
         yield ContestTimes(row=row, variants=variants, final=contest.rounds, skew=rounds.skew)
 
@@ -141,13 +143,13 @@ class _Rounds:
 
     def run(self, batches: Sequence[Callable[[], float]], orders: Orders) -> list[list[float]]:
         """Return the seconds of each round's batches, in order."""
-        own: list[float] = []
+        seconds: list[float] = []
         for order in orders:
             with self._slot():
-                own += [batches[at]() for at in order]
+                seconds += [batches[at]() for at in order]
         with self._slot():
-            both = self._communicator.maxima([*own, *(-value for value in own)])
-        slowest, fastest = both[: len(own)], both[len(own) :]
+            extremes = self._communicator.maxima([*seconds, *(-value for value in seconds)])
+        slowest, fastest = extremes[: len(seconds)], extremes[len(seconds) :]
         shares = [1 + low / high for high, low in zip(slowest, fastest, strict=True) if high > 0]
         self.skew = max(self.skew, median(shares or [0.0]))
         values = iter(slowest)
@@ -245,5 +247,5 @@ def _channels() -> int:
     """Return the communicator's channels as NCCL's log of this process says; 0 if it does not."""
     file = Path(os.environ.get("NCCL_DEBUG_FILE", "/").replace("%p", str(os.getpid())))
     text = file.read_text(errors="replace") if file.is_file() else ""
-    found = _CHANNELS.findall(text)
-    return int(found[-1]) if found else 0
+    counts = _CHANNELS.findall(text)
+    return int(counts[-1]) if counts else 0

@@ -128,7 +128,7 @@ class Evaluation(Kept, frozen=True, kw_only=True):
     def summaries(self) -> tuple[Summary, ...]:
         """Return the ratios of every arm but default NCCL."""
         arms = dict.fromkeys(cell.arm for cell in self.cells if cell.arm != "default")
-        return tuple(found for arm in arms if (found := self.summary(arm)))
+        return tuple(summary for arm in arms if (summary := self.summary(arm)))
 
 
 Part = tuple[Launcher, Sequence[Arm]]
@@ -155,14 +155,14 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = {}
     for number, (launcher, arms) in enumerate(parts):
         name, started = _name(launcher), time.monotonic()
-        left = begun + budget.seconds - started
-        if left <= 0 and number:
+        remaining = begun + budget.seconds - started
+        if remaining <= 0 and number:
             left_out.append(name)
             continue
         named = launcher.named(f"{name} ({number + 1} of {len(parts)})")
-        own = replace(budget, seconds=left / (len(parts) - number))
+        share = replace(budget, seconds=remaining / (len(parts) - number))
         try:
-            rounds = run_rounds(named, arms, own, JobSpec(rows=budget.rows), begun=started)
+            rounds = run_rounds(named, arms, share, JobSpec(rows=budget.rows), begun=started)
         except MeasurementError as error:
             failures.append(f"{name}: {error}")
             continue
@@ -229,8 +229,8 @@ def simulated_cells(
 def _large_cells(
     rates: Mapping[ChoiceName, Mapping[Collective, float]], gpus: Order, hosts: tuple[str, ...] = ()
 ) -> Iterator[Cell]:
-    for arm, found in rates.items():
-        for collective, gbps in found.items():
+    for arm, gbps_of in rates.items():
+        for collective, gbps in gbps_of.items():
             default = rates.get("default", {}).get(collective)
             yield Cell(
                 hosts=hosts,
@@ -251,17 +251,20 @@ def _rates(
         if name != "graph" or planned is None or not planned.gains:
             # A set of GPUs without a graph file gets the variables alone.
             settings = replace(settings, shm_placement=False)
-            own = own_rings(task, settings)
+            rings_alone = own_rings(task, settings)
             # NCCL doubles the channels of its own search as it does a graph file's.
-            settings = replace(settings, channels=max(1, own.channels // 2))
-            orders = condensed(own.rings)
+            settings = replace(settings, channels=max(1, rings_alone.channels // 2))
+            orders = condensed(rings_alone.rings)
         else:
             orders = planned.rings
             nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
             task = replace(task, nodes=nodes, spaces={})
         rings = rings_under(task, settings, orders).rings
         hops = [hop for ring in rings for hop in ring.hops]
-        return {one: _gbps(task, settings, hops, len(rings), one) for one in collectives}
+        return {
+            collective: _gbps(task, settings, hops, len(rings), collective)
+            for collective in collectives
+        }
     except (SearchError, MeasurementError):
         return {}
 
@@ -272,8 +275,8 @@ def _gbps(
     gpus = task.gpus
 
     def slowest(moved: Iterable[Hop]) -> float:
-        (found,) = task.source.measure([transfer_set(hop.flow for hop in moved)])
-        return found.rate_gbps
+        (measurement,) = task.source.measure([transfer_set(hop.flow for hop in moved)])
+        return measurement.rate_gbps
 
     pattern = COLLECTIVES[collective].pattern
     if pattern == "ring":
@@ -313,24 +316,26 @@ def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Pl
 
 def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> Iterator[Cell]:
     """Yield large messages of ring collectives over hosts, by the choices of jobs' plans."""
-    asked = [name for name in collectives if COLLECTIVES[name].pattern == "ring"]
+    ring_collectives = [name for name in collectives if COLLECTIVES[name].pattern == "ring"]
     for made in jobs:
         rates = {
-            name: dict.fromkeys(asked, choice.rate_gbps)
+            name: dict.fromkeys(ring_collectives, choice.rate_gbps)
             for name, choice in made.choices.items()
             if choice.rate_gbps
         }
         yield from _large_cells(rates, made.gpus_of(made.hosts[0]), made.host_order)
 
 
-def csv_text(found: Evaluation) -> str:
+def csv_text(result: Evaluation) -> str:
     """Return all cells as CSV, a row each."""
     text = io.StringIO()
     names = Cell.__struct_fields__
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*names, "simulated", "dry_run"])
-    for cell in found.cells:
+    for cell in result.cells:
         values = [getattr(cell, name) for name in names]
-        texts = [" ".join(map(str, one)) if isinstance(one, tuple) else one for one in values]
-        writer.writerow([*texts, found.simulated, found.dry_run])
+        texts = [
+            " ".join(map(str, value)) if isinstance(value, tuple) else value for value in values
+        ]
+        writer.writerow([*texts, result.simulated, result.dry_run])
     return text.getvalue()

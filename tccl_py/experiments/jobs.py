@@ -99,8 +99,8 @@ class LocalRunner(Runner):
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> Mapping[str, Sequence[RankOutput]]:
         """Run the ranks; see `Runner`."""
-        ((host, own),) = tasks.items()
-        return {host: run_tasks(own, server=self.server)}
+        ((host, ranks),) = tasks.items()
+        return {host: run_tasks(ranks, server=self.server)}
 
 
 class HostRanks(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,13 +157,13 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
                 for number, (arm, meeting) in enumerate(zip(arms, meetings, strict=True))
             )
         outputs = self.runner.run(tasks)
-        found = []
+        outcomes = []
         for number in range(len(arms)):
             parts = [(host.ranks, outputs[host.name][number]) for host in self.hosts]
             results = [decoded(output, ranks, JobResult) for ranks, output in parts]
             log = "\n".join(output.log for _, output in parts)
-            found.append(Outcome(results=tuple(chain(*results)), log=log))
-        return tuple(found)
+            outcomes.append(Outcome(results=tuple(chain(*results)), log=log))
+        return tuple(outcomes)
 
     def variables(self, arm: Arm) -> dict[str, str]:
         """Return all NCCL variables of an arm's jobs."""
@@ -177,12 +177,12 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             files[GRAPH_FILE] = arm.graphs[host.name]
         gpus = host.gpus if self.backend == "cuda" else None
         environment = rank_environment(host.environment, gpus, variables, self.keep)
-        own = replace(spec, backend=self.backend, world=self.world, first_rank=host.ranks[0])
+        job = replace(spec, backend=self.backend, world=self.world, first_rank=host.ranks[0])
         if self.nccl_tests is not None:
-            own = replace(own, nccl_tests=str(self.nccl_tests))
+            job = replace(job, nccl_tests=str(self.nccl_tests))
         return Task(
             program=_NCCL_TESTS if self.nccl_tests else self.program,
-            spec=encode_json(own),
+            spec=encode_json(job),
             ranks=host.ranks,
             environment={**environment, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
             timeout=self.timeout,
@@ -209,15 +209,15 @@ class ConcurrentJobs:
 
     def run(self, arms: Sequence[Arm]) -> list[Ended]:
         """Run a job of each arm."""
-        found: list[Outcome | MeasurementError] = []
-        while len(found) < len(arms):
-            batch = arms[len(found) :][: self.at_once]
+        outcomes: list[Outcome | MeasurementError] = []
+        while len(outcomes) < len(arms):
+            batch = arms[len(outcomes) :][: self.at_once]
             try:
-                found += self._launcher.run(batch, self._spec)
+                outcomes += self._launcher.run(batch, self._spec)
             except MeasurementError as error:
-                found += [error] * (self.at_once == 1)
+                outcomes += [error] * (self.at_once == 1)
                 self.at_once = 1
-        return list(zip(arms, found, strict=True))
+        return list(zip(arms, outcomes, strict=True))
 
     def rounds(self, arms: Sequence[Arm], most: int) -> Iterator[list[Ended]]:
         """Yield the jobs of rounds, as many whole ones as devices have room for, `most` in all.
@@ -251,12 +251,12 @@ def rank_environment(
     Of the caller's NCCL variables, HOST_VARIABLES and `keep` stay unless `variables` sets them. The
     user's own nccl.conf is not read; /etc/nccl.conf is.
     """
-    kept = {*HOST_VARIABLES, *keep}
-    own = {
+    names = {*HOST_VARIABLES, *keep}
+    environment = {
         name: value
         for name, value in caller.items()
-        if name in kept or not name.startswith(("NCCL_", "TORCH_NCCL_"))
+        if name in names or not name.startswith(("NCCL_", "TORCH_NCCL_"))
     }
     # CUDA graphs stand for single calls, for which NCCL registers no buffers.
     nccl = {} if gpus is None else _RANK_VARIABLES
-    return {**torch_environment(own, gpus), **nccl, **variables}
+    return {**torch_environment(environment, gpus), **nccl, **variables}

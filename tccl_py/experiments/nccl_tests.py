@@ -56,10 +56,10 @@ def find_program(name: str) -> Path:
     where = f"program {name[:80]!r}"
     if Path(name).name not in PROGRAMS:
         raise InputError(where, "is no program of nccl-tests", f"one of {', '.join(PROGRAMS)}")
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise InputError(where, "is not there", "name its path, or add its directory to PATH")
-    return Path(found).absolute()
+    return Path(path).absolute()
 
 
 def size_options(sizes: Sequence[int]) -> list[str]:
@@ -70,8 +70,8 @@ def size_options(sizes: Sequence[int]) -> list[str]:
 
     Raises InputError: sizes at uneven distances.
     """
-    first, *rest = sizes
-    factor = rest[0] // first if rest else 2
+    first, *larger = sizes
+    factor = larger[0] // first if larger else 2
     if [first * factor**at for at in range(len(sizes))] != list(sizes):
         raise InputError("`sizes`", "do not grow by one whole factor", "such as 1M,4M,16M")
     return ["-b", str(first), "-e", str(sizes[-1]), "-f", str(factor)]
@@ -79,7 +79,7 @@ def size_options(sizes: Sequence[int]) -> list[str]:
 
 def read_table(text: str, *, in_place: bool = True) -> tuple[Line, ...]:
     """Read the rows of a program's output; lines of other form are no rows."""
-    found = []
+    lines = []
     for line in text.splitlines():
         if match := _ROW.fullmatch(line):
             fields = match["rest"].split()
@@ -89,8 +89,8 @@ def read_table(text: str, *, in_place: bool = True) -> tuple[Line, ...]:
             wrong = [int(group[-1]) for group in groups if group[-1].isdecimal()]
             seconds = (sum(times) / len(times) / 1e6,) if times else ()
             row = Line(int(match["size"]), match["dtype"], seconds, sum(wrong) if wrong else None)
-            found.append(row)
-    return tuple(found)
+            lines.append(row)
+    return tuple(lines)
 
 
 def _number(text: str) -> float:
@@ -137,11 +137,11 @@ def _results(spec: JobSpec, folder: Path) -> list[JobResult]:
         # Smaller communicators, which come last, are not timed.
         timings=(*(row.seconds for row in timed), *[()] * (len(spec.rows) - len(timed))),
     )
-    first, *others = (
+    first, *further = (
         replace(shared, rank=rank, device=device)
         for rank, device in zip_longest(range(spec.world), devices[: spec.world], fillvalue="")
     )
-    return [replace(first, checked=checked, wrong=wrong), *others]
+    return [replace(first, checked=checked, wrong=wrong), *further]
 
 
 def _ran(

@@ -121,13 +121,13 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
     >>> parse_sets(["G4->G6"], (4, 6))
     ((Pair(source=0, target=1),),)
     """
-    found = []
+    parsed = []
     for text in texts:
         where, words = f"set {text[:60]!r}", flow_texts(text)
         right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
         require(1 <= len(words) <= _MOST_PAIRS, where, f"has {len(words)} pairs", right)
-        found.append(tuple(_parse_pair(word, gpus, where) for word in words))
-    return tuple(found)
+        parsed.append(tuple(_parse_pair(word, gpus, where) for word in words))
+    return tuple(parsed)
 
 
 def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
@@ -136,8 +136,8 @@ def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
     if str(flow) != str(direct_write(*ends)):
         raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
     if unknown := [gpu for gpu in ends if gpu not in gpus]:
-        known = f"the job has {', '.join(map(str, gpus))}"
-        raise InputError(where, f"names GPU {unknown[0]}", known)
+        right = f"the job has {', '.join(map(str, gpus))}"
+        raise InputError(where, f"names GPU {unknown[0]}", right)
     return Pair(*map(gpus.index, ends))
 
 
@@ -170,16 +170,16 @@ def time_overlap(
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
             results = decoded(output, task.ranks, OverlapResult)
-            found = rows_of(by, spec, results, gpus)
-            pairs += found[0]
-            products += found[1]
+            tables = rows_of(by, spec, results, gpus)
+            pairs += tables[0]
+            products += tables[1]
     return pairs, products, results[0]
 
 
 def span(samples: Iterable[float]) -> Span:
     """Return the median of times in ms, and the interval."""
-    found = median_interval(list(samples))
-    return Span(median_ms=found.middle, low_ms=found.low, high_ms=found.high)
+    interval = median_interval(list(samples))
+    return Span(median_ms=interval.middle, low_ms=interval.low, high_ms=interval.high)
 
 
 def rows_of(
@@ -197,10 +197,10 @@ def rows_of(
     for at, places in enumerate(spec.sets):
         for mode in results[0].sets[at]:
             ranks = (result.sets[at][mode] for result in results)
-            each = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
+            columns = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
             row: Row = {"by": by, "mode": mode, "set": [pair.text(gpus) for pair in places]}
-            row["message"] = [span(time / spec.messages for time in times) for times in each]
-            row["total"] = span(map(_TOTAL[mode], zip(*each, strict=True)))
+            row["message"] = [span(time / spec.messages for time in times) for times in columns]
+            row["total"] = span(map(_TOTAL[mode], zip(*columns, strict=True)))
             pairs.append(row)
     for at, (transfer, timings) in enumerate(results[0].products):
         name = ALL_REDUCE if transfer is None else transfer.text(gpus)

@@ -70,8 +70,8 @@ class CudaStopwatch:
                     stream.wait_event(begun)
                     current.enter_context(cuda.stream(stream))
                 work()
-            first, *others = streams
-            for stream in others:
+            first, *further = streams
+            for stream in further:
                 first.wait_stream(stream)
             ends.append(cuda.Event(enable_timing=True))
             ends[-1].record(first)
@@ -149,8 +149,8 @@ class Copies:
 
     def right(self) -> bool:
         """Return whether all received bytes equal the sent bytes."""
-        found = self._received.items()
-        return all(bool((held == pair.source + 1).all()) for (_, pair), held in found)
+        buffers = self._received.items()
+        return all(bool((held == pair.source + 1).all()) for (_, pair), held in buffers)
 
 
 class Messages(Copies):
@@ -246,8 +246,8 @@ def _time_products(
         transfer_ms = product_ms = 0.0
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
-        wanted = round(transfer_ms / max(product_ms, 1e-3))
-        count = int(joined.maximum(max(1, min(_MOST_PRODUCTS, wanted))))
+        count_alone = round(transfer_ms / max(product_ms, 1e-3))
+        count = int(joined.maximum(max(1, min(_MOST_PRODUCTS, count_alone))))
         works: dict[int, Work] = {0: lambda count=count: multiply(count)}  # type: ignore[misc]
         if transfer is not None:
             works[1] = transfer

@@ -62,7 +62,7 @@ _LONGEST_S, _TUNING_S = 0.1, 90.0
 """Tuning over hosts: the longest call of its jobs, each of which makes a dozen calls of each size,
 and seconds of each comparison."""
 _NEEDED = ("torch",)
-_OTHERS = "start a rank on each host that the plan has, or plan these hosts"
+_PLANNED_HOSTS = "start a rank on each host that the plan has, or plan these hosts"
 
 
 def check_torch() -> None:
@@ -144,53 +144,53 @@ def run(
         budget = replace(budget, seconds=min(budget.seconds, COMPARISON_SECONDS))
     # Between hosts the first comparison serves the sweep alone: the fewest rounds do.
     first = replace(budget, seconds=0.0) if tune and plan.hosts else budget
-    say, left = launcher.say, f"nothing in {plan.directory} was changed"
+    say, state = launcher.say, f"nothing in {plan.directory} was changed"
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            found, tuned = verify_target(plan, launcher, first, only=only), plan
+            result, tuned = verify_target(plan, launcher, first, only=only), plan
             if tune:
-                _noticed(found).keep(plan.directory)
-                left = "the plan is as it was, and its verification is kept"
+                _noticed(result).keep(plan.directory)
+                state = "the plan is as it was, and its verification is kept"
                 seconds = min(SWEEP_SECONDS, budget.seconds)
                 try:
-                    tuned, found = run_tuning(plan, launcher, budget, found, seconds=seconds)
+                    tuned, result = run_tuning(plan, launcher, budget, result, seconds=seconds)
                 except TcclError:
-                    say(f"not tuned: {left}")
+                    say(f"not tuned: {state}")
                     raise
                 if tuned is plan:
                     say("tuned: nothing that was tried is better, the plan is as it was")
-            found = _noticed(found)
-            for text in found.notices:
+            result = _noticed(result)
+            for text in result.notices:
                 say(text)
             with undisturbed():
                 if tuned is not plan:
                     tuned.write()
-                    say(f"tuned: {choice_words(found.chosen, found.judged.settings)}")
-                kept = found.keep(plan.directory, say)
+                    say(f"tuned: {choice_words(result.chosen, result.judged.settings)}")
+                saved = result.keep(plan.directory, say)
             if tune and not plan.hosts:
-                left = "the verification is kept, without a table by message size"
+                state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
                 longest = min(budget.seconds, SIZE_SECONDS)
                 tune_by_size(target, launcher, budget.sizes, seconds=longest)
         except (KeyboardInterrupt, Terminated):
-            say(f"interrupted: {left}")
+            say(f"interrupted: {state}")
             raise
-    return kept
+    return saved
 
 
-def _noticed(found: Verification) -> Verification:
+def _noticed(result: Verification) -> Verification:
     """Return a verification with the driver's version, and with all notices."""
-    cuda = found.backend == "cuda"
-    nccl = found.versions.get("nccl", "")
-    said = [*found.notices, *found.transfer_notices]
+    cuda = result.backend == "cuda"
+    nccl = result.versions.get("nccl", "")
+    notices = [*result.notices, *result.transfer_notices]
     if not cuda:
-        said.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
-    elif other := (why_not_with(found.judged.settings, nccl) if nccl else ""):
-        said.append(f"jobs here get default NCCL instead of the plan: {other}")
+        notices.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
+    elif mismatch := (why_not_with(result.judged.settings, nccl) if nccl else ""):
+        notices.append(f"jobs here get default NCCL instead of the plan: {mismatch}")
     if cuda and _SYSTEM_CONF.exists():
-        said.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
-    versions = {**found.versions, **({"driver": driver_version()} if cuda else {})}
-    return replace(found, versions=versions, notices=tuple(said))
+        notices.append(f"{_SYSTEM_CONF} holds for all arms, default NCCL as well")
+    versions = {**result.versions, **({"driver": driver_version()} if cuda else {})}
+    return replace(result, versions=versions, notices=tuple(notices))
 
 
 def evaluate_plan(
@@ -229,11 +229,11 @@ def evaluate_plan(
         if plan.is_cluster:
             for made in jobs_of_tables(plan, directory, gpus):
                 target = Target(plan=made, directory=directory, graphs=host_graphs(made))
-                parts.append((_hosts_launcher(made, launcher, some=True), target.arms))
+                parts.append((_hosts_launcher(made, launcher, subset=True), target.arms))
         else:
             ready = stack.enter_context(launcher_of(plan, directory, launcher))
             target = read_target(plan, directory)
-            parts += [(ready.over(own), target.over(own)) for own in _gpu_sets(plan, gpus)]
+            parts += [(ready.over(chosen), target.over(chosen)) for chosen in _gpu_sets(plan, gpus)]
         if all(len(arms) == 1 for _, arms in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
@@ -242,8 +242,8 @@ def evaluate_plan(
         launcher.say(f"{over} in about {minutes:.0f} min, if the time suffices")
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
-        found = run_parts(parts, budget, replace(base, recommended=recommended))
-    return found.keep(directory, launcher.say)
+        result = run_parts(parts, budget, replace(base, recommended=recommended))
+    return result.keep(directory, launcher.say)
 
 
 def _simulated(
@@ -267,8 +267,8 @@ def machine_launcher(plan: Plan, directory: Path, launcher: Launcher) -> Launche
     if launcher.backend != "host":
         _check_here(plan, directory, launcher)
     ranks = tuple(range(len(plan.gpus)))
-    here = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
-    return replace(launcher, hosts=(here,))
+    host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
+    return replace(launcher, hosts=(host,))
 
 
 def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
@@ -287,9 +287,9 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
         gpus = place.machine.gpus if launcher.alike else None
         check_same_machine(plan, directory, place.fingerprint, right=right, alike=gpus)
         return
-    here = {gpu.index: gpu for gpu in place.machine.gpus}
+    gpus_here = {gpu.index: gpu for gpu in place.machine.gpus}
     for planned in map(plan.machine.gpu, plan.gpus):
-        found = here.get(planned.index)
+        found = gpus_here.get(planned.index)
         if found is None:
             raise InputError(where, f"is for GPU {planned.index}, which is not here", right)
         if None not in (planned.sm, found.sm) and planned.sm != found.sm:
@@ -300,14 +300,14 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
             launcher.say(f"GPU {found.index} {is_here}")
 
 
-def _hosts_launcher(plan: Plan, launcher: Launcher, *, some: bool = False) -> Launcher:
-    """Return the launcher with the hosts of a plan: the MPI job's, or `some` of these."""
+def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> Launcher:
+    """Return the launcher with the hosts of a plan: the MPI job's, or a `subset` of these."""
     jobs, dry_run = rank_jobs(launcher.job), launcher.backend == "host"
     ranked, planned = set(jobs.hosts), set(plan.host_order)
-    for host in sorted(planned - ranked if some else ranked ^ planned):
+    for host in sorted(planned - ranked if subset else ranked ^ planned):
         what = "runs a rank and is not in the plan"
         what = "is in the plan, and no rank runs there" if host in planned else what
-        raise InputError(f"host {host}", what, _OTHERS)
+        raise InputError(f"host {host}", what, _PLANNED_HOSTS)
     facts = jobs.described(launcher.backend, interfaces=plan.settings.socket_ifname)
     callers = jobs.surroundings(modules=_NEEDED)
     hosts = []
@@ -316,11 +316,11 @@ def _hosts_launcher(plan: Plan, launcher: Launcher, *, some: bool = False) -> La
         if dry_run:
             environment |= _gloo(facts[name], environment)
         else:
-            here = facts[name].machine.gpus
-            lacking = sorted(set(gpus) - {gpu.index for gpu in here})
+            gpus_there = facts[name].machine.gpus
+            lacking = sorted(set(gpus) - {gpu.index for gpu in gpus_there})
             why = f"lacks GPU {lacking[0]}, which the plan is for" if lacking else ""
-            if why := why or why_not_of_class(plan, name, here):
-                raise InputError(f"host {name}", why, _OTHERS)
+            if why := why or why_not_of_class(plan, name, gpus_there):
+                raise InputError(f"host {name}", why, _PLANNED_HOSTS)
         ranks = tuple(range(place.first_rank, place.first_rank + len(gpus)))
         hosts.append(HostRanks(name=name, ranks=ranks, gpus=gpus, environment=environment))
     return replace(launcher, hosts=tuple(hosts), runner=jobs)

@@ -152,18 +152,18 @@ def check_collectives(
     """
     arm = target.arm(target.plan.recommended)
     timed = PROGRAMS[launcher.nccl_tests.name] if launcher.nccl_tests else None
-    known = _verified_rows(verified, arm, launcher, timed)
+    history = _verified_rows(verified, arm, launcher, timed)
     collective = timed or cast(Collective, verified.collective if verified else "all_reduce")
     longest = _LONGEST_S * target.plan.rate_gbps * 1e9 / 2
-    sizes = known or [size for size in _SIZES if size <= longest] or _SIZES[:1]
+    sizes = history or [size for size in _SIZES if size <= longest] or _SIZES[:1]
     spec = JobSpec(checks=True, rows=rows_of(sizes, (collective,)))
     try:
         (job,) = _limited(launcher, until).run([arm], spec)
-        chances = _chances(known, spec, job)
+        chances = _chances(history, spec, job)
         if min(chances.values(), default=1.0) <= FALSE_ALARM_RATE:
             again = replace(spec, checks=False)
             (second,) = _limited(launcher, until).run([arm], again)
-            confirming = _chances(known, again, second)
+            confirming = _chances(history, again, second)
             chances = {size: max(p, confirming[size]) for size, p in chances.items()}
     except MeasurementError as error:
         happened = "a rank failed or took too long"
@@ -176,13 +176,13 @@ def check_collectives(
         checked=sum(rank.checked for rank in job.results),
         problems=(
             *_wrong(launcher, job),
-            *(Problem("rings", "NCCL, by its log", "as planned", found) for found in differences),
+            *(Problem("rings", "NCCL, by its log", "as planned", text) for text in differences),
         ),
         rates=tuple(
             BusRate(
                 bytes=row.bytes,
                 gbps=row.bus_gbps(launcher.world, seconds),
-                expected_gbps=known[row.bytes].gbps if known else None,
+                expected_gbps=history[row.bytes].gbps if history else None,
                 p=chances.get(row.bytes, 1.0),
             )
             for row, (seconds,) in row_seconds(spec, [job]).items()
@@ -202,27 +202,27 @@ def _verified_rows(
     by_torch = not verified.versions.get("torch", "").startswith(NO_TORCH)
     if by_torch != (timed is None) or timed not in (None, verified.collective):
         return {}
-    found = verified.arm(arm.name)
-    rows = found.sizes if found is not None else ()
+    result = verified.arm(arm.name)
+    rows = result.sizes if result is not None else ()
     short = [row for row in rows if statistics.median(row.seconds) <= _LONGEST_S] or rows[:1]
     return {row.bytes: row for row in [row for row in short if is_large(row.bytes)] or short[-1:]}
 
 
 def _limited(launcher: Launcher, until: float) -> Launcher:
-    left = max((until - time.monotonic()) / 2, _LEAST_S)
-    return replace(launcher, timeout=min(left, launcher.timeout))
+    seconds = max((until - time.monotonic()) / 2, _LEAST_S)
+    return replace(launcher, timeout=min(seconds, launcher.timeout))
 
 
-def _chances(known: dict[int, Timed], spec: JobSpec, job: Outcome) -> dict[int, float]:
+def _chances(history: dict[int, Timed], spec: JobSpec, job: Outcome) -> dict[int, float]:
     """Return the chance of each known size's change, adjusted for all sizes and both families."""
-    now = {row.bytes: seconds for row, seconds in row_seconds(spec, [job]).items()}
+    seconds_now = {row.bytes: seconds for row, seconds in row_seconds(spec, [job]).items()}
     logs = [
-        [[-math.log(taken) for taken in seconds] for seconds in (row.seconds, now[size])]
-        for size, row in known.items()
+        [[-math.log(time) for time in seconds] for seconds in (row.seconds, seconds_now[size])]
+        for size, row in history.items()
     ]
     spread = common_spread([before for before, _ in logs])
     raw = [chance(before, after, spread) for before, after in logs]
-    return {size: min(1.0, FAMILIES * p) for size, p in zip(known, holm(raw), strict=True)}
+    return {size: min(1.0, FAMILIES * p) for size, p in zip(history, holm(raw), strict=True)}
 
 
 def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
@@ -232,7 +232,7 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
         for host in launcher.hosts
         for rank, gpu in zip(host.ranks, host.gpus, strict=True)
     }
-    first = {one.rank: one for one in reversed(job.wrong)}
+    first = {value.rank: value for value in reversed(job.wrong)}
     return [
         Problem(
             f"values of {first[rank].case}: {first[rank].what}",
@@ -240,7 +240,7 @@ def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
             "no wrong result",
             f"{count} wrong results",
         )
-        for rank, count in Counter(one.rank for one in job.wrong).most_common()
+        for rank, count in Counter(value.rank for value in job.wrong).most_common()
     ]
 
 
@@ -276,95 +276,99 @@ def measure_plan_again(
     with ExitStack() as stack:
         if preflight:
             with launcher_of(plan, directory, launcher) as ready:
-                here = ready.backend == "cuda" and not plan.is_cluster
-                users = users_of(plan.gpus) if here else ""
+                on_gpus = ready.backend == "cuda" and not plan.is_cluster
+                users = users_of(plan.gpus) if on_gpus else ""
                 require(not users, "`preflight`", users, "let it end: preflights need idle GPUs")
                 verified, target = Verification.load(directory), read_target(plan, directory)
                 jobs = check_collectives(target, ready, verified, until=until)
         watch = watching()
-        known: Sequence[Journal] = [journal.measurements]
+        journals: Sequence[Journal] = [journal.measurements]
         if launcher.job is not None:
             source: OpenedSource = stack.enter_context(
                 hosts_again(plan, journal.header, launcher.job)
             )
-            known = journal_by_class(plan, journal)
+            journals = journal_by_class(plan, journal)
         else:
-            source, told = measuring_again(
+            source, notices = measuring_again(
                 plan, directory, journal.header, effort.seed, alike=launcher.alike
             )
-            tell(told)
+            tell(notices)
             stack.enter_context(source)
         source.watch(watch)
-        left = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
-        found = _drift(plan, source, known, replace(effort, seconds=left))
+        remaining = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
+        drift = _drift(plan, source, journals, replace(effort, seconds=remaining))
         # The journal is another host's where this one is only alike.
         if preflight and not (launcher.alike and source.header != journal.header):
-            tell(learn_patterns(plan, directory, known[0], source, until))
+            tell(learn_patterns(plan, directory, journals[0], source, until))
     tell(source.notices)
-    return Preflight(drift=found, collectives=jobs, seconds=time.monotonic() - begun)
+    return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
 
 
-def _drift(plan: Plan, source: OpenedSource, known: Sequence[Journal], effort: Effort) -> Drift:
+def _drift(plan: Plan, source: OpenedSource, journals: Sequence[Journal], effort: Effort) -> Drift:
     """Return the drift of all classes of hosts, which share the time."""
     effort = replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
     sources: Sequence[BandwidthSource] = [AnewSource(source)]
     if isinstance(source, HostsSource):
         sources = class_sources(source, plan.cluster)
-    found = [
-        find_drift(plan, known[number], each, number=number, effort=effort)
-        for number, each in enumerate(sources)
+    drifts = [
+        find_drift(plan, journals[number], class_source, number=number, effort=effort)
+        for number, class_source in enumerate(sources)
     ]
-    return joined(plan, found)
+    return joined(plan, drifts)
 
 
 def learn_patterns(
-    plan: Plan, directory: Path, known: Journal, source: OpenedSource, until: float
+    plan: Plan, directory: Path, rates: Journal, source: OpenedSource, until: float
 ) -> list[str]:
     """Add collapse patterns that a machine's journal lacks to it; return notices.
 
     None is measured after `until`, by the monotonic clock.
     """
-    small = sorted(known, key=len)
-    lacking = [one for one in collapse_patterns(plan, small) if one not in known]
-    rounds = [one for _ in range(ROUNDS) for one in lacking]
+    small = sorted(rates, key=len)
+    lacking = [pattern for pattern in collapse_patterns(plan, small) if pattern not in rates]
+    rounds = [pattern for _ in range(ROUNDS) for pattern in lacking]
     if not rounds or plan.is_cluster:
         return []
     try:
         with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:
-            for one in rounds:
+            for pattern in rounds:
                 if time.monotonic() < until:
-                    journal.append(source.measure_anew(one))
+                    journal.append(source.measure_anew(pattern))
     except (InputError, MeasurementError) as error:
         return [f"writes above {len(lacking)} switches cannot be compared: {error}"]
     return [f"measured writes above {len(lacking)} switches: later preflights compare with them"]
 
 
-def preflight_json(plan: Plan, found: Preflight) -> dict[str, Any]:
+def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
     """Return the JSON of `check --preflight --json`."""
-    jobs = found.collectives
+    jobs = preflight.collectives
     return {
-        "ok": found.ok,
-        "findings": found.problems,
+        "ok": preflight.ok,
+        "findings": preflight.problems,
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
         "bandwidths": [picked(row, "bytes", "gbps", "expected_gbps", "p") for row in jobs.rates],
-        **drift_json(plan, found.drift),
-        "seconds": found.seconds,
+        **drift_json(plan, preflight.drift),
+        "seconds": preflight.seconds,
     }
 
 
-def preflight_metrics(found: Preflight, own: Mapping[str, str]) -> str:
+def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
     """Return the metrics that a preflight adds to those of a check, with a plan's labels."""
-    jobs = found.collectives
-    sizes = [({**own, "bytes": str(row.bytes)}, row) for row in jobs.rates]
-    now = [(labels, row.gbps) for labels, row in sizes]
+    jobs = preflight.collectives
+    sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
+    rates = [(labels, row.gbps) for labels, row in sizes]
     was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps is not None]
     return "".join(
         (
-            metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(own, found.ok)]),
-            metric("findings", "Reasons to keep jobs off.", [(own, len(found.problems))]),
-            metric("collectives_checked", "Results compared bit by bit.", [(own, jobs.checked)]),
-            metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", now),
+            metric(
+                "preflight_ok",
+                "Whether jobs may run (1) or not (0).",
+                [(plain, preflight.ok)],
+            ),
+            metric("findings", "Reasons to keep jobs off.", [(plain, len(preflight.problems))]),
+            metric("collectives_checked", "Results compared bit by bit.", [(plain, jobs.checked)]),
+            metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", rates),
             metric("collective_expected_gbps", "Bus bandwidth when it was verified, GB/s.", was),
         )
     )

@@ -101,15 +101,15 @@ def _timings(
             groups = () if "NCCL_GRAPH_FILE" in os.environ else row.groups
             with slot():
                 made[row.groups] = communicator.split(groups)
-        group, found = made[row.groups], []
+        group, batches = made[row.groups], []
         with ExitStack() as stack:
             with slot():
                 call = row_call(group, row)
                 batch = timed_batch(group, call, row.bytes, spec.seconds / BATCHES, stack)
             for _ in range(BATCHES):
                 with slot():
-                    found.append(batch())
-        yield tuple(found) if group.world > 1 else ()
+                    batches.append(batch())
+        yield tuple(batches) if group.world > 1 else ()
 
 
 # Training steps.
@@ -185,8 +185,8 @@ class TrainingStep:
 
         def weight(*size: int, split: int | None = None) -> Any:
             made = torch.randn(size, generator=generator, device=self._group.device) * 0.02
-            own = made if split is None else made.chunk(parts, dim=split)[part].clone()
-            return torch.nn.Parameter(own)
+            part_of = made if split is None else made.chunk(parts, dim=split)[part].clone()
+            return torch.nn.Parameter(part_of)
 
         width, loss = shape.width, self._forward
         weights = [weight(shape.vocabulary, width), weight(shape.context, width)]
@@ -217,8 +217,8 @@ class TrainingStep:
                 functional.linear(entered, part).unflatten(2, (heads, -1)).transpose(1, 2)
                 for part in attend
             )
-            seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            state = state + self._left(functional.linear(seen.transpose(1, 2).flatten(2), mixed))
+            mean = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            state = state + self._left(functional.linear(mean.transpose(1, 2).flatten(2), mixed))
             entered = self._entered(functional.layer_norm(state, (width,)))
             hidden = functional.gelu(functional.linear(entered, up))
             state = state + self._left(functional.linear(hidden, down))
@@ -235,9 +235,9 @@ class TrainingStep:
         """Return the sum of the outputs of all parts, whose gradient is every part's."""
         if self._parts == 1:
             return state
-        own = state.detach()
+        detached = state.detach()
         # The difference is zero, and carries the gradient.
-        return self._total(own) + (state - own)
+        return self._total(detached) + (state - detached)
 
     def _total(self, value: Any) -> Any:
         total = value.clone(memory_format=self._torch.contiguous_format)
@@ -289,7 +289,7 @@ def time_training(
 
 
 def _time_steps(communicator: Communicator, step: Call, slot: TimeSlot) -> tuple[float, ...]:
-    found = []
+    seconds = []
     for _ in range(TRAINING_SLOTS):
         with slot():
             # An uncounted step aligns the ranks and refills this job's caches.
@@ -299,8 +299,8 @@ def _time_steps(communicator: Communicator, step: Call, slot: TimeSlot) -> tuple
                 begun = time.perf_counter()
                 step()
                 communicator.wait()
-                found.append(time.perf_counter() - begun)
-    return tuple(found)
+                seconds.append(time.perf_counter() - begun)
+    return tuple(seconds)
 
 
 if __name__ == "__main__":

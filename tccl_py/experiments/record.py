@@ -85,25 +85,25 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def objections(self) -> tuple[str, ...]:
         """Return why the arm may not be used: its faults, or slower than default NCCL."""
-        found = list(self.faults)
+        against = list(self.faults)
         if self.worse_sizes:
-            found.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
+            against.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
         if any(row.verdict == "worse" for row in self.training):
-            found.append("a training step is slower than with default NCCL")
+            against.append("a training step is slower than with default NCCL")
         for groups in dict.fromkeys(row.groups for row in self.losses if row.groups):
             sizes = sizes_text([row.bytes for row in self.losses if row.groups == groups])
-            found.append(f"communicators over {groups_text(groups)} are slower at {sizes}")
-        return tuple(found)
+            against.append(f"communicators over {groups_text(groups)} are slower at {sizes}")
+        return tuple(against)
 
     @property
     def accepted(self) -> bool:
         """Return whether the arm may be used."""
         return not self.objections
 
-    def over(self, other: ArmResult) -> Compared:
+    def over(self, baseline: ArmResult) -> Compared:
         """Compare the large sizes (the largest size if none is large) with another arm's."""
         large = [at for at, row in enumerate(self.sizes) if is_large(row.bytes)] or [-1]
-        rows = ([arm.sizes[at].seconds for at in large] for arm in (self, other))
+        rows = ([arm.sizes[at].seconds for at in large] for arm in (self, baseline))
         means = [list(map(geometric_mean, zip(*row, strict=True))) for row in rows]
         return compare(means[:1], means[1:])[0]
 
@@ -194,8 +194,8 @@ class Verification(Kept, frozen=True, kw_only=True):
         """
         arm = next(arm for arm in self.arms if arm.name == name)
         against = list(arm.objections)
-        others = [other for other in self.arms if other.wrong and other is not arm]
-        against += [f"values of {CHOICE_WORDS[other.name]} are wrong" for other in others]
+        spoilt = [each for each in self.arms if each.wrong and each is not arm]
+        against += [f"values of {CHOICE_WORDS[each.name]} are wrong" for each in spoilt]
         if not against and name not in good_choices(self.arms):
             lost = [size_text(row.bytes) if row.bytes else row.mode for row in arm.losses]
             why = f", as whole intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
@@ -254,15 +254,15 @@ def why_not_verified(directory: Path) -> str:
     """Return why a plan does not count as verified, as a predicate; "" if it does."""
     if not (directory / Verification.FILE).exists():
         return "was not verified"
-    found = Verification.load(directory)
-    if found is None:
+    result = Verification.load(directory)
+    if result is None:
         return "was planned again after it was verified"
-    if found.backend != "cuda":
+    if result.backend != "cuda":
         return "was verified without GPUs"
-    arm = found.arm(found.recommended)
+    arm = result.arm(result.recommended)
     if arm is None:
-        return f"was verified for the choice {found.chosen} alone"
+        return f"was verified for the choice {result.chosen} alone"
     if arm.failure:
         return "failed when it was verified"
-    against = found.against(arm.name)
+    against = result.against(arm.name)
     return f"was not accepted when it was verified: {against}" if against else ""

@@ -79,7 +79,7 @@ def rings_found(
         judged = _judged(plan, graphs, version, variables) if plan.is_cluster else None
         # The first communicator is the process group's.
         rings = parsed.rings_over(len(names))
-        found = tuple(tuple(names[rank] for rank in ring) for ring in rings)
+        logged = tuple(tuple(names[rank] for rank in ring) for ring in rings)
         counts = Counter(
             (names[link.source], names[link.target], link.via)
             for link in parsed.connections
@@ -93,13 +93,13 @@ def rings_found(
         expected = judged.rings if judged else _expected(plan, version, variables)
         differences = [
             *(_file_differences(plan, judged) if judged else ()),
-            *_ring_differences(expected, found),
+            *_ring_differences(expected, logged),
             *_transports(plan, seats, links, version),
             *(_nics(seats, judged, parsed.connections) if judged else ()),
         ]
     except InputError as error:
         return RingsFound(expected=(), found=(), links=(), differences=(str(error),))
-    return RingsFound(expected=expected, found=found, links=links, differences=tuple(differences))
+    return RingsFound(expected=expected, found=logged, links=links, differences=tuple(differences))
 
 
 def _expected(plan: Plan, version: str, variables: Mapping[str, str]) -> Rings:
@@ -133,7 +133,7 @@ def _judged(
 def _file_differences(plan: Plan, judged: Verdict) -> Iterator[str]:
     if judged.verdict != "used":
         yield f"NCCL does not use the plan's files as they stand: {judged.reason}"
-    elif not all(any(same_rings(ring, own) for own in plan.orders) for ring in judged.rings):
+    elif not all(any(same_rings(ring, order) for order in plan.orders) for ring in judged.rings):
         yield "the graph files do not come to the plan's rings: plan again"
 
 
@@ -144,9 +144,9 @@ def _ring_differences(expected: Rings, found: Rings) -> Iterator[str]:
     if len(found) != len(expected):
         yield f"NCCL uses {counted(len(found), 'channel')}, the plan comes to {len(expected)}"
     wrong = []
-    for number, (ring, own) in enumerate(zip(found, expected, strict=False)):
-        if not same_rings(ring, own):
-            logged, planned = (" ".join(map(str, each)) for each in (ring, own))
+    for number, (ring, order) in enumerate(zip(found, expected, strict=False)):
+        if not same_rings(ring, order):
+            logged, planned = (" ".join(map(str, ranks)) for ranks in (ring, order))
             wrong.append(f"channel {number} is {logged}, planned was {planned}")
     yield from _some(wrong, "channels have another ring")
 
@@ -176,8 +176,8 @@ def _transports(
         source, target = seats[link.source], seats[link.target]
         planned = "NET"
         if source.host == target.host:
-            seen = views[source.node_class]
-            planned = TRANSPORTS[pair_mechanism(seen, source.gpu, target.gpu)]
+            view = views[source.node_class]
+            planned = TRANSPORTS[pair_mechanism(view, source.gpu, target.gpu)]
         if transport_of(link.via) != planned:
             hosts = f" ({source.host}, {target.host})" if plan.is_cluster else ""
             yield (
@@ -190,17 +190,17 @@ def _nics(
     seats: Mapping[int, _Seat], judged: Verdict, connections: Iterable[Connection]
 ) -> Iterator[str]:
     """Yield crossings of hosts by other NICs: each end of a crossing logs its own NIC."""
-    seen: dict[tuple[int, int, int], set[int]] = {}
+    logged: dict[tuple[int, int, int], set[int]] = {}
     for link in connections:
         if nic := _NIC.match(link.via):
-            seen.setdefault((link.channel, link.source, link.target), set()).add(int(nic[1]))
+            logged.setdefault((link.channel, link.source, link.target), set()).add(int(nic[1]))
     wrong = []
     for channel, (ring, row) in enumerate(zip(judged.rings, judged.nics, strict=False)):
         for source, target in neighbours(ring):
-            found = seen.get((channel, source, target))
+            nics_used = logged.get((channel, source, target))
             ends = row[seats[source].number].exit, row[seats[target].number].entry
-            if found is not None and found != set(ends):
-                used = " and ".join(f"N{nic}" for nic in sorted(found))
+            if nics_used is not None and nics_used != set(ends):
+                used = " and ".join(f"N{nic}" for nic in sorted(nics_used))
                 wrong.append(
                     f"channel {channel}, rank {source} -> {target}: by {used}, planned was from "
                     f"N{ends[0]} to N{ends[1]}"

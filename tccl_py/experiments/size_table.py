@@ -33,7 +33,7 @@ _SURE = 0.99
 """Level of the intervals of a sweep, which has many choices to be lucky with."""
 NO_HARM = 0.99
 """Least ratio at neighbouring sizes, in the other dtype, and beside matrix multiplications."""
-_ALIKE = 0.95
+_CLOSE = 0.95
 """Share of the best ratio within which multiplications decide between numbers of channels."""
 _ROUNDS = 6
 SWEPT: Dtype = "bfloat16"
@@ -108,8 +108,8 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def predictions(self) -> tuple[int, int]:
         """Return how many predictions fresh jobs found right, of how many."""
-        asked = [row for row in self.rows if row.row.dtype == SWEPT and row.fresh is not None]
-        return sum(row.right for row in asked), len(asked)
+        judged = [row for row in self.rows if row.row.dtype == SWEPT and row.fresh is not None]
+        return sum(row.right for row in judged), len(judged)
 
 
 Jobs = Sequence[Sequence[ContestTimes]]
@@ -126,23 +126,23 @@ def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
 
 def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     """Return the fastest choice that gains and does no harm, else the fastest."""
-    usable = [found for found in scores if found.gains and not found.harms]
-    best = max(usable or scores, key=lambda found: found.swept.middle, default=SizeRow(row=row))
+    usable = [score for score in scores if score.gains and not score.harms]
+    best = max(usable or scores, key=lambda score: score.swept.middle, default=SizeRow(row=row))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
-    alike = [
-        found
-        for found in usable
-        if _kind(found) == _kind(best) and found.swept.middle >= _ALIKE * best.swept.middle
+    close = [
+        score
+        for score in usable
+        if _kind(score) == _kind(best) and score.swept.middle >= _CLOSE * best.swept.middle
     ]
-    return max(alike, key=_beside_and_alone, default=best)
+    return max(close, key=_beside_and_alone, default=best)
 
 
-def _kind(found: SizeRow) -> tuple[str, str] | None:
-    return (found.choice.algorithm, found.choice.protocol) if found.choice else None
+def _kind(score: SizeRow) -> tuple[str, str] | None:
+    return (score.choice.algorithm, score.choice.protocol) if score.choice else None
 
 
-def _beside_and_alone(found: SizeRow) -> tuple[float, float]:
-    return 0.0 if found.beside is None else found.beside.middle, found.swept.middle
+def _beside_and_alone(score: SizeRow) -> tuple[float, float]:
+    return 0.0 if score.beside is None else score.beside.middle, score.swept.middle
 
 
 def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeRow]:
@@ -151,19 +151,21 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeR
     A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
     slower beyond chance.
     """
-    own = times.variants[0]
-    for found in times.finalists:
-        ratios = ratios_of(own.seconds, found.seconds)[-times.final :]
+    baseline = times.variants[0]
+    for variant in times.finalists:
+        ratios = ratios_of(baseline.seconds, variant.seconds)[-times.final :]
         if len(jobs) >= _ROUNDS:
-            ratios = [_ratio(job, found.choice) for job in jobs]
+            ratios = [_ratio(job, variant.choice) for job in jobs]
         swept = ratio_interval(ratios, level=_SURE)
-        beside = ratio_interval(ratios_of(own.beside, found.beside)) if found.beside else None
+        loaded = (
+            ratio_interval(ratios_of(baseline.beside, variant.beside)) if variant.beside else None
+        )
         yield SizeRow(
             row=times.row,
-            choice=found.choice,
+            choice=variant.choice,
             swept=swept,
-            beside=beside,
-            harms=beside is not None and beside.middle < NO_HARM and beside.high < 1,
+            beside=loaded,
+            harms=loaded is not None and loaded.middle < NO_HARM and loaded.high < 1,
             gains=swept.low >= LEAST_GAIN,
         )
 
@@ -177,37 +179,37 @@ def confirm(
     only those of the arm `plan` follow. A row stays only if the same collective and size of another
     dtype is not slower.
     """
-    timed = {name: _by_row(own) for name, own in jobs.items()}
-    found = [
+    timed = {name: _by_row(of_arm) for name, of_arm in jobs.items()}
+    confirmed = [
         _fresh(row, {name: of.get(row.row, ()) for name, of in timed.items()}, plan) for row in rows
     ]
     slower = {
         (row.row.collective, row.row.bytes)
-        for row in found
+        for row in confirmed
         if row.fresh is not None and row.fresh.middle < NO_HARM
     }
     return [
         replace(row, kept=row.gains and row.gained and not row.harms)
         if (row.row.collective, row.row.bytes) not in slower
         else row
-        for row in found
+        for row in confirmed
     ]
 
 
 def _by_row(jobs: Jobs) -> dict[Row, list[ContestTimes]]:
-    found: dict[Row, list[ContestTimes]] = {}
+    by_row: dict[Row, list[ContestTimes]] = {}
     for times in chain.from_iterable(jobs):
-        found.setdefault(times.row, []).append(times)
-    return found
+        by_row.setdefault(times.row, []).append(times)
+    return by_row
 
 
 def _fresh(
     row: SizeRow, jobs: Mapping[ChoiceName, Sequence[ContestTimes]], plan: ChoiceName
 ) -> SizeRow:
     seconds: dict[str, tuple[float, ...]] = {}
-    for name, own in jobs.items():
+    for name, of_arm in jobs.items():
         # All calls of the arms beside the plan's are NCCL's own choice.
-        pooled = (times.variants[: 1 if name == plan else None] for times in own)
+        pooled = (times.variants[: 1 if name == plan else None] for times in of_arm)
         seconds[name] = tuple(_middle(sum((v.seconds for v in of), ())) for of in pooled)
     chosen = [times for times in jobs[plan] if len(times.variants) > 1]
     fresh = None
@@ -219,9 +221,9 @@ def _fresh(
 
 def _ratio(times: ContestTimes, choice: Choice | None) -> float:
     """Return the speed of a choice, or of the plugin's table (None), over NCCL's own in a job."""
-    own, *others = times.variants
-    found = next((found for found in others if found.choice == choice), None)
-    return _middle(ratios_of(own.seconds, found.seconds)) if found and found.seconds else 0.0
+    baseline, *variants = times.variants
+    rival = next((rival for rival in variants if rival.choice == choice), None)
+    return _middle(ratios_of(baseline.seconds, rival.seconds)) if rival and rival.seconds else 0.0
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -231,15 +233,15 @@ def _middle(values: Sequence[float]) -> float:
 
 def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
     """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
-    kept = {row.row: row.choice for row in rows if row.kept}
-    found = []
+    choices = {row.row: row.choice for row in rows if row.kept}
+    ranges = []
     for collective in dict.fromkeys(times.row.collective for times in sweep):
         series = [times for times in sweep if times.row.collective == collective]
         series.sort(key=lambda times: times.row.bytes)
-        for choice, run in groupby(series, key=lambda times: kept.get(times.row)):
+        for choice, run in groupby(series, key=lambda times: choices.get(times.row)):
             if choice is not None:
-                found.append(_entry(series, list(run), choice))
-    return tuple(sorted(found, key=table_order))
+                ranges.append(_entry(series, list(run), choice))
+    return tuple(sorted(ranges, key=table_order))
 
 
 def covers(entry: TunerEntry, row: Row) -> bool:

@@ -54,7 +54,7 @@ from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.planner import subsets
 
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
-OTHERS = tuple(
+FURTHER = tuple(
     name for name, facts in COLLECTIVES.items() if facts.algorithms and name != "all_reduce"
 )
 _MOST_SUBSETS = 3
@@ -93,8 +93,8 @@ class SizeTunings(Kept, frozen=True, kw_only=True):
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
-    found = SizeTunings.load(directory)
-    return () if found is None else found.tunings
+    saved = SizeTunings.load(directory)
+    return () if saved is None else saved.tunings
 
 
 def tune_by_size(
@@ -110,29 +110,29 @@ def tune_by_size(
     fewer, short = every[::2], min(seconds, _SUBSET_SECONDS)
     equal = _equal_sets(target)
     work: list[tuple[tuple[int, ...], tuple[Collective, ...], Sequence[int], float]]
-    work = [(target.gpus, ("all_reduce",), every, seconds), (target.gpus, OTHERS, fewer, seconds)]
+    work = [(target.gpus, ("all_reduce",), every, seconds), (target.gpus, FURTHER, fewer, seconds)]
     work += [(gpus, ("all_reduce",), fewer, short) for gpus in equal if gpus != target.gpus]
-    found: list[SizeTuning] = []
+    tunings: list[SizeTuning] = []
     with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
         try:
             library = plugin_library(Path(folder)) if launcher.backend == "cuda" else None
         except BuildError as error:
             launcher.say(f"not tuned by message size, which needs the NCCL plugin: {error}")
             return ()
-        for gpus, collectives, own, longest in work:
+        for gpus, collectives, tried, longest in work:
             over = launcher.over(gpus), arms_of(target, library, gpus)
             try:
-                found.append(tune_sizes(*over, collectives, own, longest)[0])
+                tunings.append(tune_sizes(*over, collectives, tried, longest)[0])
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
         try:
-            _keep(target, found, equal)
-            if library is not None and found:
-                found = _checked(target, launcher, found, library)
-                _keep(target, found, equal)
+            _keep(target, tunings, equal)
+            if library is not None and tunings:
+                tunings = _checked(target, launcher, tunings, library)
+                _keep(target, tunings, equal)
         except InputError as error:
             launcher.say(f"the plugin gets no table by message size: {error}")
-    return tuple(found)
+    return tuple(tunings)
 
 
 def plugin_library(folder: Path) -> Path:
@@ -146,7 +146,7 @@ def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tupl
     That one has the plugin's tuner, and the set's own graph file if the plugin gives one.
     """
     first = target.arm(target.plan.recommended)
-    others = (arm for arm in target.arms if arm.name not in ("graph", first.name))
+    further = (arm for arm in target.arms if arm.name not in ("graph", first.name))
     variables, graphs = dict(first.variables), first.graphs
     if library is not None:
         variables[TUNER_VARIABLE] = str(library.resolve())
@@ -156,7 +156,7 @@ def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tupl
             graphs = {THIS_HOST: subset_graph(target.plan, planned)}
         else:
             del variables[GRAPH_VARIABLE]
-    return replace(first, variables=variables, graphs=graphs), *others
+    return replace(first, variables=variables, graphs=graphs), *further
 
 
 def _equal_sets(target: Target) -> EqualSets:
@@ -167,12 +167,12 @@ def _equal_sets(target: Target) -> EqualSets:
     plan = target.plan
     node = plan.cluster.classes[0]
     symmetry = automorphisms(node.machine, node.knowledge, gpus=plan.gpus)
-    found: EqualSets = {target.gpus: {target.gpus}}
+    sets: EqualSets = {target.gpus: {target.gpus}}
     for gpus in subsets(node.machine, plan.gpus):
-        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2) and len(found) <= _MOST_SUBSETS
-        if usual and not any(gpus in equal for equal in found.values()):
-            found[gpus] = set(images_of_gpus(symmetry, gpus))
-    return found
+        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2) and len(sets) <= _MOST_SUBSETS
+        if usual and not any(gpus in equal for equal in sets.values()):
+            sets[gpus] = set(images_of_gpus(symmetry, gpus))
+    return sets
 
 
 def tune_sizes(
@@ -234,7 +234,7 @@ def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
     return tuple(
         Contest(
             row=times.row,
-            choices=tuple(found.choice for found in times.finalists if found.choice),
+            choices=tuple(variant.choice for variant in times.finalists if variant.choice),
             rounds=_AGAIN_ROUNDS,
         )
         for times in sweep
@@ -271,35 +271,37 @@ def _fresh_jobs(
     """
     spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
     jobs = ConcurrentJobs(launcher.named(f"fresh jobs of {len(contests)} rows"), spec)
-    found: dict[ChoiceName, list[Sequence[ContestTimes]]] = {arm.name: [] for arm in arms}
+    times: dict[ChoiceName, list[Sequence[ContestTimes]]] = {arm.name: [] for arm in arms}
     for ended in jobs.rounds(arms, max(least, most)) if contests else ():
         for arm, outcome in ended:
             if isinstance(outcome, MeasurementError):
                 raise outcome
             if log not in outcome.log:
                 raise MeasurementError(_REFUSED)
-            found[arm.name].append(outcome.results[0].contests)
-        if len(found[arms[0].name]) >= least and time.monotonic() >= until:
+            times[arm.name].append(outcome.results[0].contests)
+        if len(times[arms[0].name]) >= least and time.monotonic() >= until:
             break
-    return found
+    return times
 
 
-def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets) -> None:
+def _keep(target: Target, tunings: Sequence[SizeTuning], equal: EqualSets) -> None:
     """Write the rows, and the plugin's tables of the sets measured on GPUs, and of their equals."""
     plan, tables = target.plan, list[TunerTable]()
     for measured, sets in equal.items():
-        own = [entry for tuning in found if tuning.gpus == measured for entry in tuning.entries]
-        own.sort(key=table_order)
+        kept_entries = [
+            entry for tuning in tunings if tuning.gpus == measured for entry in tuning.entries
+        ]
+        kept_entries.sort(key=table_order)
         tables += [
-            TunerTable(gpus=gpus, measured_on=measured, entries=tuple(own))
-            for gpus in sorted(sets if own else ())
+            TunerTable(gpus=gpus, measured_on=measured, entries=tuple(kept_entries))
+            for gpus in sorted(sets if kept_entries else ())
         ]
     with undisturbed():
-        SizeTunings(tunings=tuple(found)).keep(target.directory)
-        if found and found[0].backend == "cuda":
+        SizeTunings(tunings=tuple(tunings)).keep(target.directory)
+        if tunings and tunings[0].backend == "cuda":
             tuning = Tuning(
                 choice=plan.recommended,
-                nccl=found[0].nccl,
+                nccl=tunings[0].nccl,
                 tables=tuple(tables),
                 simulated=plan.simulated,
             )
@@ -307,19 +309,19 @@ def _keep(target: Target, found: Sequence[SizeTuning], equal: EqualSets) -> None
 
 
 def _checked(
-    target: Target, launcher: Launcher, found: Sequence[SizeTuning], library: Path
+    target: Target, launcher: Launcher, tunings: Sequence[SizeTuning], library: Path
 ) -> list[SizeTuning]:
     """Time what all GPUs get by the plugin, and return the tunings without entries that harm.
 
     Each job compares the table with NCCL's own choice: at measured sizes, half-way between them,
     and at the ends of each entry. The plan's tables must be in its directory.
     """
-    asked: dict[Row, None] = {}
-    for tuning in found:
+    timed_rows: dict[Row, None] = {}
+    for tuning in tunings:
         for entry in tuning.entries if tuning.gpus == target.gpus else ():
             sizes = sorted({*_DENSE_SIZES, entry.from_bytes, entry.to_bytes})
             rows = rows_of(sizes, (entry.collective,), SWEPT)
-            asked |= dict.fromkeys(row for row in rows if covers(entry, row))
+            timed_rows |= dict.fromkeys(row for row in rows if covers(entry, row))
     plan = target.arm(target.plan.recommended)
     index = target.directory.resolve() / "nccl" / INDEX_FILE
     variables = {n: v for n, v in plan.variables.items() if n != GRAPH_VARIABLE}
@@ -327,15 +329,15 @@ def _checked(
     variables |= plugin_variables(target.plan)[0]
     arm = replace(plan, variables=variables, graphs={})
     contests = tuple(
-        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], table=True) for row in asked
+        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], table=True) for row in timed_rows
     )
     try:
         jobs = _fresh_jobs(launcher, (arm,), contests, log="tuned by")
     except MeasurementError as error:
         launcher.say(f"the plugin's table was not timed: {error}")
-        return list(found)
-    timed = confirm([SizeRow(row=row) for row in asked], jobs, plan=arm.name)
-    return [_without_harm(each, timed) if each.gpus == target.gpus else each for each in found]
+        return list(tunings)
+    timed = confirm([SizeRow(row=row) for row in timed_rows], jobs, plan=arm.name)
+    return [_without_harm(each, timed) if each.gpus == target.gpus else each for each in tunings]
 
 
 def _without_harm(tuning: SizeTuning, timed: Sequence[SizeRow]) -> SizeTuning:
@@ -346,10 +348,10 @@ def _without_harm(tuning: SizeTuning, timed: Sequence[SizeRow]) -> SizeTuning:
     def kept(row: SizeRow) -> bool:
         return row.kept and any(covers(entry, row.row) for entry in entries)
 
-    own = {entry.collective for entry in tuning.entries}
+    collectives = {entry.collective for entry in tuning.entries}
     return replace(
         tuning,
         rows=tuple(replace(row, kept=kept(row)) for row in tuning.rows),
         entries=tuple(entries),
-        by_plugin=tuple(row for row in timed if row.row.collective in own),
+        by_plugin=tuple(row for row in timed if row.row.collective in collectives),
     )

@@ -118,8 +118,10 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def finalists(self) -> tuple[Variant, ...]:
         """Return the choices that were not dropped."""
-        own, *others = self.variants
-        return tuple(found for found in others if len(found.seconds) == len(own.seconds))
+        default, *variants = self.variants
+        return tuple(
+            variant for variant in variants if len(variant.seconds) == len(default.seconds)
+        )
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,14 +212,14 @@ def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
     >>> parse_sizes("1M, 4k,512")
     (512, 4096, 1048576)
     """
-    found = set()
+    sizes = set()
     for part in map(str.strip, text.split(",")):
         match = _SIZE.fullmatch(part.lower())
         size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
         if not ELEMENT_BYTES["float32"] <= size <= _MAX_BYTES:
             right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
             raise InputError(f"{where}: {part[:20]!r}", "is no size", right)
-        found.add(size)
-    if len(found) > _MAX_SIZES:
-        raise InputError(where, f"has {len(found)} sizes", f"at most {_MAX_SIZES}")
-    return tuple(sorted(found))
+        sizes.add(size)
+    if len(sizes) > _MAX_SIZES:
+        raise InputError(where, f"has {len(sizes)} sizes", f"at most {_MAX_SIZES}")
+    return tuple(sorted(sizes))

@@ -103,8 +103,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         planned, graphs = self.plan.subset(gpus), dict(self.graphs)
         if planned and gpus != self.gpus:
             graphs = {THIS_HOST: subset_graph(self.plan, planned)}
-        given = (arm for arm in self.arms if planned or arm.name != "graph")
-        return tuple(replace(arm, graphs=graphs) if arm.graphs else arm for arm in given)
+        arms = (arm for arm in self.arms if planned or arm.name != "graph")
+        return tuple(replace(arm, graphs=graphs) if arm.graphs else arm for arm in arms)
 
     @property
     def choices(self) -> Choices:
@@ -130,15 +130,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
         """Return the mechanisms of hops between GPUs of a host under these settings."""
-        plan, found = self.plan, set[str]()
+        plan, mechanisms = self.plan, set[str]()
         for path in plan.paths:
-            seen = class_view(plan, path.node_class, settings)
+            view = class_view(plan, path.node_class, settings)
             if self.hosts:
                 pairs = [pair for chain in path.chains for pair in pairwise(chain.gpus)]
             else:
                 pairs = [pair for ring in plan.choices[name].rings for pair in neighbours(ring)]
-            found |= {pair_mechanism(seen, *pair) for pair in pairs}
-        return found
+            mechanisms |= {pair_mechanism(view, *pair) for pair in pairs}
+        return mechanisms
 
     def other_paths(self, name: ChoiceName, settings: Settings) -> Sequence[Settings]:
         """Return settings with other NIC buffer placements, or other P2P levels.
@@ -150,7 +150,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return gdr_variants(plan, settings)
         if self.hosts or name != "variables":
             return ()
-        found = candidates(
+        settings_found = candidates(
             plan.machine,
             plan.knowledge,
             settings.version,
@@ -159,7 +159,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             buffsizes=(DEFAULT_FIFO_BYTES,),
             p2p_level=pinned_level(plan.pinned_env),
         )
-        levels = dict.fromkeys(candidate.p2p_level for candidate in found)
+        levels = dict.fromkeys(candidate.p2p_level for candidate in settings_found)
         return [replace(settings, p2p_level=level) for level in levels]
 
     def permits(self, name: ChoiceName, settings: Settings) -> bool:
@@ -189,21 +189,21 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             graphs = {THIS_HOST: nccl_files(plan, self.directory)[GRAPH_FILE]}
         return replace(self, plan=plan, graphs=graphs)
 
-    def settled(self, found: Verification) -> Target:
+    def settled(self, result: Verification) -> Target:
         """Return the plan with the rates of a comparison, and the winner as its choice.
 
         Variables that lose at some size have a note. Graph files of several hosts keep their rates,
         from which NCCL's channels follow.
         """
-        rates, plan = found.achieved, self.plan
+        rates, plan = result.achieved, self.plan
         plan = _achieved(plan, rates) if self.hosts else self.retuned({}, rates).plan
-        variables = found.arm("variables")
+        variables = result.arm("variables")
         if variables is not None and variables.losses:
             sizes = sizes_text(sorted({row.bytes for row in variables.losses}))
             note = f"slower than default NCCL at {sizes}"
             plan = replace(plan, variables=replace(plan.variables, note=note))
-        dry_run = plan.dry_run or found.dry_run
-        return replace(self, plan=replace(plan, winner=found.winner, dry_run=dry_run))
+        dry_run = plan.dry_run or result.dry_run
+        return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))
 
     def write(self) -> None:
         """Replace the plan in its directory."""

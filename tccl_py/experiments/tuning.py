@@ -81,14 +81,17 @@ def run_tuning(
     judged, compared = _judged_by_winner(first), list[tuple[Target, Verification]]()
     for _ in range(ATTEMPTS):
         fastest = {name: _fastest(trials, name) for name in plan.choices}
-        found = {name: trial for name, trial in fastest.items() if trial is not None}
+        best_of = {name: trial for name, trial in fastest.items() if trial is not None}
         changes = {
             name: trial.settings
-            for name, trial in found.items()
+            for name, trial in best_of.items()
             if trial.settings != plan.choices[name]
         }
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
-        rates = {"default": tried[0].gbps, **{name: trial.gbps for name, trial in found.items()}}
+        rates = {
+            "default": tried[0].gbps,
+            **{name: trial.gbps for name, trial in best_of.items()},
+        }
         changed = plan.retuned(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
@@ -98,7 +101,7 @@ def run_tuning(
         if late or _better(again, judged):
             break
         # The number of channels is what mostly harms small messages, or training.
-        harmful = {(name, *_channels(found[name])) for name in changes}
+        harmful = {(name, *_channels(best_of[name])) for name in changes}
         trials = [trial for trial in trials if (trial.arm, *_channels(trial)) not in harmful]
     better = [each for each in compared if _better(each[1], judged)]
     rejected = [text for each in compared if each not in better for text in _rejections(each[1])]
@@ -114,9 +117,9 @@ def run_tuning(
     return best_plan, replace(best, tried=tried, notices=(*best.notices, *rejected))
 
 
-def _rejections(found: Verification) -> Iterator[str]:
+def _rejections(result: Verification) -> Iterator[str]:
     """Yield why the tuned settings of each choice are not used."""
-    for arm in found.arms[1:]:
+    for arm in result.arms[1:]:
         sizes = sizes_text([row.bytes for row in arm.losses])
         why = "; ".join(arm.objections) or (f"slower at {sizes}" if sizes else "no clear gain")
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
@@ -124,15 +127,15 @@ def _rejections(found: Verification) -> Iterator[str]:
         yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
 
 
-def _faster_when_large(found: Verification) -> bool:
+def _faster_when_large(result: Verification) -> bool:
     """Return whether jobs of all arms were right, and variables clearly gain at large sizes."""
-    variables = found.arm("variables")
-    right = not any(arm.faults for arm in found.arms)
+    variables = result.arm("variables")
+    right = not any(arm.faults for arm in result.arms)
     return right and variables is not None and variables.large.low > 1 + SMALLEST_EFFECT
 
 
-def _judged_by_winner(found: Verification) -> Verification:
-    return replace(found, recommended=found.winner, chosen=found.winner)
+def _judged_by_winner(result: Verification) -> Verification:
+    return replace(result, recommended=result.winner, chosen=result.winner)
 
 
 def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
@@ -142,13 +145,15 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
     """
     trials = sweep.run(list(plan.choices.items()))
     for steps in zip_longest(*(stages(plan, name) for name in plan.choices)):
-        known = {(trial.arm, trial.settings) for trial in trials}
-        wanted: dict[Candidate, None] = {}
+        tried = {(trial.arm, trial.settings) for trial in trials}
+        asked_for: dict[Candidate, None] = {}
         for name, stage in zip(plan.choices, steps, strict=True):
             best = _fastest(trials, name)
             base = plan.choices[name] if best is None else best.settings
-            wanted |= dict.fromkeys((name, settings) for settings in (stage(base) if stage else ()))
-        waiting = [each for each in wanted if each not in known and plan.permits(*each)]
+            asked_for |= dict.fromkeys(
+                (name, settings) for settings in (stage(base) if stage else ())
+            )
+        waiting = [pair for pair in asked_for if pair not in tried and plan.permits(*pair)]
         while waiting and time.monotonic() < deadline:
             count = sweep.at_once
             trials += sweep.run(waiting[:count])
@@ -184,15 +189,15 @@ def _channels(trial: Tried) -> tuple[int, int | None]:
     return trial.settings.channels, trial.settings.min_channels
 
 
-def _better(found: Verification, first: Verification) -> bool:
+def _better(result: Verification, first: Verification) -> bool:
     """Return whether a tuned plan is faster than the first, or as fast by a smaller choice.
 
     Both are relative to default NCCL.
     """
-    if not (found.judged.accepted and first.judged.accepted):
-        return found.judged.accepted
-    lead = found.judged.large.ratio / first.judged.large.ratio
-    if CHOICES.index(found.chosen) < CHOICES.index(first.chosen):
+    if not (result.judged.accepted and first.judged.accepted):
+        return result.judged.accepted
+    lead = result.judged.large.ratio / first.judged.large.ratio
+    if CHOICES.index(result.chosen) < CHOICES.index(first.chosen):
         return lead >= 1 - SMALLEST_EFFECT
     return lead >= 1 + SMALLEST_EFFECT
 
@@ -226,10 +231,10 @@ class Sweep:
         named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
         self._launcher.watch(f"trying {', '.join(named)}")
         with_default = self._jobs.at_once > 1 or not self._default
-        arms, found = [self._target.arms[0]] * with_default, list[Tried]()
+        arms, trials = [self._target.arms[0]] * with_default, list[Tried]()
         for name, settings in candidates:
-            known = settings == self._target.choices[name]
-            target = self._target if known else self._target.retuned({name: settings})
+            planned = settings == self._target.choices[name]
+            target = self._target if planned else self._target.retuned({name: settings})
             arms.append(target.arm(name))
         outcomes = [outcome for _, outcome in self._jobs.run(arms)]
         if with_default:
@@ -241,7 +246,7 @@ class Sweep:
             self._default_gbps.append(self._gbps(self._default))
             tried = Tried(arm=name, settings=settings)
             if isinstance(outcome, MeasurementError):
-                found.append(replace(tried, failed=str(outcome)))
+                trials.append(replace(tried, failed=str(outcome)))
                 continue
             seconds = self._seconds(outcome)
             ratios = {
@@ -250,9 +255,9 @@ class Sweep:
             }
             worst = min(ratios.pop(row) for row in self._slowest)
             # What is left is send/recv.
-            beside, gbps = min(ratios.values(), default=1.0), self._gbps(seconds)
-            found.append(replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=beside))
-        return found
+            transfers, gbps = min(ratios.values(), default=1.0), self._gbps(seconds)
+            trials.append(replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=transfers))
+        return trials
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
@@ -267,7 +272,7 @@ class Sweep:
         return large_gbps(rates) or 0.0
 
     def _seconds(self, outcome: Outcome) -> dict[Row, float]:
-        return {row: taken for row, (taken,) in row_seconds(self._spec, [outcome]).items()}
+        return {row: seconds for row, (seconds,) in row_seconds(self._spec, [outcome]).items()}
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
@@ -278,8 +283,8 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
     facts = version_facts(target.choices[name].version)
 
     def sockets(base: Settings) -> Iterator[Settings]:
-        for threads, each in SOCKETS if target.over_sockets else ():
-            yield _valid(base, socket_threads=threads, sockets_per_thread=each)
+        for threads, per_thread in SOCKETS if target.over_sockets else ():
+            yield _valid(base, socket_threads=threads, sockets_per_thread=per_thread)
 
     def channels_and_sizes(base: Settings) -> Iterator[Settings]:
         for count in target.channels(name):

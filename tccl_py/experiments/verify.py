@@ -19,7 +19,7 @@ from tccl_py.experiments.target import Target
 from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.words import plan_name
 
-_alike = partial(math.isclose, rel_tol=5e-3)
+_equal = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of a few training steps: sums in another order differ by rounding."""
 
 
@@ -39,16 +39,16 @@ def verify_target(
     # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     groups = groups_of(launcher.world) if with_groups else ()
-    beside = rows_of(budget.few_sizes[:4], budget.collectives, budget.dtype, groups=groups)
-    spec = JobSpec(rows=(*budget.rows, *beside, *budget.transfers), training=budget.training)
+    smaller = rows_of(budget.few_sizes[:4], budget.collectives, budget.dtype, groups=groups)
+    spec = JobSpec(rows=(*budget.rows, *smaller, *budget.transfers), training=budget.training)
     rounds = run_rounds(launcher, arms, budget, spec, begun=begun)
     # 2. Judge each arm, and find the winner.
-    found: list[ArmResult] = []
+    results: list[ArmResult] = []
     for arm in arms:
         result = _arm_result(arm, target, launcher, budget, rounds)
-        if found and not result.failure:
-            result = replace(result, large=result.over(found[0]))
-        found.append(result)
+        if results and not result.failure:
+            result = replace(result, large=result.over(results[0]))
+        results.append(result)
     letters = dict(zip((arm.name for arm in arms), "ABC", strict=False))
     ranks = rounds.checked["default"].results
     return Verification(
@@ -56,10 +56,10 @@ def verify_target(
         gpus=target.gpus,
         hosts=target.hosts,
         backend=launcher.backend,
-        arms=tuple(found),
+        arms=tuple(results),
         recommended=target.plan.recommended,
         chosen=only or target.arm(target.plan.recommended).name,
-        winner=good_choices(found)[0],
+        winner=good_choices(results)[0],
         simulated=target.plan.simulated,
         assumed=target.plan.assumed,
         tuned=target.plan.tuned,
@@ -113,16 +113,16 @@ def rings_of_jobs(
     # Without checks the first job moves nothing, and NCCL connects nothing in it.
     logs = outcomes if checks or len(outcomes) == 1 else outcomes[1:]
     variables = launcher.variables(arm)
-    found = [rings_found(target.plan, target.graphs, job.log, variables) for job in logs]
-    return next((rings for rings in found if not rings.same), found[0])
+    comparisons = [rings_found(target.plan, target.graphs, job.log, variables) for job in logs]
+    return next((rings for rings in comparisons if not rings.same), comparisons[0])
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:
     """Yield losses and gradients that are not those of default NCCL's first job."""
     for job in jobs:
         for expected, rank in zip(baseline[0].results, job.results, strict=True):
-            for mode, found in rank.trained.items():
-                pairs = zip(found, expected.trained[mode], strict=True)
-                if not all(a is not None and b is not None and _alike(a, b) for a, b in pairs):
-                    what = f"loss and gradients {found} instead of {expected.trained[mode]}"
+            for mode, values in rank.trained.items():
+                pairs = zip(values, expected.trained[mode], strict=True)
+                if not all(a is not None and b is not None and _equal(a, b) for a, b in pairs):
+                    what = f"loss and gradients {values} instead of {expected.trained[mode]}"
                     yield WrongValue(case=f"training step, {mode}", rank=rank.rank, what=what)

@@ -20,13 +20,13 @@ from tccl_py.plan.words import CHOICE_WORDS, choice_words
 _SHOWN_WRONG = 5
 
 
-def verification_json(found: Verification) -> dict[str, Any]:
+def verification_json(result: Verification) -> dict[str, Any]:
     """Return what `verify --json` prints; verify.json has all timings beside."""
     return {
-        **picked(found, "machine", "accepted", "winner", "recommended", "chosen"),
-        "arms": [_arm_json(arm) for arm in found.arms],
-        **picked(found, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
-        **picked(found, "backend", "collective", "devices", "versions", "notices"),
+        **picked(result, "machine", "accepted", "winner", "recommended", "chosen"),
+        "arms": [_arm_json(arm) for arm in result.arms],
+        **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
+        **picked(result, "backend", "collective", "devices", "versions", "notices"),
     }
 
 
@@ -56,40 +56,40 @@ def _us(row: Timed) -> float:
     return median(row.seconds) * 1e6
 
 
-def headline(found: Verification) -> tuple[str, str]:
+def headline(result: Verification) -> tuple[str, str]:
     """Return the winner, and whether the choice in question may be used."""
-    of = ",".join(found.hosts) if found.hosts else f"GPUs {','.join(map(str, found.gpus))}"
-    backend = "as a DRY RUN over gloo" if found.dry_run else "over NCCL"
-    return f"{found.machine}, {of}, {backend}: {_winner(found)}", _answer(found)
+    of = ",".join(result.hosts) if result.hosts else f"GPUs {','.join(map(str, result.gpus))}"
+    backend = "as a DRY RUN over gloo" if result.dry_run else "over NCCL"
+    return f"{result.machine}, {of}, {backend}: {_winner(result)}", _answer(result)
 
 
-def _winner(found: Verification) -> str:
+def _winner(result: Verification) -> str:
     """Name the winner, with its speed or, if that is default NCCL, the speed of the others."""
-    where = _where(found)
-    if found.winner != "default":
-        over = _over(found.best.large)
-        return f"{WINS[found.winner]}: {over} times default NCCL {where}"
-    others = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in found.arms[1:] if row.rows]
-    return WINS["default"] + (f": {', '.join(others)} times it {where}" if others else "")
+    where = _where(result)
+    if result.winner != "default":
+        over = _over(result.best.large)
+        return f"{WINS[result.winner]}: {over} times default NCCL {where}"
+    ratios = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in result.arms[1:] if row.rows]
+    return WINS["default"] + (f": {', '.join(ratios)} times it {where}" if ratios else "")
 
 
 def _over(ratio: Compared) -> str:
     return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def _answer(found: Verification) -> str:
+def _answer(result: Verification) -> str:
     """Return whether the choice in question may be used, and why not."""
-    asked = f"{'recommended' if found.chosen == found.recommended else 'chosen'} choice"
-    asked = f"{CHOICE_WORDS[found.chosen]}, the {asked}"
-    if not found.accepted:
-        return f"No to {asked}: {found.against(found.chosen)}"
-    if found.winner == found.chosen:
-        return f"Yes to {asked}"
-    return f"As good as {CHOICE_WORDS[found.winner]}, by 1 % or the 95 % interval: {asked}"
+    name = f"{'recommended' if result.chosen == result.recommended else 'chosen'} choice"
+    name = f"{CHOICE_WORDS[result.chosen]}, the {name}"
+    if not result.accepted:
+        return f"No to {name}: {result.against(result.chosen)}"
+    if result.winner == result.chosen:
+        return f"Yes to {name}"
+    return f"As good as {CHOICE_WORDS[result.winner]}, by 1 % or the 95 % interval: {name}"
 
 
-def _where(found: Verification) -> str:
-    sizes = [row.bytes for row in found.arms[0].sizes]
+def _where(result: Verification) -> str:
+    sizes = [row.bytes for row in result.arms[0].sizes]
     large = [size for size in sizes if is_large(size)]
     if not sizes or len(large) == 1:
         return f"at {sizes_text(large)}"
@@ -110,37 +110,37 @@ def _verdict(row: Timed) -> str:
     return _over(row.compared) + (f" {row.verdict}" if row.verdict != "same" else "")
 
 
-def facts_of(found: Verification) -> list[str]:
+def facts_of(result: Verification) -> list[str]:
     """Return the results beside sizes: rings, values, communicators, trials, and the cost."""
-    lines = [line for arm in found.arms for line in _arm_facts(found, arm)]
-    left_out = found.left_out
+    lines = [line for arm in result.arms for line in _arm_facts(result, arm)]
+    left_out = result.left_out
     lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
-    for trial in found.tried:
-        told = f"failed: {trial.failed}"
+    for trial in result.tried:
+        outcome = f"failed: {trial.failed}"
         if not trial.failed:
             worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
-            told = f"{trial.gbps:.2f} GB/s, {worst}"
-        lines.append(f"tried {choice_words(trial.arm, trial.settings)}: {told}")
-    if found.rounds:
-        at_once = f", {found.at_once} jobs at once," if found.at_once > 1 else ""
+            outcome = f"{trial.gbps:.2f} GB/s, {worst}"
+        lines.append(f"tried {choice_words(trial.arm, trial.settings)}: {outcome}")
+    if result.rounds:
+        at_once = f", {result.at_once} jobs at once," if result.at_once > 1 else ""
         lines.append(
-            f"{found.rounds} interleaved rounds{at_once} in {found.seconds:.0f} s. Under "
+            f"{result.rounds} interleaved rounds{at_once} in {result.seconds:.0f} s. Under "
             f"{SMALLEST_EFFECT:.0%} counts as the same; of 100 such comparisons of equal arms "
             f"{100 * FALSE_RATE:.0f} at most have a row that is called better or worse."
         )
     return lines
 
 
-def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
+def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
     lines = [f"failed: {arm.failure}"] if arm.failure else []
     if arm.gbps is not None and arm.predicted_gbps:
-        kind = "simulated" if found.simulated else "measured"
-        kind += " from assumed values" if found.assumed else ""
-        told = "achieved when it was tuned" if found.tuned else f"predicted ({kind})"
+        kind = "simulated" if result.simulated else "measured"
+        kind += " from assumed values" if result.assumed else ""
+        origin = "achieved when it was tuned" if result.tuned else f"predicted ({kind})"
         share = arm.gbps / arm.predicted_gbps
-        where = _where(found)
+        where = _where(result)
         lines.append(
-            f"{arm.predicted_gbps:.2f} GB/s {told}, achieved {arm.gbps:.2f} {where}: {share:.0%}"
+            f"{arm.predicted_gbps:.2f} GB/s {origin}, achieved {arm.gbps:.2f} {where}: {share:.0%}"
         )
     lines += [f"wrong: {row.case}, rank {row.rank}: {row.what}" for row in arm.wrong[:_SHOWN_WRONG]]
     if arm.checked and not arm.wrong:
@@ -149,12 +149,12 @@ def _arm_facts(found: Verification, arm: ArmResult) -> list[str]:
         lines += arm.rings.differences
         if arm.rings.same:
             lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
-    if arm is found.arms[0]:
+    if arm is result.arms[0]:
         return [f"{arm.name}: {line}" for line in lines]
     for groups in dict.fromkeys(row.groups for row in arm.groups):
         rows = [row for row in arm.groups if row.groups == groups]
-        told = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
-        lines.append(f"communicators over {groups_text(groups)}: {told}")
+        origin = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
+        lines.append(f"communicators over {groups_text(groups)}: {origin}")
     lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
     lines += [f"send/recv of {size_text(row.bytes)}: {_verdict(row)}" for row in arm.transfers]
     return [f"{arm.name}: {line}" for line in lines]
@@ -175,42 +175,42 @@ class RatioMap(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
 
 
-def evaluation_json(found: Evaluation) -> dict[str, Any]:
+def evaluation_json(result: Evaluation) -> dict[str, Any]:
     """Return what `evaluate --json` prints."""
     return {
-        **picked(found, "machine", "simulated", "dry_run", "recommended"),
-        "arms": found.summaries,
-        **picked(found, "cells", "wrong", "failures", "left_out", "seconds"),
+        **picked(result, "machine", "simulated", "dry_run", "recommended"),
+        "arms": result.summaries,
+        **picked(result, "cells", "wrong", "failures", "left_out", "seconds"),
     }
 
 
-def evaluation_lines(found: Evaluation) -> Iterator[str]:
+def evaluation_lines(result: Evaluation) -> Iterator[str]:
     """Yield a line for each arm but default NCCL, and for each collective in it."""
-    yield f"{found.machine}, {_kind(found)}: ratios of bus bandwidth to default NCCL"
-    for arm in found.summaries:
-        asked = ", recommended" if arm.arm == found.recommended else ""
-        yield f"{CHOICE_WORDS[arm.arm]}{asked}: {_words(arm)}"
-        for collective in dict.fromkeys(cell.collective for cell in found.cells):
-            if one := found.summary(arm.arm, collective):
-                yield f"  {collective}: {_words(one)}"
-    if found.recommended == "default":
+    yield f"{result.machine}, {_kind(result)}: ratios of bus bandwidth to default NCCL"
+    for arm in result.summaries:
+        mark_of_choice = ", recommended" if arm.arm == result.recommended else ""
+        yield f"{CHOICE_WORDS[arm.arm]}{mark_of_choice}: {_words(arm)}"
+        for collective in dict.fromkeys(cell.collective for cell in result.cells):
+            if summary := result.summary(arm.arm, collective):
+                yield f"  {collective}: {_words(summary)}"
+    if result.recommended == "default":
         yield "default NCCL is recommended: its ratio is 1"
 
 
-def _kind(found: Evaluation) -> str:
-    if found.dry_run:
+def _kind(result: Evaluation) -> str:
+    if result.dry_run:
         return "a DRY RUN over gloo, which says nothing about GPUs or NCCL"
-    return mark(simulated=found.simulated, assumed=found.assumed)
+    return mark(simulated=result.simulated, assumed=result.assumed)
 
 
-def _words(one: Summary) -> str:
-    spread = f"least {one.least:.3f}, most {one.most:.3f}"
-    return f"mean {one.mean:.3f} ({spread}) in {counted(one.cells, 'comparison')}"
+def _words(summary: Summary) -> str:
+    spread = f"least {summary.least:.3f}, most {summary.most:.3f}"
+    return f"mean {summary.mean:.3f} ({spread}) in {counted(summary.cells, 'comparison')}"
 
 
-def ratio_map(found: Evaluation, arm: Summary) -> RatioMap:
+def ratio_map(result: Evaluation, arm: Summary) -> RatioMap:
     """Return the map of an arm: means over sets of GPUs, by size or, without, number of GPUs."""
-    cells = [cell for cell in found.cells if cell.arm == arm.arm and cell.ratio]
+    cells = [cell for cell in result.cells if cell.arm == arm.arm and cell.ratio]
     places = sorted({_place(cell) for cell in cells})
     means: dict[tuple[str, tuple[int, int]], list[float]] = {}
     for cell in cells:
@@ -218,7 +218,7 @@ def ratio_map(found: Evaluation, arm: Summary) -> RatioMap:
     return RatioMap(
         arm=arm.arm,
         title=f"{CHOICE_WORDS[arm.arm]} over default NCCL",
-        mark=_kind(found),
+        mark=_kind(result),
         columns=tuple(size_text(size) if size else f"{gpus} GPUs" for size, gpus in places),
         rows={
             collective: tuple(
