@@ -20,6 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError, MeasurementError, size_text
 from tccl_py.experiments.calls import graphed, time_calls, warm_up
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
@@ -27,7 +28,7 @@ from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.spec import JobResult, JobSpec, rows_of
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.experiments.target import read_target
-from tccl_py.plan.beside import load_tuning, plan_in, plugin_variables
+from tccl_py.plan.beside import load_tuning, plan_in
 from tccl_py.rank_processes.rank import (
     Communicator,
     join,
@@ -73,7 +74,7 @@ def control() -> None:
     chosen = target.arm(plan.recommended)
     variables = {n: v for n, v in chosen.variables.items() if n != "NCCL_GRAPH_FILE"}
     tuned = msgspec.structs.replace(
-        chosen, variables=variables | plugin_variables(asked.directory), graphs={}
+        chosen, variables=variables | plugin_exports(plan, asked.directory), graphs={}
     )
     asked_for = Launcher(keep=tuple(plan.pinned_env), say=print)
     with launcher_of(plan, asked.directory, asked_for) as launcher:
