@@ -1,17 +1,22 @@
 """Plans in Python: their text, rows, graph, other orders, differences, and writing."""
 
+import functools
 import html
+import json
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 import tccl_py
+from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
+from tccl_py.nccl.settings import environment
 from tccl_py.plan.job import simulated_cluster
 from tccl_py.plan.parts import WORLD, PlanChain, PlanHop, way
 from tccl_py.search.problem import Budget
@@ -19,6 +24,15 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of
+
+NODE = "nvswitch-8gpu-8nic"
+
+
+@functools.cache
+def hosts_plan():
+    model = load_bundled(NODE)
+    cluster = simulated_cluster(model, 3, None, None, None)
+    return tccl_py.make_cluster_plan(cluster, [tccl_py.Simulator(model)], budget=Budget(sets=60))
 
 
 def test_a_plan_describes_itself_in_three_lines():
@@ -32,7 +46,7 @@ def test_a_plan_describes_itself_in_three_lines():
 
 def test_rows_and_edges_are_the_hops():
     plan = plan_of(ASUS)
-    rows = plan.to_dict()
+    rows = plan.hop_rows()
     hops = [hop for ring in plan.rings for hop in ring.hops]
     assert [(row["from"], row["to"], row["gbps"]) for row in rows] == [
         (hop.source, hop.target, hop.gbps) for hop in hops
@@ -45,10 +59,50 @@ def test_rows_and_edges_are_the_hops():
         assert set(row["numa"]) <= {"C0", "C1"}
 
 
+def test_a_plan_of_hosts_answers_what_a_plan_of_one_answers():
+    plan = hosts_plan()
+    assert tuple(ring.gpus for ring in plan.rings) == plan.orders
+    assert min(ring.rate for ring in plan.rings) * plan.ring_count == plan.rate_gbps
+    hops = [hop for ring in plan.rings for hop in ring.hops]
+    hosts = {number: host.name for host in plan.hosts for number in plan.numbers_of(host).values()}
+    for hop, row in zip(hops, plan.hop_rows(), strict=True):
+        assert str(hop.flow.source.host) == hosts[hop.source]
+        assert str(hop.flow.destination.host) == hosts[hop.target]
+        assert (row["how"] == "network") == (hosts[hop.source] != hosts[hop.target])
+        ends = [f"{hosts[gpu]}.G" for gpu in hop.ends]
+        assert all(map(str.startswith, (row["links"][0], row["links"][-1]), ends))
+    assert plan.to_networkx().number_of_edges() == len(hops)
+    assert plan.subset(plan.orders[0]).rings == plan.orders
+    assert plan.subset([0, 1]) is None
+
+
+def test_a_plan_as_a_dictionary_is_what_commands_print(tmp_path):
+    for number, plan in enumerate((plan_of(SMALL), hosts_plan())):
+        plan.save(tmp_path / f"{number}.json")
+        shown = CliRunner().invoke(app, ["show", str(tmp_path / f"{number}.json"), "--json"])
+        printed = json.loads(shown.stdout)
+        assert printed | json.loads(json.dumps(plan.to_dict())) == printed
+
+
+@pytest.mark.parametrize("made", [functools.partial(plan_of, ASUS), hosts_plan])
+def test_a_choice_has_its_gain_its_environment_and_its_files(made, tmp_path):
+    plan = made()
+    for name, choice in plan.choices.items():
+        assert (choice.name, choice.gain) == (name, plan.gain(name))
+        assert choice.environment == environment(choice.settings)
+        files = choice.files(tmp_path)
+        assert all(
+            f"{key}={value}" in files["nccl.conf"] for key, value in choice.environment.items()
+        )
+        assert any(file.endswith(".xml") for file in files) == (name == "graph")
+        assert ("export NCCL_GRAPH_FILE" in files["env.sh"]) == (name == "graph")
+    assert plan.choices["default"].gain == 1.0
+
+
 def test_the_way_of_a_flow_takes_nvlinks_and_the_bounces_memory():
     linked = load_bundled(SMALL).machine
-    assert not any(device.startswith("C") for device in way(linked, parse_flow("0:1")))
-    assert "C0" in way(linked, parse_flow("0:C0:1"))
+    assert not any(device.startswith("C") for device in way({"": linked}, parse_flow("0:1")))
+    assert "C0" in way({"": linked}, parse_flow("0:C0:1"))
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)
@@ -72,10 +126,7 @@ def test_a_ring_may_begin_anywhere_and_takes_all_channels_where_it_is_alone():
 
 
 def test_rings_over_hosts_are_rated_on_the_slowest_host():
-    model = load_bundled("nvswitch-8gpu-8nic")
-    cluster = simulated_cluster(model, 3, None, None, None)
-    source = tccl_py.Simulator(model)
-    plan = tccl_py.make_cluster_plan(cluster, [source], budget=Budget(sets=60))
+    plan, source = hosts_plan(), tccl_py.Simulator(load_bundled(NODE))
     assert plan.rate(plan.orders) == plan.what_if(plan.orders[0], [source]) == plan.rate_gbps
     first, *others = plan.orders
     count = len(plan.class_gpus[0])
@@ -96,7 +147,8 @@ def test_rings_of_a_subset_of_gpus_are_rated_by_a_source_of_the_same_machine():
     plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus="0-2", ring_counts=[1])
     (order,) = plan.orders
     assert plan.what_if(order, source) == plan.rate(order, source=source) == plan.rate_gbps
-    for wrong in ((0, 1), (0, 1, 3), (0, 1, 2, 2), (), 3, None, [3.5], [[0, 1, 2], 3], "012"):
+    numbers = (0, 1), (0, 1, 3), (0, 1, 2, 2), ()
+    for wrong in (*numbers, 3, None, [3.5], [[0, 1, 2], 3], "012", [[[0], 1, 2]]):
         with pytest.raises(InputError, match="rings"):
             plan.rate(wrong, source=source)
     with pytest.raises(InputError, match="the source simulates amd-v100"):

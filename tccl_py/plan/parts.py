@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
 from math import gcd
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from tccl_py.model.machine import Machine
-from tccl_py.model.rings import Hop, Ring, receiving_nic, sending_nic
+from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
@@ -266,12 +267,12 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     return tuple(orders[channel % len(orders)] for channel in range(channels))
 
 
-def way(machine: Machine, flow: Flow) -> list[str]:
-    """Return the devices of a flow's shortest way, NVLinks first.
+def way(machines: Mapping[str, Machine], flow: Flow) -> list[str]:
+    """Return the devices of a flow's shortest way, NVLinks first, on machines by host.
 
     >>> from tccl_py.model.transfer import parse_flow
     >>> from tccl_py.simulator.descriptions import load_bundled
-    >>> way(load_bundled("amd-v100").machine, parse_flow("0:C1:2"))[0]
+    >>> way({"": load_bundled("amd-v100").machine}, parse_flow("0:C1:2"))[0]
     'G0'
     """
     import networkx as nx  # noqa: PLC0415 (slow)
@@ -279,8 +280,36 @@ def way(machine: Machine, flow: Flow) -> list[str]:
     def weight(_: str, __: str, edge: dict[str, Any]) -> float:
         return 1.0 if edge["kind"] in ("pci", "smp") else 0.4
 
-    found: list[str] = []
-    for part in flow.transfers:
-        ends = part.source.device, part.destination.device
-        found += nx.shortest_path(machine.graph, *ends, weight=weight)[bool(found) :]
-    return found
+    stops = [stop for stop, _ in groupby((place.host, place.device) for place in flow.places)]
+    devices = stops[:1]
+    for (host, near), (reached, far) in pairwise(stops):
+        # Between hosts is the network.
+        path = [far]
+        if host == reached:
+            _, *path = nx.shortest_path(machines[host].graph, near, far, weight=weight)
+        devices += [(reached, device) for device in path]
+    return [f"{host}.{device}".lstrip(".") for host, device in devices]
+
+
+def ring_over_hosts(
+    parts: Sequence[tuple[str, Mapping[int, int], PlanChain]],
+) -> PlanChain:
+    """Return a ring of chains, each with its host and the numbers of the host's GPUs.
+
+    A hop between hosts is as fast as the slower of its ends.
+    """
+    hops: list[PlanHop] = []
+    for (host, numbers, chain), (receiver, others, following) in pairwise((*parts, parts[0])):
+        for hop in chain.hops[1:-1]:
+            source, target = (numbers[gpu] for gpu in hop.ends)
+            flow = on_host(hop.flow, host)
+            hops.append(msgspec.structs.replace(hop, source=source, target=target, flow=flow))
+        out, into = chain.hops[-1], following.hops[0]
+        between = PlanHop(
+            source=numbers[out.source],
+            target=others[into.target],
+            flow=joined(out.flow, into.flow, sender=host, receiver=receiver),
+            gbps=min(out.gbps, into.gbps),
+        )
+        hops.append(between)
+    return PlanChain(hops=tuple(hops))

@@ -17,10 +17,11 @@ from tccl_py.errors import InputError, require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.settings import Settings, environment_text
+from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.parts import (
     AS_GOOD,
+    CHOICES,
     CUT_SHORT,
     IN_DRY_RUN,
     Alternative,
@@ -39,6 +40,7 @@ from tccl_py.plan.parts import (
     is_at_bound,
     mark,
     per_channel,
+    ring_over_hosts,
     sender_nodes,
     slowest_first,
     way,
@@ -160,31 +162,41 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
         return self.rate(orders, source=source)
 
-    def to_dict(self) -> list[dict[str, Any]]:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as `tccl show --json` prints it, without choices by message size."""
+        from tccl_py.plan.words import plan_json  # noqa: PLC0415 (is above)
+
+        return plan_json(self)
+
+    def hop_rows(self) -> list[dict[str, Any]]:
         """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them.
 
         `links` are the devices along the way, and `numa` the NUMA nodes among them.
         """
-        found = []
+        machines = {"": self.cluster.classes[0].machine}
+        for name, number in self.cluster.host_classes.items():
+            machines[name] = self.cluster.classes[number].machine
+        rows = []
         for number, ring in enumerate(self.rings):
             for hop in ring.hops:
-                links = way(self.machine, hop.flow)
-                numa = [device for device in links if device.startswith("C")]
-                kind = "bounce" if hop.flow.is_bounce else hop.flow.transfers[0].operation
+                links = way(machines, hop.flow)
+                numa = [device for device in links if device.rpartition(".")[2].startswith("C")]
+                kind, operation = hop.flow.kind, hop.flow.transfers[0].operation
+                how = kind if kind in ("bounce", "network") else operation
                 row = {"ring": number, "from": hop.source, "to": hop.target, "gbps": hop.gbps}
-                more = {"slowest": hop == ring.bottleneck, "how": kind, "flow": str(hop.flow)}
-                found.append({**row, **more, "links": links, "numa": numa})
-        return found
+                more = {"slowest": hop == ring.bottleneck, "how": how, "flow": str(hop.flow)}
+                rows.append({**row, **more, "links": links, "numa": numa})
+        return rows
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """Return the rings as a networkx graph over GPUs: an edge for each hop, with its row."""
         import networkx as nx  # noqa: PLC0415 (slow)
 
-        found = nx.MultiDiGraph(machine=self.machine.name)
-        found.add_nodes_from(self.gpus)
-        for row in self.to_dict():
-            found.add_edge(row["from"], row["to"], **row)
-        return found
+        graph = nx.MultiDiGraph(machine=", ".join(one.machine.name for one in self.cluster.classes))
+        graph.add_nodes_from(sorted(self.orders[0]))
+        for row in self.hop_rows():
+            graph.add_edge(row["from"], row["to"], **row)
+        return graph
 
     @property
     def is_cluster(self) -> bool:
@@ -220,11 +232,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         self.check_single("plan", "name one of its classes")
         return self.class_gpus[0]
 
-    @property
+    @cached_property
     def rings(self) -> tuple[PlanChain, ...]:
-        """The rings of the single host."""
-        self.check_single("plan", "name one of its paths")
-        return self.paths[0].chains
+        """The rings: of a single host, or closed over all hosts, with ranks in the GPUs' place."""
+        if not self.is_cluster:
+            return self.paths[0].chains
+        hosts = [(h.name, self.numbers_of(h), self.paths[h.path].chains) for h in self.hosts]
+        return tuple(
+            ring_over_hosts([(name, numbers, chains[at]) for name, numbers, chains in hosts])
+            for at in range(self.ring_count)
+        )
 
     @property
     def ring_count(self) -> int:
@@ -254,20 +271,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the GPUs of a host, one for each of its ranks."""
         return self.class_gpus[self.class_number(host)]
 
-    def numbers_of(self, host: PlannedHost) -> Sequence[int]:
-        """Return the numbers that rings have for a host's GPUs: see `orders`."""
+    def numbers_of(self, host: PlannedHost) -> dict[int, int]:
+        """Return the number that `orders` have for each GPU of a host."""
         gpus = self.gpus_of(host)
-        return range(host.first_rank, host.first_rank + len(gpus)) if self.is_cluster else gpus
+        ranks = range(host.first_rank, host.first_rank + len(gpus))
+        return dict(zip(gpus, ranks if self.is_cluster else gpus, strict=True))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """The order of each ring: GPU indices of a single host, ranks over several hosts."""
-        names = [zip(self.gpus_of(one), self.numbers_of(one), strict=True) for one in self.hosts]
-        chains = [self.paths[host.path].chains for host in self.hosts]
-        hosts = list(zip(chains, map(dict, names), strict=True))
+        hosts = [(self.numbers_of(host), self.paths[host.path].chains) for host in self.hosts]
         return tuple(
-            tuple(names[gpu] for chains, names in hosts for gpu in chains[number].gpus)
-            for number in range(self.ring_count)
+            tuple(numbers[gpu] for numbers, chains in hosts for gpu in chains[at].gpus)
+            for at in range(self.ring_count)
         )
 
     @property
@@ -290,7 +306,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"{basis}, the network assumed" if network else basis
 
     @property
-    def choices(self) -> dict[ChoiceName, PlanChoice]:
+    def choices(self) -> dict[ChoiceName, RatedChoice]:
         """The three ways to run NCCL, the smallest intervention first."""
         graph = PlanChoice(
             settings=self.settings,
@@ -300,7 +316,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             achieved_gbps=self.achieved_gbps,
             assumed=self.assumed,
         )
-        return {"default": self.stock, "variables": self.variables, "graph": graph}
+        return {
+            name: RatedChoice(plan=self, name=name, **msgspec.structs.asdict(choice))
+            for name, choice in zip(CHOICES, (self.stock, self.variables, graph), strict=True)
+        }
 
     @property
     def best_known_gbps(self) -> float:
@@ -408,9 +427,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return None if not rate or not default else rate / default
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
-        """Return the rings planned for exactly these GPUs of a single host, or None."""
+        """Return the rings planned for exactly these GPUs (ranks over several hosts), or None."""
         wanted = tuple(sorted(gpus))
-        if wanted == self.gpus:
+        if wanted == tuple(sorted(self.orders[0])):
             nodes = sender_nodes(self.machine, self.rings) if self.settings.shm_placement else ()
             return SubsetRings(
                 gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes
@@ -423,3 +442,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
+
+
+class RatedChoice(PlanChoice, frozen=True, kw_only=True):
+    """A choice of a plan."""
+
+    name: ChoiceName
+    plan: Plan
+
+    @property
+    def gain(self) -> float | None:
+        """The ratio to default NCCL; None where one of the two rates is not known."""
+        return self.plan.gain(self.name)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """NCCL's variables; a graph file's place is in env.sh of `files`."""
+        return environment(self.settings)
+
+    def files(self, directory: Path | str = ".") -> dict[str, str]:
+        """Return the files for jobs by this choice: names below `nccl/` of a directory, and texts.
+
+        Raises InputError: rings that NCCL would not take.
+        """
+        from tccl_py.plan.writing import nccl_files  # noqa: PLC0415 (is above)
+
+        files = nccl_files(msgspec.structs.replace(self.plan, winner=self.name), Path(directory))
+        no_graph = ("env.sh", "nccl.conf")
+        return files if self.name == "graph" else {name: files[name] for name in no_graph}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -90,7 +89,10 @@ def _orders(rings: Orders) -> list[Order]:
     listed = [listed] if isinstance(listed[0], int) else listed
     for order in listed:
         check_type(order, "rings", Iterable)
-    return [tuple(order) for order in listed]
+    orders = [tuple(order) for order in listed]
+    for number in (number for order in orders for number in order):
+        check_type(number, "rings", int)
+    return orders
 
 
 def _chains(plan: Plan, order: Order) -> list[Order]:
@@ -99,16 +101,16 @@ def _chains(plan: Plan, order: Order) -> list[Order]:
     Raises InputError: it does not visit each GPU once, and over several hosts host by host.
     """
     numbers = [plan.numbers_of(host) for host in plan.hosts]
-    first, chains = set(numbers[0]), []
+    first, chains = set(numbers[0].values()), []
     # A ring may begin anywhere: turn it to where it enters the first host, or to its lowest GPU.
     entries = [at for at in range(len(order)) if order[at] in first and order[at - 1] not in first]
     start = entries[0] if entries else order.index(min(first)) if min(first) in order else 0
     places = iter((*order[start:], *order[:start]))
-    for host, those in zip(plan.hosts, numbers, strict=True):
-        gpus = dict(zip(those, plan.gpus_of(host), strict=True))
-        part = tuple(islice(places, len(those)))
-        if Counter(part) != Counter(those):
-            right = f"each of {', '.join(map(str, those))} once, without others between"
+    for host, named in zip(plan.hosts, numbers, strict=True):
+        gpus = {number: gpu for gpu, number in named.items()}
+        part = tuple(islice(places, len(gpus)))
+        if set(part) != gpus.keys():
+            right = f"each of {', '.join(map(str, gpus))} once, without others between"
             raise InputError("rings", f"have {part[:64]} on host {host.name}", right)
         chains.append(tuple(gpus[number] for number in part))
     require(not [*places], "rings", "have more places than the plan has GPUs", "each GPU once")
