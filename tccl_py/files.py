@@ -29,13 +29,13 @@ _TERMINAL = re.compile("[\x7f-\x9f]")  # Control characters that JSON lets stand
 
 
 @contextmanager
-def refused(path: Path, what: str, right: str) -> Iterator[None]:
+def refused(path: Path, fault: str, right: str) -> Iterator[None]:
     """Turn a system error about `path` into a sentence for the user."""
     try:
         yield
     except OSError as error:
-        what = f"{what} ({error.strerror or error})"
-        raise limit_reached(error) or InputError(str(path), what, right) from error
+        fault = f"{fault} ({error.strerror or error})"
+        raise limit_reached(error) or InputError(str(path), fault, right) from error
 
 
 def read_text(path: Path, *, limit: int = MAX_INPUT_BYTES) -> str:
@@ -61,8 +61,8 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a file to read its bytes; InputError if it is missing, unreadable or no regular file."""
     with refused(path, "cannot be read", "name a readable file"):
         if path.exists() and not path.is_file():
-            what = "is a directory" if path.is_dir() else "is not a regular file"
-            raise InputError(str(path), what, "name a file")
+            fault = "is a directory" if path.is_dir() else "is not a regular file"
+            raise InputError(str(path), fault, "name a file")
         # A FIFO may appear there meanwhile; do not wait for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
             yield handle
@@ -108,7 +108,7 @@ def replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
     while True:
-        temporary = path.with_name(_beside(path) + os.urandom(4).hex())
+        temporary = path.with_name(_prefix_of(path) + os.urandom(4).hex())
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -118,13 +118,13 @@ def _opened_beside(path: Path, mode: int) -> tuple[int, Path]:
         os.close(descriptor)
 
 
-def _beside(path: Path) -> str:
+def _prefix_of(path: Path) -> str:
     return f".{path.name[:100]}.tccl-"
 
 
 def sweep_beside(path: Path) -> None:
     """Remove files of killed runs that were to replace `path`."""
-    sweep(path.parent, _beside(path))
+    sweep(path.parent, _prefix_of(path))
 
 
 def sweep(directory: Path, prefix: str, *, marker: str = "") -> None:
@@ -141,10 +141,10 @@ def sweep(directory: Path, prefix: str, *, marker: str = "") -> None:
                     if marker and not stat.S_ISREG((path / marker).lstat().st_mode):
                         continue
                     with _held(path, os.O_NONBLOCK) as unused:
-                        own = path.lstat().st_uid == os.geteuid()
-                        if unused and own and path.is_dir():
+                        ours = path.lstat().st_uid == os.geteuid()
+                        if unused and ours and path.is_dir():
                             shutil.rmtree(path, ignore_errors=True)
-                        elif unused and own:
+                        elif unused and ours:
                             path.unlink()
 
 
@@ -213,12 +213,12 @@ def parsed(kind: type[Any], value: object) -> Any:
     if not isinstance(value, str):
         raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
     try:
-        found = kind.from_text(value)
+        result = kind.from_text(value)
     except InputError as error:
         raise ValueError(f"{error.where} {error.what}") from error
-    if str(found) != value:
-        raise ValueError(f"{value[:60]!r} is not in canonical form: {str(found)[:60]}")
-    return found
+    if str(result) != value:
+        raise ValueError(f"{value[:60]!r} is not in canonical form: {str(result)[:60]}")
+    return result
 
 
 def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
@@ -227,13 +227,14 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name or kind.__name__.strip("_")).lower()
-        what = f"does not fit the {words} format ({error})"
+        fault = f"does not fit the {words} format ({error})"
         if isinstance(error, RecursionError):
-            what = "is nested too deep"
+            fault = "is nested too deep"
         elif not text.strip():
-            what = "is empty"
-        later = ", or update this program: later ones write more" if "unknown field" in what else ""
-        raise InputError(where, what, f"give a file this program wrote{later}") from error
+            fault = "is empty"
+        right = "give a file this program wrote"
+        right += ", or update this program: later ones write more" * ("unknown field" in fault)
+        raise InputError(where, fault, right) from error
 
 
 def check_types(value: msgspec.Struct, *, where: str) -> None:
@@ -244,10 +245,10 @@ def check_types(value: msgspec.Struct, *, where: str) -> None:
         raise InputError(where, f"is out of bounds ({error})", "keep within the bounds") from error
 
 
-def check_version(found: int, known: int, where: str | Path) -> None:
-    """Refuse a format version that is not the known one."""
-    what = f"has format version {found}"
-    require(found == known, str(where), what, f"this program reads version {known}")
+def check_version(version: int, readable: int, where: str | Path) -> None:
+    """Refuse a format version that this program does not read."""
+    right = f"this program reads version {readable}"
+    require(version == readable, str(where), f"has format version {version}", right)
 
 
 def picked(record: object, *names: str) -> dict[str, Any]:

@@ -96,15 +96,15 @@ class Library:
 
     def unique_id(self) -> bytes:
         """Return the id by which the ranks of a new communicator meet."""
-        found = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(found))
-        return ctypes.string_at(ctypes.addressof(found), ID_BYTES)
+        unique_id = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return ctypes.string_at(ctypes.addressof(unique_id), ID_BYTES)
 
     def communicator(
         self, unique_id: bytes, *, rank: int, ranks: int = 2, channels: int | None = None
     ) -> int:
         """Become a rank of a communicator, on the current GPU; waits for the other ranks."""
-        found = ctypes.c_void_p()
+        communicator = ctypes.c_void_p()
         config = _Config(
             size=ctypes.sizeof(_Config),
             magic=_MAGIC,
@@ -118,13 +118,13 @@ class Library:
         )
         self._call(
             "ncclCommInitRankConfig",
-            ctypes.byref(found),
+            ctypes.byref(communicator),
             ctypes.c_int(ranks),
             _UniqueId.from_buffer_copy(unique_id),
             ctypes.c_int(rank),
             ctypes.byref(config),
         )
-        return int(found.value or 0)
+        return int(communicator.value or 0)
 
     def broadcast(self, pointer: int, size: int, communicator: int, stream: int) -> None:
         """Queue `size` bytes from rank 0's `pointer` to rank 1's, in the order of the stream."""
@@ -170,8 +170,8 @@ def _check_cuda(name: str, code: int) -> None:
 
 def find_library() -> str:
     """Return a job's library: of LD_LIBRARY_PATH, this Python's packages, or the loader's name."""
-    told = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    places = (Path(folder) / NAME for folder in told)
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    places = (Path(folder) / NAME for folder in folders)
     return next((str(place) for place in places if place.is_file()), _packaged())
 
 
@@ -210,14 +210,14 @@ def installed_nccl() -> InstalledNccl | None:
 def installed_nccls() -> Iterator[InstalledNccl]:
     """Yield the installed versions, torch's first; each is searched when it is asked for."""
     torch = _distribution("torch")
-    own = _of_torch(torch) if torch is not None else None
-    if own is not None:
-        yield own
+    of_torch = _of_torch(torch) if torch is not None else None
+    if of_torch is not None:
+        yield of_torch
     elif (package := _of_packages(_PACKAGES)) is not None:
         yield package
-    found = _told(NAME)
-    if found:
-        yield InstalledNccl(version=found, source=f"{NAME} as the system finds it")
+    version = _asked_version(NAME)
+    if version:
+        yield InstalledNccl(version=version, source=f"{NAME} as the system finds it")
 
 
 def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
@@ -230,8 +230,8 @@ def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
         return InstalledNccl(version=package.version, source=source)
     if not Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists():
         return None
-    found = _told(_TORCH)
-    return InstalledNccl(version=found, source=f"in {name}") if found else None
+    version = _asked_version(_TORCH)
+    return InstalledNccl(version=version, source=f"in {name}") if version else None
 
 
 def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
@@ -242,7 +242,7 @@ def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
         version = package.version
         if sum(_distribution(package_name) is not None for package_name in _PACKAGES) > 1:
             # They put the library in one place: whichever came last is there.
-            version = _told(_packaged()) or version
+            version = _asked_version(_packaged()) or version
         match = _NUMBER.match(version)
         if match is not None:
             return InstalledNccl(version=match[0], source=f"of the package {name}")
@@ -258,7 +258,7 @@ def _distribution(name: str) -> metadata.Distribution | None:
         return None
 
 
-def _told(library: str) -> str:
+def _asked_version(library: str) -> str:
     """Return the version of a library or torch's NCCL, by a separate process; "" if unknown."""
     try:
         done = subprocess.run(
@@ -328,8 +328,8 @@ def user_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 def home() -> Path:
     """Return the user's home directory as the installed NCCL finds it: from 2.30 on by HOME."""
-    own, named = passwd_home(), Path(os.environ.get("HOME") or "/")
-    return named if named != own and _reads_home() else own
+    of_passwd, named = passwd_home(), Path(os.environ.get("HOME") or "/")
+    return named if named != of_passwd and _reads_home() else of_passwd
 
 
 @cache
@@ -372,7 +372,7 @@ def settings_of_files(
     environment: Mapping[str, str] = os.environ, *, files: Sequence[Path] | None = None
 ) -> dict[str, ConfLine]:
     """Return the variables that NCCL's readable files set in this environment, by name."""
-    found: dict[str, ConfLine] = {}
+    settings: dict[str, ConfLine] = {}
     for path in files if files is not None else (user_file(environment), HOST_FILE):
         try:
             data = read_bytes(path, limit=MAX_CONF_BYTES)
@@ -380,5 +380,5 @@ def settings_of_files(
             continue
         for line in conf_lines(data, where=str(path)):
             if line.name not in environment:
-                found.setdefault(line.name, line)
-    return found
+                settings.setdefault(line.name, line)
+    return settings

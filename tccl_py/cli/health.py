@@ -118,7 +118,7 @@ def check(
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
         several = plan.is_cluster and not plan.simulated
         job = job_of_plan(plan, stack) if several else None
-        found = measure_plan_again(
+        result = measure_plan_again(
             plan,
             directory,
             effort,
@@ -131,30 +131,30 @@ def check(
             preflight=preflight,
             watching=lambda: stack.enter_context(ProgressLine()).measured,
         )
-    drift = found.drift
+    drift = result.drift
     if prometheus:
-        own = metric_labels(plan)
-        text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, own, now=time.time())
-        write_result(text + preflight_metrics(found, own) * preflight, output)
+        labels = metric_labels(plan)
+        text = "# DRY RUN\n" * plan.dry_run + prometheus_text(drift, labels, now=time.time())
+        write_result(text + preflight_metrics(result, labels) * preflight, output)
     elif json:
-        result = preflight_json(plan, found) if preflight else drift_json(plan, drift)
-        write_result(encode_json(result), output)
+        keys = preflight_json(plan, result) if preflight else drift_json(plan, drift)
+        write_result(encode_json(keys), output)
     else:
         if preflight:
-            _print_preflight(found, dry_run=plan.dry_run)
+            _print_preflight(result, dry_run=plan.dry_run)
         _print_drift(plan, drift)
-    if not found.ok if preflight else drift.drifted:
+    if not result.ok if preflight else drift.drifted:
         raise typer.Exit(ANSWER_IS_NO)
 
 
-def _print_preflight(found: Preflight, *, dry_run: bool) -> None:
+def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
     console = results()
-    said = f"preflight {'passed' if found.ok else 'failed'}{IN_DRY_RUN * dry_run}"
-    console.print(said, style=GOOD if found.ok else BAD)
-    for problem in found.problems:
+    verdict = f"preflight {'passed' if preflight.ok else 'failed'}{IN_DRY_RUN * dry_run}"
+    console.print(verdict, style=GOOD if preflight.ok else BAD)
+    for problem in preflight.problems:
         console.print(f"{problem.what}: {problem.measured}, expected {problem.expected}")
         console.print(f"  at {problem.where}")
-    if (jobs := found.collectives).rates:
+    if (jobs := preflight.collectives).rates:
         console.print(f"{jobs.checked} results of collectives compared, bit by bit")
         for row in jobs.rates:
             was = f"{row.expected_gbps:.2f}" if row.expected_gbps is not None else "not verified"
@@ -167,8 +167,8 @@ def _print_drift(plan: Plan, drift: Drift) -> None:
     were, drifted = "it was", "has drifted" if drift.drifted else "is as it was"
     if plan.is_cluster:
         were, drifted = "they were", "have drifted" if drift.drifted else "are as they were"
-    said = f"{plan_name(plan)} {drifted} since {were} planned ({plan.provenance})"
-    console.print(said, style=BAD if drift.drifted else GOOD)
+    verdict = f"{plan_name(plan)} {drifted} since {were} planned ({plan.provenance})"
+    console.print(verdict, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")
         print_table(console, _rows(drift))
@@ -192,19 +192,19 @@ def _rows(drift: Drift) -> Iterator[Sequence[str]]:
     for row in drift.changes[:_SHOWN]:
         change, p = f"{row.ratio - 1:+.0%}", "< 1e-6" if row.p < 1e-6 else f"{row.p:.1g}"
         yield str(row.flow), f"{row.was_gbps:.2f}", f"{row.is_gbps:.2f}", change, p
-        yield from ((f"  {line}", "", "", "", "") for line in _beside(row))
-    rest = len(drift.changes) - _SHOWN
-    if rest > 0:
-        yield f"and {rest} more sets; --json has all", "", "", "", ""
+        yield from ((f"  {line}", "", "", "", "") for line in _concurrent(row))
+    hidden = len(drift.changes) - _SHOWN
+    if hidden > 0:
+        yield f"and {hidden} more sets; --json has all", "", "", "", ""
 
 
-def _beside(row: Comparison) -> list[str]:
+def _concurrent(row: Comparison) -> list[str]:
     """Return the further flows of a set, equal ones counted; the first few of many."""
     counted = Counter(map(str, row.transfers.flows))
     counted[str(row.flow)] -= 1
     lines = [f"{times} x {flow}" if times > 1 else flow for flow, times in (+counted).items()]
-    rest = len(lines) - _SHOWN_FLOWS
-    return [*lines[:_SHOWN_FLOWS], *([f"and {rest} other flows"] if rest > 0 else [])]
+    hidden = len(lines) - _SHOWN_FLOWS
+    return [*lines[:_SHOWN_FLOWS], *([f"and {hidden} other flows"] if hidden > 0 else [])]
 
 
 # `tccl doctor` and `tccl advise`
@@ -243,12 +243,12 @@ def doctor(
         right = "name one with sys, proc, etc and dev in it"
         raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
     host = this_host() if root is None else Host(root=root, driver=_COPIED)
-    found = examine(host)
+    diagnosis = examine(host)
     if json:
-        print_json(found)
+        print_json(diagnosis)
     else:
-        _print_diagnosis(found)
-    if not found.healthy:
+        _print_diagnosis(diagnosis)
+    if not diagnosis.healthy:
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -284,34 +284,34 @@ def advise(
                 raise
             right = "name a MACHINE, as in `tccl advise topology.xml`"
             raise InputError(error.where, error.what, right) from error
-        found = advice_on(subject, examine(this_host()) if machine is None else None)
+        advice = advice_on(subject, examine(this_host()) if machine is None else None)
     if json:
-        print_json(found)
+        print_json(advice)
         return
     console = results()
-    for name, text in found.lines():
+    for name, text in advice.lines():
         console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
 
 
-def _print_diagnosis(found: Diagnosis) -> None:
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
     console = results()
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         values = (finding.measured, finding.expected and f"expected {finding.expected}")
-        said = ", ".join(value for value in values if value)
-        what = f"{finding.what}: {said}" if said else finding.what
-        console.print(f"{_WORDS[finding.severity]}  {what}", style=_STYLES[finding.severity])
+        numbers = ", ".join(value for value in values if value)
+        headline = f"{finding.what}: {numbers}" if numbers else finding.what
+        console.print(f"{_WORDS[finding.severity]}  {headline}", style=_STYLES[finding.severity])
         lines = [("at", finding.where), ("why", finding.why), ("source", finding.source)]
         lines += [("fix", finding.fix)] if finding.fix else []
         console.print(Padding(grid(lines), _INDENT))
         console.print()
-    if found.unseen:
+    if diagnosis.unseen:
         console.print("Not seen:")
-        unseen = [("-", f"{unseen.what}: {unseen.why}") for unseen in found.unseen]
+        unseen = [("-", f"{unseen.what}: {unseen.why}") for unseen in diagnosis.unseen]
         console.print(Padding(grid(unseen), _INDENT))
         console.print()
-    counts: Counter[str] = Counter(finding.severity for finding in found.findings)
+    counts: Counter[str] = Counter(finding.severity for finding in diagnosis.findings)
     words = {"hang": "may hang NCCL", "slow": "may slow it"}
     parts = [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
     bad = ", ".join(parts) or "nothing that hangs or slows NCCL"
     notes = f", {counts['note']} to know of" if counts["note"] else ""
-    console.print(f"Found: {bad}{notes}.", style=GOOD if found.healthy else BAD)
+    console.print(f"Found: {bad}{notes}.", style=GOOD if diagnosis.healthy else BAD)

@@ -52,8 +52,8 @@ def discover(
         tccl discover --nvidia-smi box.txt -o box.json
     """
     if nccl_topology is not None and nvidia_smi is not None:
-        what = "has both --nccl-topology and --nvidia-smi"
-        raise InputError("discover", what, "give one file to read")
+        fault = "has both --nccl-topology and --nvidia-smi"
+        raise InputError("discover", fault, "give one file to read")
     fingerprint = None
     if nccl_topology is not None:
         machine, knowledge = read_nccl_topology(nccl_topology), Knowledge()
@@ -134,26 +134,26 @@ def validate(
         tccl validate graph.xml
         tccl validate graph.xml --machine h200x4-vm --env NCCL_P2P_LEVEL=SYS
     """
-    given = given_variables(env or ())
-    notice_each(notices(given))
+    variables = given_variables(env or ())
+    notice_each(notices(variables))
     if machine is None:
         refuse({"--nodes": nodes, "--nccl": nccl}, _OF_MACHINES)
         chosen = None if gpus is None else parse_gpus(gpus, "--gpus")
-        verdict = verdict_here(read_text(graph), chosen, given, where=str(graph))
+        verdict = verdict_here(read_text(graph), chosen, variables, where=str(graph))
     else:
-        notice_each(unfollowed(given))
+        notice_each(unfollowed(variables))
         model, version = load_machine(machine), ASSUMED if nccl is None else asked_version(nccl)
         if doubt := unchecked(version):
             notice(doubt)
         verdict = validator.validate(
             # NCCL reads bytes, whatever they are in a comment.
             read_bytes(graph).decode("utf-8", "surrogateescape"),
-            _as_told(model.machine, given.get("NCCL_TOPO_FILE", "")),
+            _as_told(model.machine, variables.get("NCCL_TOPO_FILE", "")),
             model.knowledge,
             gpus=gpus_argument(gpus, model.machine),
             nodes=1 if nodes is None else nodes,
             version=version,
-            environment=given,
+            environment=variables,
             where=str(graph),
         )
     if json:

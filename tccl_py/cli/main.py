@@ -22,7 +22,7 @@ from tccl_py.cli.process import (
     NO_READER,
     NOT_USABLE,
     TERMINATED,
-    Said,
+    Speech,
     Verbosity,
     complain,
     flush_output,
@@ -100,14 +100,14 @@ class _Commands(_HelpOption, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return name, command and the other arguments of a command line."""
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        return name, stand_in and load_command(str(name)), rest
+        name, stand_in, arguments = super().resolve_command(ctx, args)
+        return name, stand_in and load_command(str(name)), arguments
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; ends the process unless `standalone_mode` is off."""
         standalone = extra.pop("standalone_mode", True)
         code = flush_output(self._run(*args, **extra))
-        Said.verbosity, Said.options = Verbosity.USUAL, {}
+        Speech.verbosity, Speech.options = Verbosity.USUAL, {}
         if standalone:
             sys.exit(code)
         return code
@@ -141,24 +141,24 @@ class _Command(_HelpOption, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; refuse the empty name, which Path takes for the current directory."""
-        given: Mapping[str, Any] = {}
+        values: Mapping[str, Any] = {}
         named = [param for param in self.params if param.param_type_name == "option"]
         names = {str(param.name): max(param.opts, key=len) for param in named}
         # In Python a model is given in the place of a machine.
-        Said.options = {"machine": names.get("simulate", "MACHINE"), **names}
+        Speech.options = {"machine": names.get("simulate", "MACHINE"), **names}
         try:
-            given = self.make_parser(ctx).parse_args(args=list(args))[0]
-            rest = super().parse_args(ctx, args)
+            values = self.make_parser(ctx).parse_args(args=list(args))[0]
+            arguments = super().parse_args(ctx, args)
         except _UsageError as error:
             # typer does not name the command in all of them.
             error.ctx = ctx
-            raise _plain(error, given) from error
+            raise _plain(error, values) from error
         for param in self.params:
             metavar = getattr(param, "metavar", None)
-            if metavar in ("FILE", "DIR", "DIR|FILE") and given.get(param.name) == "":
+            if metavar in ("FILE", "DIR", "DIR|FILE") and values.get(param.name) == "":
                 where = metavar if param.param_type_name == "argument" else param.opts[-1]
                 raise InputError(where, "is empty", f"name a {metavar}")
-        return rest
+        return arguments
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, where Ctrl-C is an exception."""
@@ -169,24 +169,24 @@ class _Command(_HelpOption, TyperCommand):
             at_interrupt(before)
 
 
-def _plain(error: Any, given: Mapping[str, Any]) -> Exception:
+def _plain(error: Any, values: Mapping[str, Any]) -> Exception:
     """Return the error of a value that cannot be read in plain words, and any other as it is."""
     if "valid integer" in error.message:
-        what, right = "is no whole number", "give one, as 4"
+        fault, right = "is no whole number", "give one, as 4"
     elif "valid number" in error.message or "valid float" in error.message:
-        what, right = "is no number", "give one, as 4 or 0.5"
+        fault, right = "is no number", "give one, as 4 or 0.5"
     else:
         wrong: Exception = error
         return wrong
-    return InputError(f"{error.param.opts[-1]} {given[error.param.name][:20]!r}", what, right)
+    return InputError(f"{error.param.opts[-1]} {values[error.param.name][:20]!r}", fault, right)
 
 
-def _said(how: Verbosity, text: str) -> Any:
+def _verbosity_flag(how: Verbosity, text: str) -> Any:
     """Return a flag of all commands that sets what they say."""
 
-    def chosen(given: bool) -> None:
-        if given:
-            Said.verbosity = how
+    def chosen(is_set: bool) -> None:
+        if is_set:
+            Speech.verbosity = how
 
     names = how.value, f"--{how.name.lower()}"
     hidden: dict[str, Any] = {"is_eager": True, "expose_value": False}
@@ -194,8 +194,8 @@ def _said(how: Verbosity, text: str) -> Any:
 
 
 def _common(
-    quiet: bool = _said(Verbosity.QUIET, "Print results and errors alone."),
-    verbose: bool = _said(Verbosity.VERBOSE, "Print progress and traces."),
+    quiet: bool = _verbosity_flag(Verbosity.QUIET, "Print results and errors alone."),
+    verbose: bool = _verbosity_flag(Verbosity.VERBOSE, "Print progress and traces."),
 ) -> None:
     """Hold the options of all commands."""
 

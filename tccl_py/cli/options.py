@@ -101,17 +101,17 @@ def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:
             raise InputError(f"{name} {why[0]}".rstrip(), *why[1:])
 
 
-def check_source(given: Mapping[str, object], *, in_job: bool) -> None:
+def check_source(values: Mapping[str, object], *, in_job: bool) -> None:
     """Refuse options, given by their names, that are of another source than is asked for."""
-    simulated = given["simulate"] is not None
-    check_seed(given.get("seed"))
+    simulated = values["simulate"] is not None
+    check_seed(values.get("seed"))
     for names, of_this, why in (
         (_OF_MODEL, simulated, _WITHOUT_MODEL),
         ((*_OF_HARDWARE, *_OF_JOB), not simulated, _WITH_MODEL),
         (_OF_JOB, in_job, _OUTSIDE_JOB),
     ):
         if not of_this:
-            refuse({f"--{name}": given.get(name) for name in names}, why)
+            refuse({f"--{name}": values.get(name) for name in names}, why)
 
 
 def check_seed(seed: Any) -> None:

@@ -17,7 +17,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from tccl_py.cli.process import Said, Verbosity, notice
+from tccl_py.cli.process import Speech, Verbosity, notice
 from tccl_py.errors import counted, visible
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GOOD, BAD, DOUBT = "bold green", "bold red", "bold yellow"
 """Styles of verdicts; rich leaves colours out with NO_COLOR and where no terminal is."""
 _PIPED_WIDTH = 120
-_APART_S = 10.0
+_INTERVAL_S = 10.0
 _NARROW, _LEAST_WIDTH = 60, 40
 """In fewer columns tables may leave out words; nothing gets narrower than the second."""
 _NUMBER = re.compile(
@@ -131,14 +131,14 @@ class ProgressLine:
     def __init__(self, most: int | None = None, seconds: float | None = None) -> None:
         console = results(stderr=True)
         self._most, self._seconds = most, math.inf if seconds is None else seconds
-        self._lines = not console.is_terminal or Said.verbosity is Verbosity.VERBOSE
+        self._lines = not console.is_terminal or Speech.verbosity is Verbosity.VERBOSE
         self._bar = RichProgress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=self._lines or Said.verbosity is Verbosity.QUIET,
+            disable=self._lines or Speech.verbosity is Verbosity.QUIET,
         )
         self._line = self._bar.add_task("starting", total=None)
         self._begun = self._shown = time.monotonic()
@@ -165,10 +165,10 @@ class ProgressLine:
         if most is not None and 0 < count < most:
             spent = time.monotonic() - self._begun
             pace, limit = spent / count * (most - count), self._seconds - spent
-            left = "" if limit <= 0 else f", {_time_text(pace)} left at this pace"
+            remaining = "" if limit <= 0 else f", {_time_text(pace)} left at this pace"
             if 0 < limit <= pace:
-                left = f", at most {_time_text(limit)} left"
-            self._measured = f"{count} of {words}{counted(most, 'set')}{left}"
+                remaining = f", at most {_time_text(limit)} left"
+            self._measured = f"{count} of {words}{counted(most, 'set')}{remaining}"
         self._show()
 
     def say(self, text: str) -> None:
@@ -179,10 +179,11 @@ class ProgressLine:
     def _show(self) -> None:
         text = "; ".join(part for part in (self._search, self._measured) if part) or "starting"
         self._bar.update(self._line, description=text)
-        now, apart = time.monotonic(), 1.0 if Said.verbosity is Verbosity.VERBOSE else _APART_S
-        if self._lines and now - self._shown >= apart:
-            self._shown = now
-            notice(f"{_time_text(now - self._begun)}: {text}")
+        clock = time.monotonic()
+        interval = 1.0 if Speech.verbosity is Verbosity.VERBOSE else _INTERVAL_S
+        if self._lines and clock - self._shown >= interval:
+            self._shown = clock
+            notice(f"{_time_text(clock - self._begun)}: {text}")
 
     def __enter__(self) -> ProgressLine:
         self._bar.start()
@@ -193,5 +194,5 @@ class ProgressLine:
 
 
 def _time_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+    minutes, remaining = divmod(round(seconds), 60)
+    return f"{minutes}:{remaining:02}" if minutes else f"{remaining} s"

@@ -29,7 +29,7 @@ class Verbosity(Enum):
     QUIET, USUAL, VERBOSE = "-q", "", "-v"
 
 
-class Said:
+class Speech:
     """What the command that runs says, and its options by their parameters' names."""
 
     verbosity = Verbosity.USUAL
@@ -38,13 +38,13 @@ class Said:
 
 def notice(text: str) -> None:
     """Print one sentence for the user on stderr, in one line that begins with `tccl:`."""
-    if Said.verbosity is not Verbosity.QUIET:
+    if Speech.verbosity is not Verbosity.QUIET:
         _print_line(text)
 
 
 def _print_line(text: str) -> None:
     # The library names parameters of functions, which are a command's options.
-    line = re.sub(r"`(\w+)`", lambda name: Said.options.get(name[1], name[0]), text)
+    line = re.sub(r"`(\w+)`", lambda name: Speech.options.get(name[1], name[0]), text)
     # Without a working stderr the exit code still tells.
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def notice_each(texts: Iterable[str]) -> None:
 
 def complain(text: str) -> int:
     """Print an error, after -v with its trace, and return the exit code."""
-    if Said.verbosity is Verbosity.VERBOSE and sys.stderr is not None:
+    if Speech.verbosity is Verbosity.VERBOSE and sys.stderr is not None:
         traceback.print_exc()
     _print_line(text)
     return NOT_USABLE

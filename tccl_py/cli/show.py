@@ -99,9 +99,9 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"Plan for {plan.machine.name}, GPUs {gpus}: {plan.provenance}")
         console.print(plan.advice, style=GOOD)
     print_table(console, ring_table(plan))
-    left = len(used_paths(plan)) - MOST_PATHS
-    if left > 0:
-        console.print(f"and {left} more host paths; `tccl show --hops` lists all")
+    hidden = len(used_paths(plan)) - MOST_PATHS
+    if hidden > 0:
+        console.print(f"and {hidden} more host paths; `tccl show --hops` lists all")
     console.print(grid(summary(plan)))
     stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
     for text in assumptions(plan):

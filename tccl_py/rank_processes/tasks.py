@@ -94,9 +94,9 @@ def run_tasks(
     """
     timeout = max(task.timeout for task in tasks)
     with ExitStack() as stack:
-        whole = stack.enter_context(temporary_folder("tccl-ranks-"))
+        parent = stack.enter_context(temporary_folder("tccl-ranks-"))
         forks = stack.enter_context(ForkServer()) if server is None else server
-        folders = [whole / f"job-{number}" for number in range(len(tasks))]
+        folders = [parent / f"job-{number}" for number in range(len(tasks))]
         write_slots(slots_file(folders[0]), sum(len(task.ranks) for task in tasks))
         ranks: list[Rank] = []
         for at, (task, folder) in enumerate(zip(tasks, folders, strict=True)):
@@ -116,7 +116,7 @@ def run_tasks(
             ]
         codes = forks.run(
             ranks,
-            whole / "ranks.json",
+            parent / "ranks.json",
             timeout=timeout,
             imports=tasks[0].imports,
             listeners=listeners,
@@ -166,16 +166,16 @@ def _check_codes(ranks: Sequence[Rank], codes: Sequence[int | None], timeout: fl
     ended = list(zip(ranks, codes, strict=True))
     if failed := [(rank, code) for rank, code in ended if code]:
         # Blame the rank whose last output names a cause, else the first with any output.
-        rank, code = max(failed, key=lambda failure: _said(failure[0])[0])
+        rank, code = max(failed, key=lambda failure: _last_line(failure[0])[0])
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise RanksError([rank.number], how, _said(rank)[1])
+        raise RanksError([rank.number], how, _last_line(rank)[1])
     if late := [rank for rank, code in ended if code is None]:
         slow = [rank.number for rank in late if rank.folder == late[0].folder]
         fault = f"did not end within {timeout:g} s"
-        raise RanksError(slow, fault, _said(late[0])[1], late=True)
+        raise RanksError(slow, fault, _last_line(late[0])[1], late=True)
 
 
-def _said(rank: Rank) -> tuple[int, str]:
+def _last_line(rank: Rank) -> tuple[int, str]:
     """Return a rank's last line with a cause, and 2; else the last line, and 1; or "" and 0."""
     output = rank.output.read_bytes() if rank.output.exists() else b""
     text = output[-_LAST_BYTES:].decode(errors="replace")
@@ -189,7 +189,7 @@ def _result(rank: Rank) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        raise RanksError([rank.number], "ended without a result", _said(rank)[1]) from None
+        raise RanksError([rank.number], "ended without a result", _last_line(rank)[1]) from None
 
 
 def nccl_log(folder: Path) -> str:
