@@ -29,7 +29,7 @@ from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tests.reference_strategies import SkippedError, brute_force, tccl
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)
@@ -83,7 +83,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return [self.machine, self.strategy, self.rings, rate, bound, proven, sets, took, self.note]
 
 
-class Bench:
+class MachineRuns:
     """Runs on one machine, each without earlier measurements."""
 
     def __init__(self, name: str, tccl_seconds: float) -> None:
@@ -125,7 +125,7 @@ class Bench:
         return own_choices(task).rated[-1]
 
     def _plan(self) -> Row:
-        source = RememberingSource(Simulator(self.model))
+        source = Bench(Simulator(self.model))
         began, cpu = time.monotonic(), time.process_time()
         plan = make_plan(self.model.machine, self.model.knowledge, source)
         return self._row(
@@ -267,7 +267,9 @@ def main() -> int:
     parser.add_argument("--tccl-seconds", type=float, default=60.0, help="budget of `tccl`")
     given = parser.parse_args()
     try:
-        benches = [Bench(name, given.tccl_seconds) for name in given.machines or bundled_names()]
+        benches = [
+            MachineRuns(name, given.tccl_seconds) for name in given.machines or bundled_names()
+        ]
     except InputError as error:
         parser.error(str(error))
     rows: list[Row] = []

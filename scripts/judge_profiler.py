@@ -35,8 +35,8 @@ from tccl_py.nccl.transport import hop_space  # noqa: E402
 from tccl_py.nccl.view import view  # noqa: E402
 from tccl_py.plan.directory import graph_text  # noqa: E402
 from tccl_py.readers.live import discover_machine  # noqa: E402
+from tccl_py.sources.bench import Bench  # noqa: E402
 from tccl_py.sources.journal import JournalFile  # noqa: E402
-from tccl_py.sources.remembering import RememberingSource  # noqa: E402
 
 CHANNELS = (1, 2, 4, 8)
 SIZES = tuple(128 * 1024 << shift for shift in range(6))
@@ -113,7 +113,7 @@ class opened:  # noqa: N801 - reads as a function does
         begun = time.monotonic()
         self.session.__enter__()
         self.session.opened_s = time.monotonic() - begun
-        self.source = RememberingSource(
+        self.source = Bench(
             self.session.profiler, journal=JournalFile(self.path, self.session.header)
         )
         return self.session, self.source
@@ -151,7 +151,7 @@ def ring_of(here, settings, order) -> TransferSet:
 
 def again(source, transfers: TransferSet) -> None:
     """Measure a set once more than its measurements in the journal."""
-    source.measure([transfers] * (1 + source.times_of(transfers)))
+    source.again(transfers)
 
 
 def compared(here, source, path, *, quick):

@@ -11,7 +11,7 @@ from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import Links
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 
 FIGURES = ("write", "read", "mixed", "write_in_mix", "read_in_mix")
 
@@ -21,11 +21,11 @@ class Journalled:
 
     def __init__(self, name, noise):
         self.model = load_bundled(name)
-        source = RememberingSource(Simulator(self.model, noise=noise, seed=1))
+        source = Bench(Simulator(self.model, noise=noise, seed=1))
         budget = Budget(sets=60, idle_sets=15)
         model = self.model
         self.plan = make_plan(model.machine, model.knowledge, source, budget=budget)
-        self.times = source.times_known
+        self.times = {key: len(source.stored(key)) for key in source.sets}
         self.exact = exact_rates(model)
 
     @functools.cached_property

@@ -16,8 +16,8 @@ from tccl_profiler.profiler import Options, Profiler
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER, JournalHeader
 from tccl_py.model.transfer import parse_set
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import RememberingSource
 
 LONG_S = 30.0
 """What a busy machine may take for anything."""
@@ -82,7 +82,7 @@ def stopping(pids, *, for_s, times, apart_s=0.02):
 def measured_or_failed(source, transfers, path):
     """Ask for a set by a journal: what it has of it is a whole measurement, or it has nothing."""
     header = JournalHeader(machine="host", identity="host backend", simulated=False, dry_run=True)
-    with RememberingSource(source, journal=JournalFile(path, header)) as journal:
+    with Bench(source, journal=JournalFile(path, header)) as journal:
         try:
             (answer,) = journal.measure([transfers])
         except MeasurementError as error:

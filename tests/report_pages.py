@@ -14,8 +14,8 @@ from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.remembering import RememberingSource
 from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -32,7 +32,7 @@ def plan_directory(place, name, *, sets=(), **changes):
     write_plan(plan, place)
     header = JournalHeader(machine=plan.machine.name, identity="a test", simulated=True)
     source = Simulator(load_bundled(name))
-    with RememberingSource(source, journal=JournalFile(place / JOURNAL_FILE, header)) as journal:
+    with Bench(source, journal=JournalFile(place / JOURNAL_FILE, header)) as journal:
         journal.measure(list(sets))
     return place
 

@@ -16,9 +16,9 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
 from tccl_py.sources.opening import simulation_header
-from tccl_py.sources.remembering import RememberingSource
 from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 
@@ -49,7 +49,7 @@ def directory(tmp_path):
     """A simulated plan with a journal that holds nothing yet."""
     write_plan(load_plan(PLANS / f"{NAME}.json"), tmp_path, models=as_only(load_bundled(NAME)))
     model = load_bundled(NAME)
-    with RememberingSource(
+    with Bench(
         Simulator(model),
         journal=JournalFile(tmp_path / "measurements.jsonl", simulation_header(model)),
     ):
@@ -65,7 +65,7 @@ def measured(directory):
     journal = directory / "measurements.jsonl"
     journal.unlink()
     header = JournalHeader(machine=NAME, identity="GPUs a, b", simulated=False)
-    with RememberingSource(Simulator(load_bundled(NAME)), journal=JournalFile(journal, header)):
+    with Bench(Simulator(load_bundled(NAME)), journal=JournalFile(journal, header)):
         pass
 
 

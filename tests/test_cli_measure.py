@@ -10,9 +10,9 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.doubts import in_given_order
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import simulation_header
-from tccl_py.sources.profiled import in_given_order
 from tests.nccl_cases import CASES
 
 BOX = "asus-esc8000a-e13p"

@@ -30,7 +30,7 @@ from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource, remembering
+from tccl_py.sources.bench import Bench, bench_of
 from tests.networked import MadeUp, all_chains, networked_machine
 
 SETTINGS = Settings(channels=1)
@@ -50,7 +50,7 @@ def task_of(node_class, source, *, budget=SMALL):
     return HostTask(
         machine=node_class.machine,
         knowledge=node_class.knowledge,
-        source=remembering(source),
+        source=bench_of(source),
         gpus=node_class.machine.gpu_indices,
         version=SETTINGS.version,
         ring_counts=(1,),
@@ -365,7 +365,7 @@ def test_an_interrupted_search_gives_the_best_so_far():
 class Written:
     """Remembers what it was asked, and answers each flow with a rate of its own."""
 
-    simulated = False
+    simulated = True
 
     def __init__(self):
         self.sets = []
@@ -380,16 +380,16 @@ def test_a_set_that_is_asked_for_again_is_measured_again():
     machine = networked_machine(gpus=1)
     cluster = cluster_with([machine, machine])
     (placement,) = placements(cluster)
-    journal = RememberingSource(Simulated())
-    placed = RememberingSource(PlacedSource(journal, placement))
+    journal = Bench(Simulated())
+    placed = Bench(PlacedSource(journal, placement))
     leaving = parse_set("G0->G0->C0->N0->N0")
-    first = placed.measure([leaving, leaving])
+    first = placed.samples(leaving, 2)
     assert journal.times_measured == 2
     assert first[0].gbps != first[1].gbps
-    assert placed.measure([leaving]) == first[:1]
+    assert placed.measure([leaving, leaving]) == [first[0], first[0]]
     # Another run over the same journal measures nothing, and gets the same.
-    again = RememberingSource(PlacedSource(journal, placement))
-    assert again.measure([leaving, leaving]) == first
+    again = Bench(PlacedSource(journal, placement))
+    assert again.samples(leaving, 2) == first
     assert journal.times_measured == 2
 
 
@@ -412,7 +412,7 @@ def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
     (placement,) = placements(cluster)
     below = Written()
     text = "N1->N1->C0->G0->G0 G0->G0->C1->G1->G1 G1->G1->C1->N0->N0"
-    (answer,) = PlacedSource(below, placement).measure([parse_set(text)])
+    (answer,) = PlacedSource(Bench(below), placement).measure([parse_set(text)])
     placed = {
         "h1.C1->h1.N1->h0.N1->h0.N1->h0.C0->h0.G0->h0.G0": "N1->N1->C0->G0->G0",
         "h0.G0->h0.G0->h0.C1->h0.G1->h0.G1": "G0->G0->C1->G1->G1",
@@ -446,7 +446,7 @@ def test_what_nics_move_to_gpu_memory_is_taken_from_their_ports_and_said_to_be()
     machine = networked_machine(gpus=2, nics=2, gdr=True)
     cluster = cluster_with([machine, machine])
     (placement,) = placements(cluster, over_sockets=True)
-    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    source = PlacedSource(Bench(TcpOnly()), placement)
     both, alone, none = source.measure(
         [
             parse_set("N0->N0->G0 G0->G0->G1 G1->N0->N0 G0->N0->N0"),
@@ -470,7 +470,7 @@ def test_nics_without_an_address_are_taken_from_their_ports_too():
     addressed = {"h0": (0, 1), "h1": (0,)}
     (placement,) = placements(cluster, over_sockets=True, addressed=addressed)
     assert [nic for nic, end in placement.ends.items() if not end.reached] == [1]
-    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    source = PlacedSource(Bench(TcpOnly()), placement)
     reached, not_reached = source.measure(
         [parse_set("G0->G0->C0->N0->N0"), parse_set("G0->G0->C0->N1->N1")]
     )
@@ -482,7 +482,7 @@ def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_me
     machine = networked_machine(gpus=2, nics=1, gdr=True)
     cluster = cluster_with([machine, machine])
     (placement,) = placements(cluster, over_sockets=True)
-    source = PlacedSource(RememberingSource(TcpOnly()), placement)
+    source = PlacedSource(Bench(TcpOnly()), placement)
     settings = Settings(net_gdr_level="SYS")
     node = node_of(cluster.classes[0], source)
     found = RingSearch(cluster=cluster, nodes=[node], settings=settings).rings(1)
@@ -512,7 +512,7 @@ def test_where_nccl_carries_them_flows_end_in_gpus_of_the_partner_and_land_as_on
     (placement,) = placements(cluster, carried=True)
     # Each beside its NIC, on its NUMA node.
     assert {nic: end.gpu for nic, end in placement.ends.items()} == {0: 0, 1: 2}
-    source = PlacedSource(RememberingSource(CarriedOnly()), placement)
+    source = PlacedSource(Bench(CarriedOnly()), placement)
     texts = [
         "N0->N0->G0 G0->G0->G1 G1->N1->N1",
         "N0->N0->C0->G0->G0 G1->G1->C1->N1->N1",
@@ -530,7 +530,7 @@ def test_what_goes_by_another_gpus_memory_is_taken_from_the_port_where_nccl_carr
     machine = networked_machine(gpus=2, nics=1, gdr=True)
     cluster = cluster_with([machine, machine])
     (placement,) = placements(cluster, carried=True)
-    source = PlacedSource(RememberingSource(CarriedOnly()), placement)
+    source = PlacedSource(Bench(CarriedOnly()), placement)
     (found,) = source.measure([parse_set("G0->G0->G1->N0->N0 N0->N0->G1")])
     assert found.assumed
     assert (

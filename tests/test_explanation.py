@@ -23,7 +23,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.parts import PlanChain, PlanHop
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
 from tests.planned import with_parts
@@ -38,7 +38,7 @@ def plan_of(name):
 
 def explained(name, *, seen=(), noise=0.0, **more):
     """The explanation of a reference plan, by a source that was asked for `seen` before."""
-    source = RememberingSource(Simulator(load_bundled(name), noise=noise))
+    source = Bench(Simulator(load_bundled(name), noise=noise))
     source.measure([parse_set(text) for text in seen])
     return explain(plan_of(name), source, **more)
 
@@ -59,7 +59,7 @@ def with_ring(plan, order):
 
 def prober_of(source, *, gpus=8, max_sets=None):
     symmetry = no_symmetry(toy_machine(gpus=gpus))
-    return Prober(RememberingSource(source), SymmetryKeys(symmetry), max_sets=max_sets)
+    return Prober(Bench(source), SymmetryKeys(symmetry), max_sets=max_sets)
 
 
 def ring_flows(gpus):
@@ -124,7 +124,7 @@ def test_a_budget_ends_the_search_and_is_told():
     prober = prober_of(source, max_sets=9)
     causes = find_causes(prober, ring_flows(7), most=4, related=unrelated)
     assert causes.spent
-    assert prober.sets_measured <= 9
+    assert prober.allowance.spent <= 9
 
 
 def test_sets_that_a_symmetry_exchanges_have_one_key():
@@ -157,7 +157,7 @@ def test_a_symmetry_that_does_not_hold_for_rates_is_given_up():
             ]
 
     keys = SymmetryKeys(automorphisms(toy_machine(gpus=4, numa_nodes=2)))
-    prober = Prober(RememberingSource(OneSlowPort()), keys)
+    prober = Prober(Bench(OneSlowPort()), keys)
     flows = parse_set("G2->G2->G3 G3->G3->G2").flows
     (cause,) = find_causes(prober, flows, most=4, related=unrelated).causes
     assert cause.flows == flows

@@ -21,8 +21,8 @@ from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal, widen_journal
-from tccl_py.sources.remembering import RememberingSource
 from tests.networked import networked_machine
 from tests.test_cli_plan import done, tccl
 
@@ -241,7 +241,7 @@ def cluster(count):
 def test_hosts_that_differ_beyond_the_interval_are_named(rates, hosts, known, odd):
     source = Hosts({f"h{n}": rate for n, rate in enumerate(rates)})
     samples = [Sample(SET, 10.0, 0.01)]
-    found = odd_hosts(RememberingSource(source), cluster(4), hosts, samples, known)
+    found = odd_hosts(Bench(source), cluster(4), hosts, samples, known)
     assert list(found) == odd
     assert all("slower" in why for why in found.values())
 
@@ -285,7 +285,7 @@ def test_a_class_is_found_in_the_journal_whatever_hosts_it_was_measured_on(two, 
     (path, *_) = plan.paths
     wanted = transfer_set(hop.flow for chain in path.chains for hop in chain.hops)
     journal = JournalFile(tmp_path / "journal", header("a1", "a2", "a3"))
-    source = RememberingSource(Hosts({"a2": 5.0, "a3": 5.0}), journal=journal)
+    source = Bench(Hosts({"a2": 5.0, "a3": 5.0}), journal=journal)
     (place,) = placements(part_of(plan.cluster, ("a3", "a2")))
     PlacedSource(source, place).measure([wanted])
     source.close()

@@ -6,8 +6,8 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.transfer import parse_set
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 ONE, TWO = parse_set("G0->G0->G1"), parse_set("G1->G1->G0")
@@ -22,16 +22,18 @@ class Counting:
     def measure(self, sets):
         self.calls += [str(one) for one in sets]
         return [
-            Measurement(transfers=s, samples_gbps=((1.5, 2.0),) * len(s), simulated=True)
-            for s in sets
+            Measurement(
+                transfers=key, samples_gbps=((1.5, 2.0),) * len(key), simulated=self.simulated
+            )
+            for key in sets
         ]
 
 
 def test_a_resumed_run_measures_nothing_twice(tmp_path):
     source, path = Counting(), tmp_path / "m.jsonl"
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         first = journal.measure([ONE])
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         assert journal.measure([ONE, TWO])[0] == first[0]
         assert journal.sets_remembered == 1
         assert isinstance(journal, BandwidthSource)
@@ -40,11 +42,11 @@ def test_a_resumed_run_measures_nothing_twice(tmp_path):
 
 def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
     source, path = Counting(), tmp_path / "m.jsonl"
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         journal.measure([ONE, TWO])
     path.write_bytes(path.read_bytes()[:-9])
     torn = len(path.read_text().split("\n")[-1])
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         assert " dropped a torn last" in journal.notices[0] and f"{torn}" in journal.notices[0]
         journal.measure([ONE, TWO])
     assert source.calls == [str(ONE), str(TWO), str(TWO)]
@@ -55,8 +57,8 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(tmp_path):
 def test_only_hardware_is_asked_in_random_order_and_all_answers_are_in_the_order_given(simulated):
     source = Counting()
     source.simulated = simulated
-    sets = [parse_set(f"G0->G0->G{i % 7 + 1}") for i in range(14)]
-    answers = RememberingSource(source).measure(sets)
+    sets = [parse_set(f"G0->G0->G{i + 1}") for i in range(14)]
+    answers = Bench(source).measure(sets)
     assert [one.transfers for one in answers] == sets
     assert sorted(source.calls) == sorted(map(str, sets))
     assert (source.calls == [str(one) for one in sets]) is simulated
@@ -74,7 +76,9 @@ def test_sets_measured_before_the_source_failed_are_in_the_journal(tmp_path):
     source, path = Failing(), tmp_path / "m.jsonl"
     sets = [parse_set(f"G0->G0->G{i}") for i in range(1, 7)]
     with (
-        RememberingSource(source, journal=JournalFile(path, HEADER)) as journal,
+        Bench(
+            source, journal=JournalFile(path, msgspec.structs.replace(HEADER, simulated=False))
+        ) as journal,
         pytest.raises(MeasurementError),
     ):
         journal.measure(sets)
@@ -84,7 +88,7 @@ def test_sets_measured_before_the_source_failed_are_in_the_journal(tmp_path):
 
 def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
     path = tmp_path / "m.jsonl"
-    journal = RememberingSource(Counting(), journal=JournalFile(path, HEADER))
+    journal = Bench(Counting(), journal=JournalFile(path, HEADER))
     journal.measure([ONE])
     assert list(read_journal(path).measurements) == [ONE]
     journal.close()
@@ -93,16 +97,14 @@ def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
 @pytest.mark.parametrize("change", [{"machine": "other"}, {"identity": "x"}, {"simulated": False}])
 def test_a_journal_of_another_machine_is_refused_by_name(tmp_path, change):
     path = tmp_path / "m.jsonl"
-    RememberingSource(Counting(), journal=JournalFile(path, HEADER)).close()
+    Bench(Counting(), journal=JournalFile(path, HEADER)).close()
     with pytest.raises(InputError, match=r"belongs to machine toy .*use"):
-        RememberingSource(
-            Counting(), journal=JournalFile(path, msgspec.structs.replace(HEADER, **change))
-        )
+        Bench(Counting(), journal=JournalFile(path, msgspec.structs.replace(HEADER, **change)))
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    with RememberingSource(Counting(), journal=JournalFile(path, HEADER)) as journal:
+    with Bench(Counting(), journal=JournalFile(path, HEADER)) as journal:
         journal.measure([ONE, TWO])
     lines = path.read_text().split("\n")
     path.write_text("\n".join([lines[0], lines[1][:-5], lines[2], ""]))

@@ -18,8 +18,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.files import encode_line
 from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.transfer import parse_set
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import RememberingSource
 
 HEADER = JournalHeader(machine="toy", identity="model 1", simulated=True)
 SETS = [parse_set("G0->G0->G1 G2->G2->G3"), parse_set("G1->G1->G0")]
@@ -49,7 +49,7 @@ def path(tmp_path):
 def measured(path):
     """All sets, from the journal or by a new source; what the journal said, and what was asked."""
     source = Source()
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         return journal.measure(SETS), journal.notices, source.calls
 
 
@@ -151,7 +151,7 @@ def test_an_overlap_that_the_clock_cannot_show_is_kept_as_a_bound(text, more, pa
     one = parse_set(text)
     for asked in ([text], []):
         source = Source(overlap=0.46, **more)
-        with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+        with Bench(source, journal=JournalFile(path, HEADER)) as journal:
             assert journal.measure([one])[0].overlap == 0.46
         assert source.calls == asked
 
@@ -163,7 +163,7 @@ def test_no_source_can_hand_on_a_rate_of_0():
 
 def test_flows_that_ran_apart_are_refused_and_not_kept(path):
     with (
-        RememberingSource(Source(overlap=0.5), journal=JournalFile(path, HEADER)) as journal,
+        Bench(Source(overlap=0.5), journal=JournalFile(path, HEADER)) as journal,
         pytest.raises(MeasurementError, match=r"^G1->G1->G0: its flows ran together"),
     ):
         journal.measure(SETS[1:])
@@ -213,9 +213,7 @@ def test_any_corrupted_bytes_are_refused_or_harmless(tmp_path_factory, data, at)
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
 def test_what_could_not_be_read_back_is_not_written(rate, path):
     with (
-        RememberingSource(
-            Source(samples_gbps=((rate,), (1.0,))), journal=JournalFile(path, HEADER)
-        ) as journal,
+        Bench(Source(samples_gbps=((rate,), (1.0,))), journal=JournalFile(path, HEADER)) as journal,
         pytest.raises(MeasurementError, match=r"^G0->G0->G1 G2->G2->G3: its measurement has a r"),
     ):
         journal.measure(SETS[:1])
@@ -277,7 +275,7 @@ def test_a_pipe_is_no_journal(tmp_path):
 
 
 def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
-    with RememberingSource(Source(), journal=JournalFile(path, HEADER)) as journal:
+    with Bench(Source(), journal=JournalFile(path, HEADER)) as journal:
         journal.measure(SETS)
         before = path.read_bytes()
         result = CliRunner().invoke(app, (*COMMAND, str(path)))
@@ -288,7 +286,7 @@ def test_a_journal_in_use_is_refused_and_stays_as_it_is(path):
 
 
 def test_a_refused_journal_is_not_held(path):
-    RememberingSource(
+    Bench(
         Source(), journal=JournalFile(path, JournalHeader(machine="x", identity="", simulated=True))
     ).close()
     for _ in range(2):
@@ -311,18 +309,15 @@ from pathlib import Path
 from tests.effort import calls_at_most
 from tccl_py.sources.journal import JournalFile
 from tccl_py.model.measurement import JournalHeader
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tccl_py.model.transfer import parse_set
-
-class Nothing:
-    simulated = True
 
 resource.setrlimit(resource.RLIMIT_AS, (1_200_000 << 10, resource.RLIM_INFINITY))
 header = JournalHeader(machine="toy", identity="model 1", simulated=True)
 most, file, *texts = sys.argv[1:]
 with calls_at_most(int(most)):
     journal = JournalFile(Path(file), header)
-with RememberingSource(Nothing(), journal=journal) as journal:
+with Bench(journal=journal) as journal:
     for text in texts:
         (answer,) = journal.measure([parse_set(text)])
         assert str(answer.transfers) == text
@@ -352,7 +347,7 @@ MANY = [parse_set(f"G0->G0->G{index}") for index in range(1, 61)]
 SLOW = """
 import sys, time
 from pathlib import Path
-from tests.test_journal_damage import HEADER, MANY, JournalFile, RememberingSource, Source
+from tests.test_journal_damage import HEADER, MANY, JournalFile, Bench, Source
 
 class Slow(Source):
     def measure(self, sets):
@@ -361,7 +356,7 @@ class Slow(Source):
         time.sleep(0.02)
         return super().measure(sets)
 
-with RememberingSource(Slow(), journal=JournalFile(Path(sys.argv[1]), HEADER)) as journal:
+with Bench(Slow(), journal=JournalFile(Path(sys.argv[1]), HEADER)) as journal:
     journal.measure(MANY)
 """
 
@@ -380,7 +375,7 @@ def test_a_killed_run_loses_at_most_the_set_in_flight(path, tmp_path):
     assert kept == asked[: len(kept)]
     assert len(asked) - len(kept) <= 1
     source = Source()
-    with RememberingSource(source, journal=JournalFile(path, HEADER)) as journal:
+    with Bench(source, journal=JournalFile(path, HEADER)) as journal:
         journal.measure(MANY)
     assert 8 <= len(kept) < len(MANY)
     assert source.calls == [str(one) for one in MANY[len(kept) :]]

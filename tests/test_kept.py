@@ -36,7 +36,7 @@ from tccl_py.plan.writing import nccl_files
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tccl_py.tccl_fork import fork_file
 from tests.nccl_nodes import with_nics
 from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, WRX, WRX_BUDGET, plan_of, through
@@ -280,7 +280,7 @@ def sets_of_orders(gpus, count):
 )
 def test_a_plan_is_as_good_as_the_best_of_all_rings_and_settings(name, kept):
     plan, model = kept_plan(name, kept, ring_counts=(1, 2)), load_bundled(name)
-    source, best = RememberingSource(Simulator(model)), 0.0
+    source, best = Bench(Simulator(model)), 0.0
     kinds = candidates(
         model.machine,
         model.knowledge,

@@ -23,8 +23,8 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.writing import write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import RememberingSource
 from tests.planned import PCIE, SMALL, plan_of, rebind
 
 QUICK = ("--max-sets", "100", "--rings", "1")
@@ -391,7 +391,7 @@ HEADER = JournalHeader(machine=SMALL, identity="model 1", simulated=True)
 def test_a_journal_of_another_is_refused(other, tmp_path):
     path = tmp_path / "measurements.jsonl"
     source = Simulator(load_bundled(SMALL))
-    RememberingSource(source, journal=JournalFile(path, HEADER)).close()
+    Bench(source, journal=JournalFile(path, HEADER)).close()
     before = path.read_bytes()
     wanted = msgspec.structs.replace(HEADER, **other)
     with pytest.raises(InputError, match="belongs to machine h200x4-vm"):

@@ -13,7 +13,7 @@ from tccl_py.plan.probe_hosts import pair_rates
 from tccl_py.plan.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tests.cluster_plans import PAIR as MACHINE
 
 GBPS, SLOW_GBPS = 20.0, 4.0
@@ -55,7 +55,7 @@ class Network:
         return min(slow, self.across) if crosses else slow
 
 
-class Hosts(RememberingSource):
+class Hosts(Bench):
     """Stands for the source over a job's hosts, each with two ranks."""
 
     conditions = ""

@@ -15,8 +15,8 @@ from tccl_profiler.rates import straggler_gbps, uncontended_gbps, with_few_chann
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_flow, parse_set, transfer_set
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile, read_journal
-from tccl_py.sources.remembering import RememberingSource
 from tests.fakes import FakePool
 from tests.profiler_pools import is_running, moving, options, pool_of, until, workers_of
 
@@ -198,9 +198,7 @@ def test_an_interruption_while_few_lanes_run_passes_through():
 def test_a_journal_has_only_the_sets_that_were_asked_for(tmp_path):
     path = tmp_path / "journal.jsonl"
     header = JournalHeader(machine="fake", identity="fake", simulated=False)
-    with RememberingSource(
-        profiler_of(FakePool(Rates())), journal=JournalFile(path, header)
-    ) as source:
+    with Bench(profiler_of(FakePool(Rates())), journal=JournalFile(path, header)) as source:
         source.measure([parse_set(ring(8)), parse_set(ring(24))])
     assert set(map(str, read_journal(path).measurements)) == {ring(8), ring(24)}
 

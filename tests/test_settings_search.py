@@ -12,11 +12,11 @@ from tccl_py.plan.tasks import CAREFUL, Task, measured_well, rings_under, search
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 from tests.planned import FOUR_GPUS, PCIE, SMALL
 
 
-class Interrupted(RememberingSource):
+class Interrupted(Bench):
     """A source during whose n-th measurement from now the user presses Ctrl-C."""
 
     def __init__(self, source, at=0):
@@ -35,7 +35,7 @@ def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
     return Task(
         machine=model.machine,
         knowledge=model.knowledge,
-        source=source or RememberingSource(Simulator(model)),
+        source=source or Bench(Simulator(model)),
         gpus=model.machine.gpu_indices,
         version=version,
         ring_counts=counts,
@@ -146,7 +146,7 @@ def test_ring_counts_that_do_not_divide_the_channels_are_left_out():
 def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
     model = load_bundled(SMALL)
     for noise, measured in ((0.0, 1), (0.05, CAREFUL)):
-        source = RememberingSource(Simulator(model, noise=noise))
+        source = Bench(Simulator(model, noise=noise))
         task = task_for(SMALL, source=source)
         rings = rings_under(task, Settings(channels=4), [task.gpus])
         well = measured_well(source, rings)
@@ -155,7 +155,7 @@ def test_a_noisy_ring_set_is_measured_several_times_and_a_quiet_one_once():
         assert well.rate_gbps == pytest.approx(exact.rate_gbps, rel=0.03)
 
 
-class Hardware(RememberingSource):
+class Hardware(Bench):
     """A noisy simulation that passes for hardware, which says whether it is as precise as asked."""
 
     def __init__(self, source, *, settled):

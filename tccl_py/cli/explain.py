@@ -22,8 +22,8 @@ from tccl_py.plan.again import class_sources, hosts_again, source_again
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal
-from tccl_py.sources.opening import OpenedSource
 
 _DRY_SETS = 20
 
@@ -59,7 +59,7 @@ def explain(
     journal = directory / JOURNAL_FILE
     with interrupts_put_off(), ExitStack() as stack:
         line = stack.enter_context(ProgressLine())
-        source: OpenedSource
+        source: Bench
         sources: Sequence[BandwidthSource]
         if plan.is_cluster and not plan.simulated:
             header = read_journal(journal).header

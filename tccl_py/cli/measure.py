@@ -24,20 +24,23 @@ from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.opening import OpenedSource, in_job, join_job, open_hosts, open_source
+from tccl_py.sources.bench import Bench
+from tccl_py.sources.doubts import (
+    doubts,
+    half_width,
+    in_given_order,
+    measurement_json,
+    relative_intervals,
+    timing_text,
+)
+from tccl_py.sources.opening import in_job, join_job, open_hosts, open_source
 from tccl_py.sources.pairs import Pair, matrix, pairs_csv
 from tccl_py.sources.pairs import all_pairs as all_pairs_of
 from tccl_py.sources.profiled import (
     MeasuredMachine,
     MeasurementOptions,
-    doubts,
     gpus_of,
-    half_width,
-    in_given_order,
     measured_machine,
-    measurement_json,
-    relative_intervals,
-    timing_text,
 )
 
 if TYPE_CHECKING:
@@ -128,7 +131,7 @@ def _measure_sets(
         model = load_machine(asked.simulate)
         # Sets that the machine cannot run are refused before the journal is touched.
         Simulator(model).measure(transfer_sets)
-        source: OpenedSource = open_source(model, **asked.model)
+        source: Bench = open_source(model, **asked.model)
         title = model.name
     elif job is None:
         place = measured_machine(asked.backend, asked.devices)
@@ -237,7 +240,7 @@ def measurement_options(**given: Any) -> MeasurementOptions:
 
 
 def _measured(
-    source: OpenedSource, sets: Sequence[TransferSet], journal: Path | None
+    source: Bench, sets: Sequence[TransferSet], journal: Path | None
 ) -> Sequence[Measurement]:
     if journal is not None:
         notice_each(source.keep_in(journal))

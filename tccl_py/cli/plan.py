@@ -42,7 +42,8 @@ from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
 from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.opening import HostsSource, OpenedSource, in_job
+from tccl_py.sources.bench import Bench
+from tccl_py.sources.opening import HostsSource, in_job
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
@@ -265,7 +266,7 @@ def _check_tuning(job: Job | None = None) -> None:
 
 
 def _tuned(
-    made: Plan, output: Path, hosts: OpenedSource | None, job: Job | None, tune: bool | None
+    made: Plan, output: Path, hosts: Bench | None, job: Job | None, tune: bool | None
 ) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
     if not isinstance(hosts, HostsSource) or job is None:

@@ -38,7 +38,7 @@ from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.tasks import Task, rings_under
 from tccl_py.readers.hosts import HostSlots
-from tccl_py.sources.remembering import remembering
+from tccl_py.sources.bench import bench_of
 
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
@@ -212,7 +212,7 @@ def simulated_cells(
     collectives: Sequence[Collective],
 ) -> Iterator[Cell]:
     """Yield large messages over sets of a machine's GPUs, by the rings of every arm."""
-    remembered = remembering(source)
+    remembered = bench_of(source)
     for gpus in gpu_sets:
         task = Task(
             machine=plan.machine,

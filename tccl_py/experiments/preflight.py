@@ -47,10 +47,10 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.again import class_sources, hosts_again, journal_by_class, journal_of
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.opening import HostsSource, OpenedSource
+from tccl_py.sources.opening import HostsSource
 from tccl_py.sources.profiled import users_of
-from tccl_py.sources.remembering import AnewSource
 from tccl_py.statistics import holm
 
 FAMILIES = 2
@@ -284,9 +284,7 @@ def measure_plan_again(
         watch = watching()
         journals: Sequence[Journal] = [journal.measurements]
         if launcher.job is not None:
-            source: OpenedSource = stack.enter_context(
-                hosts_again(plan, journal.header, launcher.job)
-            )
+            source: Bench = stack.enter_context(hosts_again(plan, journal.header, launcher.job))
             journals = journal_by_class(plan, journal)
         else:
             source, notices = measuring_again(
@@ -304,10 +302,10 @@ def measure_plan_again(
     return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
 
 
-def _drift(plan: Plan, source: OpenedSource, journals: Sequence[Journal], effort: Effort) -> Drift:
+def _drift(plan: Plan, source: Bench, journals: Sequence[Journal], effort: Effort) -> Drift:
     """Return the drift of all classes of hosts, which share the time."""
     effort = replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
-    sources: Sequence[BandwidthSource] = [AnewSource(source)]
+    sources: Sequence[BandwidthSource] = [source]
     if isinstance(source, HostsSource):
         sources = class_sources(source, plan.cluster)
     drifts = [
@@ -318,7 +316,7 @@ def _drift(plan: Plan, source: OpenedSource, journals: Sequence[Journal], effort
 
 
 def learn_patterns(
-    plan: Plan, directory: Path, rates: Journal, source: OpenedSource, until: float
+    plan: Plan, directory: Path, rates: Journal, source: Bench, until: float
 ) -> list[str]:
     """Add collapse patterns that a machine's journal lacks to it; return notices.
 
@@ -333,7 +331,7 @@ def learn_patterns(
         with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:
             for pattern in rounds:
                 if time.monotonic() < until:
-                    journal.append(source.measure_anew(pattern))
+                    journal.append(source.again(pattern))
     except (InputError, MeasurementError) as error:
         return [f"writes above {len(lacking)} switches cannot be compared: {error}"]
     return [f"measured writes above {len(lacking)} switches: later preflights compare with them"]

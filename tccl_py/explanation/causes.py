@@ -21,7 +21,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.symmetry import FlowCodes, Symmetry, smallest_row
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.search.bounds import smallest_slow_part
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Allowance, Bench
 
 HURT = 0.95
 """Flows with less than this share of the slowest's rate alone slow each other."""
@@ -92,7 +92,7 @@ class Prober:
 
     def __init__(
         self,
-        source: RememberingSource,
+        source: Bench,
         symmetry: SymmetryKeys,
         *,
         max_sets: int | None = None,
@@ -101,28 +101,20 @@ class Prober:
         self.source, self.symmetry = source, symmetry
         self.assumed = False
         self.known: list[TransferSet] = []
-        self.sets_measured = 0
-        self._limit = self._share = max_sets
+        self.allowance = Allowance(max_sets)
         self._rates: dict[TransferSet, Measurement] = {}
         self._images: dict[Key, TransferSet] = {}
-        for transfers in source.times_known:
+        for transfers in source.sets:
             if network or not any(flow.is_network for flow in transfers.flows):
                 self._note(transfers)
-
-    def share_out(self, parts: int) -> None:
-        """From here on allow one of `parts` equal parts of the rest of the budget."""
-        if self._limit is not None:
-            remaining = self._limit - self.sets_measured
-            self._share = self.sets_measured + remaining // parts
 
     def exact(self, flows: Flows) -> Measurement:
         """Return the rate of exactly these flows, over all measurements of them."""
         transfers = transfer_set(flows)
         if transfers not in self._rates:
-            times = self.source.times_of(transfers)
-            if not times:
+            measurements = self.source.stored(transfers)
+            if not measurements:
                 return self.again(flows)
-            measurements = self.source.measure([transfers] * times)
             rows = zip(*(measurement.samples_gbps for measurement in measurements), strict=True)
             samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
             pooled = msgspec.structs.replace(measurements[0], samples_gbps=samples, outliers=())
@@ -133,12 +125,11 @@ class Prober:
     def again(self, flows: Flows) -> Measurement:
         """Measure exactly these flows once more, and return the rate over all measurements."""
         transfers = transfer_set(flows)
-        if self._share is not None and self.sets_measured >= self._share:
-            raise BudgetSpentError("the sets of this explanation are used up")
-        self.source.measure_anew(transfers)
-        self.sets_measured += 1
+        self.allowance.check()
+        self.source.again(transfers)
+        self.allowance.spend()
         self._rates.pop(transfers, None)
-        if self.source.times_of(transfers) == 1:
+        if len(self.source.stored(transfers)) == 1:
             self._note(transfers)
         return self.exact(flows)
 
@@ -157,9 +148,9 @@ class Prober:
         """Return the rate of these flows or of an image, without a measurement."""
         transfers = transfer_set(flows)
         image = transfers
-        if not self.source.times_of(transfers):
+        if not self.source.stored(transfers):
             image = self._images.get(self.symmetry.key(flows), image)
-        return self.exact(image.flows) if self.source.times_of(image) else None
+        return self.exact(image.flows) if self.source.stored(image) else None
 
     def slowest_alone(self, flows: Flows) -> Measurement:
         """Return the rate of the slowest flow, each alone."""

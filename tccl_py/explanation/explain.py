@@ -44,7 +44,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.parts import condensed, slowest_first
 from tccl_py.plan.plan import Plan
-from tccl_py.sources.remembering import source_for
+from tccl_py.sources.bench import bench_for
 
 MOST_SETS = 200
 MOST_FINDINGS = 4
@@ -106,7 +106,7 @@ def explain(
     """Find the smallest sets of transfers that show each slowdown of a plan's and default's rings.
 
     `source` answers sets, or one source for each class of hosts, whose flows over the network are
-    those of one host; a RememberingSource's known sets are not measured again. At most `max_sets`
+    those of one host; a Bench's known sets are not measured again. At most `max_sets`
     are measured beyond these, and `most` findings made for each set of rings. Raises
     MeasurementError: the source cannot measure the rings themselves.
 
@@ -130,9 +130,9 @@ def explain(
         of_host = [subject for subject in chosen if subject.number == number]
         explanations = []
         for place, subject in enumerate(of_host):
-            host.prober.share_out(len(of_host) - place + 1)
+            host.prober.allowance.allot(parts=len(of_host) - place + 1)
             explanations.append(host.ring(subject, most))
-        host.prober.share_out(1)
+        host.prober.allowance.allot(parts=1)
         pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
         rings += explanations
     notices = (_NO_STOCK,) if len(chosen) == 1 else ()
@@ -143,7 +143,7 @@ def explain(
         assumed=plan.assumed or any(host.prober.assumed for host in hosts),
         rings=tuple(rings),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
-        sets_measured=sum(host.prober.sets_measured for host in hosts),
+        sets_measured=sum(host.prober.allowance.spent for host in hosts),
         notices=(_NO_DEFAULT,) if plan.is_cluster else notices,
     )
 
@@ -158,7 +158,7 @@ class _ClassExplainer:
         gpus = plan.class_gpus[number]
         keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
         self.prober = Prober(
-            source_for(source, self._machine.name), keys, max_sets=sets, network=plan.is_cluster
+            bench_for(source, self._machine.name), keys, max_sets=sets, network=plan.is_cluster
         )
         self._mark = "simulated" if source.simulated else "measured"
         self._kinds_of_places = cache(self._uncached_kinds_of_places)

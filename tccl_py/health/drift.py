@@ -31,7 +31,8 @@ from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.words import plan_name
-from tccl_py.sources.opening import OpenedSource, open_source
+from tccl_py.sources.bench import Bench, bench_of
+from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import search_options
 
 ROUNDS = 3
@@ -87,7 +88,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
 def measuring_again(
     plan: Plan, directory: Path, journal: JournalHeader, seed: int, *, alike: bool = False
-) -> tuple[OpenedSource, tuple[str, ...]]:
+) -> tuple[Bench, tuple[str, ...]]:
     """Return the source of a plan's machine, or its model with noise of its own, and notices.
 
     With `alike` a machine with equal GPUs at the same places will do. Raises InputError: this
@@ -177,7 +178,7 @@ class _Sampler:
     """Measures sets, keeps the results, and watches the time."""
 
     def __init__(self, source: BandwidthSource, effort: Effort, clock: Callable[[], float]) -> None:
-        self._source, self._limit, self._clock = source, effort.seconds, clock
+        self._bench, self._limit, self._clock = bench_of(source), effort.seconds, clock
         self._random = random.Random(effort.seed)
         self._began = clock()
         self.samples: dict[TransferSet, list[Measurement]] = {}
@@ -215,7 +216,7 @@ class _Sampler:
                 break
             if transfers not in self.lost:
                 try:
-                    (done[transfers],) = self._source.measure([transfers])
+                    done[transfers] = self._bench.again(transfers)
                 except MeasurementError as error:
                     self.lost[transfers] = str(error)
                 else:

@@ -9,7 +9,7 @@ from typing import Annotated, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.model.transfer import Flow, TransferSet
 
 Value = TypeVar("Value")
@@ -208,3 +208,28 @@ class BandwidthSource(Protocol):
 
         Raises MeasurementError: a set cannot be measured.
         """
+
+
+def check_source(source: BandwidthSource) -> None:
+    """Raise InputError unless an object has what a source needs."""
+    kind, right = type(source).__name__, "give an object with `simulated` and `measure(sets)`"
+    for name in ("simulated", "measure"):
+        require(hasattr(source, name), "the source", f"is a {kind} without `{name}`", right)
+    is_bool = isinstance(source.simulated, bool)
+    require(is_bool, "the source", f"is a {kind} whose `simulated` is not True or False", right)
+
+
+def answer_fault(answers: object, transfers: TransferSet, *, simulated: bool) -> str:
+    """Return what is wrong with a source's answers for one set, as a clause; "" if nothing is."""
+    if not isinstance(answers, Sequence):
+        return f"returned a {type(answers).__name__} instead of a list of measurements"
+    if len(answers) != 1:
+        return f"returned {len(answers)} measurements for 1 set"
+    (measurement,) = answers
+    if not isinstance(measurement, Measurement):
+        return f"returned a {type(measurement).__name__} instead of a Measurement"
+    if measurement.transfers != transfers:
+        return f"returned a measurement of {measurement.transfers}"
+    if measurement.simulated != simulated:
+        return "returned a measurement that contradicts it on whether rates are simulated"
+    return next((f"returned a measurement that {fault}" for fault in faults(measurement)), "")

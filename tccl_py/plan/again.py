@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -20,27 +20,16 @@ from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, place
 from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalContents, read_journal
-from tccl_py.sources.opening import HostsSource, OpenedSource, open_hosts, open_source
+from tccl_py.sources.opening import HostsSource, open_hosts, open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_options
-from tccl_py.sources.remembering import RememberingSource
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
 _MOST_TIMES = 64
 """Measurements of a set that are taken from a journal, at most."""
-
-
-class NoSource:
-    """Fails for every set: only a journal or tables have answers."""
-
-    def __init__(self, *, simulated: bool) -> None:
-        self.simulated = simulated
-
-    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Raise MeasurementError."""
-        raise MeasurementError(f"{sets[0]} is not in the journal")
 
 
 def journal_of(plan: Plan, directory: Path) -> JournalContents:
@@ -59,7 +48,7 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
     return contents
 
 
-def source_again(plan: Plan, directory: Path) -> tuple[OpenedSource, tuple[str, ...]]:
+def source_again(plan: Plan, directory: Path) -> tuple[Bench, tuple[str, ...]]:
     """Return a source of a simulated plan, or of one host's, with its journal, and notices on it.
 
     Raises InputError: as `measured_again`, the plan has no model, or its journal is of another
@@ -86,9 +75,7 @@ def measured_as(header: JournalHeader, machine: Machine) -> MeasuredMachine:
     return measured_machine(*devices)
 
 
-def measured_again(
-    plan: Plan, directory: Path, *, otherwise: str
-) -> tuple[OpenedSource, tuple[str, ...]]:
+def measured_again(plan: Plan, directory: Path, *, otherwise: str) -> tuple[Bench, tuple[str, ...]]:
     """Return a source over this host, if the plan was measured on it, and notices on its journal.
 
     `otherwise` is the remedy on another machine. Raises InputError: this is another machine, or the
@@ -193,7 +180,7 @@ def journal_by_class(
 
     A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
     """
-    base = RememberingSource(NoSource(simulated=journal.header.simulated), journal.measurements)
+    base = Bench(None, journal.measurements)
     # By NCCL, between GPUs by TCP, and between host memories by TCP.
     carriers = ((True, False), (False, False), (False, True))
     known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]

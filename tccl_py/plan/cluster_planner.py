@@ -19,7 +19,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.search.problem import Budget, Reporter
-from tccl_py.sources.remembering import remembering
+from tccl_py.sources.bench import bench_of
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -81,7 +81,7 @@ def make_cluster_plan(
             machine=node_class.machine,
             knowledge=node_class.knowledge,
             # A journal remembers, and must hear of it when a set is wanted once more.
-            source=remembering(source),
+            source=bench_of(source),
             gpus=gpus,
             nics=used_nics(node_class.machine),
             version=version,

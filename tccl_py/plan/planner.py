@@ -57,7 +57,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tasks import Choice, Stock, Task, measured_well, search_under
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.sources.remembering import source_for
+from tccl_py.sources.bench import bench_for
 
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
@@ -127,7 +127,7 @@ def make_plan(
     task = Task(
         machine=machine,
         knowledge=knowledge,
-        source=source_for(source, machine.name),
+        source=bench_for(source, machine.name),
         gpus=chosen,
         version=version,
         ring_counts=tuple(ring_counts or usual),
@@ -139,15 +139,15 @@ def make_plan(
         placement=True,
     )
     check_settings(task.default_settings)
-    with task.source.limited(budget.sets, budget.seconds) as allow:
-        allow(1 / 2)
+    with task.source.limited(budget.sets, budget.seconds) as allowance:
+        allowance.allow(1 / 2)
         own = own_choices(task)
         known = [one.rings.rings for one in own.rated[1:]]
         search = SettingsSearch(task, as_graph(own.rated[0]), known)
         search.cancelled = own.cancelled
         if not own.cancelled:
-            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allow)
-        allow(1)
+            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allowance.allow)
+        allowance.allow(1)
         plan = _assembled(task, own, search, subsets=subsets)
     odd = other_count_notices(ring_counts or (), len(plan.rings))
     short = (CUT_SHORT,) * task.source.cut_short

@@ -25,7 +25,7 @@ from tccl_py.model.reports import part_of
 from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.plan.host_class import used_nics
-from tccl_py.sources.remembering import AnewSource, RememberingSource
+from tccl_py.sources.bench import Bench
 
 MOST_SAMPLED = 16
 """Hosts of a class that are compared with it in a first plan."""
@@ -85,27 +85,28 @@ class PlacedSource:
     """Measure the sets of a class on a host and its partner.
 
     Args:
-        source: answers sets whose places name hosts, and remembers its answers, as a journal does.
+        bench: answers sets whose places name hosts.
         placement: the hosts.
+        anew: whether every answer is a new measurement, whatever the memory has.
     """
 
-    def __init__(self, source: BandwidthSource, placement: Placement) -> None:
+    def __init__(self, bench: Bench, placement: Placement, *, anew: bool = False) -> None:
         self.placement = placement
-        self._source = source
+        self._bench, self._anew = bench, anew
         self._asked: Counter[TransferSet] = Counter()
 
     @property
     def simulated(self) -> bool:
         """Return whether the answers come from a model."""
-        return self._source.simulated
+        return self._bench.simulated
 
     @property
     def dry_run(self) -> bool:
         """Return whether the answers come from host memory in the place of GPUs."""
-        return getattr(self._source, "dry_run", False)
+        return self._bench.dry_run
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given; a repeated set gets a fresh answer.
+        """Answer each set, in the order given, by its next sample.
 
         Raises MeasurementError: a set cannot be measured.
         """
@@ -121,9 +122,9 @@ class PlacedSource:
             )
         flows = [self._placed(one, left) for one in left]
         placed = transfer_set(flows)
+        number = self._asked[placed]
+        answer = self._bench.again(placed) if self._anew else self._bench.sample(placed, number)
         self._asked[placed] += 1
-        # A journal below gives its n-th measurement of a set for the n-th time it is listed.
-        answer = self._source.measure([placed] * self._asked[placed])[-1]
         # Equal flows share their rates out.
         rows = dealt(answer.transfers.flows, answer.samples_gbps)
         there, repeats = iter(flows), len(answer.samples_gbps[0])
@@ -273,7 +274,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def odd_hosts(
-    source: RememberingSource,
+    source: Bench,
     cluster: Cluster,
     hosts: Sequence[str],
     samples: Sequence[Sample],
@@ -287,7 +288,7 @@ def odd_hosts(
     measured anew, whatever the journal has: a host may have changed since. `measurable` is as of
     `placements`.
     """
-    classes, switch, anew = cluster.host_classes, cluster.switch_of, AnewSource(source)
+    classes, switch = cluster.host_classes, cluster.switch_of
     odd: dict[str, str] = {}
     alike = list(known)
     for host in hosts:
@@ -297,7 +298,7 @@ def odd_hosts(
         why = ""
         for partner in near[:2] if len(near) != 1 else near * 2:
             place = placements(part_of(cluster, (host, partner)), **measurable)[0]
-            why = difference(PlacedSource(anew, place), samples)
+            why = difference(PlacedSource(source, place, anew=True), samples)
             if not why:
                 alike.append(host)
                 break
@@ -339,7 +340,7 @@ def uplink_pairs(tree: SwitchTree) -> Iterator[tuple[str, str]]:
         yield from uplink_pairs(switch)
 
 
-def pair_rates(source: BandwidthSource, cluster: Cluster, **measurable: Any) -> list[PairRate]:
+def pair_rates(source: Bench, cluster: Cluster, **measurable: Any) -> list[PairRate]:
     """Measure pairs of hosts by which uplinks can be estimated; `measurable` as of `placements`.
 
     Bytes go from host memory to host memory, or by NCCL from the GPU beside the NIC. Pairs that

@@ -22,7 +22,7 @@ from tccl_py.plan.variants import class_space
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.remembering import source_for
+from tccl_py.sources.bench import bench_for
 
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Sources
@@ -129,7 +129,7 @@ def sources_of(plan: Plan, source: Sources) -> list[BandwidthSource]:
     right = "give one for each class of hosts, in the order of `plan.cluster.classes`"
     require(len(sources) == len(classes), "source", f"is {len(sources)} sources", right)
     pairs = zip(sources, classes, strict=True)
-    return [source_for(each, node_class.machine.name) for each, node_class in pairs]
+    return [bench_for(each, node_class.machine.name) for each, node_class in pairs]
 
 
 def _simulator(plan: Plan, node_class: NodeClass) -> Simulator:

@@ -19,8 +19,9 @@ from tccl_py.plan.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
-from tccl_py.sources.opening import OpenedSource, open_source
+from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Subject(msgspec.Struct, kw_only=True):
     """
 
     search: Callable[[Reporter | None], Plan]
-    source: OpenedSource | None = None
+    source: Bench | None = None
     model: MachineModel | None = None
     fingerprint: Fingerprint | None = None
     extends: bool = False
@@ -94,7 +95,7 @@ def machine_subject(request: PlanRequest, say: Say) -> Subject:
     return Subject(search=search, source=source, model=model)
 
 
-def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, OpenedSource]:
+def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
     """Open the model that a request names."""
     model = load_machine(name, p2p=request.p2p)
     return model, open_source(model, noise=request.noise or 0.0, seed=request.seed or 0)
@@ -103,7 +104,7 @@ def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, OpenedSour
 def _machine_plan(
     request: PlanRequest,
     place: MachineModel | MeasuredMachine,
-    source: OpenedSource,
+    source: Bench,
     *,
     gpus: tuple[int, ...] | None,
     reporter: Reporter | None,

@@ -20,7 +20,7 @@ from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.parts import Order, condensed
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
-from tccl_py.sources.remembering import RememberingSource
+from tccl_py.sources.bench import Bench
 
 Rings = Sequence[Ring] | Sequence[Order]
 """Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
@@ -42,7 +42,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: Machine
     knowledge: Knowledge
-    source: RememberingSource
+    source: Bench
     gpus: tuple[int, ...]
     version: str
     ring_counts: tuple[int, ...] = (1,)
@@ -164,7 +164,7 @@ def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
     return tuple((hop.source, *nics_of(hop)) for hop in ring.hops)
 
 
-def measured_well(source: RememberingSource, rings: RingSet) -> Measurement:
+def measured_well(source: Bench, rings: RingSet) -> Measurement:
     """Measure a ring set; where samples spread, several times, all samples in one measurement.
 
     A choice among many noisy rates prefers lucky ones: the rate in a plan must rest on more than
@@ -175,7 +175,7 @@ def measured_well(source: RememberingSource, rings: RingSet) -> Measurement:
     if first.relative_error < PRECISE or (first.settled and not first.simulated):
         return first
     try:
-        again = source.repeated(rings.flows, CAREFUL)
+        again = source.samples(rings.flows, CAREFUL)
     except MeasurementError:
         return first
     rows = zip(*(one.samples_gbps for one in again), strict=True)

@@ -258,7 +258,7 @@ class RingSetSearch:
         for _ in range(MAX_STATES):
             last = max(begun, self._incumbent.improved_at)
             idle = idle_sets is not None and self._evaluator.sets_measured - last >= idle_sets
-            if not self._queue or idle or self._evaluator.out_of_time:
+            if not self._queue or idle or self._evaluator.allowance.out_of_time:
                 break
             _, state = heapq.heappop(self._queue)
             self._visit(state)

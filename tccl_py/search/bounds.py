@@ -10,17 +10,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import BudgetSpentError
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.symmetry import smallest_row
 from tccl_py.search.problem import Budget, HopIndex
+from tccl_py.sources.bench import Allowance, bench_of
 
 SAFETY = 3.0
 """Standard errors by which a noisy rate is raised before it counts as an upper bound."""
@@ -47,42 +46,23 @@ class Evaluator:
         noise: float,
         measured: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source, self._noise, self._measured = source, noise, measured
-        self._budget = self._allotted = budget
-        self._known: dict[str, Measurement] = {}
-        self._started = time.monotonic()
-        self.sets_measured = self.sets_by_symmetry = 0
-        self.bounds_hold = bool(getattr(source, "bounds_hold", False))
+        self._bench, self._noise, self._measured = bench_of(source), noise, measured
+        self._by_text: dict[str, Measurement] = {}
+        self.allowance = Allowance(budget.sets, budget.seconds)
+        self.sets_by_symmetry = 0
+        self.bounds_hold = self._bench.bounds_hold
         self.assumed = False
-        self._remembered_before = self._remembered
+        self._remembered_before = self._bench.sets_remembered
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the search began."""
-        return time.monotonic() - self._started
-
-    @property
-    def _remembered(self) -> int:
-        return int(getattr(self._source, "sets_remembered", 0))
+    def sets_measured(self) -> int:
+        """Number of sets that the search has asked for."""
+        return self.allowance.spent
 
     @property
     def sets_remembered(self) -> int:
-        """The part of `sets_measured` that the source remembered."""
-        return self._remembered - self._remembered_before
-
-    def allot(self, parts: int) -> None:
-        """Limit spending, from here on, to one of `parts` equal parts of the remaining budget."""
-        sets, seconds = self._budget.sets, self._budget.seconds
-        if sets is not None:
-            sets = self.sets_measured + (sets - self.sets_measured) // parts
-        if seconds is not None:
-            seconds = self.seconds + (seconds - self.seconds) / parts
-        self._allotted = Budget(sets=sets, seconds=seconds)
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether the allotted seconds are over."""
-        return self._allotted.seconds is not None and self.seconds >= self._allotted.seconds
+        """The part of `sets_measured` that the bench had in memory."""
+        return self._bench.sets_remembered - self._remembered_before
 
     def rate(self, index: HopIndex, hops: Sequence[int]) -> float:
         """Return the slowest hop's rate with all `hops` running, GB/s."""
@@ -100,34 +80,33 @@ class Evaluator:
     def measurement(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
         """Return the measurement of the smallest symmetric image of `hops`."""
         smallest = index.canonical(hops)
-        if index.text(smallest) in self._known:
+        if index.text(smallest) in self._by_text:
             self.sets_by_symmetry += 1
         return self.measurement_as_is(index, smallest)
 
     def measurement_as_is(self, index: HopIndex, hops: Sequence[int]) -> Measurement:
         """Return the measurement of `hops` themselves, not of an image."""
         key = index.text(hops)
-        if key not in self._known:
-            sets = self._allotted.sets
-            if self.out_of_time or (sets is not None and self.sets_measured >= sets):
-                raise BudgetSpentError("the sets or seconds of this search are used up")
-            (measurement,) = self._source.measure([index.transfer_set(hops)])
-            self._known[key] = measurement
-            self.sets_measured += 1
+        if key not in self._by_text:
+            self.allowance.check()
+            (measurement,) = self._bench.measure([index.transfer_set(hops)])
+            self._by_text[key] = measurement
+            self.allowance.spend()
             self.assumed |= measurement.assumed
             self._measured()
-        return self._known[key]
+        return self._by_text[key]
 
     def known_rate(self, index: HopIndex, hops: Sequence[int]) -> float | None:
         """Return the rate of `hops` themselves if they were measured, GB/s."""
-        measurement = self._known.get(index.text(hops))
+        measurement = self._by_text.get(index.text(hops))
         return None if measurement is None else measurement.rate_gbps
 
-    def remeasure(self, index: HopIndex, hops: Sequence[int], times: int) -> list[float]:
-        """Return the rates of several fresh measurements of `hops` themselves, GB/s."""
-        measurements = self._source.measure([index.transfer_set(hops)] * times)
-        self.sets_measured += times
-        return [measurement.rate_gbps for measurement in measurements]
+    def further_rates(self, index: HopIndex, hops: Sequence[int], numbers: range) -> list[float]:
+        """Return the rates of further samples of `hops` themselves, by their numbers, GB/s."""
+        transfers = index.transfer_set(hops)
+        rates = [self._bench.sample(transfers, number).rate_gbps for number in numbers]
+        self.allowance.spend(len(numbers))
+        return rates
 
 
 # QuickXplain (Junker 2004): the smallest slow part of a slow set, with few measurements.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import BudgetSpentError, SearchError
+from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import DIFFERENCE, Candidate, Incumbent, RingSetSearch
@@ -148,6 +148,10 @@ def find_rings(
         cancelled = True
     except BudgetSpentError:
         pass
+    except MeasurementError as error:
+        if run.incumbent.best is None:
+            raise
+        run.notices.append(f"the search ended early: {error}")
     if run.incumbent.best is None:
         raise SearchError("no ring was found: cut short, or no closed ring exists")
     return _result(run, cancelled=cancelled)
@@ -177,7 +181,7 @@ def _result(run: Run, *, cancelled: bool) -> SearchResult:
         sets_measured=run.evaluator.sets_measured - run.evaluator.sets_remembered,
         sets_remembered=run.evaluator.sets_remembered,
         sets_by_symmetry=run.evaluator.sets_by_symmetry,
-        seconds=run.evaluator.seconds,
+        seconds=run.evaluator.allowance.seconds,
         simulated=run.problem.source.simulated,
         assumed=run.evaluator.assumed,
         cancelled=cancelled,
@@ -300,7 +304,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
     searches: list[RingSetSearch] = []
     for turn, (count, index) in enumerate(indices.items()):
         run.begin(count)
-        run.evaluator.allot(len(indices) - turn)
+        run.evaluator.allowance.allot(parts=len(indices) - turn)
         search = RingSetSearch(index, run.evaluator, run.incumbent, run.problem, count)
         searches.append(search)
         try:
@@ -314,7 +318,7 @@ def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSe
             pass
         finally:
             run.bounds[count] = search.bound_gbps
-    run.evaluator.allot(1)
+    run.evaluator.allowance.allot(parts=1)
     _confirm(run)
     return searches
 
@@ -390,10 +394,12 @@ def _confirm(run: Run) -> None:
     run.report()
     rates: dict[int, list[float]] = {turn: [] for turn in range(len(finalists))}
     while len(rates) > 1 or len(rates[min(rates)]) < 2 * CONFIRMATIONS:
-        for turn, known in rates.items():
+        times = CONFIRMATIONS if len(rates) > 4 else 4 * CONFIRMATIONS
+        for turn, samples in rates.items():
             index, hops = finalists[turn].index, finalists[turn].hops
-            times = CONFIRMATIONS if len(rates) > 4 else 4 * CONFIRMATIONS
-            known.extend(run.evaluator.remeasure(index, hops, times))
+            # The first sample, by which it became a finalist, is a lucky one.
+            numbers = range(len(samples) + 1, len(samples) + 1 + times)
+            samples.extend(run.evaluator.further_rates(index, hops, numbers))
         ranked = sorted(rates, key=lambda turn: -_score(finalists[turn], rates[turn]))
         rates = {turn: rates[turn] for turn in ranked[: max(1, len(ranked) // 2)]}
     (winner,) = rates

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Sequence
-from math import inf
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,45 +11,32 @@ import msgspec
 
 from tccl_profiler.cluster.mpi import in_mpi_job as in_job
 from tccl_profiler.cluster.mpi import mpi_job as join_job
-from tccl_py.errors import (
-    BudgetSpentError,
-    InputError,
-    MeasurementError,
-    SourceLostError,
-    check_type,
-    require,
-)
+from tccl_py.errors import InputError, check_type, require
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import JournalHeader, Measurement
+from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel, bundled_parameters
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
+from tccl_py.sources.bench import Bench
 from tccl_py.sources.profiled import (
     DRY_RUN,
     Backend,
     MeasuredMachine,
     MeasurementOptions,
+    ProfilerSource,
     check_backend,
     measured_machine,
-    overlap_notices,
 )
-from tccl_py.sources.remembering import RememberingSource
 
 if TYPE_CHECKING:
     from tccl_profiler.cluster.agents import RankJobs
     from tccl_profiler.cluster.facts import HostFacts
     from tccl_profiler.cluster.job import Job
     from tccl_profiler.cluster.session import ClusterSession
-    from tccl_profiler.profiler import Profiler
     from tccl_profiler.session import Session
 
 __all__ = ["HostFacts", "Job", "in_job", "join_job"]
-_UNSETTLED = 0.1
-"""A share of unsettled sets above this gets a notice."""
-_SHOWN = 5
-"""Failed sets, and sets of unknown overlap, that notices name."""
 
 
 def open_source(
@@ -64,7 +49,7 @@ def open_source(
     noise: float = 0.0,
     seed: int = 0,
     journal: Path | str | None = None,
-) -> OpenedSource:
+) -> Bench:
     """Open a BandwidthSource over a machine; nothing is started before the first set.
 
     >>> import tccl_py
@@ -99,20 +84,16 @@ def open_source(
         for index in gpus or ():
             model.machine.gpu(index)
         header = simulation_header(model, noise=noise, seed=seed)
-        source = OpenedSource(Simulator(model, noise=noise, seed=seed), header)
+        bench = Bench(Simulator(model, noise=noise, seed=seed), header=header)
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
         session = open_session(place, gpus, options)
-        source = OpenedSource(
-            session=session,
-            options=options,
-            limits=place.notices,
-            dry_run=place.backend == "host",
-        )
+        dry_run = place.backend == "host"
+        bench = Bench(ProfilerSource(session, options, limits=place.notices, dry_run=dry_run))
     if journal is not None:
-        source.keep_in(journal)
-    return source
+        bench.keep_in(journal)
+    return bench
 
 
 def open_session(
@@ -128,144 +109,6 @@ def open_session(
         gpus=gpus,
         options=options.for_profiler,
     )
-
-
-class OpenedSource(RememberingSource):
-    """A source of `open_source`; a context manager.
-
-    A `session` measures: workers, of this host or of a job's hosts, start with the first set, and
-    `limits` are notices on every rate measured here, of host memory in a `dry_run`. Else `source`
-    simulates under this `header`.
-    """
-
-    def __init__(
-        self,
-        source: Simulator | None = None,
-        header: JournalHeader | None = None,
-        *,
-        session: Session | ClusterSession | None = None,
-        options: MeasurementOptions | None = None,
-        limits: Sequence[str] = (),
-        dry_run: bool = False,
-    ) -> None:
-        super().__init__(source)
-        self._dry_run = dry_run
-        self._header, self._session, self._options = header, session, options
-        self._limits = tuple(limits)
-        self._entered = False
-        self._on_set: Callable[[int], None] = lambda _: None
-        self._failures: list[str] = []
-
-    @property
-    def dry_run(self) -> bool:
-        """Return whether host memory is measured in the place of GPUs."""
-        return self._dry_run
-
-    @property
-    def header(self) -> JournalHeader:
-        """Header of journals of these measurements."""
-        if self._session is not None:
-            return self._session.header
-        assert self._header is not None
-        return self._header
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user on what is measured; closing the source may add some."""
-        return () if self._session is None else (*self._limits, *self._session.notices)
-
-    @property
-    def conditions(self) -> str:
-        """Clocks and links of the GPUs under load, or errors of the hosts' clocks.
-
-        "" if nothing was measured.
-        """
-        return self._session.conditions if self._session and self.sets_measured else ""
-
-    def watch(self, on_set: Callable[[int], None]) -> None:
-        """Call `on_set` with the number of sets that hardware measured, before and after each."""
-        self._on_set = on_set
-
-    def summary(self, conditions: str) -> tuple[str, ...]:
-        """Return notices for a plan of the measurements; `conditions` are from before closing."""
-        if self._options is None:
-            return ()
-        notices, new = list(self.notices), self._new.values()
-        if conditions:
-            notices.append(f"while it was measured: {conditions}")
-        unsettled = sum(not any(one.settled for one in measurements) for measurements in new)
-        if unsettled > len(new) * _UNSETTLED:
-            notices.append(
-                f"rates vary: {unsettled} of {len(new)} sets measured did not reach the target of "
-                f"{self._options.target:g}; other work, clocks or heat may disturb them"
-            )
-        for measurement in [one for (one, *_) in new if one.overlap_at_least][:_SHOWN]:
-            notices += overlap_notices(str(measurement.transfers), measurement)
-        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
-        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
-        return tuple(dict.fromkeys(notices))
-
-    def keep_in(
-        self, path: Path | str, *, replace: bool = False, optional: bool = False
-    ) -> tuple[str, ...]:
-        """Answer from a journal file, and append new measurements; return notices on the file.
-
-        A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`. An
-        `optional` journal of this machine that this user cannot write to is only read. Raises
-        InputError: the file belongs to another machine, is damaged, or cannot be written.
-        """
-        path = Path(path)
-        journal_read: JournalFile | JournalContents
-        if optional and path.is_file() and not os.access(path, os.W_OK):
-            journal_read = read_journal(path)
-        else:
-            journal_read = self._journal = JournalFile(path, self.header, replace=replace)
-        self._before = journal_read.measurements
-        if isinstance(self._source, Simulator):
-            self._source.resume(self.times_of)
-        return journal_read.notices
-
-    def _measured(self, transfers: TransferSet) -> Measurement:
-        if self._session is None:
-            return super()._measured(transfers)
-        profiler = self._session.profiler
-        profiler.deadline = self._deadline if self._answered else inf
-        try:
-            (measurement,) = profiler.measure([transfers])
-        except BudgetSpentError:
-            self.cut_short = True
-            raise
-        except MeasurementError as error:
-            profiler.deadline = inf
-            self._check_alive(profiler, error)
-            self._failures.append(str(error))
-            raise
-        self._on_set(self.sets_measured + (transfers not in self._new))
-        return measurement
-
-    def _start(self) -> None:
-        if self._session is None:
-            return
-        self._on_set(self.sets_measured)
-        if not self._entered:
-            self._session.__enter__()
-            self._entered = True
-
-    def _check_alive(self, profiler: Profiler, error: MeasurementError) -> None:
-        """Tell a set that cannot be measured from a machine that is lost."""
-        proof = next(iter(self._new), None)
-        if proof is None:
-            return
-        try:
-            profiler.exercise(proof)
-        except MeasurementError as again:
-            # The first error says what happened; later ones may only be its consequence.
-            raise SourceLostError(f"{error}; nor can {proof} be measured any more") from again
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-        if self._session is not None and self._entered:
-            self._session.__exit__(*exception)
 
 
 def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
@@ -337,23 +180,21 @@ def _network(name: str | None, backend: Backend) -> Network:
     return "tcp" if name == "tcp" or backend == "host" else "nccl"
 
 
-class HostsSource(OpenedSource):
-    """A source over the hosts of a job; `session` has the hosts."""
+class HostsSource(Bench):
+    """A bench over the hosts of a job; `session` has the hosts."""
 
     def __init__(
         self, session: ClusterSession, options: MeasurementOptions, *, dry_run: bool
     ) -> None:
         self.session = session
         limits = (DRY_RUN,) if dry_run else ()
-        super().__init__(session=session, options=options, limits=limits, dry_run=dry_run)
+        how: dict[str, Any] = {"limits": limits, "dry_run": dry_run, "check": session.check_sets}
+        self._source_of_hosts = ProfilerSource(session, options, **how)
+        super().__init__(self._source_of_hosts)
 
     def __enter__(self) -> HostsSource:
-        self._start()
+        self._source_of_hosts.start()
         return self
-
-    def _measured(self, transfers: TransferSet) -> Measurement:
-        self.session.check_sets([transfers])
-        return super()._measured(transfers)
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
         """Limit devices to those of some sets; return their hosts."""

@@ -5,19 +5,21 @@ Functions import the profiler late, so that simulations do not load it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from tccl_py.errors import InputError
-from tccl_py.files import picked
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
-from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import TransferSet, flow_texts, index_of, parse_flow
+from tccl_py.model.measurement import JournalHeader, Measurement
+from tccl_py.model.transfer import TransferSet, index_of
 
 if TYPE_CHECKING:
+    from tccl_profiler.cluster.session import ClusterSession
     from tccl_profiler.profiler import Options
+    from tccl_profiler.session import Session
     from tccl_profiler.watch import GpuConditions
 
     GpuState = tuple[GpuConditions, tuple[str, ...]]
@@ -37,8 +39,11 @@ DRY_RUN = (
     "measured by the host backend: copies in host memory, a process in each GPU's place; between "
     "hosts by TCP. NCCL does not run there, and the rates say nothing about GPUs"
 )
-_MANY = 0.2
-"""A share of outliers (of all repeats) above this gets a notice."""
+
+_UNSETTLED = 0.1
+"""A share of unsettled sets above this gets a notice."""
+_SHOWN = 5
+"""Failed sets, and sets of unknown overlap, that notices name."""
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,76 +160,114 @@ def gpus_of(machine: Machine, sets: Sequence[TransferSet]) -> tuple[int, ...]:
     return tuple(sorted(index_of(name) for names in used.values() for name in names))
 
 
-def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:
-    """Warn where the clock does not show that the flows of a set ran together."""
-    if measurement.overlap_at_least:
-        yield (
-            f"{text}: its flows ran together for at least {measurement.overlap:.0%} of the time; "
-            "the clock shows no more, as time stamps of copy engines wait for kernels of their "
-            "GPU, and copies may be faster than was measured"
-        )
+class ProfilerSource:
+    """A source that measures by a session, of this host or of a job's hosts; started when needed.
 
-
-def in_given_order(
-    text: str, measurement: Measurement, values: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """Return rates, or `values`, in the order of `text`; measurements have their own order."""
-    return measurement.in_order(map(parse_flow, flow_texts(text)), values)
-
-
-def measurement_json(text: str, measurement: Measurement, *, dry_run: bool) -> dict[str, Any]:
-    """Return the JSON of a measurement of the set `text`, rates in its order."""
-    gbps = in_given_order(text, measurement)
-    entry = {"set": text, "gbps": gbps, "total_gbps": sum(gbps)}
-    entry |= picked(measurement, "simulated", "assumed") | {"dry_run": dry_run}
-    if not measurement.simulated:
-        entry |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
-        entry["spread"] = in_given_order(text, measurement, relative_intervals(measurement))
-        entry["repeats"] = len(measurement.samples_gbps[0])
-        entry |= picked(measurement, "settled", "outliers")
-    return entry
-
-
-def doubts(text: str, measurement: Measurement) -> Iterator[str]:
-    """Warn of what makes a measurement of the set `text` doubtful."""
-    if measurement.simulated:
-        return
-    repeats, far = len(measurement.samples_gbps[0]), len(measurement.outliers)
-    if not measurement.settled:
-        width = half_width(max(relative_intervals(measurement)))
-        yield (
-            f"{text}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
-            "other work, clocks or heat may disturb it; a larger target accepts it"
-        )
-    if far > repeats * _MANY:
-        yield f"{text}: repeats far from the others: {far} of {repeats}; they count as well"
-    yield from overlap_notices(text, measurement)
-
-
-def timing_text(measurement: Measurement) -> str:
-    """Return the skew and overlap of a set's flows, after a comma; "" if not known."""
-    if measurement.skew_us is None or measurement.overlap is None:
-        return ""
-    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
-    least = "at least " if measurement.overlap_at_least else ""
-    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"
-
-
-def half_width(width: float) -> str:
-    """Return a relative interval's width as text."""
-    return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"
-
-
-def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
-    """Return the width of each rate's 95 % interval, relative to it; inf below 6 repeats.
-
-    In the measurement's order of flows.
+    `limits` are notices on every rate measured here, of host memory in a `dry_run`. `check` raises
+    MeasurementError for sets that the hosts cannot run. No set is begun that would end after the
+    `deadline`, in monotonic time.
     """
-    from tccl_profiler.precision import relative_width  # noqa: PLC0415
 
-    return tuple(map(relative_width, measurement.samples_gbps))
+    simulated = False
+
+    def __init__(
+        self,
+        session: Session | ClusterSession,
+        options: MeasurementOptions,
+        *,
+        limits: Sequence[str] = (),
+        dry_run: bool = False,
+        check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
+    ) -> None:
+        self._session, self.options, self._limits = session, options, tuple(limits)
+        self.dry_run, self._check = dry_run, check
+        self.deadline = inf
+        self._proof: TransferSet | None = None
+        self._failures: list[str] = []
+        self._entered = False
+
+    @property
+    def header(self) -> JournalHeader:
+        """Header of journals of these measurements."""
+        return self._session.header
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user on what is measured; stopping may add some."""
+        return (*self._limits, *self._session.notices)
+
+    @property
+    def conditions(self) -> str:
+        """Clocks and links of the GPUs under load, or errors of the hosts' clocks."""
+        return self._session.conditions
+
+    def start(self) -> None:
+        """Start the workers, which takes long once."""
+        if not self._entered:
+            self._session.__enter__()
+            self._entered = True
+
+    def stop(self, *exception: Any) -> None:
+        """End the workers."""
+        if self._entered:
+            self._session.__exit__(*exception)
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Measure each set.
+
+        Raises MeasurementError: a set cannot be measured, or no set ever could. SourceLostError:
+        sets that were measured cannot be any more.
+        """
+        self._check(sets)
+        profiler = self._session.profiler
+        profiler.deadline = self.deadline
+        try:
+            measurements = profiler.measure(sets)
+        except BudgetSpentError:
+            raise
+        except MeasurementError as error:
+            profiler.deadline = inf
+            self._check_alive(error)
+            self._failures.append(str(error))
+            raise
+        self._proof = self._proof or sets[0]
+        return measurements
+
+    def summary(
+        self, measured: Mapping[TransferSet, Sequence[Measurement]], conditions: str
+    ) -> tuple[str, ...]:
+        """Return notices for a plan of what was measured; `conditions` are from before stopping."""
+        from tccl_py.sources.doubts import overlap_notices  # noqa: PLC0415
+
+        notices = list(self.notices)
+        if conditions:
+            notices.append(f"while it was measured: {conditions}")
+        unsettled = sum(not any(one.settled for one in samples) for samples in measured.values())
+        if unsettled > len(measured) * _UNSETTLED:
+            notices.append(
+                f"rates vary: {unsettled} of {len(measured)} sets measured did not reach the "
+                f"target of {self.options.target:g}; other work, clocks or heat may disturb them"
+            )
+        firsts = [first for first, *_ in measured.values() if first.overlap_at_least]
+        for first in firsts[:_SHOWN]:
+            notices += overlap_notices(str(first.transfers), first)
+        failures = list(dict.fromkeys(self._failures))[:_SHOWN]
+        notices += [f"left out, as it cannot be measured: {text}" for text in failures]
+        return tuple(dict.fromkeys(notices))
+
+    def _check_alive(self, error: MeasurementError) -> None:
+        """Tell a set that cannot be measured from a machine that is lost."""
+        if self._proof is None:
+            return
+        try:
+            self._session.profiler.exercise(self._proof)
+        except MeasurementError as again:
+            # The first error says what happened; later ones may only be its consequence.
+            text = f"{error}; nor can {self._proof} be measured any more"
+            raise SourceLostError(text) from again
 
 
+# The state of this host's GPUs now.
 def conditions_of(gpus: Sequence[int]) -> list[GpuState]:
     """Return the state of each GPU now."""
     from tccl_profiler.watch import warnings, watching  # noqa: PLC0415

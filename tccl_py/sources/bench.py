@@ -1,0 +1,400 @@
+"""The bench: one owner of measurements, with their memory, journal, samples and limits."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    TcclError,
+    limit_reached,
+    require,
+)
+from tccl_py.model.measurement import (
+    BandwidthSource,
+    JournalHeader,
+    Measurement,
+    answer_fault,
+    check_source,
+)
+from tccl_py.model.transfer import TransferSet, parse_set
+from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
+from tccl_py.sources.profiled import ProfilerSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Samples = Mapping[TransferSet, Sequence[Measurement]]
+
+
+class Allowance:
+    """Sets and seconds that may be spent, all at once or in parts; None is no limit.
+
+    >>> allowance = Allowance(sets=9)
+    >>> allowance.spend(3)
+    >>> allowance.allot(parts=2)
+    >>> allowance.covers(3), allowance.covers(4)
+    (True, False)
+    """
+
+    def __init__(self, sets: int | None = None, seconds: float | None = None) -> None:
+        self._sets = inf if sets is None else sets
+        self._seconds = inf if seconds is None else seconds
+        self._most, self._until = self._sets, self._seconds
+        self._began = time.monotonic()
+        self.spent = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def deadline(self) -> float:
+        """The monotonic time at which all seconds are over."""
+        return self._began + self._seconds
+
+    def allot(self, *, parts: int) -> None:
+        """Allow, from here on, one of `parts` equal parts of what is not spent."""
+        self._most = self.spent + _whole((self._sets - self.spent) / parts)
+        self._until = self.seconds + (self._seconds - self.seconds) / parts
+
+    def allow(self, share: float) -> None:
+        """Allow a share of the whole, one set at least."""
+        self._most, self._until = max(1, _whole(share * self._sets)), share * self._seconds
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the allowed seconds are over."""
+        return self.seconds >= self._until
+
+    def covers(self, sets: int = 1) -> bool:
+        """Return whether so many more sets are allowed now."""
+        return self.spent + sets <= self._most and not self.out_of_time
+
+    def check(self, sets: int = 1) -> None:
+        """Raise BudgetSpentError unless so many more sets are allowed now."""
+        if not self.covers(sets):
+            raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
+
+    def spend(self, sets: int = 1) -> None:
+        """Count sets that were measured."""
+        self.spent += sets
+
+
+def _whole(sets: float) -> float:
+    return sets if sets == inf else int(sets)
+
+
+def bench_of(source: BandwidthSource) -> Bench:
+    """Return the bench of a source: `source` itself if it is one."""
+    return source if isinstance(source, Bench) else Bench(source)
+
+
+def bench_for(source: BandwidthSource, machine: str) -> Bench:
+    """Return the bench of a source, for a machine of this name.
+
+    Raises InputError: the source simulates another machine.
+    """
+    bench = bench_of(source)
+    right = "give a source of the machine"
+    is_other = bench.model not in ("", machine)
+    require(not is_other, f"machine {machine}", f"the source simulates {bench.model}", right)
+    return bench
+
+
+class Bench:
+    """A source with a memory, shared by several searches; a context manager.
+
+    `source` measures sets that neither `stored` nor the open `journal` has, each by itself,
+    hardware in random order, so that drift favours no place in a list. Without a source only the
+    memory has answers. New samples are appended to the journal, which is closed with the bench.
+    `times_measured` counts new samples, `sets_remembered` answers from memory.
+
+    Any object with `simulated` and `measure(sets)` is a source; what else it may have is in
+    the properties here that read it, and in `ProfilerSource`. An answer that does not fit its set,
+    and an exception of the source's own, are a MeasurementError of that set.
+    """
+
+    def __init__(
+        self,
+        source: BandwidthSource | None = None,
+        stored: Samples | None = None,
+        *,
+        journal: JournalFile | None = None,
+        header: JournalHeader | None = None,
+    ) -> None:
+        if source is not None:
+            check_source(source)
+        self._source = source
+        self._header = header
+        self._journal, self._journal_notices = journal, journal.notices if journal else ()
+        self._stored: Samples = (stored or {}) if journal is None else journal.measurements
+        self._new: dict[TransferSet, list[Measurement]] = {}
+        self._random = random.Random(0)
+        self._asked: set[TransferSet] = set()
+        self._allowance = Allowance()
+        self._measuring_s = 0.0
+        self._on_set: Callable[[int], None] = lambda _: None
+        self.cut_short = False
+        self.times_measured = 0
+        self.sets_remembered = 0
+
+    # What is measured, and on what.
+
+    def _of_source(self, name: str, default: Any) -> Any:
+        return getattr(self._source, name, default)
+
+    @property
+    def _hardware(self) -> ProfilerSource | None:
+        return self._source if isinstance(self._source, ProfilerSource) else None
+
+    @property
+    def simulated(self) -> bool:
+        """Return whether the source simulates, or did."""
+        if self._source is not None:
+            return self._source.simulated
+        return any(samples[0].simulated for samples in self._stored.values())
+
+    @property
+    def dry_run(self) -> bool:
+        """Return whether host memory is measured in the place of GPUs."""
+        return bool(self._of_source("dry_run", False))
+
+    @property
+    def bounds_hold(self) -> bool:
+        """Return whether rates by parts and by images hold by construction of the source."""
+        return bool(self._of_source("bounds_hold", False))
+
+    @property
+    def model(self) -> str:
+        """Name of the simulated machine, "" of hardware."""
+        model = self._of_source("model", None)
+        return model.machine.name if model is not None else ""
+
+    @property
+    def header(self) -> JournalHeader:
+        """Header of journals of these measurements."""
+        header = self._header or self._of_source("header", None)
+        if header is None:
+            raise InputError("the source", "has no journal header", "give the header of a journal")
+        return header
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices for the user on what is measured; closing may add some."""
+        return (*self._of_source("notices", ()), *self._journal_notices)
+
+    @property
+    def conditions(self) -> str:
+        """Clocks and links of the GPUs under load, or errors of the hosts' clocks.
+
+        "" if nothing was measured.
+        """
+        return self._of_source("conditions", "") if self._new else ""
+
+    @property
+    def sets_measured(self) -> int:
+        """Number of sets that the source measured, each once or several times."""
+        return len(self._new)
+
+    @property
+    def sets(self) -> Iterator[TransferSet]:
+        """All sets with samples."""
+        return iter({**self._stored, **self._new})
+
+    def stored(self, transfers: TransferSet) -> tuple[Measurement, ...]:
+        """Return the samples of a set, without a measurement."""
+        return (*self._stored.get(transfers, ()), *self._new.get(transfers, ()))
+
+    # Answers: the first sample of each set, further samples, and samples that are new.
+
+    def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
+        """Return the first sample of each set, from memory or by the source.
+
+        A set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`. Raises MeasurementError: the source
+        fails, or the flows of a set did not run together. BudgetSpentError: see `limited`.
+        SourceLostError: a host is gone, or sets that were measured cannot be any more.
+        """
+        texts = [sets] if isinstance(sets, str) else sets
+        keys = [parse_set(key) if isinstance(key, str) else key for key in texts]
+        missing = self._ask(keys)
+        if not self.simulated:
+            self._random.shuffle(missing)
+        for key in missing:
+            self._begin_set()
+            self.again(key)
+        return [self._sample(key, 0) for key in keys]
+
+    def sample(self, transfers: TransferSet, number: int) -> Measurement:
+        """Return a set's sample of this number, from memory or, if it is the next, by the source.
+
+        The set counts once for `limited`. Raises errors as `measure`.
+        """
+        self._ask([transfers], number)
+        while number >= len(self.stored(transfers)):
+            self._begin_set()
+            self.again(transfers)
+        return self._sample(transfers, number)
+
+    def samples(self, transfers: TransferSet, count: int) -> Sequence[Measurement]:
+        """Return a set's first samples, as `sample` does, or fewer if the time is up."""
+        samples: list[Measurement] = []
+        for number in range(count):
+            try:
+                samples.append(self.sample(transfers, number))
+            except BudgetSpentError:
+                if not samples:
+                    raise
+                break
+        return samples
+
+    def again(self, transfers: TransferSet) -> Measurement:
+        """Measure a set once more, whatever the memory has, and store the result."""
+        hardware = self._hardware
+        if hardware is not None:
+            self._on_set(self.sets_measured)
+            hardware.start()
+            hardware.deadline = self._allowance.deadline if self._has_answers else inf
+        begun = time.monotonic()
+        try:
+            measurement = self._measured(transfers)
+        except BudgetSpentError:
+            self.cut_short = True
+            raise
+        self._measuring_s += time.monotonic() - begun
+        if self._journal is not None:
+            self._journal.append(measurement)
+        self._new.setdefault(transfers, []).append(measurement)
+        self.times_measured += 1
+        if hardware is not None:
+            self._on_set(self.sets_measured)
+        return measurement
+
+    def _ask(self, keys: Sequence[TransferSet], number: int = 0) -> list[TransferSet]:
+        """Count sets that are asked for; return those that lack the sample, each once."""
+        # What a journal answers counts as well: a resumed run goes the same way.
+        new = set(keys) - self._asked
+        if self._asked and new:
+            self._refuse_unless(self._allowance.covers(len(new)) and self.has_time())
+        self._asked |= new
+        self._allowance.spend(len(new))
+        missing = [key for key in keys if number >= len(self.stored(key))]
+        self.sets_remembered += len(keys) - len(missing)
+        return list(dict.fromkeys(missing))
+
+    def _sample(self, key: TransferSet, number: int) -> Measurement:
+        stored = self._stored.get(key, ())
+        return stored[number] if number < len(stored) else self._new[key][number - len(stored)]
+
+    def _measured(self, transfers: TransferSet) -> Measurement:
+        if self._source is None:
+            raise MeasurementError(f"{transfers} is not in the journal")
+        method = f"{type(self._source).__name__}.measure"
+        try:
+            answers = self._source.measure([transfers])
+            fault = answer_fault(answers, transfers, simulated=self.simulated)
+        except TcclError:
+            raise
+        except Exception as error:
+            if limit_reached(error):
+                raise
+            text = f"{transfers}: {method} raised {type(error).__name__}: {error}"
+            raise MeasurementError(text) from error
+        if fault:
+            raise MeasurementError(f"{transfers}: {method} {fault}")
+        (measurement,) = answers
+        if not measurement.is_together:
+            share = f"{measurement.overlap:.0%}"
+            raise MeasurementError(f"{transfers}: its flows ran together for only {share} of it")
+        return measurement
+
+    # Limits.
+
+    @contextmanager
+    def limited(self, sets: int | None, seconds: float | None) -> Iterator[Allowance]:
+        """Limit new sets in a block, which gets the allowance and may allow a share of it.
+
+        Beyond what is allowed, sets that were not asked for before are refused, and `cut_short`
+        tells so. The first set is not refused. A set that runs when all `seconds` are over is cut,
+        where its source can.
+        """
+        self._allowance, self.cut_short = Allowance(sets, seconds), False
+        try:
+            yield self._allowance
+        finally:
+            self._allowance = Allowance()
+
+    def has_time(self) -> bool:
+        """Return whether a set may be begun: the time is not up, and will not be up within it.
+
+        The first set may always be.
+        """
+        usual_s = self._measuring_s / max(1, self.times_measured)
+        late = time.monotonic() + usual_s > self._allowance.deadline
+        over = self._has_answers and (self._allowance.out_of_time or late)
+        self.cut_short |= over
+        return not over
+
+    @property
+    def _has_answers(self) -> bool:
+        return self.times_measured + self.sets_remembered > 0
+
+    def _begin_set(self) -> None:
+        self._refuse_unless(self.has_time())
+
+    def _refuse_unless(self, allowed: bool) -> None:
+        if not allowed:
+            self.cut_short = True
+            raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
+
+    # The journal, and what a user is told.
+
+    def keep_in(
+        self, path: Path | str, *, replace: bool = False, optional: bool = False
+    ) -> tuple[str, ...]:
+        """Answer from a journal file, and append new samples; return notices on the file.
+
+        A missing file is made; `replace` puts a journal of another machine aside, as `PATH.old`. An
+        `optional` journal of this machine that this user cannot write to is only read. Raises
+        InputError: the file belongs to another machine, is damaged, or cannot be written.
+        """
+        path = Path(path)
+        journal: JournalFile | JournalContents
+        if optional and path.is_file() and not os.access(path, os.W_OK):
+            journal = read_journal(path)
+        else:
+            journal = self._journal = JournalFile(path, self.header, replace=replace)
+        self._stored = journal.measurements
+        self._of_source("resume", lambda _: None)(lambda key: len(self.stored(key)))
+        return journal.notices
+
+    def watch(self, on_set: Callable[[int], None]) -> None:
+        """Call `on_set` with the number of sets that hardware measured, before and after each."""
+        self._on_set = on_set
+
+    def summary(self, conditions: str) -> tuple[str, ...]:
+        """Return notices for a plan of the measurements; `conditions` are from before closing."""
+        return self._hardware.summary(self._new, conditions) if self._hardware else ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+        if self._hardware is not None:
+            self._hardware.stop(*exception)
+
+    def close(self) -> None:
+        """Close the journal, if there is one; it already has every sample."""
+        if self._journal is not None:
+            self._journal.close()
