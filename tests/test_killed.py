@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError
 from tccl_py.experiments.target import Target
-from tccl_py.installation.install import Installed, install, uninstall
+from tccl_py.installation.install import install, uninstall
 from tccl_py.plan.beside import output_directory
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import MANIFEST_FILE, REPLACING, check_files, locked, settle
@@ -207,10 +208,7 @@ def test_exports_that_are_killed_leave_nothing_for_good(tmp_path):
 def test_installing_and_taking_out_may_be_killed(tmp_path, monkeypatch):
     state, files = tmp_path / "state", tmp_path / "files"
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    plan = Installed(
-        directory=Path("/plan"), settings=plan_of(SMALL).settings, provenance="measured"
-    )
-    targets = {"conf": files / "nccl.conf", "slurm-prolog": files / "prolog", "module": files / "m"}
+    delivery = Delivery(settings=plan_of(SMALL).settings, provenance="measured")
 
     def begin():
         shutil.rmtree(files, ignore_errors=True)
@@ -221,7 +219,8 @@ def test_installing_and_taking_out_may_be_killed(tmp_path, monkeypatch):
         (files / "nccl.conf").chmod(0o640)
 
     def install_all():
-        install(plan, targets, dry_run=False)
+        for name in ("nccl.conf", "new.conf", "other.conf"):
+            install(delivery, files / name, dry_run=False)
 
     def check_gone():
         uninstall()
@@ -234,7 +233,7 @@ def test_installing_and_taking_out_may_be_killed(tmp_path, monkeypatch):
         check_gone()
     for _ in killed_at_each(begin, install_all):
         install_all()
-        assert names(files) == {"nccl.conf", "prolog", "m"}
+        assert names(files) == {"nccl.conf", "new.conf", "other.conf"}
         assert names(state / "tccl") == {"installed.json"}
         check_gone()
 

@@ -1,19 +1,18 @@
-"""`tccl export`, `install` and `uninstall`: a plan's files elsewhere, and its lines for jobs."""
+"""`tccl export`: a plan's files for NCCL, other runtimes, launchers, and scripts of jobs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg, flag, one_of, opt, refuse
+from tccl_py.cli.install import FORCE, HOSTS_ALIKE, NEWER, PLUGIN
+from tccl_py.cli.options import flag, one_of, opt, refuse
 from tccl_py.cli.process import notice, notice_each, write_result
+from tccl_py.delivery.job import JobRequest
+from tccl_py.delivery.plugin import check_trusted
+from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, counted
 from tccl_py.files import read_text
-from tccl_py.installation.blocks import HEADS, Kind
-from tccl_py.installation.install import body_of, plan_to_install, state_directory
-from tccl_py.installation.install import install as put
-from tccl_py.installation.install import uninstall as take_out
-from tccl_py.nccl_library import user_file
 from tccl_py.plan.beside import plan_in
 from tccl_py.plan.directory import GRAPH_FILE, machine_file
 from tccl_py.plan.load import load_plan
@@ -22,12 +21,16 @@ from tccl_py.plan.staging import check_files
 from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
+_RUNTIMES = ("nccl", "tccl", "tuner", *FORMS)
+
 
 def export(
     directory: Path = options.PLAN_PATH,
     *,
     runtime: str = opt(
-        "nccl|tccl|tuner", "NCCL, TCCL's fork of 2.18, or NCCL's example tuner.", default="nccl"
+        "|".join(_RUNTIMES),
+        "NCCL, TCCL's fork of 2.18, NCCL's example tuner, or a script for jobs.",
+        default="nccl",
     ),
     output: Path | None = opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output"),
     hosts: str | None = opt("LIST", "A job's hosts: a list, or a file of one."),
@@ -35,6 +38,10 @@ def export(
         "LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'."
     ),
     keep_order: bool = flag("--keep-order", "Keep the order of --hosts."),
+    alike: bool = HOSTS_ALIKE,
+    plugin: bool = PLUGIN,
+    newer_nccl: bool = NEWER,
+    force: bool = FORCE,
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
 
@@ -58,24 +65,39 @@ def export(
     For tuner: the CSV file of the example tuner in NCCL's sources (NCCL_TUNER_CONFIG_FILE), with
     the tables that `tccl verify --tune` measured, for those who do not use tccl's plugin.
 
+    For slurm-prolog and module: a TaskProlog of SLURM, and an environment module in Tcl, which Lmod
+    reads too. They set what `tccl install` puts into nccl.conf, of a verified plan (or with
+    --force), and TCCL_PLAN, by which `tccl_py.torch` finds the plan. The prolog of a plan of one
+    host sets nothing in jobs over several nodes, on hosts with other GPUs, driver or NUMA nodes,
+    and no variable that the job has set.
+
     Examples:
 
-        tccl export my-plan --runtime nccl -o /etc/tccl
+        tccl export my-plan -o /etc/tccl
         tccl export my-plan --runtime tccl -o my-plan.xml
+        tccl export my-plan --runtime slurm-prolog -o /etc/slurm/task_prolog.sh
         tccl export my-cluster --hosts "$SLURM_JOB_NODELIST" -o job-$SLURM_JOB_ID
     """
-    one_of("--runtime", runtime, ("nccl", "tccl", "tuner"))
-    if runtime != "nccl":
+    form = one_of("--runtime", runtime, _RUNTIMES)
+    if form != "nccl":
         refuse({"--hosts": hosts}, ("", "is for another runtime, nccl", "leave --runtime out"))
+    if form not in FORMS:
+        of_scripts = {"--alike": alike, "--newer-nccl": newer_nccl, "--force": force}
+        of_scripts["--no-plugin"] = not plugin
+        refuse(of_scripts, ("", "is for scripts", f"add --runtime {' or '.join(FORMS)}"))
     if hosts is None:
         refuse({"--gpus": gpus, "--keep-order": keep_order}, ("", "is for a job", "add --hosts"))
     else:
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
-    if runtime == "tccl":
+    if form in FORMS:
+        request = JobRequest(plugin=plugin, alike=alike, newer_nccl=newer_nccl, force=force)
+        _export_script(directory, output, form, request)
+        return
+    if form == "tccl":
         _export_fork(directory, output)
         return
-    if runtime == "tuner":
+    if form == "tuner":
         _export_tuner(directory, output)
         return
     plan = _marked(load_plan(directory), directory)
@@ -108,6 +130,22 @@ def _export_tuner(directory: Path, output: Path | None) -> None:
     notice(ONE_CHANNEL)
     if left_out:
         notice(f"{left_out} entries of single sets of GPUs are left out: the file cannot name GPUs")
+
+
+def _export_script(directory: Path, output: Path | None, form: Form, request: JobRequest) -> None:
+    """Write a script for jobs to the new file `output`, or print it."""
+    from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
+
+    _check_new(output)
+    if output is not None:
+        check_trusted(output.absolute().parent)
+        if form == "module" and output.suffix == ".lua":
+            right = "name a Tcl module, which Lmod reads as well"
+            raise InputError(str(output), "is for Lua", right)
+    plan, delivery = accept(directory, request, say=notice)
+    write_result(script(form, plan, directory, delivery, alike=request.alike), output)
+    if output is not None and form == "slurm-prolog":
+        output.chmod(0o755)
 
 
 def _check_new(output: Path | None) -> None:
@@ -169,101 +207,3 @@ def _export_job(
     notice(made.advice)
     notice_each(made.notices)
     notice(f"start the job as {output}/nccl/order/launch.txt says, after `. {output}/nccl/env.sh`")
-
-
-# `tccl install` and `tccl uninstall`
-
-_PRINTED = "-"
-
-
-def install(
-    directory: Path = options.DIRECTORY,
-    *,
-    conf: Path | None = opt("PATH", "A file in NCCL's form; yours by default."),
-    slurm_prolog: Path | None = opt("PATH", "A TaskProlog of SLURM, or -."),
-    module: Path | None = opt("PATH", "An environment module in Tcl, or -."),
-    dry_run: bool = options.DRY_RUN,
-    alike: bool = flag("--alike", "For hosts like the plan's, with other UUIDs."),
-    plugin: bool = flag(
-        "--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True
-    ),
-    newer_nccl: bool = flag("--newer-nccl", "Load the plugin also for an untried NCCL."),
-    force: bool = flag("--force", "Also if not verified, or of another machine."),
-) -> None:
-    """Put a verified plan where jobs find it.
-
-    The plan's lines stand between two marker lines; others stay, byte for byte. They load the
-    plan's plugin: NCCL 2.28.7 to 2.32 asks it for each communicator, and gets the graph file of
-    exactly its GPUs, or none. They also set the variables that the plugin needs, alike for all
-    ranks. Any doubt is default NCCL, and a user's own variables win. With --newer-nccl a later NCCL
-    gets the plugin too, which then relies on its checks alone.
-
-    For an older NCCL, for a plan of several hosts, without the plugin's library, and with
-    --no-plugin the lines set the variables alone. No line names a graph file: communicators over
-    other GPUs would fail. `tccl_py.torch` finds the plan by TCCL_PLAN of the prolog and the module.
-
-    Without an option the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
-    reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
-    environment comes before both. All hosts of a job need the same lines: without them it may hang.
-    The prolog of a plan of one host sets nothing in jobs over several nodes, on hosts with other
-    GPUs, driver or NUMA nodes, and no variable that the job has set. With - for PATH lines are
-    printed.
-
-    Examples:
-
-        tccl install my-plan
-        tccl install my-plan --slurm-prolog /etc/slurm/task_prolog.sh --module modules/tccl/1.0
-        tccl install my-plan --slurm-prolog - --force
-    """
-    how = {"alike": alike, "plugin": plugin, "force": force, "newer_nccl": newer_nccl}
-    installed = plan_to_install(directory, **how, say=notice)
-    named: dict[Kind, Path | None] = {"conf": conf, "slurm-prolog": slurm_prolog, "module": module}
-    targets = {kind: path for kind, path in named.items() if path is not None}
-    if conf is not None and str(conf) == _PRINTED:
-        raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
-    printed: list[Kind] = [kind for kind, path in targets.items() if str(path) == _PRINTED]
-    files = {kind: path for kind, path in targets.items() if kind not in printed}
-    if not targets:
-        files = {"conf": user_file()}
-    changes = put(installed, files, dry_run=dry_run)
-    for kind in printed:
-        print(HEADS[kind] + body_of(installed, kind), end="")
-    made, changed = ("would make", "would change") if dry_run else ("made", "changed")
-    for kind, change in zip(files, changes, strict=True):
-        done = f"{made if change.before is None else changed} {change.path} ({kind})"
-        notice(done if change.needed else f"{change.path} has the plan's lines already")
-    if "conf" in files and not dry_run:
-        what = "the plugin is loaded by" if installed.plugin else "the settings hold for"
-        notice(
-            f"{what} all NCCL jobs of yours, on every host that has "
-            f"{files['conf']}; one that runs now keeps what it has, and one over several hosts "
-            "needs the same lines on all of them"
-        )
-
-
-def uninstall(
-    files: list[Path] | None = arg("FILE", "Files to take it out of; all recorded if none.", None),
-    *,
-    dry_run: bool = options.DRY_RUN,
-) -> None:
-    """Take out the lines of `tccl install`; files that it made are removed.
-
-    Other lines stay. .local/state/tccl in your home (XDG_STATE_HOME) records the files, and goes
-    with the last. NCCL's file of yours is looked through without a record too.
-
-    Examples:
-
-        tccl uninstall
-        tccl uninstall /etc/slurm/task_prolog.sh
-    """
-    removal = take_out(files or (), dry_run=dry_run)
-    for change in removal:
-        if not change.needed:
-            notice(f"{change.path} has no lines of a plan")
-        elif change.after is None:
-            done = "would remove" if dry_run else "removed"
-            notice(f"{done} {change.path}, which was new")
-        else:
-            notice(f"{'would restore' if dry_run else 'restored'} {change.path}")
-    if not removal:
-        notice(f"nothing is installed: neither {user_file()} nor a file in {state_directory()}")

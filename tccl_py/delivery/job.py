@@ -60,15 +60,16 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of a job get from a plan.
 
     `job` has its GPUs or its host. `variables` are all that the ranks need, NCCL_GRAPH_FILE and
-    those that load the plugin included; `settings` are those of the choice. `numa_id` is the NUMA
-    node for the memory of this rank, where NCCL has no plugin that places bounce buffers. None of
-    them is there if the plan is `disabled`, for that reason. With `refused` the job gets less than
-    was asked for.
+    those that load the plugin included; `settings` are the choice's, `provenance` that of the
+    rates. `numa_id` is the NUMA node for the memory of this rank, where NCCL has no plugin that
+    places bounce buffers. A plan that is `disabled`, for that reason, gives none of them. With
+    `refused` the job gets less than was asked for.
     """
 
     job: Mapping[str, Any] = {}
     choice: ChoiceName = "default"
     settings: Settings = Settings()
+    provenance: str = ""
     variables: Mapping[str, str] = {}
     numa_id: int | None = None
     disabled: str = ""
@@ -125,6 +126,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         job=place.job,
         choice=choice,
         settings=settings,
+        provenance=plan.provenance,
         variables=variables,
         numa_id=numa_id,
         refused=refused,
@@ -148,7 +150,12 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: "1"} if request.newer_nccl else {})
-    return Delivery(choice=plan.recommended, settings=settings, variables=variables)
+    return Delivery(
+        choice=plan.recommended,
+        settings=settings,
+        provenance=plan.provenance,
+        variables=variables,
+    )
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

@@ -12,16 +12,14 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_path, read_bytes, refused, replacement
 
-Kind = Literal["conf", "slurm-prolog", "module"]
-HEADS: dict[Kind, str] = {"conf": "", "slurm-prolog": "#!/bin/sh\n", "module": "#%Module1.0\n"}
-"""The first line of a file that we make."""
+_HEADS = (b"", b"#!/bin/sh\n", b"#%Module1.0\n")
+"""First lines of the files that we make; earlier versions made prologs and modules as well."""
 MAX_BYTES = 1024 * 1024
 _OWN = "name a file of your own in a directory that you can write to"
 
@@ -35,17 +33,16 @@ _BLOCK = re.compile(
 )
 
 
-def with_block(data: bytes | None, body: str, *, head: str, where: str) -> bytes:
+def with_block(data: bytes | None, body: str, *, where: str) -> bytes:
     """Return a file (`data`, None for a new one) with our block in place, or added at the end.
 
-    `head` stands before the block in a new file, `where` is the file's name for messages. Raises
-    InputError: the markers are damaged.
+    `where` is the file's name for messages. Raises InputError: the markers are damaged.
     """
     block = _find(data or b"", where)
     if data is not None and block is not None:
         return data[: block.start(2)] + body.encode() + data[block.end(2) :]
     before = "made" if data is None else "kept"
-    start = head.encode() if data is None else data
+    start = data or b""
     if data and not data.endswith(b"\n"):
         before, start = "unended", data + b"\n"
     first = f"# >>> tccl-py, taken out by tccl uninstall ({before}) >>>\n"
@@ -61,7 +58,7 @@ def without_block(data: bytes, *, where: str) -> bytes | None:
     if block is None:
         return data
     remaining = data[: block.start()] + data[block.end() :]
-    if block[1] == b"made" and remaining in [head.encode() for head in HEADS.values()]:
+    if block[1] == b"made" and remaining in _HEADS:
         return None
     # The newline that we added goes, unless somebody has written behind it.
     last = block.end() == len(data) and remaining.endswith(b"\n")
@@ -86,12 +83,11 @@ def has_block(path: Path) -> bool:
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A file's bytes before and after; None is no file. `mode` is for a new file."""
+    """A file's bytes before and after; None is no file."""
 
     path: Path
     before: bytes | None
     after: bytes | None
-    mode: int = 0o644
 
     @property
     def needed(self) -> bool:
@@ -155,8 +151,7 @@ def _apply(change: Change) -> None:
         if change.after is None:
             change.path.unlink()
             return
-        mode = change.mode if content is None else 0o600
-        with replacement(change.path, mode=mode) as handle:
+        with replacement(change.path, mode=0o644 if content is None else 0o600) as handle:
             handle.write(change.after)
             handle.flush()
             if content is not None:

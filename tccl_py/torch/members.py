@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from tccl_py.delivery.fit import ALIKE_VARIABLE, why_not_fit, why_not_with
 from tccl_py.delivery.plugin import plugin_exports
+from tccl_py.delivery.scripts import PLAN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.installation.install import PLAN_VARIABLE
 from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin

@@ -1,0 +1,173 @@
+"""Scripts that give a plan to jobs: SLURM's task prolog and environment modules."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tccl_py.cli.main import app
+from tccl_py.delivery.job import Delivery
+from tccl_py.delivery.scripts import script
+from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.plan.writing import write_plan
+from tests.cluster_plans import mixed
+from tests.planned import SMALL, needing_a_graph, plan_of
+
+PRINT = Fingerprint(
+    gpu_uuids=("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"),
+    driver="580.159.04",
+    numa_count=2,
+    kernel="6.8.0",
+)
+VARIABLES = environment(Settings(version="2.28", p2p_level="SYS", buffsize=524288))
+DELIVERY = Delivery(variables=VARIABLES)
+EXPORTS = ["export NCCL_P2P_LEVEL=SYS", "export NCCL_BUFFSIZE=524288"]
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A plan as if it had been measured, and its directory."""
+    plan = msgspec.structs.replace(needing_a_graph(plan_of(SMALL)), simulated=False, assumed=False)
+    directory = tmp_path / "my box"
+    directory.mkdir()
+    write_plan(plan, directory, fingerprint=PRINT)
+    return plan, directory
+
+
+@pytest.fixture
+def node(tmp_path):
+    """The files of a host that the prolog looks at: four GPUs, a driver, two NUMA nodes."""
+    root = tmp_path / "root"
+    driver = root / "proc" / "driver" / "nvidia"
+    for number, uuid in enumerate(PRINT.gpu_uuids):
+        folder = driver / "gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t x\nGPU UUID: \t {uuid}\n")
+    (driver / "version").write_text("NVRM version: Open Kernel Module  580.95.05  Release\n")
+    for number, cpus in enumerate(("0-7\n", "8-15\n", "\n")):
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    return root
+
+
+def prolog(plan, directory, *, alike=False):
+    return script("slurm-prolog", plan, directory, DELIVERY, alike=alike)
+
+
+def exports(text, root, **environment):
+    """What a prolog prints on a host whose files are below `root`."""
+    text = text.replace("/proc/", f"{root}/proc/").replace("/sys/", f"{root}/sys/")
+    done = subprocess.run(
+        ["sh", "-eu", "-c", f"{text}echo done"],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    *lines, last = done.stdout.splitlines()
+    assert last == "done"
+    return lines
+
+
+def test_the_prolog_exports_variables_and_plan_in_jobs_of_one_node(measured, node):
+    text = prolog(*measured)
+    every = [*EXPORTS, f"export TCCL_PLAN={measured[1]}"]
+    assert exports(text, node) == exports(text, node, SLURM_JOB_NUM_NODES="1") == every
+    assert exports(text, node, SLURM_JOB_NUM_NODES="2") == []
+    assert "GRAPH" not in text
+
+
+def test_the_prolog_leaves_what_the_job_has_set(measured, node):
+    text = prolog(*measured)
+    assert exports(text, node, NCCL_BUFFSIZE="", TCCL_PLAN="/x") == EXPORTS[:1]
+
+
+def test_the_prolog_of_a_simulated_plan_is_for_all_hosts(tmp_path):
+    text = prolog(plan_of(SMALL), tmp_path)
+    assert exports(text, tmp_path)[:2] == EXPORTS
+    assert exports(text, tmp_path, SLURM_JOB_NUM_NODES="2") == []
+
+
+def test_the_prolog_of_a_cluster_exports_in_jobs_over_several_nodes(tmp_path):
+    text = prolog(mixed(), tmp_path)
+    assert exports(text, tmp_path, SLURM_JOB_NUM_NODES="2")[:2] == EXPORTS
+
+
+def test_the_prolog_for_equal_hosts_heeds_driver_and_numa_nodes_alone(measured, node):
+    text = prolog(*measured, alike=True)
+    shutil.rmtree(node / "proc/driver/nvidia/gpus")
+    assert exports(text, node)[-1] == "export TCCL_ALIKE=1"
+    (node / "proc/driver/nvidia/version").write_text("Module  590.58.01  Release\n")
+    assert exports(text, node) == []
+
+
+@pytest.mark.parametrize("change", ["gpu", "driver", "numa", "no driver"])
+def test_the_prolog_exports_nothing_on_another_host(measured, node, change):
+    driver = node / "proc" / "driver" / "nvidia"
+    if change == "gpu":
+        shutil.rmtree(driver / "gpus" / "0000:01:00.0")
+    elif change == "driver":
+        (driver / "version").write_text("Module 581580.1  590.58.01  Release\n")
+    elif change == "numa":
+        (node / "sys/devices/system/node/node2/cpulist").write_text("16\n")
+    else:
+        shutil.rmtree(driver)
+    assert exports(prolog(*measured), node) == []
+
+
+def test_a_module_sets_any_text_in_tcl():
+    place = Path('/p $x [exit] {"\\;#é')
+    text = script("module", plan_of(SMALL), place, DELIVERY, alike=False)
+    assert text.startswith("#%Module1.0\n")
+    assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\[exit\\]\\ \\{\\"\\\\\\;\\#é\n' in text
+    if shutil.which("tclsh") is not None:
+        program = 'proc setenv {n v} {puts "$n=$v"}\n' + text
+        done = subprocess.run(["tclsh"], input=program, capture_output=True, text=True, check=True)
+        assert f"TCCL_PLAN={place}\n" in done.stdout
+
+
+# `tccl export`
+
+
+def tccl(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_a_script_of_a_verified_plan_is_printed_or_written(measured, tmp_path):
+    words = ("export", measured[1], "--no-plugin", "--runtime")
+    refused = tccl(*words, "slurm-prolog")
+    assert (refused.exit_code, "was not verified" in refused.stderr) == (2, True)
+    printed = tccl(*words, "slurm-prolog", "--force")
+    assert printed.exit_code == 0, printed.stderr
+    assert printed.stdout.startswith("#!/bin/sh\n# tccl-py, rates measured; for TaskProlog=")
+    file = tmp_path / "prolog.sh"
+    assert tccl(*words, "slurm-prolog", "--force", "-o", file).exit_code == 0
+    assert file.read_text() == printed.stdout
+    assert stat.S_IMODE(file.stat().st_mode) == 0o755
+    again = tccl(*words, "module", "--force", "-o", file)
+    assert (again.exit_code, "already exists" in again.stderr) == (2, True)
+    assert f"setenv TCCL_PLAN {measured[1]}" in tccl(*words, "module", "--force").stdout.replace(
+        "\\ ", " "
+    )
+
+
+def test_what_is_for_other_exports_is_refused(measured, tmp_path):
+    words = ("export", measured[1])
+    assert "--alike: is for scripts" in tccl(*words, "--alike").stderr
+    assert "--no-plugin: is for scripts" in tccl(*words, "--no-plugin").stderr
+    lua = tccl(*words, "--runtime", "module", "--force", "-o", tmp_path / "1.lua")
+    assert (lua.exit_code, "is for Lua" in lua.stderr) == (2, True)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    file = tmp_path / "open" / "prolog.sh"
+    result = tccl(*words, "--runtime", "slurm-prolog", "--force", "-o", file)
+    assert (result.exit_code, "others can write" in result.stderr) == (2, True)
+    assert not file.exists()
