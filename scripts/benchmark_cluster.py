@@ -27,11 +27,11 @@ from tccl_py.cli.main import app
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_in_order, merge_with_switches
 from tccl_py.model.cluster import Cluster, Host, SwitchTree
 from tccl_py.model.reports import HostReport, cluster_of
-from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import HostTable, KeptTable
-from tccl_py.plan.writing import nccl_files
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.join import plan_over
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator

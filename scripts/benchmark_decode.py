@@ -28,7 +28,7 @@ from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.spec import JobResult, JobSpec, rows_of
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.experiments.target import read_target
-from tccl_py.plan.beside import load_tuning, plan_in
+from tccl_py.plan.results import load_tuning, plan_in
 from tccl_py.rank_processes.rank import (
     Communicator,
     join,

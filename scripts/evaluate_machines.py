@@ -13,8 +13,8 @@ from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.evaluation import EVALUATED, Evaluation, Summary
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import evaluate_plan
-from tccl_py.plan.words import CHOICE_WORDS
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.simulator.descriptions import load_bundled
 
 PAGE = Path("docs/evaluation.md")

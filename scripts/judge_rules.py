@@ -36,8 +36,8 @@ from tccl_py.nccl.communicators import (
 )
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.versions import RING, TREE
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import nccl_files
 from tccl_py.rank_processes.tasks import Task, decoded, run_tasks
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
 from tests.random_machines import PRETENDED, pcie_machine

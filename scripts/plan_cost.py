@@ -35,11 +35,12 @@ from tccl_py.nccl.asked import MOST_RANKS
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan import planner, tasks
-from tccl_py.plan.directory import graph_files
-from tccl_py.plan.nccl_here import MOST_FILES
+from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.planning import planner
+from tccl_py.planning import study as tasks
+from tccl_py.planning.installed_nccl import MOST_FILES
+from tccl_py.planning.planner import DEFAULT_BUDGET, make_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator

@@ -19,7 +19,7 @@ import msgspec
 from tccl_py.errors import InputError, visible
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json, read_text
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.report.verification import verification_json
 
 ROOT = Path(__file__).resolve().parent.parent

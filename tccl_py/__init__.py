@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from tccl_py.model.transfer import TransferSet as TransferSet
     from tccl_py.model.transfer import parse_flow as parse_flow
     from tccl_py.model.transfer import parse_set as parse_set
-    from tccl_py.plan.cluster_planner import make_cluster_plan as make_cluster_plan
+    from tccl_py.plan.directory import write_plan as write_plan
     from tccl_py.plan.load import load_plan as load_plan
     from tccl_py.plan.plan import Plan as Plan
-    from tccl_py.plan.planner import make_plan as make_plan
-    from tccl_py.plan.words import diff as diff
-    from tccl_py.plan.writing import write_plan as write_plan
+    from tccl_py.plan.text import diff as diff
+    from tccl_py.planning.cluster_planner import make_cluster_plan as make_cluster_plan
+    from tccl_py.planning.planner import make_plan as make_plan
     from tccl_py.readers.live import discover_machine as discover_machine
     from tccl_py.readers.switches import read_switches as read_switches
     from tccl_py.report.page import drawing as drawing
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tccl_py.sources.opening import open_source as open_source
 
 _NAMES = {
-    "plan.cluster_planner": "make_cluster_plan",
+    "planning.cluster_planner": "make_cluster_plan",
     "errors": "InputError TcclError",
     "explanation.explain": "explain",
     "model.cluster": "Cluster",
@@ -65,9 +65,9 @@ _NAMES = {
     "model.transfer": "Flow TransferSet parse_flow parse_set",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
-    "plan.planner": "make_plan",
-    "plan.words": "diff",
-    "plan.writing": "write_plan",
+    "planning.planner": "make_plan",
+    "plan.text": "diff",
+    "plan.directory": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
     "report.page": "drawing",

@@ -18,7 +18,7 @@ from tccl_py.model.rings import Hop, ring_like
 from tccl_py.model.transfer import Flow, Place, Transfer
 from tccl_py.nccl.transport import blocks_of_ring, hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.parts import PlanChain, SubsetRings
+from tccl_py.plan.chains import PlanChain, SubsetRings
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostTable
 

@@ -7,8 +7,8 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.network import chain_hop_space, chains_as_rings
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import HostPath, PlanChain, PlanChoice, PlanHop, PlannedHost
 from tccl_py.plan.load import check_plan
-from tccl_py.plan.parts import HostPath, PlanChain, PlanChoice, PlanHop, PlannedHost
 from tccl_py.plan.plan import Plan
 from tests.nccl_nodes import with_nics
 from tests.toy import toy_machine

@@ -110,7 +110,7 @@ def _own_environment(monkeypatch, tmp_path_factory):
     # Nor whether the plugin's library was built.
     monkeypatch.setattr("tccl_py.nccl.plugin.INSTALLED", tmp_path_factory.getbasetemp())
     # Nor what it does on this machine's GPUs.
-    monkeypatch.setattr("tccl_py.plan.nccl_here.rings_here", lambda *_: None)
+    monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: None)
     monkeypatch.setattr("tccl_py.health.doctor.asked_here", lambda *_: "")
 
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.health.drift import Effort, chosen_sets, find_drift
-from tccl_py.plan.planner import make_plan
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import Links

@@ -16,9 +16,10 @@ from tccl_py.errors import SearchError
 from tccl_py.model.machine import Knowledge
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict, validate
-from tccl_py.plan.parts import per_channel
-from tccl_py.plan.planner import ALL_SUBSETS_UP_TO, make_plan
-from tccl_py.plan.writing import nccl_files
+from tccl_py.plan.chains import per_channel
+from tccl_py.plan.directory import nccl_files
+from tccl_py.planning.groups import ALL_SUBSETS_UP_TO
+from tccl_py.planning.planner import make_plan
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for

@@ -5,8 +5,8 @@ import functools
 import msgspec
 
 from tccl_py.model.cluster import class_name, single_host
-from tccl_py.plan.planner import make_plan
 from tccl_py.plan.staging import MANIFEST_FILE, read_manifest, with_manifest
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator

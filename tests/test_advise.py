@@ -10,7 +10,7 @@ from tccl_py.health.advice import advice_request, advise
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Defect
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.subject import machine_subject
+from tccl_py.planning.opening import machine_subject
 from tccl_py.simulator.descriptions import bundled_names
 from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES
@@ -61,7 +61,7 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
 
 def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     host = measured_machine("host", 2)
-    monkeypatch.setattr("tccl_py.plan.subject.measured_machine", lambda *_: host)
+    monkeypatch.setattr("tccl_py.planning.opening.measured_machine", lambda *_: host)
     found = advise(machine_subject(advice_request(None, seconds=-1.0), lambda _: None))
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0

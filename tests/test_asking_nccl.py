@@ -34,11 +34,11 @@ from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan import nccl_here
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.nccl_here import rings_here
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import make_plan
+from tccl_py.planning import installed_nccl as nccl_here
+from tccl_py.planning.installed_nccl import rings_here
+from tccl_py.planning.planner import make_plan
 from tccl_py.rank_processes.tasks import RankOutput, RanksError
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -243,7 +243,7 @@ def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
 def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch, tmp_path, h200):
     faked(monkeypatch, Fake("h200x4-vm"))
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
-    monkeypatch.setattr("tccl_py.plan.nccl_here.rings_here", lambda *_: rings)
+    monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: rings)
 
     def refused(*_, **__):
         raise RefusedError(0, "dev 2 not found", crash=False)
@@ -256,7 +256,9 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     assert result.exit_code == 2
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
-    monkeypatch.setattr("tccl_py.plan.nccl_here.graph_file_notices", lambda *_: ("it was tried",))
+    monkeypatch.setattr(
+        "tccl_py.planning.installed_nccl.graph_file_notices", lambda *_: ("it was tried",)
+    )
     result = tccl(*words)
     assert result.exit_code == 0
     assert "planned for NCCL" not in result.stderr

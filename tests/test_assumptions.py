@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from tccl_py.plan.planner import make_plan
-from tccl_py.plan.words import plan_json, proof
+from tccl_py.plan.text import plan_json, proof
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.model import Figure

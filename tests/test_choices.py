@@ -15,10 +15,10 @@ from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import AS_GOOD, CHOICES, condensed
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import AS_GOOD, CHOICES, condensed
-from tccl_py.plan.planner import make_plan
-from tccl_py.plan.words import summary
+from tccl_py.plan.text import summary
+from tccl_py.planning.planner import make_plan
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for

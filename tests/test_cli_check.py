@@ -15,8 +15,8 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import parse_set, transfer_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled, model_from_json
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
@@ -216,7 +216,7 @@ def found_here(monkeypatch, fingerprint):
     place = MeasuredMachine(
         backend="cuda", machine=model.machine, knowledge=model.knowledge, fingerprint=fingerprint
     )
-    monkeypatch.setattr("tccl_py.plan.again.measured_machine", lambda *_: place)
+    monkeypatch.setattr("tccl_py.planning.plan_sources.measured_machine", lambda *_: place)
 
 
 def test_a_measured_plan_is_checked_by_measuring(measured):

@@ -13,9 +13,9 @@ from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.parts import PlannedHost
-from tccl_py.plan.words import assumptions, choice_json
-from tccl_py.plan.writing import nccl_files, write_plan
+from tccl_py.plan.chains import PlannedHost
+from tccl_py.plan.directory import nccl_files, write_plan
+from tccl_py.plan.text import assumptions, choice_json
 from tccl_py.sources.journal import JournalFile
 from tests.cluster_plans import FOUR, LOCAL, PAIR, cluster_plan, equal_hosts, mixed
 from tests.planned import SMALL, plan_of, rebind

@@ -12,8 +12,8 @@ from tccl_py.errors import InputError
 from tccl_py.explanation.findings import Explanation
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import parse_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
@@ -148,7 +148,7 @@ def test_a_measured_plan_is_explained_on_its_machine(directory, monkeypatch):
     measured(directory)
     session = Fake(NAME, "G0 was warm")
     session.more = {}
-    measures_by(monkeypatch, session, "tccl_py.plan.again")
+    measures_by(monkeypatch, session, "tccl_py.planning.plan_sources")
     result = done("explain", directory)
     assert "(measured)" in result.stdout
     assert "simulated" not in result.stdout

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.model.transfer import parse_flow
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import kept_files
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.tccl_fork import mask_of
 from tests.planned import SMALL, as_only, plan_of

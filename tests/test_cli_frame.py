@@ -21,9 +21,9 @@ from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.machine import parse_gpus
+from tccl_py.plan.chains import mark as provenance
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import mark as provenance
-from tccl_py.plan.writing import write_plan
 from tccl_py.search.problem import Progress
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
 from tests.nccl_cases import CASES

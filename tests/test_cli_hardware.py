@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError
 from tccl_py.model.transfer import parse_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources import opening
@@ -53,7 +53,7 @@ def fake(monkeypatch):
 
 
 def faked(monkeypatch, session):
-    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.plan.subject")
+    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.planning.opening")
 
 
 # options
@@ -430,8 +430,8 @@ def test_env_says_how_a_measured_plan_gets_rings_for_some_of_many_gpus(tmp_path,
 
 QUICK = """
 import tccl_py.sources.opening as opening
-import tccl_py.plan.planner as planner
-import tccl_py.plan.choices as settings_search
+import tccl_py.planning.planner as planner
+import tccl_py.planning.choices as settings_search
 from tccl_profiler.profiler import Options
 from tccl_profiler.session import Session
 from tccl_profiler.precision import Stopping

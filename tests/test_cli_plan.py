@@ -17,9 +17,9 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.planner import make_plan
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -313,8 +313,8 @@ def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monke
     def impatient(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tccl_py.plan.subject.make_plan", impatient)
-    monkeypatch.setattr("tccl_py.plan.cluster_subject.grown_plan", impatient)
+    monkeypatch.setattr("tccl_py.planning.opening.make_plan", impatient)
+    monkeypatch.setattr("tccl_py.planning.opening_hosts.grown_plan", impatient)
     result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "tccl: interrupted before there" in result.stderr

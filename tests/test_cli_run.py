@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tests.planned import SMALL, plan_of
 
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.plan.words import ring_lines
+from tccl_py.plan.text import ring_lines
 from tests.nccl_cases import CASES, VERDICTS, case_name, graph_verdicts
 
 GRAPHS = VERDICTS / "graphs"

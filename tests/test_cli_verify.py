@@ -14,9 +14,9 @@ from tccl_py.experiments import plans as module
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.spec import WrongValue
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import locked
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import as_only
 from tests.verified import FakeJobs, by_plan, without_gpus

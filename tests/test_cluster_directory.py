@@ -19,9 +19,14 @@ from tccl_py.nccl.plugin.index import digest
 from tccl_py.nccl.settings import Settings, environment, settings_from_environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.versions import known_versions
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import (
+    machine_file,
+    nccl_files,
+    write_nccl_files,
+    write_new_plan,
+    write_plan,
+)
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import FOUR, LOCAL, MACHINES, NOTHING, cluster_plan, equal_hosts, mixed
 from tests.effort import calls_at_most
@@ -199,7 +204,7 @@ def test_a_thousand_hosts_take_few_calls_and_equal_ones_share_a_text(tmp_path):
 def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
     job = tmp_path / "job"
     plan = needing_a_graph(mixed())
-    write_job(plan, job, {one.name: "{}" for one in plan.cluster.classes})
+    write_new_plan(plan, job, {one.name: "{}" for one in plan.cluster.classes})
     hosts = job / "nccl" / "hosts"
     for host in plan.hosts:
         index = (hosts / f"{host.name}.index").read_text().splitlines()

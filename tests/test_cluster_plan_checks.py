@@ -11,8 +11,8 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import Settings
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import check_plan, load_plan, off_rails
-from tccl_py.plan.writing import nccl_files
 from tests.cluster_plans import FOUR, LOCAL, cluster_plan, mixed
 
 HUGE = 10**40

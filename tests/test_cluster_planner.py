@@ -20,13 +20,13 @@ from tccl_py.nccl.network import chain_hop_space, nic_pair
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
-from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.cluster_rings import RingSearch, rail_tuples
-from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
-from tccl_py.plan.job import whole_ring
 from tccl_py.plan.load import off_rails
-from tccl_py.plan.probe_hosts import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
 from tccl_py.plan.tables import KeptTable, OwnChains
+from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.grow import whole_ring
+from tccl_py.planning.host_rings import RingSearch, rail_tuples
+from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
 from tccl_py.simulator.source import Simulator

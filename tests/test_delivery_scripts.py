@@ -15,7 +15,7 @@ from tccl_py.delivery.job import Delivery
 from tccl_py.delivery.scripts import script
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of
 

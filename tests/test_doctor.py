@@ -13,7 +13,7 @@ from tccl_py.health.doctor import examine
 from tccl_py.health.host import DriverState, Host, rules
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl_library import InstalledNccl
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.readers.live import GpuFacts
 from tests.planned import needing_a_graph, plan_of
 from tests.recorded_hosts import config_space, link, pci, recorded, write

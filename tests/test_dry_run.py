@@ -10,8 +10,8 @@ from tccl_profiler.host_device import host_fingerprint, host_machine
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.health.drift import metric_labels
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import DRY_RUN, measured_machine

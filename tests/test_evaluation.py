@@ -20,8 +20,8 @@ from tccl_py.experiments.spec import WrongValue
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import FOUR_GPUS, as_only, plan_of

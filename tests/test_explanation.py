@@ -19,8 +19,8 @@ from tccl_py.model.machine import Knowledge
 from tccl_py.model.rings import direct_write
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set, transfer_set
+from tccl_py.plan.chains import PlanChain, PlanHop
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import PlanChain, PlanHop
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench

@@ -14,9 +14,8 @@ from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import Settings, environment, export_lines
-from tccl_py.plan.beside import planned_fingerprint
-from tccl_py.plan.directory import machine_file
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import machine_file, write_plan
+from tccl_py.plan.results import planned_fingerprint
 from tccl_py.readers.live import GpuFacts
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, needing_a_graph, plan_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.plan.writing import (
+from tccl_py.plan.host_files import (
     HOSTS,
     MPICH_MACHINEFILE,
     OPEN_MPI_HOSTFILE,

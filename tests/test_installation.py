@@ -32,8 +32,8 @@ from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environment
 from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, settings_of_files
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tests.planned import SMALL, needing_a_graph, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)

@@ -11,7 +11,7 @@ from tccl_py.cli.main import app
 from tccl_py.health.doctor import examine
 from tccl_py.health.host import Host
 from tccl_py.nccl_library import InstalledNccl, installed_nccls
-from tccl_py.plan.nccl_here import version_to_plan
+from tccl_py.planning.installed_nccl import version_to_plan
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc, which is not here")
 TORCH = "the package nvidia-nccl-cu12, which torch 2.11.0 loads"

@@ -6,10 +6,10 @@ import pytest
 from tccl_py.model.machine import Nic, PciLink
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.table_jobs import plan_of_job
+from tccl_py.plan.directory import write_new_plan, write_plan
 from tccl_py.plan.tables import table_files
-from tccl_py.plan.writing import write_job, write_plan
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget
@@ -71,7 +71,7 @@ def test_nccl_runs_the_rings_of_a_job_with_its_files(planned, job, version, tmp_
     plan, place = planned
     hosts = [HostSlots(name) for name in JOBS[job]]
     made = plan_of_job(plan, place, hosts, JOBS[job])
-    write_job(made, tmp_path / "job", {one.name: "{}" for one in made.cluster.classes})
+    write_new_plan(made, tmp_path / "job", {one.name: "{}" for one in made.cluster.classes})
     ranks = [(host.name, gpu) for host in made.hosts for gpu in made.gpus_of(host)]
     folder = tmp_path / "job" / "nccl" / "hosts"
     result = run_ranks(
@@ -110,7 +110,7 @@ def job(planned, tmp_path_factory):
     made = plan_of_job(plan, place, [HostSlots(name) for name in gpus], gpus)
     made = needing_a_graph(made)
     folder = tmp_path_factory.mktemp("jobs") / "job"
-    write_job(made, folder, {one.name: "{}" for one in made.cluster.classes})
+    write_new_plan(made, folder, {one.name: "{}" for one in made.cluster.classes})
     ranks = [(host.name, gpu) for host in made.hosts for gpu in made.gpus_of(host)]
     env = {"NCCL_ENV_PLUGIN": str(plugin_library()), "TCCL_JOB": str(folder)}
     return made, ranks, env | environment(made.settings)

@@ -27,12 +27,12 @@ from tccl_py.nccl.transport import (
 )
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.view import direct_pairs, view
-from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.chains import condensed
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import condensed
-from tccl_py.plan.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.plan.request import not_pinned
-from tccl_py.plan.writing import nccl_files
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.planning.request import not_pinned
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.plan.beside import plan_digest
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.results import plan_digest
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, read_manifest
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.torch.members import open_plan
 from tests.cluster_plans import mixed

@@ -18,7 +18,7 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate, validate_cluster
 from tccl_py.nccl.versions import known_versions
 from tccl_py.nccl.view import net_devices, view
-from tccl_py.plan.writing import node_graph_text
+from tccl_py.plan.host_files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.effort import calls_at_most
 from tests.nccl_cases import CASES, graph_text, graph_verdicts, machine, on_node, read_graph_file

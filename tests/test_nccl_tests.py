@@ -14,8 +14,8 @@ from tccl_py.experiments.nccl_tests import find_program, read_table, size_option
 from tccl_py.experiments.preflight import check_collectives
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.target import read_target
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import as_only, plan_of
 from tests.verified import without_gpus

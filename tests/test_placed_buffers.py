@@ -23,11 +23,11 @@ from tccl_py.nccl.settings import Settings, check_settings, environment, setting
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import sender_nodes
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import sender_nodes
-from tccl_py.plan.planner import make_plan
-from tccl_py.plan.tasks import OneNode
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.planner import make_plan
+from tccl_py.planning.study import OneNode
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import PCIE, as_only, plan_of, through

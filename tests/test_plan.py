@@ -22,11 +22,12 @@ from tccl_py.nccl.transport import hop_space, mechanism_flow, pair_mechanism
 from tccl_py.nccl.validator import validate
 from tccl_py.nccl.versions import ASSUMED, known_versions
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import per_channel
+from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import per_channel
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import make_plan, subsets
-from tccl_py.plan.writing import nccl_files
+from tccl_py.planning.groups import subsets
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import bundled_names, load_bundled

@@ -7,10 +7,10 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
-from tccl_py.plan.again import measurable
-from tccl_py.plan.job import cluster_of_job, plan_job, simulated_cluster
-from tccl_py.plan.probe_hosts import pair_rates
-from tccl_py.plan.request import PlanRequest
+from tccl_py.planning.grow import cluster_of_job, plan_job, simulated_cluster
+from tccl_py.planning.plan_sources import measurable
+from tccl_py.planning.probes import pair_rates
+from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.bench import Bench

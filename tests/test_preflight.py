@@ -11,7 +11,7 @@ from tccl_py.experiments.target import read_target
 from tccl_py.explanation.paths import collapse_patterns
 from tccl_py.health.drift import Drift
 from tccl_py.model.transfer import parse_set
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import SMALL, WRX, as_only, plan_of

@@ -14,7 +14,7 @@ from tccl_py.model.symmetry import automorphisms, natural_cuts
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
-from tccl_py.plan.planner import make_plan
+from tccl_py.planning.planner import make_plan
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings

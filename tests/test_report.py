@@ -17,9 +17,9 @@ from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import bounce
 from tccl_py.model.transfer import parse_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.words import limit_text
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.text import limit_text
 from tccl_py.report.contents import heat_maps, read_contents, viridis
 from tccl_py.report.hops import flow_ends, hops_view, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.request import PlanRequest
-from tccl_py.plan.subject import subject_of
+from tccl_py.planning.opening import subject_of
+from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.nccl.settings import Settings, check_settings
-from tccl_py.plan.choices import SettingsSearch, as_graph, own_choices
-from tccl_py.plan.parts import condensed
-from tccl_py.plan.tasks import CAREFUL, Task, measured_well, rings_under, search_under
+from tccl_py.plan.chains import condensed
+from tccl_py.planning.choices import SettingsSearch, as_graph, own_choices
+from tccl_py.planning.study import CAREFUL, Task, measured_well, rings_under, search_under
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator

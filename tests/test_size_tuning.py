@@ -37,10 +37,10 @@ from tccl_py.experiments.target import read_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
-from tccl_py.plan.beside import load_tuning
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.results import load_tuning
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.writing import write_plan
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html

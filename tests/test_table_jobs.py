@@ -18,14 +18,14 @@ from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
-from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.cluster_planner import make_cluster_plan
-from tccl_py.plan.host_class import paired_chain_set
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.table_jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, OwnChains, gpus_text, table_files
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.chain_search import paired_chain_set
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
+from tccl_py.planning.join import plan_over
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine

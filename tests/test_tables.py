@@ -13,10 +13,8 @@ from tccl_py.model.cluster import Cluster, Host
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.symmetry import automorphisms, relabelled
 from tccl_py.model.transfer import parse_set, transfer_set
-from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
-from tccl_py.plan.table_jobs import image_of
 from tccl_py.plan.tables import (
     HostTable,
     KeptTable,
@@ -24,7 +22,9 @@ from tccl_py.plan.tables import (
     read_tables,
     table_files,
 )
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.jobs import image_of
+from tccl_py.planning.join import plan_over
 from tccl_py.search.problem import Budget
 from tests.networked import MadeUp, networked_machine
 

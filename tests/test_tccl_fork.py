@@ -13,8 +13,8 @@ from tccl_py.errors import InputError, SearchError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.parts import PlanChain, PlanHop
-from tccl_py.plan.planner import make_plan
+from tccl_py.plan.chains import PlanChain, PlanHop
+from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import model_for
 from tccl_py.simulator.source import Simulator

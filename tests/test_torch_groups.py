@@ -16,7 +16,7 @@ import tccl_py.torch
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
 from tccl_py.torch.groups import ProcessState, graph_file
 from tccl_py.torch.members import Member, host_identity, open_plan, roster_of

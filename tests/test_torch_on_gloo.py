@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tests.planned import needing_a_graph, plan_of
 
 # Looked for, not loaded: only the ranks need it.

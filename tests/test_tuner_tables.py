@@ -10,9 +10,9 @@ from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.tuner import COLLECTIVES, TunerEntry, TunerTable, check_tables, tuner_csv
-from tccl_py.plan.beside import Tuning, keep_tuning, load_tuning
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.results import Tuning, keep_tuning, load_tuning
 from tccl_py.plan.staging import check_files, read_manifest
-from tccl_py.plan.writing import write_plan
 from tests.planned import SMALL, plan_of
 
 K = 1024

@@ -20,7 +20,7 @@ from tccl_py.experiments.table import FALSE_RATE, Compared, compare
 from tccl_py.experiments.target import read_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tccl_py.report.verification import headline
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p

@@ -19,7 +19,8 @@ from tccl_py.files import decode_json
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
-from tccl_py.plan.writing import host_graphs, write_plan
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.host_files import host_graphs
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.readers.nccl_topology import read_nccl_topology

@@ -24,10 +24,11 @@ from tccl_py.experiments.tuning import run_tuning
 from tccl_py.experiments.verify import verify_target
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.directory import nccl_files, write_plan
+from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.staging import locked
-from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
-from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
 from tccl_py.simulator.descriptions import model_for, read_description
 from tests.cluster_plans import LOCAL, NOTHING, PAIR, cluster_plan, equal_hosts, mixed
 from tests.processes import children
@@ -495,7 +496,7 @@ def test_a_measured_plan_is_tuned_after_its_workers_have_ended(tmp_path, monkeyp
         return msgspec.structs.replace(load_plan(directory), rate_gbps=12.0)
 
     monkeypatch.setattr("tccl_py.cli.plan.in_job", lambda: True)
-    monkeypatch.setattr("tccl_py.plan.cluster_subject.plan_job", planned)
+    monkeypatch.setattr("tccl_py.planning.opening_hosts.plan_job", planned)
     monkeypatch.setattr("tccl_py.cli.verify.tuned_plan", tuned)
     monkeypatch.setattr("tccl_py.experiments.plans.check_tuning", lambda job: None)
     with agents_in_processes(("h0", "h1")) as job:

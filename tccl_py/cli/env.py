@@ -17,9 +17,9 @@ from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
 from tccl_py.files import picked
 from tccl_py.nccl.settings import env_conflicts, export_lines
-from tccl_py.plan.beside import plan_in
-from tccl_py.plan.parts import CHOICES
+from tccl_py.plan.chains import CHOICES
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import plan_in
 
 GPUS = opt("LIST", "The job's GPUs (NVML), as 0,2,5 or 0-3.")
 HOST = opt("NAME", "A cluster's host; this one if not given.")

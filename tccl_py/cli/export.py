@@ -13,12 +13,12 @@ from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, counted
 from tccl_py.files import read_text
-from tccl_py.plan.beside import plan_in
-from tccl_py.plan.directory import GRAPH_FILE, machine_file
+from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.nccl_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.writing import nccl_files, write_job, write_nccl_files
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
 _RUNTIMES = ("nccl", "tccl", "tuner", *FORMS)
@@ -118,7 +118,7 @@ def _marked(plan: Plan, path: Path) -> Plan:
 def _export_tuner(directory: Path, output: Path | None) -> None:
     """Write the tuner's tables to the new file `output`, or print them."""
     from tccl_py.nccl.tuner import ONE_CHANNEL, tuner_csv  # noqa: PLC0415
-    from tccl_py.plan.beside import load_tuning  # noqa: PLC0415
+    from tccl_py.plan.results import load_tuning  # noqa: PLC0415
 
     _check_new(output)
     plan = _marked(plan_in(directory), directory)
@@ -173,7 +173,7 @@ def _export_job(
 ) -> None:
     """Write the files of a job over some hosts of a cluster's plan."""
     from tccl_py.experiments.record import Verification  # noqa: PLC0415 (slow)
-    from tccl_py.plan.table_jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job  # noqa: PLC0415 (slow)
+    from tccl_py.planning.jobs import NoTableError, as_achieved, plan_of_job, write_bounded_job  # noqa: PLC0415 (slow)
 
     if output is None:
         right = "name a new directory that all hosts of the job can read"
@@ -200,7 +200,7 @@ def _export_job(
     numbers = {names[made.class_number(host)]: planned[host.name] for host in made.hosts}
     files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
-    count = write_job(made, output, {one: read_text(path) for one, path in files.items()})
+    count = write_new_plan(made, output, {one: read_text(path) for one, path in files.items()})
     notice(
         f"wrote {counted(count, 'file')} to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})"
     )

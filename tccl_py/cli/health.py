@@ -41,10 +41,10 @@ from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_ho
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import DriverState, Host
-from tccl_py.plan.beside import plan_in
-from tccl_py.plan.parts import IN_DRY_RUN
+from tccl_py.plan.chains import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import plan_name
+from tccl_py.plan.results import plan_in
+from tccl_py.plan.text import plan_name
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -272,7 +272,7 @@ def advise(
     """
     from tccl_py.health.advice import advice_request  # noqa: PLC0415 (slow)
     from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415
-    from tccl_py.plan.subject import machine_subject  # noqa: PLC0415
+    from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
 
     with interrupts_put_off():
         if machine is None:

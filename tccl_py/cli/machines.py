@@ -16,8 +16,8 @@ from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices, unfollowed
 from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked
-from tccl_py.plan.nccl_here import verdict_here
-from tccl_py.plan.words import ring_lines
+from tccl_py.plan.text import ring_lines
+from tccl_py.planning.installed_nccl import verdict_here
 from tccl_py.readers.live import discover_machine
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.readers.nvidia_smi import read_nvidia_smi

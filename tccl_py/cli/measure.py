@@ -18,8 +18,8 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
-from tccl_py.plan.parts import IN_DRY_RUN
-from tccl_py.plan.parts import mark as provenance
+from tccl_py.plan.chains import IN_DRY_RUN
+from tccl_py.plan.chains import mark as provenance
 from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel

@@ -34,12 +34,12 @@ from tccl_py.errors import (
 from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
-from tccl_py.plan.beside import holds_measurements, output_directory
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET
-from tccl_py.plan.request import PlanRequest, pinned_here
-from tccl_py.plan.subject import UNDER_MPI, ring_counts_of, subject_of
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.opening import UNDER_MPI, ring_counts_of, subject_of
+from tccl_py.planning.output import holds_measurements, output_directory
+from tccl_py.planning.planner import DEFAULT_BUDGET
+from tccl_py.planning.request import PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.bench import Bench

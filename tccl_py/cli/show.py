@@ -14,7 +14,7 @@ from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import (
+from tccl_py.plan.text import (
     MOST_PATHS,
     assumptions,
     class_table,

@@ -29,10 +29,10 @@ from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import ELEMENT_BYTES, Dtype, parse_sizes
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
-from tccl_py.plan.beside import plan_in
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import locked
 from tccl_py.report.sizes import (
     COLUMNS,

@@ -10,9 +10,9 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint, Gpu, Machine
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import has_rules
-from tccl_py.plan.beside import known_fingerprint, planned_fingerprint
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import known_fingerprint, planned_fingerprint
 from tccl_py.readers.live import DriverFacts, GpuFacts, fingerprint_of
 
 ALIKE_VARIABLE = "TCCL_ALIKE"

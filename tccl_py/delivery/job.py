@@ -18,8 +18,9 @@ from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
-from tccl_py.plan.directory import GRAPH_FILE, host_graph_file, placement, subset_file
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.nccl_files import GRAPH_FILE, placement, subset_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host

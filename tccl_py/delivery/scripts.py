@@ -10,8 +10,8 @@ from typing import Literal, get_args
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery
 from tccl_py.model.machine import Fingerprint
-from tccl_py.plan.beside import planned_fingerprint
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import planned_fingerprint
 
 Form = Literal["slurm-prolog", "module"]
 FORMS: tuple[Form, ...] = get_args(Form)

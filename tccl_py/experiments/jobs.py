@@ -16,8 +16,8 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.spec import Backend, JobResult, JobSpec, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings
-from tccl_py.plan.directory import GRAPH_FILE
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.nccl_files import GRAPH_FILE
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 from tccl_py.rank_processes.tasks import (

@@ -39,15 +39,15 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import verify_target
-from tccl_py.plan.again import known_model
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import ChoiceName
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import subsets
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import job_gpus
-from tccl_py.plan.words import choice_words, plan_name
-from tccl_py.plan.writing import host_graphs
+from tccl_py.plan.text import choice_words, plan_name
+from tccl_py.planning.groups import subsets
+from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.simulator.source import Simulator

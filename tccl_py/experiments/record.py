@@ -13,9 +13,9 @@ from tccl_py.experiments.rings import RingsFound
 from tccl_py.experiments.spec import Backend, Groups, WrongValue, is_large
 from tccl_py.experiments.table import EQUAL, Compared, Timed, compare
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.beside import Kept
-from tccl_py.plan.parts import AS_GOOD, ChoiceName
-from tccl_py.plan.words import CHOICE_WORDS
+from tccl_py.plan.chains import AS_GOOD, ChoiceName
+from tccl_py.plan.results import Kept
+from tccl_py.plan.text import CHOICE_WORDS
 
 WINS: dict[ChoiceName, str] = {
     "default": "default NCCL wins",

@@ -13,7 +13,7 @@ from tccl_py.experiments.collectives import Collective
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
 from tccl_py.experiments.spec import SIZES, Dtype, JobSpec, Row, rows_of
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, Table, table_of
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
 
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tccl_py.experiments.spec import Choice, ContestTimes, Dtype, Row
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
 
 LEAST_GAIN, MISSED_GAIN = 1.01, 1.02

@@ -16,7 +16,7 @@ import msgspec
 
 from tccl_py.experiments.jobs import Launcher, Outcome
 from tccl_py.experiments.spec import JobSpec, Row
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import ratio_interval, sign_flip_p
 
 Verdict = Literal["better", "same", "worse"]

@@ -21,21 +21,16 @@ from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, job_environment, pinned_level
 from tccl_py.nccl.transport import candidates, pair_mechanism
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.plan.again import planned_models
-from tccl_py.plan.beside import planned_fingerprint
-from tccl_py.plan.choices import own_rings
-from tccl_py.plan.directory import (
-    GRAPH_FILE,
-    HOSTS_FOLDER,
-    class_view,
-    host_graph_file,
-    subset_graph,
-)
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.directory import nccl_files, write_plan
+from tccl_py.plan.host_files import HOSTS_FOLDER, host_graph_file, host_graphs
+from tccl_py.plan.nccl_files import GRAPH_FILE, class_view, subset_graph
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import planned_fingerprint
+from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
-from tccl_py.plan.variants import gdr_variants, keeps_rings, retuned
-from tccl_py.plan.writing import host_graphs, nccl_files, write_plan
+from tccl_py.planning.choices import own_rings
+from tccl_py.planning.plan_sources import planned_models
 
 HOST_CHANNELS = (8, 16, 4, 32)
 CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)

@@ -27,7 +27,7 @@ from tccl_py.experiments.verify import verify_target
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.versions import version_facts
-from tccl_py.plan.parts import CHOICES, ChoiceName
+from tccl_py.plan.chains import CHOICES, ChoiceName
 
 SWEEP_SECONDS = 105.0
 COMPARISON_SECONDS = 150.0

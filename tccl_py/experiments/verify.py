@@ -16,8 +16,8 @@ from tccl_py.experiments.rings import RingsFound, rings_found
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import JobSpec, WrongValue, groups_of, large_gbps, rows_of
 from tccl_py.experiments.target import Target
-from tccl_py.plan.parts import ChoiceName
-from tccl_py.plan.words import plan_name
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.text import plan_name
 
 _equal = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of a few training steps: sums in another order differ by rounding."""

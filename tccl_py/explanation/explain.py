@@ -42,7 +42,7 @@ from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import direct_pairs, view
-from tccl_py.plan.parts import condensed, slowest_first
+from tccl_py.plan.chains import condensed, slowest_first
 from tccl_py.plan.plan import Plan
 from tccl_py.sources.bench import bench_for
 

@@ -10,8 +10,8 @@ import msgspec
 
 from tccl_py.model.machine import Machine
 from tccl_py.model.transfer import Flow
-from tccl_py.plan.beside import Kept
-from tccl_py.plan.parts import mark
+from tccl_py.plan.chains import mark
+from tccl_py.plan.results import Kept
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}
 COLLAPSE = 0.75

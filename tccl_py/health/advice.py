@@ -16,11 +16,11 @@ from tccl_py.nccl.settings import environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET
-from tccl_py.plan.request import PlanRequest
 from tccl_py.plan.size_choices import size_json, size_lines, size_notes
-from tccl_py.plan.subject import Subject
-from tccl_py.plan.words import assumptions
+from tccl_py.plan.text import assumptions
+from tccl_py.planning.opening import Subject
+from tccl_py.planning.planner import DEFAULT_BUDGET
+from tccl_py.planning.request import PlanRequest
 from tccl_py.simulator.model import gpu_names, provenances_text
 
 SECONDS = 40.0

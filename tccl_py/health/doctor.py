@@ -50,8 +50,8 @@ from tccl_py.nccl_library import (
     home,
     installed_nccls,
 )
-from tccl_py.plan.nccl_here import asked_here
 from tccl_py.plan.staging import MANIFEST_FILE
+from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
 from tccl_py.sources.profiled import conditions_of
 

@@ -28,9 +28,9 @@ from tccl_py.health.drift_statistics import (
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set
-from tccl_py.plan.again import known_model, measured_as
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import plan_name
+from tccl_py.plan.text import plan_name
+from tccl_py.planning.plan_sources import known_model, measured_as
 from tccl_py.sources.bench import Bench, bench_of
 from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import search_options

@@ -20,7 +20,7 @@ from tccl_py.model.machine import Machine
 from tccl_py.model.rings import receiving_nic, sending_nic
 from tccl_py.nccl.settings import check_pinned_env, check_settings
 from tccl_py.nccl.view import leaves_as_named, usable_nics
-from tccl_py.plan.parts import WORLD, HostPath, Number, PlanChain, PlanHop
+from tccl_py.plan.chains import WORLD, HostPath, Number, PlanChain, PlanHop
 from tccl_py.plan.plan import FORMAT_VERSION, Plan
 from tccl_py.plan.staging import AGAIN, PLAN_FILE, check_if_listed, settle
 

@@ -19,7 +19,7 @@ from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.plan.parts import (
+from tccl_py.plan.chains import (
     AS_GOOD,
     CHOICES,
     CUT_SHORT,
@@ -122,10 +122,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def write(self, directory: Path | str) -> None:
-        """Write all files of a machine's plan; see `directory.write_machine_plan`."""
-        from tccl_py.plan.directory import write_machine_plan  # noqa: PLC0415 (is above)
+        """Write all files of a machine's plan; see `directory.write_new_plan`."""
+        from tccl_py.plan.directory import write_new_plan  # noqa: PLC0415 (is above)
 
-        write_machine_plan(self, directory)
+        self.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
+        write_new_plan(self, directory)
 
     def rate(
         self, rings: Orders, settings: Settings | None = None, *, source: Sources = None
@@ -164,7 +165,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as `tccl show --json` prints it, without choices by message size."""
-        from tccl_py.plan.words import plan_json  # noqa: PLC0415 (is above)
+        from tccl_py.plan.text import plan_json  # noqa: PLC0415 (is above)
 
         return plan_json(self)
 
@@ -465,7 +466,7 @@ class RatedChoice(PlanChoice, frozen=True, kw_only=True):
 
         Raises InputError: rings that NCCL would not take.
         """
-        from tccl_py.plan.writing import nccl_files  # noqa: PLC0415 (is above)
+        from tccl_py.plan.directory import nccl_files  # noqa: PLC0415 (is above)
 
         files = nccl_files(msgspec.structs.replace(self.plan, winner=self.name), Path(directory))
         no_graph = ("env.sh", "nccl.conf")

@@ -15,10 +15,10 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import blocks_of_ring
-from tccl_py.plan.directory import class_view
-from tccl_py.plan.parts import WORLD, HostPath, Order, Orders, PlanChain, condensed
+from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
+from tccl_py.plan.nccl_files import class_view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.variants import class_space
+from tccl_py.plan.retuning import class_space
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator

@@ -24,9 +24,9 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.tuner import COLLECTIVES
 from tccl_py.nccl.view import view
-from tccl_py.plan.parts import ChoiceName
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import CHOICE_WORDS
+from tccl_py.plan.text import CHOICE_WORDS
 
 SIZES = tuple(4096 << doublings for doublings in range(0, 19, 2))
 """Bytes of the rows: 4 KiB to 1 GiB."""

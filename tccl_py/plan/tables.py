@@ -22,7 +22,7 @@ from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.parts import PlanChain, Rate, plan_chain
+from tccl_py.plan.chains import PlanChain, Rate, plan_chain
 from tccl_py.plan.staging import AGAIN, TABLES, check_files, read_manifest
 
 FORMAT_VERSION = 2

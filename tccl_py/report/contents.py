@@ -26,10 +26,10 @@ from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import bounce
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
-from tccl_py.plan.again import planned_model
-from tccl_py.plan.beside import Kept, plan_in, planned_fingerprint
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import Kept, plan_in, planned_fingerprint
 from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
+from tccl_py.planning.plan_sources import planned_model
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets

@@ -19,7 +19,7 @@ from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.words import order_words
+from tccl_py.plan.text import order_words
 from tccl_py.report.machine import Layout, Wire, depth, row_of, wires
 
 _TOLERANCE = 1e-6

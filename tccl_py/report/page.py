@@ -26,10 +26,10 @@ from tccl_py.health.host import listed
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
-from tccl_py.plan.parts import IN_DRY_RUN, ChoiceName, PlanChain, mark
+from tccl_py.plan.chains import IN_DRY_RUN, ChoiceName, PlanChain, mark
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_notes, size_table
-from tccl_py.plan.words import (
+from tccl_py.plan.text import (
     CHOICE_WORDS,
     assumptions,
     choice_words,

@@ -14,8 +14,8 @@ from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_tex
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.table import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
 from tccl_py.files import picked
-from tccl_py.plan.parts import ChoiceName, mark
-from tccl_py.plan.words import CHOICE_WORDS, choice_words
+from tccl_py.plan.chains import ChoiceName, mark
+from tccl_py.plan.text import CHOICE_WORDS, choice_words
 
 _SHOWN_WRONG = 5
 

@@ -26,9 +26,10 @@ from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.settings import env_conflicts, job_environment
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
-from tccl_py.plan.beside import plan_in
-from tccl_py.plan.directory import graph_files, host_graph_file
+from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import PLAN_FILE, check_files
 from tccl_py.readers.hosts import names_of_this_host
 from tccl_py.readers.live import DriverFacts, driver_facts

@@ -13,9 +13,9 @@ import pytest
 from tccl_py.nccl.asked import InstalledRings, RefusedError, ask_each, ask_nccl, judged, verdict_on
 from tccl_py.nccl.communicators import Question, same_rings, transport_of
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.plan.directory import graph_text
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.nccl_here import why_not_asked
+from tccl_py.plan.nccl_files import graph_text
+from tccl_py.planning.installed_nccl import why_not_asked
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import SHARE
 from tests.gpu.test_nccl_loads_plans import all_reduce, in_ranks, tccl

@@ -21,7 +21,7 @@ from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.nccl.view import view
-from tccl_py.plan.writing import node_graph_text
+from tccl_py.plan.host_files import node_graph_text
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tests.gpu.ranks import run_ranks
 

@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from tccl_py.nccl.communicators import parse_log, same_rings
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks
 from tests.planned import needing_a_graph, rebind

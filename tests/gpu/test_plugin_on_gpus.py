@@ -19,10 +19,10 @@ from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
-from tccl_py.plan.beside import Tuning, keep_tuning
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.variants import retuned
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.results import Tuning, keep_tuning
+from tccl_py.plan.retuning import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks, torch_nccl
 from tests.planned import needing_a_graph

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tccl_py.experiments.sizes import SizeTunings, load_sizes
-from tccl_py.plan.beside import load_tuning
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.results import load_tuning
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]

@@ -10,11 +10,11 @@ import pytest
 
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import JOURNAL_FILE
-from tccl_py.plan.table_jobs import plan_of_job
 from tccl_py.plan.tables import kept_files
-from tccl_py.plan.writing import write_plan
+from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
 from tests.namespaces import PAYLOAD, RACKS, ended, namespaces_in
 from tests.test_cli_plan import done

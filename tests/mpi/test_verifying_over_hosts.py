@@ -14,7 +14,7 @@ import pytest
 
 from tccl_py.experiments.record import Verification
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.writing import write_plan
+from tccl_py.plan.directory import write_plan
 from tests.cluster_plans import LOCAL, ONE, PAIR, cluster_plan
 from tests.namespaces import ended, namespaces_in
 from tests.processes import alive, children

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from tccl_py.delivery.plugin import plugin_exports
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.writing import write_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tests.planned import ASUS, as_only, needing_a_graph, plan_of
 from tests.plugin.logs import assert_own_rings

@@ -1,4 +1,4 @@
-"""The files of plans over hosts, and the directory of any plan.
+"""The files of plans over hosts: each host's graph file and index, and the order for launchers.
 
 NCCL joins nodes in the order in which ranks first name them, and no file can change that: so the
 order in which a job starts its ranks is part of a plan.
@@ -8,34 +8,23 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
-from tccl_py.model.machine import Fingerprint
+from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.plugin import LIBRARY, found_library
-from tccl_py.nccl.plugin.index import IndexedSet
+from tccl_py.nccl.plugin.index import (
+    IndexedSet,
+)
 from tccl_py.nccl.settings import env_sh
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.directory import (
-    HOSTS_FOLDER,
-    Models,
-    class_view,
-    env_text,
-    host_graph_file,
-    machine_files,
-    machine_plan_files,
-    noted_graph,
-    plan_files,
-    plugin_index,
-    settings_files,
-)
-from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.nccl_files import class_view, env_text, noted_graph, plugin_index
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import Files, with_manifest, write_new_directory, write_with_plan
 
+HOSTS_FOLDER = "hosts"
 ORDER_FOLDER = "order"
 LAUNCH_NOTES = "launch.txt"
 OPEN_MPI_HOSTFILE = "hostfile.openmpi"
@@ -50,112 +39,27 @@ HostGpus = Sequence[tuple[str, Sequence[int]]]
 """Hosts in ring order, each with a GPU for each of its ranks, in rank order."""
 
 
-def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
-    """Return names (below `nccl/`) and texts of all files, as they will lie in `directory`.
+def host_graph_file(host: str) -> str:
+    """The name of the graph file of one of several hosts, below `nccl/`.
 
-    Raises InputError: chains that NCCL would not take as meant, or a directory whose path cannot
-    stand in an environment variable.
+    >>> host_graph_file("gpu01")
+    'hosts/gpu01.xml'
     """
-    if not plan.is_cluster:
-        return machine_files(plan, directory)
-    place = PurePosixPath(directory.resolve() / "nccl")
-    hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
+    return f"{HOSTS_FOLDER}/{host}.xml"
+
+
+def files_of_hosts(plan: Plan, place: PurePosixPath) -> dict[str, str]:
+    """Return graph files, files for launchers and env.sh, as they will lie in `place`."""
+    settings, provenance = plan.plain_settings, plan.provenance
     files = {host_graph_file(name): text for name, text in host_graphs(plan).items()}
-    files |= order_files(hosts, place, provenance=plan.provenance)
-    env = env_text(plan.plain_settings, None, provenance=plan.provenance)
+    hosts = [(host.name, plan.gpus_of(host)) for host in plan.hosts]
+    files |= order_files(hosts, place, provenance=provenance)
+    env = env_text(settings, None, provenance=provenance)
     if plan.names_graph:
         check_path(place)
-        head = f"# tccl-py, rates {plan.provenance}. {_ENV_NOTE}"
         choice = _CHOICE.format(hosts=shlex.quote(str(place / HOSTS_FOLDER)))
-        env = head + env_sh(plan.plain_settings) + choice
-    return files | settings_files(plan, env)
-
-
-def order_files(hosts: HostGpus, place: PurePosixPath, *, provenance: str) -> dict[str, str]:
-    """Return the files below `nccl/order`, as they will lie in `place`."""
-    order = host_order_files(hosts, provenance=f"tccl-py, rates {provenance}")
-    order[LAUNCH_NOTES] = launch_notes(hosts, directory=str(place / ORDER_FOLDER))
-    return {f"{ORDER_FOLDER}/{name}": text for name, text in order.items()}
-
-
-def write_plan(
-    plan: Plan,
-    directory: Path | str,
-    *,
-    models: Models | None = None,
-    fingerprint: Fingerprint | None = None,
-    tables: Mapping[str, str] | None = None,
-) -> None:
-    """Write all files of a plan below `directory`, and the manifest of them: all, or none.
-
-    Args:
-        plan: the plan.
-        directory: an existing directory.
-        models: the models behind the rates of a simulated plan, by the names of its classes.
-        fingerprint: the measured host of a machine's plan, written beside the machine.
-        tables: files of a cluster's chain tables, as `tables.table_files` gives them.
-
-    Raises InputError: a file cannot be written; the earlier files are still there.
-    """
-    directory = Path(directory)
-    if plan.is_cluster:
-        files = plan_files(plan, nccl_files(plan, directory), models=models)
-    else:
-        files = machine_plan_files(plan, directory, models=models, fingerprint=fingerprint)
-    write_with_plan({**files, **(tables or {})}, directory, check=load_plan)
-
-
-def write_nccl_files(plan: Plan, output: Path) -> int:
-    """Write NCCL's and launchers' files to the new directory `output`; return their number.
-
-    Raises InputError: it exists, or cannot be written; nothing is left then.
-    """
-    return write_new_directory(
-        output,
-        lambda place: {f"nccl/{name}": text for name, text in nccl_files(plan, place).items()},
-    )
-
-
-def write_job(plan: Plan, output: Path, machines: Mapping[str, str]) -> int:
-    """Write a job's plan with all its files to the new directory `output`; return their number.
-
-    `machines` are the texts of machines' files by the names of the plan's classes. Raises
-    InputError: parts of the plan do not fit together, the directory exists, or cannot be written.
-    """
-    check_plan(plan, where=str(output))
-
-    def files_of(place: Path) -> Files:
-        texts = nccl_files(plan, place)
-        return with_manifest(
-            plan_files(plan, {**texts, **_plugin_files(plan, texts)}, models=machines)
-        )
-
-    return write_new_directory(output, files_of)
-
-
-def _plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
-    """Return the plugin's files: an index for each host with its graph file, and the library.
-
-    Hosts with equal paths have equal indices. There are none where the job needs no graph file.
-    """
-    files: dict[str, str | bytes] = {}
-    made: dict[int, str] = {}
-    for host in plan.hosts if plan.is_cluster and plan.recommended == "graph" else ():
-        shared = f"path-{host.path}.xml"
-        if host.path not in made:
-            text = texts[host_graph_file(host.name)]
-            found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-            index = plugin_index(plan, plan.class_number(host), [found])
-            try:
-                index = msgspec.structs.replace(index, job=plan.cluster.ranks)
-                made[host.path] = index.encode().decode()
-            except InputError:
-                return {}
-            files[f"{HOSTS_FOLDER}/{shared}"] = text
-        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
-    if made and (library := found_library()):
-        files[LIBRARY] = library.read_bytes()
-    return files
+        env = f"# tccl-py, rates {provenance}. {_ENV_NOTE}{env_sh(settings)}{choice}"
+    return files | {"env.sh": env}
 
 
 def host_graphs(plan: Plan) -> dict[str, str]:
@@ -198,8 +102,6 @@ def node_graph_text(
 
     Raises InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
-    from tccl_py.nccl.network import node_rings  # noqa: PLC0415 (not for a machine's plan)
-
     rings = node_rings(seen, orders, ends, speed_gbps=rate_gbps / len(orders))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it:"
     return noted_graph(rings, note, version=seen.settings.version)
@@ -231,6 +133,38 @@ if [ -z "${{NCCL_GRAPH_FILE-}}" ]; then
 fi
 unset _tccl_hosts _tccl_name _tccl_host
 """
+
+
+def job_plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | bytes]:
+    """Return the plugin's files: an index for each host with its graph file, and the library.
+
+    Hosts with equal paths have equal indices. There are none where the job needs no graph file.
+    """
+    files: dict[str, str | bytes] = {}
+    made: dict[int, str] = {}
+    for host in plan.hosts if plan.recommended == "graph" else ():
+        shared = f"path-{host.path}.xml"
+        if host.path not in made:
+            text = texts[host_graph_file(host.name)]
+            found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
+            index = plugin_index(plan, plan.class_number(host), [found])
+            try:
+                index = msgspec.structs.replace(index, job=plan.cluster.ranks)
+                made[host.path] = index.encode().decode()
+            except InputError:
+                return {}
+            files[f"{HOSTS_FOLDER}/{shared}"] = text
+        files[f"{HOSTS_FOLDER}/{host.name}.index"] = made[host.path]
+    if made and (library := found_library()):
+        files[LIBRARY] = library.read_bytes()
+    return files
+
+
+def order_files(hosts: HostGpus, place: PurePosixPath, *, provenance: str) -> dict[str, str]:
+    """Return the files below `nccl/order`, as they will lie in `place`."""
+    order = host_order_files(hosts, provenance=f"tccl-py, rates {provenance}")
+    order[LAUNCH_NOTES] = launch_notes(hosts, directory=str(place / ORDER_FOLDER))
+    return {f"{ORDER_FOLDER}/{name}": text for name, text in order.items()}
 
 
 # The order of hosts, as the files that launchers take it from.

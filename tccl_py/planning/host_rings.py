@@ -18,8 +18,8 @@ from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, pas
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
-from tccl_py.plan.parts import AS_GOOD as WORTH
-from tccl_py.plan.parts import PlanChain
+from tccl_py.plan.chains import AS_GOOD as WORTH
+from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.tables import HostTable, KeptChains, NicPairs
 
 Nics = tuple[int, ...]

@@ -17,7 +17,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.parts import Order, condensed
+from tccl_py.plan.chains import Order, condensed
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
 from tccl_py.search.strategies import find_rings
 from tccl_py.sources.bench import Bench

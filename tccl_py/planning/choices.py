@@ -16,9 +16,9 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.parts import AS_GOOD, PlanChoice, condensed, preferred
+from tccl_py.plan.chains import AS_GOOD, PlanChoice, condensed, preferred
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tasks import (
+from tccl_py.planning.study import (
     Choice,
     Rings,
     Stock,

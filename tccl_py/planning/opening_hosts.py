@@ -11,8 +11,9 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import compress
-from tccl_py.plan.again import planned_models
-from tccl_py.plan.job import (
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.planning.grow import (
     KnownPlan,
     cluster_of_job,
     grown_plan,
@@ -21,11 +22,10 @@ from tccl_py.plan.job import (
     read_known_plan,
     simulated_cluster,
 )
-from tccl_py.plan.nccl_here import version_to_plan
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.request import PlanRequest
-from tccl_py.plan.subject import UNDER_MPI, Say, Subject, simulated
-from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.planning.installed_nccl import version_to_plan
+from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
+from tccl_py.planning.plan_sources import planned_models
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import listed_hosts
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel

@@ -16,8 +16,8 @@ from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.probe_hosts import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
 from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
+from tccl_py.planning.probes import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench

@@ -13,11 +13,11 @@ from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.plan.cluster_choices import best_rings, plan_over
-from tccl_py.plan.host_class import ChainSearch, HostTask, used_nics
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
+from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
+from tccl_py.planning.join import best_rings, plan_over
+from tccl_py.planning.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.bench import bench_of
 

@@ -30,9 +30,9 @@ from tccl_py.nccl.network import (
 )
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.choices import WORTH, SettingsSearch, interval
 from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, NicPairs, OwnChains
-from tccl_py.plan.tasks import (
+from tccl_py.planning.choices import WORTH, SettingsSearch, interval
+from tccl_py.planning.study import (
     Choice,
     Rings,
     Stock,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import inf
 
 import msgspec
 
@@ -21,10 +19,8 @@ from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.rings import RingSet
-from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
-from tccl_py.nccl.plugin.index import plugin_environment
 from tccl_py.nccl.settings import (
     Settings,
     check_settings,
@@ -32,37 +28,29 @@ from tccl_py.nccl.settings import (
     pinned_values,
 )
 from tccl_py.nccl.versions import ASSUMED, version_facts
-from tccl_py.plan.choices import (
+from tccl_py.plan.chains import (
+    CUT_SHORT,
+    Alternative,
+    HostPath,
+    PlannedHost,
+    is_at_bound,
+    plan_chain,
+    version_notices,
+)
+from tccl_py.plan.plan import Plan
+from tccl_py.planning.choices import (
     OwnChoices,
     SettingsSearch,
     as_graph,
     interval,
     own_choices,
-    own_gbps,
 )
-from tccl_py.plan.parts import (
-    AS_GOOD,
-    CUT_SHORT,
-    Alternative,
-    HostPath,
-    Order,
-    PlannedHost,
-    SubsetRings,
-    is_at_bound,
-    plan_chain,
-    sender_nodes,
-    version_notices,
-)
-from tccl_py.plan.plan import Plan
-from tccl_py.plan.tasks import Choice, Stock, Task, measured_well, search_under
+from tccl_py.planning.groups import ALL_SUBSETS_UP_TO, smaller_sets
+from tccl_py.planning.study import Choice, Stock, Task, measured_well
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.bench import bench_for
 
-ALL_SUBSETS_UP_TO = 8
-"""Machines with more GPUs have too many subsets: only usual ones are planned."""
-SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
-SUBSET_RING_COUNTS = (1, 2)
 MOST_SETS = 2000
 DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 RING_COUNTS = (1, 2, 4)
@@ -236,28 +224,11 @@ def _assembled(
         assumed = plan.assumed
         changes["limit_gbps"] = limit_gbps(source, rings[plan.recommended], assumed=assumed)
         if subsets is not False:
-            changes["subsets"] = _smaller_sets(task, plan, best, everywhere=subsets is True)
+            changes["subsets"] = smaller_sets(task, plan, best, everywhere=subsets is True)
     except KeyboardInterrupt:
         changes["cancelled"] = True
     counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
     return msgspec.structs.replace(plan, **changes, **counts)
-
-
-def _smaller_sets(
-    task: Task, plan: Plan, best: Choice, *, everywhere: bool
-) -> tuple[SubsetRings, ...]:
-    """Return what the recommended choice needs to know of smaller sets of GPUs.
-
-    Only graph files need rings of their own, else rings are searched `everywhere` alone. Where the
-    plugin gives variables to single communicators, NCCL's own rings are rated.
-    """
-    variables = plan.variables.settings
-    if everywhere or plan.recommended == "graph":
-        planned = subset_rings(task, best.settings, best.orders)
-        return _rated(task, planned, (best.settings, variables))
-    if plan.recommended == "variables" and plugin_environment(variables)[1]:
-        return _gaining(task, variables)
-    return ()
 
 
 def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
@@ -279,108 +250,6 @@ def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
         if rate >= own.rate_gbps:
             return msgspec.structs.replace(best, rate_gbps=rate), measurement
     return as_graph(own), own.measurement
-
-
-# Rings for communicators over some of the GPUs, planned once for each class of equal subsets.
-def subset_rings(
-    task: Task, settings: Settings, orders: Sequence[Order]
-) -> tuple[SubsetRings, ...]:
-    """Return rings for every proper subset of two GPUs or more, under the plan's settings.
-
-    Subsets that a symmetry of the machine exchanges share one search. Of more than
-    ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
-    """
-    wanted = subsets(task.machine, task.gpus)
-    symmetry = automorphisms(task.machine, task.knowledge)
-    found: dict[Order, SubsetRings] = {}
-    for subset in wanted:
-        if subset not in found and (planned := _subset(task, settings, orders, subset)):
-            found.update(_images(planned, symmetry))
-    # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
-    return tuple(found[subset] for subset in wanted if subset in found)
-
-
-def _rated(
-    task: Task, planned: Iterable[SubsetRings], settings: Iterable[Settings]
-) -> tuple[SubsetRings, ...]:
-    """Return the subsets, with whether NCCL's own rings are slower under any of these settings."""
-    plain = dict.fromkeys(msgspec.structs.replace(one, shm_placement=False) for one in settings)
-
-    def gains(subset: SubsetRings) -> bool:
-        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
-        return any(subset.rate_gbps > own_gbps(part, one) * (1 + AS_GOOD) for one in plain)
-
-    return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
-
-
-def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
-    """Return the subsets, without rings, with whether the variables beat default NCCL."""
-    if len(task.gpus) > ALL_SUBSETS_UP_TO:
-        return ()
-    found = []
-    for gpus in subsets(task.machine, task.gpus):
-        part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
-        default, rate = (own_gbps(part, one) for one in (task.default_settings, variables))
-        # Rates of sets that may not be measured any more are infinite.
-        if 0 < rate < inf:
-            gains = rate > default * (1 + AS_GOOD)
-            found.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
-    return tuple(found)
-
-
-def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
-    """Return the proper subsets of two GPUs or more that a plan has rings for, by size.
-
-    Of more than ALL_SUBSETS_UP_TO GPUs they are halves and quarters in the order of indices, all
-    GPUs below one switch, and pairs of these.
-    """
-    count, combinations = len(gpus), itertools.combinations
-    if count <= ALL_SUBSETS_UP_TO:
-        return tuple(one for size in range(2, count) for one in combinations(gpus, size))
-    parts = [
-        gpus[at : at + size] for size in (count // 2, count // 4) for at in range(0, count, size)
-    ]
-    parents = {gpu.index: gpu.parent for gpu in machine.gpus}
-    below = [
-        tuple(gpu for gpu in gpus if parents[gpu] == parent)
-        for parent in dict.fromkeys(parents[gpu] for gpu in gpus)
-    ]
-    pairs = [pair for group in below for pair in combinations(group, 2)]
-    found = {one for one in (*parts, *below, *pairs) if 2 <= len(one) < count}
-    return tuple(sorted(found, key=lambda one: (len(one), one)))
-
-
-def _subset(
-    task: Task, settings: Settings, orders: Sequence[Order], gpus: Order
-) -> SubsetRings | None:
-    """Return rings over exactly these GPUs; None where the settings leave a GPU without a hop."""
-    part = msgspec.structs.replace(
-        task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
-    )
-    # The whole machine's rings without the GPUs that are missing are a good beginning.
-    known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    result = search_under(part, settings, known=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
-    if result is None:
-        return None
-    if result.cancelled:
-        raise KeyboardInterrupt
-    rings = tuple(one.gpus for one in result.rings.rings)
-    nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
-    return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
-
-
-def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
-    """The plan of a subset carried over to all subsets that look the same."""
-    found = {planned.gpus: planned}
-    for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
-        rings = tuple(tuple(index_of(names[f"G{gpu}"]) for gpu in ring) for ring in planned.rings)
-        places = zip(planned.gpus, planned.nodes, strict=False)
-        nodes = sorted(
-            (index_of(names[f"G{g}"]), index_of(names[f"C{node}"])) for g, node in places
-        )
-        image = {"gpus": gpus, "rings": rings, "nodes": tuple(node for _, node in nodes)}
-        found.setdefault(gpus, msgspec.structs.replace(planned, **image))
-    return found
 
 
 # The machine's limit for given rings: bare copies over the same hops, all at the same time.

@@ -16,9 +16,8 @@ from tccl_py.model.cluster import Cluster
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING, version_facts
-from tccl_py.plan.cluster_rings import ClusterRings, RingSearch
-from tccl_py.plan.parts import AS_GOOD as WORTH
-from tccl_py.plan.parts import (
+from tccl_py.plan.chains import AS_GOOD as WORTH
+from tccl_py.plan.chains import (
     HostPath,
     PlanChain,
     PlanChoice,
@@ -28,8 +27,9 @@ from tccl_py.plan.parts import (
     version_notices,
 )
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import HostTable, OwnChains
-from tccl_py.plan.variants import ends_as_measured, path_types
+from tccl_py.planning.host_rings import ClusterRings, RingSearch
 
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""

@@ -20,9 +20,9 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
-from tccl_py.plan.directory import graph_files
+from tccl_py.plan.directory import nccl_files
+from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.writing import nccl_files
 from tccl_py.readers.live import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 

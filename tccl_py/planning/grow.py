@@ -14,12 +14,14 @@ from tccl_py.model.reports import HostReport, cluster_of, part_of, split
 from tccl_py.model.rings import joined, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.plan.again import class_sources, measurable
-from tccl_py.plan.cluster_planner import make_cluster_plan
+from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.parts import PlanChain
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.probe_hosts import (
+from tccl_py.plan.retuning import TUNED_NOTE
+from tccl_py.plan.tables import HostTable, KeptTable, read_tables
+from tccl_py.planning.cluster_planner import make_cluster_plan
+from tccl_py.planning.plan_sources import class_sources, measurable
+from tccl_py.planning.probes import (
     MOST_ODD,
     MOST_SAMPLED,
     Sample,
@@ -28,9 +30,7 @@ from tccl_py.plan.probe_hosts import (
     odd_hosts,
     pair_rates,
 )
-from tccl_py.plan.request import PlanRequest
-from tccl_py.plan.tables import HostTable, KeptTable, read_tables
-from tccl_py.plan.variants import TUNED_NOTE
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter

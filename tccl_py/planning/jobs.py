@@ -19,14 +19,14 @@ from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choic
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.cluster_choices import plan_over
-from tccl_py.plan.directory import conf_text, env_text
-from tccl_py.plan.parts import ChoiceName, mark
+from tccl_py.plan.chains import ChoiceName, mark
+from tccl_py.plan.host_files import order_files
+from tccl_py.plan.nccl_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
-from tccl_py.plan.variants import retuned
-from tccl_py.plan.writing import order_files
+from tccl_py.planning.join import plan_over
 from tccl_py.readers.hosts import HostSlots
 
 _Key = tuple[int, tuple[int, ...]]

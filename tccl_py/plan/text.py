@@ -21,8 +21,8 @@ from tccl_py.nccl.settings import (
     shell_text,
     shell_words,
 )
-from tccl_py.plan.directory import gaining_sets, graph_files, plugin_variables
-from tccl_py.plan.parts import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.plan.chains import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.plan.nccl_files import gaining_sets, graph_files, plugin_variables
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32

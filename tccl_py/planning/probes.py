@@ -24,7 +24,7 @@ from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.reports import part_of
 from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
-from tccl_py.plan.host_class import used_nics
+from tccl_py.planning.chain_search import used_nics
 from tccl_py.sources.bench import Bench
 
 MOST_SAMPLED = 16

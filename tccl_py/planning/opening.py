@@ -14,8 +14,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.planner import chosen_gpus, make_plan
-from tccl_py.plan.request import PlanRequest, not_pinned
+from tccl_py.planning.planner import chosen_gpus, make_plan
+from tccl_py.planning.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
@@ -73,7 +73,7 @@ def subject_of(request: PlanRequest, job: Job | None, stack: ExitStack, say: Say
     """
     if job is None and not request.names_hosts:
         return machine_subject(request, say)
-    from tccl_py.plan.cluster_subject import cluster_subject  # noqa: PLC0415 (for hosts alone)
+    from tccl_py.planning.opening_hosts import cluster_subject  # noqa: PLC0415 (for hosts alone)
 
     return cluster_subject(request, job, stack, say)
 
@@ -128,7 +128,7 @@ def _machine_plan(
 
 def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
-    from tccl_py.plan import nccl_here  # noqa: PLC0415 (asks the NCCL here)
+    from tccl_py.planning import installed_nccl as nccl_here  # noqa: PLC0415 (asks the NCCL here)
 
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.

@@ -10,7 +10,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
-from tccl_py.plan.planner import DEFAULT_BUDGET
+from tccl_py.planning.planner import DEFAULT_BUDGET
 from tccl_py.search.problem import Budget
 from tccl_py.sources.profiled import MeasurementOptions, search_options
 

@@ -1,0 +1,1 @@
+"""Planning: from a request and rates to a Plan, by searches."""
