@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ LEVELS = (0.0, 6.0, 12.0, 24.0, 48.0)
 CHANCES = (0.3, 0.3, 0.2, 0.15, 0.05)
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class MergeRates(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a case: a rate and its bound, GB/s, simulated sets, seconds without preparation."""
 
     rate: float
@@ -54,19 +55,19 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class Case(msgspec.Struct, frozen=True):
     """A benchmark case and its limits; None is no limit."""
 
     name: str
-    run: Callable[[], Found]
+    run: Callable[[], MergeRates]
     seconds: float | None = None
     megabytes: float | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CaseOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a case, with time and memory."""
 
-    found: Found
+    rates: MergeRates
     seconds: float
     megabytes: float
 
@@ -81,26 +82,26 @@ def tables(kind: str, classes: int) -> list[ChainTable]:
     return [ChainTable(name=f"class {c}", rates=rates[c]) for c in range(classes)]
 
 
-def merged(ring: MergedRing) -> Found:
-    return Found(rate=ring.rate_gbps, bound=ring.bound_gbps)
+def merged(ring: MergedRing) -> MergeRates:
+    return MergeRates(rate=ring.rate_gbps, bound=ring.bound_gbps)
 
 
-def equal(nodes: int, kind: str) -> Found:
+def equal(nodes: int, kind: str) -> MergeRates:
     return merged(merge_in_order(tables(kind, 1), [0] * nodes))
 
 
-def mixed(nodes: int, kind: str) -> Found:
+def mixed(nodes: int, kind: str) -> MergeRates:
     order = np.random.default_rng(1).integers(0, CLASSES, nodes).tolist()
     return merged(merge_in_order(tables(kind, CLASSES), order))
 
 
-def any_order(counts: Sequence[int], kind: str) -> Found:
+def any_order(counts: Sequence[int], kind: str) -> MergeRates:
     classes = {f"{c}.{i}": c for c, count in enumerate(counts) for i in range(count)}
     tree = SwitchTree(name="", hosts=tuple(classes))
     return merged(merge_with_switches(tables(kind, len(counts)), classes, tree))
 
 
-def switched(nodes: int, classes: int, kind: str) -> Found:
+def switched(nodes: int, classes: int, kind: str) -> MergeRates:
     names = [f"h{host}" for host in range(nodes)]
     drawn = np.random.default_rng(1).integers(0, classes, nodes).tolist()
     spans = [tuple(names[i : i + PER_SWITCH]) for i in range(0, nodes, PER_SWITCH)]
@@ -110,136 +111,104 @@ def switched(nodes: int, classes: int, kind: str) -> Found:
     return merged(merge_with_switches(tables(kind, classes), hosts, tree))
 
 
-def job(nodes: int, classes: int) -> Found:
+def job(nodes: int, classes: int) -> MergeRates:
     """Plan a job by kept tables, and make its files; equal machines with rates of their own."""
     model = load_bundled(MACHINE)
     two = cluster_of([HostReport(host=name, machine=model.machine) for name in "ab"])
-    kept: list[KeptTable] = []
+    kept_tables: list[KeptTable] = []
     budget = Budget(sets=100, idle_sets=15)
     source = Simulator(model)
-    made = make_cluster_plan(two, [source], budget=budget, tables=kept, gpus_per_job="8")
+    made = make_cluster_plan(two, [source], budget=budget, tables=kept_tables, gpus_per_job="8")
     rng = np.random.default_rng(0)
-    tables = [slowed(kept[0], f"class{number}", rng) for number in range(classes)]
-    known = [msgspec.structs.replace(two.classes[0], name=one.node_class) for one in tables]
+    tables = [slowed(kept_tables[0], f"class{number}", rng) for number in range(classes)]
+    first = two.classes[0]
+    node_classes = [msgspec.structs.replace(first, name=table.node_class) for table in tables]
     drawn = rng.integers(0, classes, nodes).tolist()
-    hosts = tuple(Host(name=f"h{n}", node_class=one, slots=8) for n, one in enumerate(drawn))
-    cluster = Cluster(hosts=hosts, classes=tuple(known))
-    pairs = list(zip(known, tables, strict=True))
+    hosts = tuple(Host(name=f"h{n}", node_class=number, slots=8) for n, number in enumerate(drawn))
+    cluster = Cluster(hosts=hosts, classes=tuple(node_classes))
+    pairs = list(zip(node_classes, tables, strict=True))
     began = time.monotonic()
     plan = plan_over(cluster, [HostTable(*pair) for pair in pairs], strategy=made.strategy)
     nccl_files(plan, Path("/job"))
     seconds = time.monotonic() - began
-    return Found(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, seconds=seconds)
+    return MergeRates(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, seconds=seconds)
 
 
 def slowed(table: KeptTable, name: str, rng: np.random.Generator) -> KeptTable:
     """Return a table of another class, every rate of it lower by a random share."""
     replace = msgspec.structs.replace
     answers = []
-    for one in table.answers:
+    for answer in table.answers:
         share = rng.uniform(0.5, 1.0)
-        gbps = tuple(tuple(rate * share for rate in row) for row in one.gbps)
-        answers.append(replace(one, rate_gbps=one.rate_gbps * share, gbps=gbps))
+        gbps = tuple(tuple(rate * share for rate in row) for row in answer.gbps)
+        answers.append(replace(answer, rate_gbps=answer.rate_gbps * share, gbps=gbps))
     return replace(table, node_class=name, answers=tuple(answers))
 
 
-def whole_plan() -> Found:
+def whole_plan() -> MergeRates:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "plan"
-        words = [
-            "plan",
-            "-o",
-            str(directory),
-            "--simulate",
-            "nvswitch-8gpu-8nic",
-            "--nodes",
-            "1024",
-        ]
+        words = ["plan", "-o", str(directory), "--simulate", MACHINE, "--nodes", f"{NODES}"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             app(words, standalone_mode=False)
         plan = load_plan(directory)
-    return Found(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, sets=plan.sets_measured)
+    return MergeRates(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, sets=plan.sets_measured)
 
 
 def cases() -> list[Case]:
-    few, rest = divmod(NODES, CLASSES)
-    counts = [few + 1] * rest + [few] * (CLASSES - rest)
-    found = []
+    few, remainder = divmod(NODES, CLASSES)
+    counts = [few + 1] * remainder + [few] * (CLASSES - remainder)
+    merges = []
     for kind in ("levels", "measured"):
-        found += [
+        merges += [
+            Case(f"1,024 equal nodes, {kind}", partial(equal, NODES, kind), 1, 500),
+            Case(f"10,000 equal nodes, {kind}", partial(equal, 10_000, kind), 5),
             Case(
-                name=f"1,024 equal nodes, {kind}",
-                run=lambda kind=kind: equal(NODES, kind),
-                seconds=1,
-                megabytes=500,
+                f"1,024 nodes of 40 classes in a given order, {kind}", partial(mixed, NODES, kind)
             ),
             Case(
-                name=f"10,000 equal nodes, {kind}",
-                run=lambda kind=kind: equal(10_000, kind),
-                seconds=5,
+                f"1,024 nodes of 40 classes in any order, {kind}",
+                partial(any_order, counts, kind),
+                10,
             ),
             Case(
-                name=f"1,024 nodes of 40 classes in a given order, {kind}",
-                run=lambda kind=kind: mixed(NODES, kind),
-            ),
-            Case(
-                name=f"1,024 nodes of 40 classes in any order, {kind}",
-                run=lambda kind=kind: any_order(counts, kind),
-                seconds=10,
-            ),
-            Case(
-                name=f"1,024 nodes of 2 classes under 32 switches, {kind}",
-                run=lambda kind=kind: switched(NODES, 2, kind),
+                f"1,024 nodes of 2 classes under 32 switches, {kind}",
+                partial(switched, NODES, 2, kind),
             ),
         ]
+    files = "by kept tables, files made"
     return [
-        *found,
-        Case(
-            name="job over 10,000 nodes of 40 classes by kept tables, files made",
-            run=lambda: job(10_000, CLASSES),
-            seconds=3,
-            megabytes=500,
-        ),
-        Case(
-            name="job over 1,024 equal nodes by kept tables, files made",
-            run=lambda: job(NODES, 1),
-            seconds=1,
-        ),
-        Case(name="tccl plan of 1,024 nodes x 8 GPUs x 8 NICs", run=whole_plan, seconds=40),
+        *merges,
+        Case(f"job over 10,000 nodes of 40 classes {files}", partial(job, 10_000, CLASSES), 3, 500),
+        Case(f"job over 1,024 equal nodes {files}", partial(job, NODES, 1), 1),
+        Case("tccl plan of 1,024 nodes x 8 GPUs x 8 NICs", whole_plan, 40),
     ]
 
 
-def measured(case: Case) -> Outcome:
+def measured(number: int) -> CaseOutcome:
     """Run one case in this process."""
     began = time.monotonic()
-    found = case.run()
-    return Outcome(
-        found=found,
-        seconds=time.monotonic() - began if found.seconds is None else found.seconds,
+    rates = cases()[number].run()
+    return CaseOutcome(
+        rates=rates,
+        seconds=time.monotonic() - began if rates.seconds is None else rates.seconds,
         megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     )
 
 
-def in_own_process(number: int) -> Outcome:
+def in_own_process(number: int) -> CaseOutcome:
     """Run one case in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_numbered, (number,))
+        return pool.apply(measured, (number,))
 
 
-def _numbered(number: int) -> Outcome:
-    return measured(cases()[number])
-
-
-def verdict(case: Case, outcome: Outcome) -> str:
+def verdict(case: Case, outcome: CaseOutcome) -> str:
     """Return whether the case meets its limits, as text; empty without limits."""
-    checks = [
-        (case.seconds, outcome.seconds, "s"),
-        (case.megabytes, outcome.megabytes, "MB"),
-    ]
-    asked = [(most, found, unit) for most, found, unit in checks if most is not None]
-    met = all(found <= most for most, found, _ in asked)
-    limits = ", ".join(f"<= {most:g} {unit}" for most, _, unit in asked)
-    return f"{'met' if met else 'NOT MET'} ({limits})" if asked else ""
+    checks = [(case.seconds, outcome.seconds, "s"), (case.megabytes, outcome.megabytes, "MB")]
+    limited = [(most, cost, unit) for most, cost, unit in checks if most is not None]
+    met = all(cost <= most for most, cost, _ in limited)
+    limits = ", ".join(f"<= {most:g} {unit}" for most, _, unit in limited)
+    return f"{'met' if met else 'NOT MET'} ({limits})" if limited else ""
 
 
 def main() -> int:
@@ -256,8 +225,8 @@ def main() -> int:
         says = verdict(case, outcome)
         missed |= says.startswith("NOT")
         print(
-            f"| {case.name:61} | {outcome.found.rate:8.4f} | {outcome.found.bound:8.4f} "
-            f"| {outcome.found.sets or '':4} | {outcome.seconds:7.2f} | {outcome.megabytes:5.0f} "
+            f"| {case.name:61} | {outcome.rates.rate:8.4f} | {outcome.rates.bound:8.4f} "
+            f"| {outcome.rates.sets or '':4} | {outcome.seconds:7.2f} | {outcome.megabytes:5.0f} "
             f"| {says} |",
             flush=True,
         )

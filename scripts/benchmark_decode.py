@@ -61,32 +61,32 @@ def control() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=10, help="jobs of each arm")
     parser.add_argument("--out", type=Path, help="all times as JSON")
-    asked = parser.parse_args()
-    if not LEAST_ROUNDS <= asked.rounds <= MAX_ROUNDS:
-        raise InputError(f"--rounds {asked.rounds}", "is out of range", f"{LEAST_ROUNDS} to 40")
-    plan = plan_in(asked.directory)
+    call = parser.parse_args()
+    if not LEAST_ROUNDS <= call.rounds <= MAX_ROUNDS:
+        raise InputError(f"--rounds {call.rounds}", "is out of range", f"{LEAST_ROUNDS} to 40")
+    plan = plan_in(call.directory)
     if plan.is_cluster:
-        raise InputError(str(asked.directory), "is the plan of a cluster", "name one machine's")
-    if load_tuning(plan, asked.directory) is None:
+        raise InputError(str(call.directory), "is the plan of a cluster", "name one machine's")
+    if load_tuning(plan, call.directory) is None:
         right = "`tccl verify --tune` it first"
-        raise InputError(str(asked.directory), "has no table by message size", right)
-    target = read_target(plan, asked.directory)
+        raise InputError(str(call.directory), "has no table by message size", right)
+    target = read_target(plan, call.directory)
     chosen = target.arm(plan.recommended)
     variables = {n: v for n, v in chosen.variables.items() if n != "NCCL_GRAPH_FILE"}
     tuned = msgspec.structs.replace(
-        chosen, variables=variables | plugin_exports(plan, asked.directory), graphs={}
+        chosen, variables=variables | plugin_exports(plan, call.directory), graphs={}
     )
     asked_for = Launcher(keep=tuple(plan.pinned_env), say=print)
-    with launcher_of(plan, asked.directory, asked_for) as launcher:
-        own = msgspec.structs.replace(launcher, program="scripts.benchmark_decode")
-        jobs = ConcurrentJobs(own, JobSpec(rows=rows_of((_LARGEST,))))
-        found = []
-        for times in _rounds(jobs, (target.arms[0], chosen, tuned), asked.rounds):
-            found.append(times)
-            if asked.out:  # After each round: a machine may be taken away.
-                rows = [dict(zip(ARMS, arms, strict=True)) for arms in found]
-                asked.out.write_bytes(msgspec.json.encode(rows))
-    _print(found)
+    with launcher_of(plan, call.directory, asked_for) as launcher:
+        rank_launcher = msgspec.structs.replace(launcher, program="scripts.benchmark_decode")
+        jobs = ConcurrentJobs(rank_launcher, JobSpec(rows=rows_of((_LARGEST,))))
+        rounds = []
+        for times in _rounds(jobs, (target.arms[0], chosen, tuned), call.rounds):
+            rounds.append(times)
+            if call.out:  # After each round: a machine may be taken away.
+                rows = [dict(zip(ARMS, arms, strict=True)) for arms in rounds]
+                call.out.write_bytes(msgspec.json.encode(rows))
+    _print(rounds)
 
 
 Times = dict[str, float]
@@ -97,27 +97,27 @@ def _rounds(jobs: ConcurrentJobs, arms: tuple[Arm, ...], count: int) -> Iterator
     """Yield the times of each arm's job, the slowest rank's, for each round."""
     for number in range(count):
         print(f"round {number + 1} of {count}", file=sys.stderr)
-        found = {}
+        times_of = {}
         for arm, outcome in jobs.run(round_order(arms, number)):
             if isinstance(outcome, MeasurementError):
                 raise InputError("a job", f"failed: {outcome}", "see NCCL's log")
             ranks = [rank.training for rank in outcome.results]
             times = {mode: max(median(rank[mode]) for rank in ranks) for mode in ranks[0]}
-            found[id(arm)] = times
-        yield [found[id(arm)] for arm in arms]
+            times_of[id(arm)] = times
+        yield [times_of[id(arm)] for arm in arms]
 
 
-def _print(found: list[list[Times]]) -> None:
+def _print(rounds: list[list[Times]]) -> None:
     table = Table("step", "all-reduce", "default us", "plan us", "tuned us", "plan", "tuned")
-    for mode in found[0][0]:
-        times = [[one[at][mode] for one in found] for at in range(len(ARMS))]
+    for mode in rounds[0][0]:
+        times = [[round_times[at][mode] for round_times in rounds] for at in range(len(ARMS))]
         ratios = [compare([arm], [times[0]])[0] for arm in times[1:]]
         hidden, batch = map(int, mode.split(" x "))
         table.add_row(
             mode,
             size_text(2 * hidden * batch),
             *(f"{median(arm) * 1e6:.0f}" for arm in times),
-            *(f"{one.ratio:.3f} ({one.low:.3f} to {one.high:.3f})" for one in ratios),
+            *(f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" for ratio in ratios),
         )
     Console(width=140).print(table)
     print("ratios: speed over default NCCL, with 95 % intervals")
@@ -132,7 +132,7 @@ def rank_main() -> None:
     communicator = join("nccl", folder, rank=rank, world=world, local_rank=rank)
     slot = time_slots(slots_file(folder), spec.slot, rank)
     warm_up(communicator)
-    found: dict[str, tuple[float, ...]] = {}
+    times_of_steps: dict[str, tuple[float, ...]] = {}
     for hidden in HIDDEN:
         with slot():
             layer = Layer(communicator, hidden)
@@ -144,8 +144,10 @@ def rank_main() -> None:
                 with slot(), graphed(communicator, layer.step) as replay:
                     lasted = time_calls(communicator, replay, lambda: _times(replay))
                     times.append(lasted / REPLAYS)
-            found[f"{hidden} x {batch}"] = tuple(times)
-    result = JobResult(rank=rank, torch=str(communicator.torch.__version__), training=found)
+            times_of_steps[f"{hidden} x {batch}"] = tuple(times)
+    result = JobResult(
+        rank=rank, torch=str(communicator.torch.__version__), training=times_of_steps
+    )
     communicator.dist.destroy_process_group()
     write_result(folder, rank, result)
 

@@ -157,7 +157,7 @@ class MachineRuns:
             },
             source=Simulator(self.model),
             symmetry=automorphisms(machine, knowledge),
-            known=(tuple(one.gpus for one in stock.rings.rings),),
+            known=(tuple(ring.gpus for ring in stock.rings.rings),),
             cuts=natural_cuts(machine, knowledge, gpus=self.gpus),
             budget=budget,
         )
@@ -222,11 +222,11 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _few(name: str, mine: Sequence[Row]) -> Iterator[Check]:
-    one, tccl, all_counts = _pick(mine, "best-first"), _pick(mine, "tccl"), _whole(mine)
+    single, tccl, all_counts = _pick(mine, "best-first"), _pick(mine, "tccl"), _all_counts(mine)
     yield Check(
         wanted=f"{name}: best-first, 1 ring, at most a tenth of tccl's sets",
-        found=f"{one.sets} of {'' if tccl.whole else 'at least '}{tccl.sets}",
-        met=one.sets * 10 <= tccl.sets,
+        found=f"{single.sets} of {'' if tccl.whole else 'at least '}{tccl.sets}",
+        met=single.sets * 10 <= tccl.sets,
     )
     yield Check(
         wanted=f"{name}: best-first, {all_counts.rings} rings, at most 1,000 sets in 20 s",
@@ -237,7 +237,7 @@ def _few(name: str, mine: Sequence[Row]) -> Iterator[Check]:
 
 def _many(name: str, mine: Sequence[Row]) -> Check:
     """Require search and plan within 120 s, each with its bound."""
-    runs = [_whole(mine), _pick(mine, "plan")]
+    runs = [_all_counts(mine), _pick(mine, "plan")]
     bounds = [f"{run.bound:.2f}" if run.bound is not None else "no" for run in runs]
     return Check(
         wanted=f"{name}: best-first and plan within 120 s each, with a bound",
@@ -255,7 +255,7 @@ def _pick(rows: Sequence[Row], strategy: str) -> Row:
     return next(row for row in rows if row.strategy == strategy)
 
 
-def _whole(rows: Sequence[Row]) -> Row:
+def _all_counts(rows: Sequence[Row]) -> Row:
     """Return the row of best-first over all ring counts."""
     return [row for row in rows if row.strategy == "best-first"][-1]
 
@@ -265,11 +265,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/benchmark-search", description=__doc__)
     parser.add_argument("machines", nargs="*", metavar="MACHINE", help="bundled names; all if none")
     parser.add_argument("--tccl-seconds", type=float, default=60.0, help="budget of `tccl`")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        benches = [
-            MachineRuns(name, given.tccl_seconds) for name in given.machines or bundled_names()
-        ]
+        names = arguments.machines or bundled_names()
+        benches = [MachineRuns(name, arguments.tccl_seconds) for name in names]
     except InputError as error:
         parser.error(str(error))
     rows: list[Row] = []

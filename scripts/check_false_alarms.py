@@ -30,14 +30,15 @@ def main() -> None:
     parser.add_argument("machines", nargs="*", default=MACHINES)
     parser.add_argument("--checks", type=int, default=CHECKS)
     parser.add_argument("--preflight", action="store_true")
-    wanted = parser.parse_args()
-    for name in wanted.machines:
-        print(f"{name}: {wanted.checks} checks without a change, {wanted.checks // 10} with one")
-        for noise, between in NOISES:
-            if wanted.preflight:
-                report_preflights(name, noise, between, wanted.checks)
+    arguments = parser.parse_args()
+    for name in arguments.machines:
+        checks = arguments.checks
+        print(f"{name}: {checks} checks without a change, {checks // 10} with one")
+        for noise, spread in NOISES:
+            if arguments.preflight:
+                report_preflights(name, noise, spread, checks)
             else:
-                report(name, noise, between, wanted.checks)
+                report(name, noise, spread, checks)
 
 
 def report(name: str, noise: float, between: float, checks: int) -> None:
@@ -45,26 +46,27 @@ def report(name: str, noise: float, between: float, checks: int) -> None:
     false = sum(
         checked(case, noise=noise, between=between, seed=seed).drifted for seed in range(checks)
     )
-    found = []
+    detections = []
     gpus = case.model.machine.gpu_indices
     slower = {
-        (gpu, left): exact_rates(with_slower_link(case.model, f"G{gpu}", left))
+        (gpu, share): exact_rates(with_slower_link(case.model, f"G{gpu}", share))
         for gpu in gpus
-        for left in (0.9, 0.5)
+        for share in (0.9, 0.5)
     }
-    for left in (0.9, 0.5):
+    for share in (0.9, 0.5):
         hits = named = 0
         for seed in range(checks // 10):
             gpu = gpus[seed % len(gpus)]
-            now = slower[gpu, left]
-            drift = checked(case, noise=noise, between=between, seed=10_000 + seed, now=now)
+            slowed = slower[gpu, share]
+            drift = checked(case, noise=noise, between=between, seed=10_000 + seed, now=slowed)
             hits += drift.drifted
             words = drift.points_to
             named += words.startswith(f"GPU {gpu}'s") and " or " not in words
-        found.append(f"{1 - left:.0%} off one GPU's link: {hits} found, {named} by its name alone")
+        lost = f"{1 - share:.0%} off one GPU's link"
+        detections.append(f"{lost}: {hits} found, {named} by its name alone")
     print(
         f"  noise {noise:.0%}, between measurements {between:.0%}: {false} false alarms; "
-        + "; ".join(found),
+        + "; ".join(detections),
         flush=True,
     )
 
@@ -78,12 +80,12 @@ def report_preflights(name: str, noise: float, between: float, checks: int) -> N
         effort = Effort(seed=seed, families=FAMILIES)
         drift = checked(case, noise=noise, between=between, seed=seed, effort=effort)
         for speed in false if seed % 10 == 0 else (1.0,):
-            then, now = (
+            before, after = (
                 dry_run(case.plan, FakeJobs(seconds(rate), noise=max(noise, between), seed=draw))
                 for draw, rate in ((2 * seed, 1.0), (2 * seed + 1, speed))
             )
-            found = check_collectives(target, now, verify_target(target, then, budget))
-            healthy = Preflight(drift=drift, collectives=found, seconds=0.0).ok
+            collectives = check_collectives(target, after, verify_target(target, before, budget))
+            healthy = Preflight(drift=drift, collectives=collectives, seconds=0.0).ok
             false[speed] += not healthy
     words = f"  noise {noise:.0%}, between measurements {between:.0%}: "
     words += f"{false[1.0]} of {checks} healthy machines fail"

@@ -27,14 +27,14 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Record one element."""
-        found = {name: value or "" for name, value in attrs}
-        self.anchors |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.add(found["href"])
-        elif tag == "link" and "href" in found:
-            self.loaded.add(found["href"])
-        elif "src" in found:
-            self.loaded.add(found["src"])
+        attributes = {name: value or "" for name, value in attrs}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag == "a" and "href" in attributes:
+            self.links.add(attributes["href"])
+        elif tag == "link" and "href" in attributes:
+            self.loaded.add(attributes["href"])
+        elif "src" in attributes:
+            self.loaded.add(attributes["src"])
 
 
 def faults(site: Path) -> Iterator[str]:
@@ -47,7 +47,7 @@ def faults(site: Path) -> Iterator[str]:
                 if url in page.loaded:
                     yield f"{where}: loads {url}, which needs a network"
             elif not url.startswith(IGNORED):
-                yield from (f"{where}: {url}: {what}" for what in _dead(url, path, pages))
+                yield from (f"{where}: {url}: {fault}" for fault in _dead(url, path, pages))
 
 
 def links_elsewhere(site: Path) -> list[str]:

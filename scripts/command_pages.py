@@ -40,8 +40,8 @@ def reference(name: str, command: Any) -> str:
     lines = [f"# tccl {name}", "", "```text", synopsis(name, command), "```", ""]
     lines += [help_text(command), ""]
     if arguments:
-        lines += ["## Arguments", "", *(line for one in arguments for line in _entry(one))]
-    lines += ["## Options", "", *(line for one in options for line in _entry(one))]
+        lines += ["## Arguments", "", *(line for param in arguments for line in _entry(param))]
+    lines += ["## Options", "", *(line for param in options for line in _entry(param))]
     return "\n".join([*lines, *_HELP_OPTION])
 
 
@@ -54,7 +54,7 @@ def synopsis(name: str, command: Any) -> str:
 def arguments_and_options(command: Any) -> tuple[list[Any], list[Any]]:
     """Return a command's parameters of both kinds."""
     kinds = ("argument", "option")
-    return tuple([one for one in command.params if one.param_type_name == kind] for kind in kinds)
+    return tuple([p for p in command.params if p.param_type_name == kind] for kind in kinds)
 
 
 def page(name: str, command: Any, examples: str = "") -> str:
@@ -78,20 +78,20 @@ def _argument(param: Any) -> str:
 
 def _entry(param: Any) -> tuple[str, ...]:
     """Return a definition list's term and text."""
-    return term(param), f":   {said(param)}", ""
+    return term(param), f":   {description(param)}", ""
 
 
 def term(param: Any) -> str:
     """Return an argument's or an option's names and metavar."""
     if param.param_type_name == "argument":
         return f"`{_argument(param)}`"
-    what = (param.metavar or "").strip()
+    metavar = (param.metavar or "").strip()
     flag = bool(getattr(param, "is_flag", False))
-    names = ", ".join(f"`{one}`" for one in sorted(param.opts, key=len, reverse=True))
-    return f"{names} `{what}`" if what and not flag else names
+    names = ", ".join(f"`{name}`" for name in sorted(param.opts, key=len, reverse=True))
+    return f"{names} `{metavar}`" if metavar and not flag else names
 
 
-def said(param: Any) -> str:
+def description(param: Any) -> str:
     """Return the text of an argument or option, with its default."""
     text = " ".join((getattr(param, "help", None) or "").split())
     if param.required and param.param_type_name == "option":
@@ -104,7 +104,7 @@ def said(param: Any) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the commands to the navigation."""
-    entries = next(one["Commands"] for one in config.nav or [] if "Commands" in one)
+    entries = next(entry["Commands"] for entry in config.nav or [] if "Commands" in entry)
     paths = [{name: f"{FOLDER / name}.md"} for name in commands()]
     entries += [path for path in paths if path not in entries]
     return config
@@ -126,5 +126,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the list of commands."""
-    rows = [f"| [{name}]({name}.md) | {summary(one)} |" for name, one in commands().items()]
+    rows = [f"| [{name}]({name}.md) | {summary(command)} |" for name, command in commands().items()]
     return markdown.replace(LIST, "\n".join(["| command | does |", "|---|---|", *rows]))

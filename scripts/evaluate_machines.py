@@ -23,9 +23,9 @@ BEGIN = "<!-- table by scripts/evaluate-machines -->"
 
 def main() -> None:
     """Rewrite the tables below the mark in the page."""
-    found = [evaluated(name) for name in bundled_names()]
+    evaluations = [evaluated(name) for name in bundled_names()]
     head, mark, _ = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{mark}\n\n{tables(found)}")
+    PAGE.write_text(f"{head}{mark}\n\n{tables(evaluations)}")
 
 
 def evaluated(name: str) -> Evaluation:
@@ -33,8 +33,8 @@ def evaluated(name: str) -> Evaluation:
     model = load_bundled(name)
     plan = make_plan(model.machine, model.knowledge, Simulator(model))
     with tempfile.TemporaryDirectory() as folder:
-        one = plan.cluster.classes[0].name
-        write_plan(plan, Path(folder), models={one: model})
+        class_name = plan.cluster.classes[0].name
+        write_plan(plan, Path(folder), models={class_name: model})
         return evaluate_plan(Path(folder), EVALUATED, Launcher(), by_model=True)
 
 
@@ -46,23 +46,25 @@ def tables(evaluations: list[Evaluation]) -> str:
     ]
     lines += map(machine_row, evaluations)
     lines += ["", f"| machine | {' | '.join(COLLECTIVES)} |", "|---" * (1 + len(COLLECTIVES)) + "|"]
-    for found in evaluations:
-        cells = [_cell(found.summary(found.recommended, one)) for one in COLLECTIVES]
-        lines.append(f"| {found.machine} | {' | '.join(cells)} |")
+    for evaluation in evaluations:
+        cells = [_cell(evaluation.summary(evaluation.recommended, name)) for name in COLLECTIVES]
+        lines.append(f"| {evaluation.machine} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def machine_row(found: Evaluation) -> str:
+def machine_row(evaluation: Evaluation) -> str:
     """Return a machine's row: the recommended choice over default NCCL."""
-    one = found.summary(found.recommended)
-    if one is None:
-        return f"| {found.machine} | {CHOICE_WORDS[found.recommended]} | 0 | | | |"
-    numbers = f"{one.cells} | {one.mean:.3f} | {one.least:.3f} | {one.most:.3f}"
-    return f"| {found.machine} | {CHOICE_WORDS[found.recommended]} | {numbers} |"
+    summary = evaluation.summary(evaluation.recommended)
+    if summary is None:
+        return f"| {evaluation.machine} | {CHOICE_WORDS[evaluation.recommended]} | 0 | | | |"
+    numbers = f"{summary.cells} | {summary.mean:.3f} | {summary.least:.3f} | {summary.most:.3f}"
+    return f"| {evaluation.machine} | {CHOICE_WORDS[evaluation.recommended]} | {numbers} |"
 
 
-def _cell(one: Summary | None) -> str:
-    return "" if one is None else f"{one.mean:.2f} ({one.least:.2f} to {one.most:.2f})"
+def _cell(summary: Summary | None) -> str:
+    if summary is None:
+        return ""
+    return f"{summary.mean:.2f} ({summary.least:.2f} to {summary.most:.2f})"
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--quick", action="store_true", help="one channel, FIFOs of 4 MiB")
     arguments = parser.parse_args()
-    here = discover_machine()
-    machine = here[0]
+    discovered = discover_machine()
+    machine = discovered[0]
     bounced = [(1, SIZES[-1])] if arguments.quick else itertools.product(CHANNELS, SIZES)
     choices = [
         DEFAULT,
@@ -49,24 +49,24 @@ def main() -> None:
     rows = []
     folder = arguments.file.with_suffix(".journal")
     folder.mkdir(parents=True, exist_ok=True)
-    with opened(here, folder, 1) as (_, source):
-        for one in choices:
-            ring = ring_of(here, one, machine.gpu_indices)
+    with opened(discovered, folder, 1) as (_, source):
+        for settings in choices:
+            ring = ring_of(discovered, settings, machine.gpu_indices)
             sets = {"all_reduce": ring, "broadcast": without_last(ring)}
             for transfers in sets.values():
                 again(source, transfers)
-            answers, _ = nccl_rates(machine, [one] * len(KINDS), kinds=KINDS)
-            known = {name: source.measure([found])[0] for name, found in sets.items()}
+            answers, _ = nccl_rates(machine, [settings] * len(KINDS), kinds=KINDS)
+            measured = {name: source.measure([transfers])[0] for name, transfers in sets.items()}
             row = {
                 "gpus": len(machine.gpus),
-                "direct": one is DEFAULT,
-                "channels": one.channels,
-                "fifo_bytes": one.buffsize,
+                "direct": settings is DEFAULT,
+                "channels": settings.channels,
+                "fifo_bytes": settings.buffsize,
                 "nccl": {
-                    kind: found["busbw_gbps"] for kind, found in zip(KINDS, answers, strict=True)
+                    kind: answer["busbw_gbps"] for kind, answer in zip(KINDS, answers, strict=True)
                 },
-                "right": all(found["right"] for found in answers),
-                "sets": {name: min(found.gbps) for name, found in known.items()},
+                "right": all(answer["right"] for answer in answers),
+                "sets": {name: min(measurement.gbps) for name, measurement in measured.items()},
             }
             rows.append(row)
             print(row, flush=True)

@@ -121,12 +121,12 @@ def mixtures(folder: Path, count: str, first: str = "0", *only: str) -> int:
         for record in (record for records in result.made for record in records or ()):
             wrong += [f"{record.name}: code {record.code}"] if record.code else []
             graphs.setdefault(record.name, set()).add(record.graph)
-        wrong += [f"{name}: {found}" for name, found in graphs.items() if len(found) > 1]
+        wrong += [f"{name}: {files}" for name, files in graphs.items() if len(files) > 1]
         bad += bool(wrong)
         if wrong:
             logs = "\n".join(path.read_text() for path in sorted(place.glob("log.*")))
             wrong += [line for line in logs.splitlines() if "WARN" in line or "tccl" in line][:40]
-        files = sum(found != {""} for found in graphs.values())
+        files = sum(files != {""} for files in graphs.values())
         counts = f"{len(graphs)} communicators, {files} with a graph file"
         print(f"seed {seed}, {version}: {counts}", *wrong[:50], sep="\n    ", flush=True)
     print(f"{count} mixtures, {bad} wrong")
@@ -146,8 +146,8 @@ def kills(folder: Path, count: str, first: str = "0", *only: str) -> int:
         version, size = (only or _versions())[seed % len(only or _versions())], source.randint(2, 4)
         victims = source.sample(range(size), source.randint(1, size))
         # Most kills hit a board: it is there for a few milliseconds.
-        seen = source.randint(0, 4)
-        moments = [(rank, source.uniform(0, 0.004 if seen else 1.5)) for rank in victims]
+        boards_seen = source.randint(0, 4)
+        moments = [(rank, source.uniform(0, 0.004 if boards_seen else 1.5)) for rank in victims]
         result = run_ranks(
             folder / f"run{seed}",
             "many",
@@ -155,25 +155,25 @@ def kills(folder: Path, count: str, first: str = "0", *only: str) -> int:
             plan=plan,
             version=version,
             kills=moments,
-            after_boards=seen,
+            after_boards=boards_seen,
             timeout=10.0,
         )
-        left = boards()
-        boards_left += len(left)
+        leftover = boards()
+        boards_left += len(leftover)
         after = run_ranks(folder / f"after{seed}", "world", 2, plan=plan, version=version)
         wrong = differences(after, plan) + [f"left: {name}" for name in sorted(boards())]
         wrong += [
-            f"rank {rank}, {made.name} {made.gpus}: {what}"
+            f"rank {rank}, {made.name} {made.gpus}: {complaint}"
             for rank, records in enumerate(result.made)
             for made in records or ()
-            for what in complaints(made, plan)
+            for complaint in complaints(made, plan)
             if made.code == 0
         ]
         died += len(result.killed)
         bad += bool(wrong)
         if wrong or seed % 10 == 9:
-            found = f"{died} killed so far, {boards_left} boards left to the next jobs"
-            print(f"seed {seed}, {version}: {found}", *wrong[:12], sep="\n    ", flush=True)
+            counts = f"{died} killed so far, {boards_left} boards left to the next jobs"
+            print(f"seed {seed}, {version}: {counts}", *wrong[:12], sep="\n    ", flush=True)
     print(f"{count} jobs, {died} ranks killed, {boards_left} boards left, {bad} wrong")
     return bad
 

@@ -22,15 +22,16 @@ def main() -> None:
         done = tccl("check", directory, "--preflight", "--json", "--seed", number)
         if done.returncode not in (0, 1):
             sys.exit(done.stderr)
-        found = json.loads(done.stdout)
-        failed, slow = failed + (not found["ok"]), slow + (found["seconds"] > 60)
+        result = json.loads(done.stdout)
+        failed, slow = failed + (not result["ok"]), slow + (result["seconds"] > 60)
         rates = " ".join(
-            f"{row['gbps']:.1f}/{row['expected_gbps'] or 0:.1f}" for row in found["bandwidths"]
+            f"{row['gbps']:.1f}/{row['expected_gbps'] or 0:.1f}" for row in result["bandwidths"]
         )
         print(
-            f"{number + 1}: {'ok' if found['ok'] else 'FAILED'} in {found['seconds']:.0f} s, "
-            f"{found['sets_compared']} sets, {found['collectives_checked']} results, GB/s {rates}",
-            *found["findings"],
+            f"{number + 1}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.0f} s, "
+            f"{result['sets_compared']} sets, {result['collectives_checked']} results, "
+            f"GB/s {rates}",
+            *result["findings"],
             done.stderr,
             sep="\n   ",
             flush=True,

@@ -66,7 +66,7 @@ COPIES = (
     "G0->D0->G1 G1->D1->G2 G2->D2->G3 G3->D3->G0",
     "G1->D1->G0 G2->D2->G0 G3->D3->G0",
 )
-OTHERS = (
+FURTHER = (
     "G0->G0->G1",
     "G0->G1->G1",
     "G0->G0->C0",
@@ -86,26 +86,30 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, quick = arguments.folder, arguments.quick
     folder.mkdir(parents=True, exist_ok=True)
-    here = discover_machine()
-    plain = [sys.executable, ROOT / "scripts" / "plain_copies.py", *there(here[0], COPIES)]
+    discovered = discover_machine()
+    plain = [
+        sys.executable,
+        ROOT / "scripts" / "plain_copies.py",
+        *sets_here(discovered[0], COPIES),
+    ]
     done = subprocess.run(plain, capture_output=True, text=True, check=True)
     (folder / "plain-copies.json").write_text(done.stdout)
-    with opened(here, folder, 1) as (session, source):
-        nccl = compared(here, source, folder / "nccl.json", quick=quick)
+    with opened(discovered, folder, 1) as (session, source):
+        nccl = compared(discovered, source, folder / "nccl.json", quick=quick)
         rings = [row["set"] for row in nccl["rows"]]
-        repeated(here, source, rings, quick=quick)
-        speed = search_speed(here, session)
+        repeated(discovered, source, rings, quick=quick)
+        speed = search_speed(discovered, session)
     facts(folder, 1, session, speed)
-    with opened(here, folder, 2) as (session, source):
-        repeated(here, source, rings, quick=quick)
+    with opened(discovered, folder, 2) as (session, source):
+        repeated(discovered, source, rings, quick=quick)
     facts(folder, 2, session, {})
 
 
 class opened:  # noqa: N801 - reads as a function does
     """A session with its own pool, and a journal over the session."""
 
-    def __init__(self, here, folder, number):
-        machine, _, fingerprint = here
+    def __init__(self, discovered, folder, number):
+        machine, _, fingerprint = discovered
         self.session = Session(machine, fingerprint, options=Options(sentinel_every=0))
         self.path = folder / f"journal-{number}.jsonl"
 
@@ -120,31 +124,33 @@ class opened:  # noqa: N801 - reads as a function does
 
     def __exit__(self, *error):
         self.session.memory = {
-            "device_bytes": max(one.memory_bytes for one in self.session.pool.started.values()),
+            "device_bytes": max(
+                worker.memory_bytes for worker in self.session.pool.started.values()
+            ),
         }
         self.source.close()
         self.session.__exit__(*error)
 
 
 def facts(folder, number, session, more) -> None:
-    found = {
+    run_facts = {
         "opened_s": session.opened_s,
         **session.memory,
         "conditions": session.conditions,
         "notices": session.notices,
         **more,
     }
-    write(folder / f"facts-{number}.json", found)
-    print(number, found, flush=True)
+    write(folder / f"facts-{number}.json", run_facts)
+    print(number, run_facts, flush=True)
 
 
 def write(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def ring_of(here, settings, order) -> TransferSet:
+def ring_of(discovered, settings, order) -> TransferSet:
     """Return the set behind a plan's rate: the ring under these settings."""
-    machine, knowledge, _ = here
+    machine, knowledge, _ = discovered
     space = hop_space(view(machine, knowledge, settings))
     return ring_set([ring_like(space, order)]).flows
 
@@ -154,9 +160,9 @@ def again(source, transfers: TransferSet) -> None:
     source.again(transfers)
 
 
-def compared(here, source, path, *, quick):
+def compared(discovered, source, path, *, quick):
     """Measure NCCL's bus bandwidth under every setting; before and after, the predicting set."""
-    machine = here[0]
+    machine = discovered[0]
     sizes = random.Random(1).sample(SIZES, len(SIZES))[: 2 if quick else None]
     rows = []
     for size in [None, *sizes]:
@@ -168,19 +174,19 @@ def compared(here, source, path, *, quick):
                 for c in CHANNELS
             ]
         )
-        sets = [ring_of(here, one, machine.gpu_indices) for one in settings]
-        for one in sets:
-            again(source, one)
+        sets = [ring_of(discovered, choice, machine.gpu_indices) for choice in settings]
+        for transfers in sets:
+            again(source, transfers)
         answers, log = nccl_rates(machine, settings)
-        for one in sets:
-            again(source, one)
-        for one, transfers, answer, rings in zip(
+        for transfers in sets:
+            again(source, transfers)
+        for choice, transfers, answer, rings in zip(
             settings, sets, answers, log.communicators, strict=True
         ):
             row = {
                 "set": str(transfers),
-                "channels": one.channels,
-                "fifo_bytes": one.buffsize,
+                "channels": choice.channels,
+                "fifo_bytes": choice.buffsize,
                 "direct": size is None,
                 "final_channels": len(rings),
                 **answer,
@@ -188,15 +194,15 @@ def compared(here, source, path, *, quick):
             rows.append(row)
             print("nccl", {**row, "set": "..."}, flush=True)
         # Write partial results: the machine may be taken away.
-        found = {
+        result = {
             "machine": machine.name,
             "nccl": log.version,
             "all_reduce_bytes": ALL_REDUCE_BYTES,
             "environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
             "rows": rows,
         }
-        write(path, found)
-    return found
+        write(path, result)
+    return result
 
 
 def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
@@ -208,15 +214,17 @@ def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs = []
-        for number, (one, kind) in enumerate(zip(settings, itertools.cycle(kinds), strict=False)):
+        for number, (choice, kind) in enumerate(
+            zip(settings, itertools.cycle(kinds), strict=False)
+        ):
             jobs.append(kind)
-            if one != DEFAULT:
+            if choice != DEFAULT:
                 graph = folder / f"graph-{number}.xml"
-                orders = [gpus] * one.channels
-                rate, way = (NVLINKS_GBPS, "NVL") if one.p2p_level is None else (30.0, "PHB")
+                orders = [gpus] * choice.channels
+                rate, way = (NVLINKS_GBPS, "NVL") if choice.p2p_level is None else (30.0, "PHB")
                 graph.write_text(
                     graph_text(
-                        orders, one, rate_gbps=rate, type_intra=way, provenance="not measured"
+                        orders, choice, rate_gbps=rate, type_intra=way, provenance="not measured"
                     )
                 )
                 jobs[-1] += f":{graph}"
@@ -251,14 +259,14 @@ def nccl_rates(machine, settings, *, kinds=("all_reduce",)):
         )
     return [
         {
-            "right": all(one["right"] for one in ranked),
-            "busbw_gbps": min(one["busbw_gbps"] for one in ranked),
+            "right": all(answer["right"] for answer in ranked),
+            "busbw_gbps": min(answer["busbw_gbps"] for answer in ranked),
         }
         for ranked in zip(*answers, strict=True)
     ], log
 
 
-def there(machine, texts) -> list[str]:
+def sets_here(machine, texts) -> list[str]:
     """Return the sets whose GPUs the machine has."""
     return [
         text
@@ -267,18 +275,18 @@ def there(machine, texts) -> list[str]:
     ]
 
 
-def repeated(here, source, rings, *, quick) -> None:
+def repeated(discovered, source, rings, *, quick) -> None:
     """Measure every set AGAIN times, in random order."""
-    sets = [parse_set(text) for text in (*rings, *there(here[0], COPIES), *OTHERS)]
-    wanted = sets * (1 if quick else AGAIN)
-    random.Random(2).shuffle(wanted)
-    for one in wanted:
-        again(source, one)
+    sets = [parse_set(text) for text in (*rings, *sets_here(discovered[0], COPIES), *FURTHER)]
+    order = sets * (1 if quick else AGAIN)
+    random.Random(2).shuffle(order)
+    for transfers in order:
+        again(source, transfers)
 
 
-def search_speed(here, session) -> dict[str, float]:
+def search_speed(discovered, session) -> dict[str, float]:
     """Return sets per second in a search: every ring of the machine, measured as in a plan."""
-    first, *rest = here[0].gpu_indices
+    first, *others = discovered[0].gpu_indices
     speeds = {}
     session.profiler.options = Options(stopping=Stopping(limit=6), sentinel_every=0)
     for name, settings in {
@@ -288,8 +296,8 @@ def search_speed(here, session) -> dict[str, float]:
         ),
         "bounce, FIFO 4 MiB": Settings(p2p_level="LOC", channels=8, version=VERSION),
     }.items():
-        orders = [(first, *order) for order in itertools.permutations(rest)]
-        sets = [ring_of(here, settings, order) for order in orders]
+        orders = [(first, *order) for order in itertools.permutations(others)]
+        sets = [ring_of(discovered, settings, order) for order in orders]
         begun = time.monotonic()
         session.profiler.measure(sets)
         session.profiler.measure(sets)

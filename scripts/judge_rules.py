@@ -110,9 +110,9 @@ def main() -> None:
     elif options.kind.endswith("sizes"):
         names = [f"{kind} {seed}" for kind in ("pcie", "any", "power") for seed in seeds]
         codes = map(TuningCode, options.paths)
-        found = {code.version: compare_choices(code, names) for code in codes}
+        versions = {code.version: compare_choices(code, names) for code in codes}
         if options.kind == "record-sizes":
-            record_choices(found)
+            record_choices(versions)
     else:
         sys.exit(load(options.kind, [GraphCode(path) for path in options.paths], seeds))
 
@@ -138,12 +138,12 @@ def compare(answers: dict[tuple[str, int], tuple[Answer, str]]) -> None:
         ours = expected(machine, release, ordered_by=answer.channels)
         classes[release][ours.difference(answer)].append(seed)
     bad = False
-    for release, found in classes.items():
-        count, same = sum(map(len, found.values())), len(found.pop("", ()))
-        print(f"NCCL {release}: {same} of {count} machines are equal", flush=True)
-        for name, seeds in found.items():
+    for release, seeds_of in classes.items():
+        count, equal = sum(map(len, seeds_of.values())), len(seeds_of.pop("", ()))
+        print(f"NCCL {release}: {equal} of {count} machines are equal", flush=True)
+        for name, seeds in seeds_of.items():
             print(f"    {name} differs: seeds {' '.join(map(str, seeds[:10]))}")
-        bad |= same < 0.98 * count
+        bad |= equal < 0.98 * count
     if bad:
         sys.exit(1)
 
@@ -155,15 +155,15 @@ def ask(path: Path, seeds: Sequence[int], until: float) -> None:
     """Write the answers about plans and machines to a file, a line each, until the time is up."""
     runs = [seeds[at : at + RUN] for at in range(CONNECTED, len(seeds), RUN)]
     with path.open("wb") as file:
-        for number, some in enumerate((range(0), seeds[:CONNECTED], *runs)):
+        for number, part in enumerate((range(0), seeds[:CONNECTED], *runs)):
             begun = time.monotonic()
             if begun > until:
                 break
-            lines = _machine_lines(some, connect=number == 1) if number else _plan_lines()
+            lines = _machine_lines(part, connect=number == 1) if number else _plan_lines()
             file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
             file.flush()
             errors = [line.error for line in lines if line.error]
-            print(f"{some}: {time.monotonic() - begun:.1f} s, {errors[:2]}", flush=True)
+            print(f"{part}: {time.monotonic() - begun:.1f} s, {errors[:2]}", flush=True)
 
 
 def _machine_lines(seeds: Sequence[int], *, connect: bool) -> list[Line]:
@@ -176,7 +176,7 @@ def _machine_lines(seeds: Sequence[int], *, connect: bool) -> list[Line]:
             return [Line("", seeds[0], error=str(error)[:400])]
         halves = seeds[: len(seeds) // 2], seeds[len(seeds) // 2 :]
         return [line for half in halves for line in _machine_lines(half, connect=connect)]
-    return [_line(release, seed, each) for seed, each in zip(seeds, logs, strict=True)]
+    return [_line(release, seed, answers) for seed, answers in zip(seeds, logs, strict=True)]
 
 
 def _line(release: str, seed: int, logs: Sequence[CommunicatorLog], plan: str = "") -> Line:
@@ -208,7 +208,7 @@ def _logs(
 
 def _answer(logs: Sequence[CommunicatorLog], release: str) -> Answer:
     """Return an answer from the ranks' logs and rank 0's dump."""
-    log = parse_log("\n".join(each.log for each in logs), where="NCCL's log")
+    log = parse_log("\n".join(rank.log for rank in logs), where="NCCL's log")
     dump = parse_graph_file(logs[0].dump, where="NCCL's dump", version=release)
     graphs = (
         graph_text(round(graph.speedintra, 3), graph.typeintra, graph.orders)
@@ -244,15 +244,15 @@ def _plan_lines() -> list[Line]:
     except MeasurementError as error:
         return [Line("", -1, error=str(error)[:400], plan="all")]
     lines = []
-    for (name, question, rings), each in zip(plans, logs, strict=True):
-        line = _line(release, -1, each, name)
+    for (name, question, rings), logs_of_plan in zip(plans, logs, strict=True):
+        line = _line(release, -1, logs_of_plan, name)
         words = line.answer.channels.split() if line.answer else []
-        found = [tuple(int(gpu, 16) for gpu in word) for word in words]
-        right = found and all(
-            same_rings(ring, rings[number % len(rings)]) for number, ring in enumerate(found)
+        rings_run = [tuple(int(gpu, 16) for gpu in word) for word in words]
+        right = rings_run and all(
+            same_rings(ring, rings[number % len(rings)]) for number, ring in enumerate(rings_run)
         )
-        said = f"runs {found}, not {rings} over {question.gpus}"
-        lines.append(line if right else msgspec.structs.replace(line, error=line.error or said))
+        fault = f"runs {rings_run}, not {rings} over {question.gpus}"
+        lines.append(line if right else msgspec.structs.replace(line, error=line.error or fault))
     return lines
 
 
@@ -260,11 +260,11 @@ def _answers(
     paths: Sequence[Path], seeds: Sequence[int]
 ) -> Iterator[tuple[tuple[str, int], Answer]]:
     """Yield the answers in files of `ask`, and new ones of libraries."""
-    known = recorded()
+    answered = recorded()
     for path in paths:
         if path.suffix != ".jsonl":
             code = GraphCode(path)
-            new = (seed for seed in seeds if (code.version, seed) not in known)
+            new = (seed for seed in seeds if (code.version, seed) not in answered)
             yield from (((code.version, seed), code.answer(pcie_machine(seed))) for seed in new)
             continue
         for data in path.read_bytes().splitlines():

@@ -13,7 +13,7 @@ from markdown_it.token import Token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from command_pages import arguments_and_options, commands, help_text, said, synopsis, term
+from command_pages import arguments_and_options, commands, description, help_text, synopsis, term
 
 from tccl_py.cli.main import _frame
 
@@ -50,9 +50,11 @@ def section(name: str, command: Any) -> Iterator[str]:
     yield f'.SS "{escaped(synopsis(name, command))}"'
     yield from roff(help_text(command))
     for param in (part for parts in arguments_and_options(command) for part in parts):
-        (found,) = (token for token in MarkdownIt().parse(term(param)) if token.type == "inline")
-        (text,) = (token for token in MarkdownIt().parse(said(param)) if token.type == "inline")
-        yield from (".TP", inline(found), inline(text))
+        (heading,) = (token for token in MarkdownIt().parse(term(param)) if token.type == "inline")
+        (text,) = (
+            token for token in MarkdownIt().parse(description(param)) if token.type == "inline"
+        )
+        yield from (".TP", inline(heading), inline(text))
 
 
 def manual() -> str:

@@ -32,11 +32,11 @@ def main():
 def let_gpus_talk():
     """Enable peer access; without it copies between GPUs are staged in host memory."""
     count = cupy.cuda.runtime.getDeviceCount()
-    for one in range(count):
-        with cupy.cuda.Device(one):
-            for other in range(count):
-                if one != other and cupy.cuda.runtime.deviceCanAccessPeer(one, other):
-                    cupy.cuda.runtime.deviceEnablePeerAccess(other)
+    for gpu in range(count):
+        with cupy.cuda.Device(gpu):
+            for peer in range(count):
+                if gpu != peer and cupy.cuda.runtime.deviceCanAccessPeer(gpu, peer):
+                    cupy.cuda.runtime.deviceEnablePeerAccess(peer)
 
 
 def memory(places, name, use):

@@ -52,7 +52,7 @@ SAMPLES = 9
 PHASES = {"own_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
 PHASES |= {"_rated": "gains of smaller sets", "_gaining": "gains of smaller sets"}
 PHASES |= {"limit_gbps": "the machine's limit"}
-REST = "search under settings"
+SEARCH = "search under settings"
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class Ledger:
     """Costs by phase, while a plan is made."""
 
     def __init__(self, source: MeasuredLike) -> None:
-        self._source, self._phase, self._since = source, REST, time.process_time()
+        self._source, self._phase, self._since = source, SEARCH, time.process_time()
         self._before = (0, 0.0)
         self.phases: dict[str, Cost] = {}
         self.questions: dict[Settings, DefaultChoice] = {}
@@ -133,9 +133,9 @@ class Ledger:
         cost = self.phases.setdefault(self._phase, Cost())
         times, seconds = self._source.times, self._source.seconds
         cost.times += times - self._before[0]
-        now = time.process_time()
-        cost.cpu_s += now - self._since - (seconds - self._before[1])
-        self._since, self._before = now, (times, seconds)
+        clock = time.process_time()
+        cost.cpu_s += clock - self._since - (seconds - self._before[1])
+        self._since, self._before = clock, (times, seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -161,38 +161,38 @@ class Ledger:
             self.close()
 
     def _watched(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        def watched(*given: Any, **named: Any) -> Any:
+        def watched(*arguments: Any, **named: Any) -> Any:
             with self.phase(phase):
-                return function(*given, **named)
+                return function(*arguments, **named)
 
         return watched
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
             self.phases.setdefault(self._phase, Cost()).searches += 1
-            return function(*given, **named)
+            return function(*arguments, **named)
 
         return counted
 
 
-def planned(model: MachineModel, given: argparse.Namespace) -> tuple[Plan, Ledger]:
+def planned(model: MachineModel, options: argparse.Namespace) -> tuple[Plan, Ledger]:
     """Plan a machine as if it were measured, and count."""
     machine = model.machine
-    if not given.equal:
+    if not options.equal:
         names = (msgspec.structs.replace(gpu, name=f"GPU {gpu.index}") for gpu in machine.gpus)
         machine = msgspec.structs.replace(machine, gpus=tuple(names))
-    source = MeasuredLike(model, spread=given.spread, noise=given.noise)
+    source = MeasuredLike(model, spread=options.spread, noise=options.noise)
     ledger = Ledger(source)
 
     def own_rings(choices: Sequence[Settings]) -> list[DefaultChoice]:
-        new = [one for one in dict.fromkeys(choices) if one not in ledger.questions]
+        new = [settings for settings in dict.fromkeys(choices) if settings not in ledger.questions]
         ledger.rounds += -(-len(new) // max(1, MOST_RANKS // len(machine.gpus)))
-        for one in new:
-            ledger.questions[one] = default_choice(view(machine, model.knowledge, one))
-        return [ledger.questions[one] for one in choices]
+        for settings in new:
+            ledger.questions[settings] = default_choice(view(machine, model.knowledge, settings))
+        return [ledger.questions[settings] for settings in choices]
 
-    budget = msgspec.structs.replace(DEFAULT_BUDGET, sets=given.sets)
-    more: dict[str, Any] = {"pinned_env": {"NCCL_P2P_DISABLE": "1"}} if given.no_p2p else {}
+    budget = msgspec.structs.replace(DEFAULT_BUDGET, sets=options.sets)
+    more: dict[str, Any] = {"pinned_env": {"NCCL_P2P_DISABLE": "1"}} if options.no_p2p else {}
     with ledger.watching():
         plan = make_plan(
             machine, model.knowledge, source, own_rings=own_rings, budget=budget, **more
@@ -242,16 +242,16 @@ def main() -> int:
     parser.add_argument("--equal", action="store_true", help="GPUs are equal: symmetry is used")
     parser.add_argument("--no-p2p", action="store_true", help="all jobs have NCCL_P2P_DISABLE=1")
     parser.add_argument("--profile", action="store_true", help="print where CPU time goes as well")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        models = [load_bundled(name) for name in given.machines]
+        models = [load_bundled(name) for name in options.machines]
     except InputError as error:
         parser.error(str(error))
     quick = True
     for model in models:
-        profile = cProfile.Profile() if given.profile else None
+        profile = cProfile.Profile() if options.profile else None
         with profile or ExitStack():
-            plan, ledger = planned(model, given)
+            plan, ledger = planned(model, options)
         quick &= report(plan, ledger)
         if profile is not None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)

@@ -18,7 +18,7 @@ from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.sources.journal import read_journal
 
-KEPT = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
+RECORDED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "profiler" / "h200x4-vm"
 MEASURED = Path(__file__).resolve().parents[1] / "tests" / "cases" / "measured"
 MIB = 1 << 20
 
@@ -64,8 +64,8 @@ Journal = dict[str, list[Measurement]]
 def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list[float]]]:
     """Read both journals, NCCL's rates, and the plain loops' rates by set."""
     paths = [folder / f"journal-{i}.jsonl" for i in (1, 2)]
-    known = [read_journal(path).measurements for path in paths if path.exists()]
-    journals = [{str(one): list(found) for one, found in each.items()} for each in known]
+    read = [read_journal(path).measurements for path in paths if path.exists()]
+    journals = [{str(key): list(measured) for key, measured in rows.items()} for rows in read]
     nccl = json.loads((folder / "nccl.json").read_text())
     return journals, nccl, json.loads((folder / "plain-copies.json").read_text())
 
@@ -74,24 +74,24 @@ def figures(folder: Path) -> Figures:
     """Compute all results of the run in `folder`."""
     journals, nccl, plain = load(folder)
     predictions = tuple(predicted(journals[0], row) for row in nccl["rows"])
-    bounces = [one for one in predictions if not one.direct]
+    bounces = [row for row in predictions if not row.direct]
     rings = {row["set"] for row in nccl["rows"] if not row["direct"]}
-    measured = [one for journal in journals for key in rings for one in journal.get(key, ())]
+    measured = [row for journal in journals for key in rings for row in journal.get(key, ())]
     recorded = recorded_copies()
     earlier = optional(folder / "sweep-medians.json").get("copies", {})
     return Figures(
         predictions=predictions,
         rank_correlation=float(
             stats.spearmanr(
-                [one.predicted_gbps for one in bounces], [one.achieved_gbps for one in bounces]
+                [row.predicted_gbps for row in bounces], [row.achieved_gbps for row in bounces]
             ).statistic
         ),
         best_found=found_best(bounces),
-        skew_us=float(np.median([one.skew_us for one in measured])),
-        skew_error_us=float(np.median([one.skew_error_us for one in measured])),
-        worst_skew_us=max(one.skew_us for one in measured),
-        overlap=float(np.median([one.overlap for one in measured])),
-        worst_overlap=min(one.overlap for one in measured),
+        skew_us=float(np.median([m.skew_us for m in measured])),
+        skew_error_us=float(np.median([m.skew_error_us for m in measured])),
+        worst_skew_us=max(m.skew_us for m in measured),
+        overlap=float(np.median([m.overlap for m in measured])),
+        worst_overlap=min(m.overlap for m in measured),
         direct_same_pool=same_pool(journals, is_direct),
         direct_new_pool=new_pool(journals, is_direct),
         bounce_same_pool=same_pool(journals, is_bounce),
@@ -119,10 +119,10 @@ def swept(path: Path) -> tuple[Prediction, ...]:
     """Compare medians of an earlier sweep with NCCL's recorded rates of another run."""
     recorded = json.loads((MEASURED / "h200x4-vm-bounce-sweep.json").read_text())
     rates = {row["settings"]: row["busbw"][0] for row in recorded["nccl_all_hops_bounced"]["rows"]}
-    found = []
+    predictions = []
     for row in optional(path).get("rows", []):
         channels = f"{row['channels']} ring channel{'s' if row['channels'] > 1 else ''}"
-        found.append(
+        predictions.append(
             Prediction(
                 channels=row["channels"],
                 fifo_bytes=row["fifo_bytes"],
@@ -131,12 +131,12 @@ def swept(path: Path) -> tuple[Prediction, ...]:
                 achieved_gbps=rates[f"{channels}, BUFFSIZE {size(row['fifo_bytes'])}"],
             )
         )
-    return tuple(found)
+    return tuple(predictions)
 
 
 def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
     """Return the mean of the set's medians right before and right after NCCL's run."""
-    around = [one.rate_gbps for one in journal[str(row["set"])][:2]]
+    around = [measurement.rate_gbps for measurement in journal[str(row["set"])][:2]]
     return Prediction(
         channels=row["channels"],
         fifo_bytes=row["fifo_bytes"],
@@ -148,8 +148,8 @@ def predicted(journal: Journal, row: dict[str, object]) -> Prediction:
 
 def found_best(predictions: Sequence[Prediction]) -> float:
     """Return NCCL's rate under the settings predicted best, relative to NCCL's best rate."""
-    chosen = max(predictions, key=lambda one: one.predicted_gbps)
-    return chosen.achieved_gbps / max(one.achieved_gbps for one in predictions)
+    chosen = max(predictions, key=lambda prediction: prediction.predicted_gbps)
+    return chosen.achieved_gbps / max(prediction.achieved_gbps for prediction in predictions)
 
 
 def is_direct(text: str) -> bool:
@@ -165,14 +165,14 @@ def is_direct(text: str) -> bool:
 def is_bounce(text: str) -> bool:
     """Check that all flows are bounces by kernels."""
     return all(
-        flow.is_bounce and not any(one.uses_copy_engine for one in flow.transfers)
+        flow.is_bounce and not any(transfer.uses_copy_engine for transfer in flow.transfers)
         for flow in parse_set(text).flows
     )
 
 
 def repeated_rates(journal: Journal, text: str) -> list[float]:
     """Return rates of a set's measurements, without the two around NCCL's run."""
-    rates = [one.rate_gbps for one in journal[text]]
+    rates = [measurement.rate_gbps for measurement in journal[text]]
     return rates[2:] if len(rates) > 5 else rates
 
 
@@ -207,7 +207,7 @@ def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
     key = str(parse_set(text))
     if not any(key in journal for journal in journals):
         return ()
-    rows = [one.gbps for journal in journals for one in journal.get(key, ())]
+    rows = [measurement.gbps for journal in journals for measurement in journal.get(key, ())]
     by_flow = dict(zip(key.split(), np.median(rows, axis=0), strict=True))
     return tuple(float(by_flow[part]) for part in text.split())
 
@@ -215,62 +215,62 @@ def rates_of(journals: Sequence[Journal], text: str) -> tuple[float, ...]:
 def recorded_copies() -> dict[str, tuple[float, ...]]:
     """Read rates measured by hand on an equal machine, before the profiler."""
     sets = json.loads((MEASURED / "h200x4-vm.json").read_text())["sets"]
-    return {" ".join(one["set"]): tuple(one["each_gbps"]) for one in sets}
+    return {" ".join(row["set"]): tuple(row["each_gbps"]) for row in sets}
 
 
-def report(found: Figures) -> str:
+def report(run: Figures) -> str:
     """Return the results as text."""
     lines = ["predicted / NCCL's bus bandwidth, GB/s", ""]
-    direct = [one for one in found.predictions if one.direct]
-    bounces = [one for one in found.predictions if not one.direct]
-    for one in direct:
+    direct = [row for row in run.predictions if row.direct]
+    bounces = [row for row in run.predictions if not row.direct]
+    for row in direct:
         lines.append(
-            f"direct ring, {one.channels} ring channels: {one.predicted_gbps:.1f} / "
-            f"{one.achieved_gbps:.1f} ({one.error:+.1%})"
+            f"direct ring, {row.channels} ring channels: {row.predicted_gbps:.1f} / "
+            f"{row.achieved_gbps:.1f} ({row.error:+.1%})"
         )
     if len(direct) > 1:
         lines.append(f"direct: channels predicted best get {found_best(direct):.1%} of the best")
     lines += ["", "bounce ring, in the same run", *table(bounces)]
-    errors = [abs(one.error) for one in bounces]
+    errors = [abs(row.error) for row in bounces]
     lines += [
         "",
         f"bounce: median error {np.median(errors):.1%}, worst {max(errors):.1%}; order of "
-        f"settings: rank correlation {found.rank_correlation:.3f}; settings predicted best get "
-        f"{found.best_found:.1%} of the best",
-        f"start skew: median {found.skew_us:.2f} us (known to {found.skew_error_us:.1f} us), worst "
-        f"{found.worst_skew_us:.2f} us; overlap: median {found.overlap:.4f}, worst "
-        f"{found.worst_overlap:.4f}",
-        f"again in the same pool (95 of 100 within): direct {found.direct_same_pool:.2%}, bounce "
-        f"{found.bounce_same_pool:.2%}",
-        f"in a new pool (worst of all sets): direct {share(found.direct_new_pool)}, bounce "
-        f"{share(found.bounce_new_pool)}",
+        f"settings: rank correlation {run.rank_correlation:.3f}; settings predicted best get "
+        f"{run.best_found:.1%} of the best",
+        f"start skew: median {run.skew_us:.2f} us (known to {run.skew_error_us:.1f} us), worst "
+        f"{run.worst_skew_us:.2f} us; overlap: median {run.overlap:.4f}, worst "
+        f"{run.worst_overlap:.4f}",
+        f"again in the same pool (95 of 100 within): direct {run.direct_same_pool:.2%}, bounce "
+        f"{run.bounce_same_pool:.2%}",
+        f"in a new pool (worst of all sets): direct {share(run.direct_new_pool)}, bounce "
+        f"{share(run.bounce_new_pool)}",
         "",
         "bounce ring, medians of an earlier run / NCCL's rates in yet another",
-        *table(found.sweep),
+        *table(run.sweep),
         "",
         "| copy engines | profiler (or its earlier run) | plain cupy loops | by hand |",
         "|---|---|---|---|",
     ]
     lines += [
         f"| {text} | {rates(ours)} | {rates(plain)} | {rates(before)} |"
-        for text, ours, plain, before in found.copies
+        for text, ours, plain, before in run.copies
     ]
-    lines += ["", *(f"{name}: {value}" for name, value in found.facts.items())]
+    lines += ["", *(f"{name}: {value}" for name, value in run.facts.items())]
     return "\n".join(lines)
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
     """Return a table of predicted / achieved rates, by ring channels and FIFO size."""
-    sizes = sorted({one.fifo_bytes for one in predictions})
+    sizes = sorted({row.fifo_bytes for row in predictions})
     lines = ["| ring channels | " + " | ".join(map(size, sizes)) + " |"]
     lines.append("|---|" + "---|" * len(sizes))
     cells = {
-        (one.channels, one.fifo_bytes): (
-            f"{one.predicted_gbps:.1f} / {one.achieved_gbps:.1f} ({one.error:+.0%})"
+        (row.channels, row.fifo_bytes): (
+            f"{row.predicted_gbps:.1f} / {row.achieved_gbps:.1f} ({row.error:+.0%})"
         )
-        for one in predictions
+        for row in predictions
     }
-    for channels in sorted({one.channels for one in predictions}):
+    for channels in sorted({row.channels for row in predictions}):
         row = [cells.get((channels, count), "") for count in sizes]
         lines.append(f"| {channels} | " + " | ".join(row) + " |")
     return lines
@@ -289,4 +289,4 @@ def rates(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    print(report(figures(Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT)))
+    print(report(figures(Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED)))

@@ -23,7 +23,7 @@ from tccl_py.plan.chains import ChoiceName
 from tccl_py.report.verification import verification_json
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"
+RECORDED, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"
 PAGE = ROOT / "docs/results.md"
 _SHOWN = 60
 
@@ -61,18 +61,18 @@ def main() -> None:
     except InputError as error:
         sys.stderr.write(f"results_page: {error}\n")
         sys.exit(2)
-    for name, found in results.items():
+    for name, result in results.items():
         SENT.mkdir(exist_ok=True)
         target = re.sub(r"[^a-z0-9-]+", "-", Path(name).stem.lower()).strip("-") or "machine"
-        (SENT / f"{target}.json").write_text(encode_json(found))
+        (SENT / f"{target}.json").write_text(encode_json(result))
     PAGE.write_text(page())
 
 
 def page() -> str:
     """Return the page as it is, with the rows of all files, own results first."""
-    files = [*sorted(OWN.glob("*.json")), *sorted(SENT.glob("*.json"))]
-    head, rule, rest = PAGE.read_text().partition("|---|---|---|---|---|---|---|---|---|\n")
-    _, end, tail = rest.partition("\n\n")
+    files = [*sorted(RECORDED.glob("*.json")), *sorted(SENT.glob("*.json"))]
+    head, rule, table = PAGE.read_text().partition("|---|---|---|---|---|---|---|---|---|\n")
+    _, end, tail = table.partition("\n\n")
     return head + rule + "\n".join(row(read_result(file), file) for file in files) + end + tail
 
 
@@ -84,25 +84,25 @@ def read_result(path: Path) -> Result:
     where, text = str(path), read_text(path)
     if '"raw"' in text:
         text = encode_json(verification_json(decode_json(text, Verification, where=where)))
-    found = decode_json(text, Result, where=where)
-    names = [arm.name for arm in found.arms]
-    if found.backend != "cuda" or not found.devices or not found.versions.get("nccl"):
+    result = decode_json(text, Result, where=where)
+    names = [arm.name for arm in result.arms]
+    if result.backend != "cuda" or not result.devices or not result.versions.get("nccl"):
         raise InputError(where, "is no run of NCCL on GPUs", "run `tccl verify` on the machine")
-    if names[:1] != ["default"] or found.winner not in names:
+    if names[:1] != ["default"] or result.winner not in names:
         raise InputError(where, "has no winner beside default NCCL", "run `tccl verify` again")
-    if found.collective != "all_reduce":
-        raise InputError(where, f"is about {found.collective[:40]}", "leave --collective out")
-    if any(arm.wrong for arm in found.arms):
+    if result.collective != "all_reduce":
+        raise InputError(where, f"is about {result.collective[:40]}", "leave --collective out")
+    if any(arm.wrong for arm in result.arms):
         raise InputError(where, "has collectives with wrong values", "report a bug with it")
-    return found
+    return result
 
 
-def row(found: Result, path: Path) -> str:
+def row(result: Result, path: Path) -> str:
     """Return a result as a row of the table."""
-    default = found.arms[0]
-    best = next(arm for arm in found.arms if arm.name == found.winner)
-    gpus = ", ".join(f"{count}x {name}" for name, count in Counter(found.devices).items())
-    gpus += f" on {len(found.hosts)} hosts" if found.hosts else ""
+    default = result.arms[0]
+    best = next(arm for arm in result.arms if arm.name == result.winner)
+    gpus = ", ".join(f"{count}x {name}" for name, count in Counter(result.devices).items())
+    gpus += f" on {len(result.hosts)} hosts" if result.hosts else ""
     changes = {
         name: value
         for name, value in best.environment.items()
@@ -110,14 +110,14 @@ def row(found: Result, path: Path) -> str:
     }
     winner = {"default": "default NCCL", "variables": "variables", "graph": "graph file"}
     words = " with ".join(filter(None, [winner[best.name], _variables(changes)]))
-    versions = ", ".join(found.versions.get(name, "?") for name in ("nccl", "driver"))
-    beside = best is not default
+    versions = ", ".join(result.versions.get(name, "?") for name in ("nccl", "driver"))
+    changed = best is not default
     cells = [
         *map(_cell, (gpus, _variables(default.environment), words)),
-        f"**{best.ratio:.3f}** ({best.low:.3f} to {best.high:.3f})" if beside else "1",
-        f"{_gbps(default.gbps)} → {_gbps(best.gbps)}" if beside else _gbps(default.gbps),
+        f"**{best.ratio:.3f}** ({best.low:.3f} to {best.high:.3f})" if changed else "1",
+        f"{_gbps(default.gbps)} → {_gbps(best.gbps)}" if changed else _gbps(default.gbps),
         _gbps(best.predicted_gbps),
-        f"{sum(arm.checked for arm in found.arms)}",
+        f"{sum(arm.checked for arm in result.arms)}",
         _cell(versions),
         f"[{path.stem}](results/{path.name})" if path.parent == SENT else f"`{path.name}`",
     ]

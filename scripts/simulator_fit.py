@@ -55,12 +55,12 @@ def read_observations(folder: Path) -> tuple[Observation, ...]:
     Raises:
         InputError: no such folder or nothing in it, or a file that is no JSON object.
     """
-    found: list[Observation] = []
+    observations: list[Observation] = []
     for path in sorted(folder.glob("*.json")):
-        found.extend(_of_file(path))
-    if not found:
+        observations.extend(_of_file(path))
+    if not observations:
         raise InputError(str(folder), "holds no measured set", "name the folder of measured files")
-    return tuple(found)
+    return tuple(observations)
 
 
 def _of_file(path: Path) -> Iterator[Observation]:
@@ -71,8 +71,8 @@ def _of_file(path: Path) -> Iterator[Observation]:
         yield from _ring_kernels(machine, data)
         yield from _matrix(machine, data.get("bidirectional_matrix_gbps", []))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"is no file of measured sets ({error})"
-        raise InputError(str(path), what, "it has a machine and sets") from error
+        fault = f"is no file of measured sets ({error})"
+        raise InputError(str(path), fault, "it has a machine and sets") from error
 
 
 def _sets(machine: str, rows: list[dict[str, Any]]) -> Iterator[Observation]:
@@ -201,14 +201,14 @@ class Fit:
         Minimises the squares of log errors of the rates and of log distances from the priors,
         each in units of its spread. Starts from the values at hand.
         """
-        kept = [row for index, row in enumerate(self.rows) if index not in leave_out]
-        first = np.log([one.value for one in self.start.parameters])
-        found = least_squares(
-            self._residuals, first, args=(kept,), diff_step=_STEP, ftol=_ENOUGH, xtol=_ENOUGH
+        rows = [row for index, row in enumerate(self.rows) if index not in leave_out]
+        first = np.log([parameter.value for parameter in self.start.parameters])
+        solution = least_squares(
+            self._residuals, first, args=(rows,), diff_step=_STEP, ftol=_ENOUGH, xtol=_ENOUGH
         )
-        fitted = self._with(found.x)
+        fitted = self._with(solution.x)
         # Four digits say all there is to know and keep the file readable.
-        return with_values(fitted, [float(f"{one.value:.4g}") for one in fitted.parameters])
+        return with_values(fitted, [float(f"{row.value:.4g}") for row in fitted.parameters])
 
     def predict(self, row: Observation, parameters: Parameters) -> tuple[float, ...]:
         """Rates of a row's flows in GB/s under these parameters."""
@@ -225,19 +225,19 @@ class Fit:
         parameters = self._with(logs)
         for engine in self._engines.values():
             engine.resolve(parameters)
-        away = [
-            (x - math.log(one.prior)) / one.spread
-            for x, one in zip(logs, self.start.parameters, strict=True)
+        errors = [
+            (x - math.log(parameter.prior)) / parameter.spread
+            for x, parameter in zip(logs, self.start.parameters, strict=True)
         ]
         for row in rows:
-            away.extend(row_errors(row, self._engines[row.machine].rates(row.transfers).gbps))
-        return np.array(away)
+            errors.extend(row_errors(row, self._engines[row.machine].rates(row.transfers).gbps))
+        return np.array(errors)
 
 
 def with_values(parameters: Parameters, values: Sequence[float]) -> Parameters:
     """Return the same parameters with these values, in order."""
     pairs = zip(parameters.parameters, values, strict=True)
-    changed = tuple(msgspec.structs.replace(one, value=value) for one, value in pairs)
+    changed = tuple(msgspec.structs.replace(parameter, value=value) for parameter, value in pairs)
     return msgspec.structs.replace(parameters, parameters=changed)
 
 

@@ -44,8 +44,8 @@ def main() -> None:
 
 def rates(plan: Plan, source: tccl_py.Simulator) -> list[float]:
     """Return the rates as planned, from the best and worst start, and of the best random order."""
-    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
-    space = hop_space(seen, rings_in_set=plan.ring_count)
+    topo = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
+    space = hop_space(topo, rings_in_set=plan.ring_count)
     # Buffers of a GPU stay on one NUMA node, in trees as in rings.
     nodes = {hop.source: hop.flow.through for ring in plan.rings for hop in ring.hops}
     starts = [
@@ -54,8 +54,8 @@ def rates(plan: Plan, source: tccl_py.Simulator) -> list[float]:
     ]
     random = Random(0)
     shuffled = [tuple(random.sample(plan.gpus, len(plan.gpus))) for _ in range(_RANDOM_ORDERS)]
-    some = [_rate(source, space, nodes, [order] * plan.ring_count) for order in shuffled]
-    return [starts[0], max(starts), min(starts), max(some)]
+    sampled = [_rate(source, space, nodes, [order] * plan.ring_count) for order in shuffled]
+    return [starts[0], max(starts), min(starts), max(sampled)]
 
 
 def _rate(
@@ -73,8 +73,8 @@ def _rate(
                     raise SearchError(f"no hop from GPU {pair[0]} to GPU {pair[1]}")
                 placed = (hop for hop in hops if hop.flow.through == nodes[hop.source])
                 flows.append(next(placed, hops[0]).flow)
-    (found,) = source.measure([transfer_set(flows)])
-    return len(orders) * found.rate_gbps
+    (measurement,) = source.measure([transfer_set(flows)])
+    return len(orders) * measurement.rate_gbps
 
 
 if __name__ == "__main__":

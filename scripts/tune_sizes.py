@@ -31,33 +31,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="no fresh jobs after this")
     parser.add_argument("--sizes")
     parser.add_argument("--backend", default="cuda")
-    asked = parser.parse_args()
-    plan = load_plan(asked.directory)
-    sizes = ALL_SIZES[::2] if asked.others else ALL_SIZES
-    if asked.sizes:
-        sizes = parse_sizes(asked.sizes)
+    options = parser.parse_args()
+    plan = load_plan(options.directory)
+    sizes = ALL_SIZES[::2] if options.others else ALL_SIZES
+    if options.sizes:
+        sizes = parse_sizes(options.sizes)
     asked_for = Launcher(
-        backend=asked.backend,
+        backend=options.backend,
         keep=tuple(plan.pinned_env),
         say=print,
         watch=lambda text: print(text, file=sys.stderr),
     )
     with (
-        launcher_of(plan, asked.directory, asked_for) as launcher,
+        launcher_of(plan, options.directory, asked_for) as launcher,
         tempfile.TemporaryDirectory() as folder,
     ):
-        library = plugin_library(Path(folder)) if asked.backend == "cuda" else None
-        arms = arms_of(read_target(plan, asked.directory), library, plan.gpus)
-        collectives = FURTHER if asked.others else ("all_reduce",)
-        found, sweep = tune_sizes(launcher, arms, collectives, sizes, asked.seconds)
-    if asked.out:
-        asked.out.write_bytes(msgspec.json.encode({"tuning": found, "sweep": sweep}))
-    for names, rows in ((COLUMNS, size_cells(found)), (ENTRY_COLUMNS, entry_cells(found))):
+        library = plugin_library(Path(folder)) if options.backend == "cuda" else None
+        arms = arms_of(read_target(plan, options.directory), library, plan.gpus)
+        collectives = FURTHER if options.others else ("all_reduce",)
+        tuning, sweep = tune_sizes(launcher, arms, collectives, sizes, options.seconds)
+    if options.out:
+        options.out.write_bytes(msgspec.json.encode({"tuning": tuning, "sweep": sweep}))
+    for names, rows in ((COLUMNS, size_cells(tuning)), (ENTRY_COLUMNS, entry_cells(tuning))):
         table = Table(*names)
         for cells in rows:
             table.add_row(*cells)
         Console(width=160).print(table)
-    print(*tuning_facts(found), sep="\n")
+    print(*tuning_facts(tuning), sep="\n")
 
 
 if __name__ == "__main__":

@@ -27,19 +27,19 @@ def script():
 
 @pytest.fixture(scope="module")
 def found(script):
-    return script.figures(script.KEPT)
+    return script.figures(script.RECORDED)
 
 
 @pytest.fixture(scope="module")
 def pair(script):
     """The whole run on two GPUs; its direct rings are sums of lanes."""
-    return script.figures(script.KEPT.with_name("h200x2-vm"))
+    return script.figures(script.RECORDED.with_name("h200x2-vm"))
 
 
 @pytest.fixture(scope="module")
 def quick(script):
     """A short run on two GPUs, whose direct rings are lanes with equal shares."""
-    return script.figures(script.KEPT.with_name("h200x2-vm-quick"))
+    return script.figures(script.RECORDED.with_name("h200x2-vm-quick"))
 
 
 def test_lanes_start_within_microseconds_and_run_together(found):
@@ -111,7 +111,7 @@ def test_two_gpus_give_the_same_again_and_about_the_same_in_a_new_pool(pair, qui
 
 
 def test_direct_rings_of_more_channels_are_predicted_in_the_right_order(script):
-    run = script.figures(script.KEPT.with_name("h200x2-vm-channels"))
+    run = script.figures(script.RECORDED.with_name("h200x2-vm-channels"))
     direct = {one.channels: one for one in run.predictions if one.direct}
     assert sorted(direct) == [8, 12, 16, 32]
     # Sixteen lanes are as fast in the profiler as lanes alone, and NCCL's channels are not.
@@ -135,7 +135,7 @@ def test_the_report_names_every_figure(script, found):
 
 def test_direct_rings_of_several_channels_are_each_told_of(script, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(script.KEPT.with_name("h200x2-vm-quick"), folder)
+    shutil.copytree(script.RECORDED.with_name("h200x2-vm-quick"), folder)
     path = folder / "nccl.json"
     nccl = json.loads(path.read_text())
     (own,) = [row for row in nccl["rows"] if row["direct"]]

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from scripts import results_page
-from scripts.results_page import OWN, PAGE, page, read_result, row
+from scripts.results_page import PAGE, RECORDED, page, read_result, row
 from tccl_py.errors import InputError
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json
 from tccl_py.report.verification import verification_json
 
-RECORDED = OWN / "h200x4-vm-no-p2p.json"
+RECORDED = RECORDED / "h200x4-vm-no-p2p.json"
 
 
 @pytest.fixture
