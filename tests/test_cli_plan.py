@@ -193,10 +193,6 @@ BAD = {
         ("--backend", "host"),
         "--backend beside --simulate: is about hardware",
     ),
-    "a network": (
-        ("--network", "nccl"),
-        "--network beside --simulate: is about hardware",
-    ),
     "GPUs of several nodes": (
         ("--gpus", "0", "--nodes", "2"),
         "--gpus for several nodes",
@@ -241,12 +237,11 @@ def test_bad_options_get_one_sentence_and_leave_nothing(case, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", [("--network", "nccl"), ("--interfaces", "eth0")])
-def test_how_hosts_are_measured_is_refused_without_a_job_of_them(option, tmp_path):
-    result = tccl("plan", "-o", tmp_path / "plan", *option)
+def test_interfaces_are_refused_without_a_job_of_hosts(tmp_path):
+    result = tccl("plan", "-o", tmp_path / "plan", "--interfaces", "eth0")
     sentence = "is about the hosts of an MPI job; start the command by mpirun or srun"
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"tccl: {option[0]}: {sentence}\n"
+    assert result.stderr == f"tccl: --interfaces: {sentence}\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.machine import Knowledge
@@ -426,75 +426,16 @@ def test_a_nodes_set_is_measured_between_a_host_and_its_partner():
         assert rates[here] == below.made_up.rate(flow)
 
 
-class TcpOnly:
-    """Hosts as the profiler measures them: nothing between a NIC and GPU memory."""
+LANES = {f"h{host}.G{gpu}": 64 for host in range(2) for gpu in range(4)}
+
+
+class CarriedOnly:
+    """As NCCL: both ends are GPUs, and all that receive land alike, as do all that send."""
 
     simulated = False
 
     def __init__(self):
         self.made_up = MadeUp(5, high=40)
-
-    def measure(self, sets):
-        for one in sets:
-            if "G0->h0.N" in str(one) or "N0->h0.G" in str(one):
-                raise MeasurementError(f"{one}: TCP lands in host memory")
-        answers = self.made_up.measure(sets)
-        return [msgspec.structs.replace(one, simulated=False) for one in answers]
-
-
-def test_what_nics_move_to_gpu_memory_is_taken_from_their_ports_and_said_to_be():
-    machine = networked_machine(gpus=2, nics=2, gdr=True)
-    cluster = cluster_with([machine, machine])
-    (placement,) = placements(cluster, over_sockets=True)
-    source = PlacedSource(Bench(TcpOnly()), placement)
-    both, alone, none = source.measure(
-        [
-            parse_set("N0->N0->G0 G0->G0->G1 G1->N0->N0 G0->N0->N0"),
-            parse_set("G0->N1->N1"),
-            parse_set("G0->G0->G1 G1->G1->C0->N0->N0"),
-        ]
-    )
-    rates = dict(zip(str(both.transfers).split(), both.gbps, strict=True))
-    # A port of 100 Gb/s is shared by what leaves, apart from what enters.
-    assert rates["N0->N0->G0"] == 12.5
-    assert rates["G1->N0->N0"] == rates["G0->N0->N0"] == 6.25
-    assert both.assumed
-    assert not both.simulated
-    assert (alone.gbps, alone.assumed) == ((12.5,), True)
-    assert not none.assumed
-
-
-def test_nics_without_an_address_are_taken_from_their_ports_too():
-    machine = networked_machine(gpus=1, nics=2)
-    cluster = cluster_with([machine, machine])
-    addressed = {"h0": (0, 1), "h1": (0,)}
-    (placement,) = placements(cluster, over_sockets=True, addressed=addressed)
-    assert [nic for nic, end in placement.ends.items() if not end.reached] == [1]
-    source = PlacedSource(Bench(TcpOnly()), placement)
-    reached, not_reached = source.measure(
-        [parse_set("G0->G0->C0->N0->N0"), parse_set("G0->G0->C0->N1->N1")]
-    )
-    assert not reached.assumed
-    assert (not_reached.gbps, not_reached.assumed) == ((12.5,), True)
-
-
-def test_hosts_with_gpu_direct_are_planned_for_though_their_network_cannot_be_measured():
-    machine = networked_machine(gpus=2, nics=1, gdr=True)
-    cluster = cluster_with([machine, machine])
-    (placement,) = placements(cluster, over_sockets=True)
-    source = PlacedSource(Bench(TcpOnly()), placement)
-    settings = Settings(net_gdr_level="SYS")
-    node = node_of(cluster.classes[0], source)
-    found = RingSearch(cluster=cluster, nodes=[node], settings=settings).rings(1)
-    assert found is not None
-    assert found.assumed
-
-
-LANES = {f"h{host}.G{gpu}": 64 for host in range(2) for gpu in range(4)}
-
-
-class CarriedOnly(TcpOnly):
-    """As NCCL: both ends are GPUs, and all that receive land alike, as do all that send."""
 
     def measure(self, sets):
         for one in sets:

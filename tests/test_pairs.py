@@ -89,7 +89,7 @@ def test_a_dry_run_has_latencies_and_a_journal_answers_again(tmp_path):
 @pytest.mark.parametrize(
     "more",
     [("0:1",), ("--via", "nvlink"), ("--csv", "--json"), ("--gpus", "0"), ("--gpus", "0,9"),
-     ("--meeting", "pass-on"), ("--network", "tcp")],
+     ("--meeting", "pass-on")],
 )  # fmt: skip
 def test_wrong_use_is_one_line(more):
     result = tccl("--simulate", BOX, *more)

@@ -8,7 +8,6 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
 from tccl_py.planning.grow import cluster_of_job, plan_job, simulated_cluster
-from tccl_py.planning.plan_sources import measurable
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
@@ -60,7 +59,7 @@ class Hosts(Bench):
 
     conditions = ""
 
-    def __init__(self, *names, network="nccl", addresses=True, **rates):
+    def __init__(self, *names, network="nccl", **rates):
         self.network = Network(**rates)
         super().__init__(self.network)
         nics = MACHINE.nics
@@ -70,11 +69,15 @@ class Hosts(Bench):
                 machine=MACHINE,
                 knowledge=Knowledge(),
                 ranks=(2 * number, 2 * number + 1),
-                addresses={nic.index: name for nic in nics} if addresses else {},
+                addresses={nic.index: name for nic in nics},
             )
             for number, name in enumerate(names)
         ]
-        self.session = SimpleNamespace(hosts=hosts, network=network, over_sockets=False)
+        self.session = SimpleNamespace(hosts=hosts, network=network)
+
+    @property
+    def carried(self):
+        return self.session.network == "nccl"
 
     def summary(self, _):
         return ("by a stand-in",)
@@ -140,27 +143,11 @@ def test_pairs_send_from_host_memory_or_by_nccl_from_the_gpu_beside_the_nic(
 ):
     source = Hosts("h0", "h1", "h2", "h3", network=network)
     cluster = cluster_of_job(source, switches)
-    found = pair_rates(source, cluster, **measurable(source))
+    found = pair_rates(source, cluster, carried=source.carried)
     pairs = [("h0", "h1"), ("h0", "h2"), ("h2", "h0"), ("h2", "h3")]
     assert sorted(found) == [(*pair, GBPS) for pair in pairs]
     across = f"{out}{into.removeprefix('h2.N0')}{{blocks=4,fifo=512K}}"
     assert across in [str(one) for one in source.network.sets]
-
-
-def test_a_pair_whose_nics_do_not_reach_each_other_is_left_out(switches):
-    source = Hosts("h0", "h1", "h2", "h3", network="tcp")
-    given = measurable(source) | {"over_sockets": True}
-    given["addressed"] = {"h0": (1,), "h1": (0,), "h2": (0,), "h3": (0,)}
-    found = pair_rates(source, cluster_of_job(source, switches), **given)
-    assert found == [("h2", "h3", GBPS)]
-
-
-def test_hosts_without_addresses_for_tcp_are_planned_for_without_rates_of_uplinks(switches):
-    hosts = Hosts("h0", "h1", "h2", "h3", network="tcp", addresses=False)
-    plan, told = planned(hosts, switches)
-    assert len(told) == 1 and "without an address" in told[0]
-    assert told[0] in plan.notices
-    assert len(set(plan.host_order)) == 4
 
 
 def test_rings_that_cannot_be_measured_at_once_leave_a_notice():

@@ -66,7 +66,6 @@ def measure(
     meeting: str | None = opt("pass-on|independent", "Pace of flows that meet at a GPU."),
     check: bool = flag("--check", "Compare the data of every repeat."),
     interfaces: str | None = options.INTERFACES,
-    network: str | None = options.NETWORK,
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
     journal: Path | None = opt("FILE", "Keep measurements; none is repeated."),
@@ -138,7 +137,7 @@ def _measure_sets(
         source = open_source(place, gpus=gpus_of(place.machine, transfer_sets), options=asked.how)
         title = place.machine.name
     else:
-        named = ("backend", "devices", "interfaces", "network")
+        named = ("backend", "devices", "interfaces")
         hosts = open_hosts(job, options=asked.how, **{name: vars(asked)[name] for name in named})
         source = stack.enter_context(hosts)
         title = f"hosts {', '.join(source.use_only(transfer_sets))}"

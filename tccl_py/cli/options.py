@@ -74,9 +74,6 @@ TARGET = advanced(
 INTERFACES = advanced(
     "LIST", "Network interfaces that are NICs N0, N1 ..., as eth0,eth1; all if not given."
 )
-NETWORK = advanced(
-    "tcp|nccl", "Between hosts: NCCL, or TCP between host memories, as the host backend does."
-)
 NOISE = advanced("F", "Spread of simulated samples, 0 to 1.")
 SEED = advanced("N", "Seed of the noise.")
 GPUS = opt("LIST", "GPUs, as 0,2,5 or 0-3; all if not given.")
@@ -87,7 +84,7 @@ P2P = advanced(
 
 _OF_MODEL = ("noise", "seed", "p2p")
 _OF_HARDWARE = ("backend", "devices", "target", "meeting", "check")
-_OF_JOB = ("interfaces", "network")
+_OF_JOB = ("interfaces",)
 _WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
 _WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
 _OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")

@@ -98,7 +98,6 @@ def plan(
     ),
     gid_index: int | None = advanced("N", "NCCL_IB_GID_INDEX of RoCE ports."),
     interfaces: str | None = options.INTERFACES,
-    network: str | None = options.NETWORK,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
@@ -158,7 +157,6 @@ def plan(
         devices=devices,
         target=target,
         interfaces=interfaces,
-        network=network,
         nodes=nodes,
         hosts=hosts,
         switches=switches,

@@ -20,7 +20,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
 from tccl_py.plan.tables import HostTable, KeptTable, read_tables
 from tccl_py.planning.cluster_planner import make_cluster_plan
-from tccl_py.planning.plan_sources import class_sources, measurable
+from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.probes import (
     MOST_ODD,
     MOST_SAMPLED,
@@ -44,12 +44,10 @@ _SETS = 3
 _95_PERCENT = 1.96
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
-_ASSUMED = {
-    "tcp": "what NICs move to and from GPU memory was not measured, but assumed to run at their "
-    "ports' speed; all else was measured (`tccl plan` measures it without --network tcp)",
-    "nccl": "what GPUs send by another GPU's memory was not measured, but assumed to run at the "
-    "speed of the NICs' ports; all else was measured",
-}
+_ASSUMED = (
+    "what GPUs send by another GPU's memory was not measured, but assumed to run at the speed of "
+    "the NICs' ports; all else was measured"
+)
 
 
 class KnownPlan(msgspec.Struct, frozen=True):
@@ -319,17 +317,17 @@ def _odd_in_classes(
     source: HostsSource, made: Plan, old: Collection[str], kept: Mapping[int, Sequence[Sample]]
 ) -> dict[str, str]:
     """Return how new hosts differ from the rates of their class, kept or of its first host."""
-    cluster, given = made.cluster, measurable(source)
+    cluster, carried = made.cluster, source.carried
     partners = [host.name for host in source.session.hosts if host.name in old]
     odd: dict[str, str] = {}
     for number, path in {path.node_class: path for path in reversed(made.paths)}.items():
         new = [h.name for h in cluster.hosts if h.node_class == number and h.name not in old]
         if number in kept:
-            odd |= odd_hosts(source, cluster, new, kept[number], partners, **given)
+            odd |= odd_hosts(source, cluster, new, kept[number], partners, carried=carried)
         elif new:
             first, some = new[0], new[1 : 1 + MOST_SAMPLED]
             sample = _sample(path.chains, made.error)
-            found = odd_hosts(source, cluster, some, [sample], [first], **given)
+            found = odd_hosts(source, cluster, some, [sample], [first], carried=carried)
             if len(found) > max(1, len(some) / 2):
                 why = next(iter(found.values()))
                 found = {first: f"most hosts of its class differ from it: {why}"}
@@ -345,7 +343,7 @@ def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
 def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
     """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
     if made.assumed:
-        odd += (_ASSUMED[source.session.network],)
+        odd += (_ASSUMED,)
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
@@ -361,12 +359,10 @@ def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
 
 def _with_uplinks(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with measured rates of unknown uplinks, and a notice on each."""
-    session, tree = source.session, cluster.switches
+    tree = cluster.switches
     if tree is None:
         return cluster, ()
-    if session.network == "tcp" and not all(host.addresses for host in session.hosts):
-        return cluster, ("hosts have NICs without an address for TCP: no uplink was measured",)
-    known = estimate_uplinks(tree, pair_rates(source, cluster, **measurable(source)))
+    known = estimate_uplinks(tree, pair_rates(source, cluster, carried=source.carried))
     told = tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
         "pairs of hosts across it were measured"

@@ -106,7 +106,6 @@ def _of_job(
         backend=request.backend,
         devices=request.devices,
         interfaces=request.interfaces,
-        network=request.network,
         options=request.options,
         expected=[host.name for host in listed],
         gid_index=request.ib_gid_index,

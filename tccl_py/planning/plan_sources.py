@@ -140,17 +140,7 @@ def known_model(plan: Plan, directory: Path) -> MachineModel:
 
 def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     """Return a source for each class of hosts, over one host of it and a partner."""
-    return [PlacedSource(source, place) for place in placements(cluster, **measurable(source))]
-
-
-def measurable(source: HostsSource) -> dict[str, Any]:
-    """Return what can be measured between a job's hosts, as `placements` takes it."""
-    session = source.session
-    return {
-        "addressed": {host.name: tuple(host.addresses) for host in session.hosts},
-        "carried": session.network == "nccl",
-        "over_sockets": session.over_sockets,
-    }
+    return [PlacedSource(source, place) for place in placements(cluster, carried=source.carried)]
 
 
 @contextmanager
@@ -181,12 +171,9 @@ def journal_by_class(
     A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
     """
     base = Bench(None, journal.measurements)
-    # By NCCL, between GPUs by TCP, and between host memories by TCP.
-    carriers = ((True, False), (False, False), (False, True))
     known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
-    for carried, over_sockets in carriers:
-        options: dict[str, Any] = {"carried": carried, "over_sockets": over_sockets}
-        places = placements(plan.cluster, **options)
+    for carried in (True, False):
+        places = placements(plan.cluster, carried=carried)
         for path in plan.paths:
             flows = [hop.flow for chain in path.chains for hop in chain.hops]
             wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
@@ -194,7 +181,7 @@ def journal_by_class(
             wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
             found = known[path.node_class]
             further = _measured_pairs(plan.cluster, path.node_class, journal.header)
-            others = (placements(pair, **options)[0] for pair in further)
+            others = (placements(pair, carried=carried)[0] for pair in further)
             for place in chain([places[path.node_class]], others):
                 source = PlacedSource(base, place)
                 for transfers in dict.fromkeys(wanted):

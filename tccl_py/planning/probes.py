@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -50,15 +49,13 @@ class End(msgspec.Struct, frozen=True):
     """The far end of a NIC: the partner's NIC, the NUMA node beside the NIC, and a GPU or None.
 
     Bytes end in the GPU where NCCL carries them, else in the node's memory. `assumed` is the rate
-    in GB/s of flows that cannot be measured, None if unknown; a NIC without an address for TCP is
-    not `reached`.
+    in GB/s of flows that cannot be measured, None if unknown.
     """
 
     nic: int
     numa: int
     gpu: int | None = None
     assumed: float | None = None
-    reached: bool = True
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +68,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def assumed(self, flow: Flow, nic: int) -> float | None:
         """Return the rate of a flow by a NIC that cannot be measured; None for any other.
 
-        NCCL cannot take bytes through another GPU's memory, TCP to or from GPU memory.
+        NCCL cannot take bytes through another GPU's memory here.
         """
         end = self.ends[nic]
-        if end.gpu is None:
-            measured = end.reached and not _lands_in_gpus(flow)
-        else:
-            measured = not _is_relayed(flow)
-        return None if measured else end.assumed
+        return end.assumed if end.gpu is not None and _is_relayed(flow) else None
 
 
 class PlacedSource:
@@ -200,20 +193,13 @@ def _is_relayed(flow: Flow) -> bool:
     return any(place.kind == "G" and place not in ends for place in places)
 
 
-def placements(
-    cluster: Cluster,
-    *,
-    over_sockets: bool = False,
-    addressed: Mapping[str, Collection[int]] | None = None,
-    carried: bool = False,
-) -> tuple[Placement, ...]:
+def placements(cluster: Cluster, *, carried: bool = False) -> tuple[Placement, ...]:
     """Return the hosts for measuring each class: its first host, with the next host as partner.
 
     A host under the same switch is preferred as a partner, then a host of the same class: switches
-    are judged apart. With `over_sockets` bytes go from host memory to host memory only, so NICs at
-    GPU memory are not measured. `addressed` are the NICs of each host with an address for TCP; None
-    is all. With `carried` NCCL carries the bytes over the network, from GPU to GPU. Raises
-    InputError: a class without NIC.
+    are judged apart. With `carried` NCCL carries the bytes over the network, from GPU to GPU.
+
+    Raises InputError: a class without NIC.
     """
     switch, of = cluster.switch_of, cluster.host_classes
 
@@ -228,7 +214,6 @@ def placements(
         nics = {nic: nic if nic in known else known[at % len(known)] for at, nic in enumerate(used)}
         speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
         beside = gpus_beside_nics(theirs, known) if carried else {}
-        by_tcp = addressed if over_sockets else None
         return Placement(
             host=host,
             partner=partner,
@@ -237,8 +222,7 @@ def placements(
                     nic=other,
                     numa=theirs.numa_of(f"N{other}"),
                     gpu=beside.get(other),
-                    assumed=speeds.get(nic) if over_sockets or carried else None,
-                    reached=by_tcp is None or (nic in by_tcp[host] and other in by_tcp[partner]),
+                    assumed=speeds.get(nic) if carried else None,
                 )
                 for nic, other in nics.items()
             },
@@ -279,13 +263,14 @@ def odd_hosts(
     hosts: Sequence[str],
     samples: Sequence[Sample],
     known: Sequence[str],
-    **measurable: Any,
+    *,
+    carried: bool = False,
 ) -> dict[str, str]:
     """Return how hosts differ from the measured sets of their class, by the names of those that do.
 
     A host differs if it does with two partners, or twice with the only partner. Partners are
     `known` hosts, then hosts found alike; without any below its switch no host differs. Sets are
-    measured anew, whatever the journal has: a host may have changed since. `measurable` is as of
+    measured anew, whatever the journal has: a host may have changed since. `carried` is as of
     `placements`.
     """
     classes, switch = cluster.host_classes, cluster.switch_of
@@ -297,7 +282,7 @@ def odd_hosts(
         near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
         why = ""
         for partner in near[:2] if len(near) != 1 else near * 2:
-            place = placements(part_of(cluster, (host, partner)), **measurable)[0]
+            place = placements(part_of(cluster, (host, partner)), carried=carried)[0]
             why = difference(PlacedSource(source, place, anew=True), samples)
             if not why:
                 alike.append(host)
@@ -340,8 +325,8 @@ def uplink_pairs(tree: SwitchTree) -> Iterator[tuple[str, str]]:
         yield from uplink_pairs(switch)
 
 
-def pair_rates(source: Bench, cluster: Cluster, **measurable: Any) -> list[PairRate]:
-    """Measure pairs of hosts by which uplinks can be estimated; `measurable` as of `placements`.
+def pair_rates(source: Bench, cluster: Cluster, *, carried: bool) -> list[PairRate]:
+    """Measure pairs of hosts by which uplinks can be estimated; `carried` as of `placements`.
 
     Bytes go from host memory to host memory, or by NCCL from the GPU beside the NIC. Pairs that
     cannot be measured are left out.
@@ -350,10 +335,8 @@ def pair_rates(source: Bench, cluster: Cluster, **measurable: Any) -> list[PairR
     found: list[PairRate] = []
     for pair in islice(dict.fromkeys(uplink_pairs(cluster.switches)), MOST_PAIRS):
         part = part_of(cluster, pair)
-        place, machine = placements(part, **measurable)[0], part.classes[0].machine
-        nic = min((nic for nic, end in place.ends.items() if end.reached), default=None)
-        if nic is None:
-            continue
+        place, machine = placements(part, carried=carried)[0], part.classes[0].machine
+        nic = min(place.ends)
         gpu = None if place.ends[nic].gpu is None else gpus_beside_nics(machine, [nic])[nic]
         here = End(nic, machine.numa_of(f"N{nic}"), gpu)
         out = _by_nic(here, _BLOCKS, _FIFO, sends=True)

@@ -32,7 +32,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     devices: int | None = None
     target: float | None = None
     interfaces: str | None = None
-    network: str | None = None
     nodes: int | None = None
     hosts: str | None = None
     switches: Path | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tccl_profiler.cluster.mpi import in_mpi_job as in_job
 from tccl_profiler.cluster.mpi import mpi_job as join_job
-from tccl_py.errors import InputError, check_type, require
+from tccl_py.errors import check_type, require
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import TransferSet
@@ -21,7 +21,6 @@ from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.profiled import (
     DRY_RUN,
-    Backend,
     MeasuredMachine,
     MeasurementOptions,
     ProfilerSource,
@@ -126,8 +125,6 @@ def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0)
 
 # The hosts of an MPI job as a source, and as places for jobs of real collectives.
 
-Network = Literal["tcp", "nccl"]
-
 
 def open_hosts(
     job: Job,
@@ -135,7 +132,6 @@ def open_hosts(
     backend: str | None = None,
     devices: int | None = None,
     interfaces: str | None = None,
-    network: str | None = None,
     options: MeasurementOptions | None = None,
     expected: Sequence[str] = (),
     gid_index: int | None = None,
@@ -147,12 +143,12 @@ def open_hosts(
         backend, devices: of each host, as `measured_machine` takes them.
         interfaces: names of network interfaces, as `eth0,eth1`, to use as NICs; None is all ports
             of the network cards.
-        network: `nccl` or `tcp` between hosts; None is nccl, on the host backend tcp.
         options: of measurements.
         expected: names of the hosts in the job.
         gid_index: NCCL_IB_GID_INDEX.
 
-    Raises InputError: an unknown backend or network, or a number of devices beside GPUs.
+    NCCL carries bytes between hosts, and TCP on the host backend. Raises InputError: an unknown
+    backend, or a number of devices beside GPUs.
     """
     from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
 
@@ -165,19 +161,11 @@ def open_hosts(
         interfaces=tuple(interfaces.split(",")) if interfaces else (),
         expected=expected,
         options=msgspec.structs.replace(
-            options.for_profiler, limits=LIMITS, network=_network(network, kind)
+            options.for_profiler, limits=LIMITS, network="tcp" if kind == "host" else "nccl"
         ),
         gid_index=gid_index,
     )
     return HostsSource(session, options, dry_run=kind == "host")
-
-
-def _network(name: str | None, backend: Backend) -> Network:
-    if name not in (None, "tcp", "nccl"):
-        raise InputError(f"network {name[:20]!r}", "is not known", "one of tcp, nccl")
-    if name == "nccl" and backend == "host":
-        raise InputError("network nccl", "needs GPUs", "leave out backend host, or it")
-    return "tcp" if name == "tcp" or backend == "host" else "nccl"
 
 
 class HostsSource(Bench):
@@ -195,6 +183,11 @@ class HostsSource(Bench):
     def __enter__(self) -> HostsSource:
         self._source_of_hosts.start()
         return self
+
+    @property
+    def carried(self) -> bool:
+        """Whether NCCL carries bytes between the hosts; else TCP does, on the host backend."""
+        return self.session.network == "nccl"
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
         """Limit devices to those of some sets; return their hosts."""

@@ -37,11 +37,10 @@ exec unshare --uts sh -c 'hostname node'$rank' && exec "$@"' rank "$@"
     scope="module",
     params=[
         pytest.param(
-            (nodes, network),
-            marks=pytest.mark.gpu(count=count, real=(name, network) != ("2 x 2", "tcp")),
-            id=f"{name} by {network}",
+            nodes,
+            marks=pytest.mark.gpu(count=count, real=name != "2 x 2"),
+            id=name,
         )
-        for network in ("nccl", "tcp")
         for name, count, nodes in (
             ("2 x 1", 2, ((0,), (1,))),
             ("2 x 2", 4, ((0, 1), (2, 3))),
@@ -55,15 +54,15 @@ def planned(request, tmp_path_factory):
     for tool in ("mpirun", "unshare"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    nodes, network = request.param
-    folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}-{network}")
+    nodes = request.param
+    folder = tmp_path_factory.mktemp(f"nodes{len(nodes)}")
     wrapper = folder / "rank.sh"
     wrapper.write_text(WRAPPER.format(gpus=" ".join(",".join(map(str, one)) for one in nodes)))
     wrapper.chmod(0o755)
     directory = folder / "plan"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes)), wrapper]
     command += [sys.executable, "-m", "tccl_py", "plan", "-o", directory, "--nccl", "2.28"]
-    command += ["--interfaces", INTERFACE, "--network", network, "--json"]
+    command += ["--interfaces", INTERFACE, "--json"]
     command += ["--max-sets", "200"] if REAL else ["--no-tune", *BRIEF]
     surroundings = {**os.environ, **SHARE}
     done = subprocess.run(

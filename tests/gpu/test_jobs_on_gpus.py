@@ -47,7 +47,6 @@ def measured(request, tmp_path_factory):
     directory = folder / "plan"
     plan = ["plan", "-o", directory, "--nccl", "2.28", "--interfaces", INTERFACE, "--no-tune"]
     plan += ["--gpus-per-job", "1", "--rings", "1,2", "--max-sets", "25", "--target", "0.05"]
-    plan += [] if REAL else ["--network", "tcp"]
     verify = ["verify", directory, "--sizes", "1M,64M" if REAL else "1M", "--rounds", "6"]
     verify += ["--seconds", "20"]
     for words, codes, share in (

@@ -137,11 +137,6 @@ class ClusterSession:
         return [name for name in host.devices if not (carried and is_nic(name))]
 
     @property
-    def over_sockets(self) -> bool:
-        """Whether NICs of GPU hosts reach host memory only, because TCP copies bytes there."""
-        return self._backend == "cuda" and self.network == "tcp"
-
-    @property
     def conditions(self) -> str:
         """The error bound of the hosts' clocks, in one line."""
         worst = max(self.clocks.values(), key=lambda clock: clock.error_ns)
