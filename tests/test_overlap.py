@@ -51,7 +51,7 @@ def order_of(**more):
     return OverlapSpec(**{**known, **more})
 
 
-def answer_of(rank, pairs_ms, *, mode="concurrent", right=True, products=()):
+def answer_of(rank, pairs_ms, *, mode="concurrent", right=True, products=({}, {})):
     return OverlapResult(
         rank=rank,
         torch="2",
@@ -89,10 +89,9 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
 def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
     pair = Pair(source=1, target=0)
     times = {"sequential": ((2.0,), (1.0,)), "concurrent": ((2.5,), (1.5,))}
-    products = ((pair, times), (None, times))
     both = {mode: works[:1] for mode, works in times.items()}
     answer = OverlapResult(
-        rank=0, torch="2", device="", right=True, sets=(both,), products=products
+        rank=0, torch="2", device="", right=True, sets=(both,), products=(times, times)
     )
     rows = [rows_of(by, order_of(sets=((pair,),)), (answer,), (0, 1)) for by in ("gloo", "memcpy")]
     (first, beside), (second, more) = rows
@@ -159,17 +158,19 @@ def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
 
 def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
     def times(transfer_ms, product_ms):
-        return Pair(source=0, target=1), {"concurrent": (product_ms, transfer_ms)}
+        return {"concurrent": (product_ms, transfer_ms)}
 
+    all_reduce = {"sequential": ((6.0,), (7.0,))}
     answers = (
-        answer_of(0, ((1.0,),), products=[times((4.0,), (2.0,))]),
-        answer_of(1, ((1.0,),), products=[times((5.0,), (3.0,))]),
-        answer_of(2, ((1.0,),), products=[times((), (9.0,))]),
+        answer_of(0, ((1.0,),), products=[times((4.0,), (2.0,)), all_reduce]),
+        answer_of(1, ((1.0,),), products=[times((5.0,), (3.0,)), all_reduce]),
+        answer_of(2, ((1.0,),), products=[times((), ()), all_reduce]),
     )
     order = order_of(places=3, sets=((Pair(source=0, target=1),),))
-    _, (row,) = rows_of("nccl", order, answers, (0, 1, 2))
+    _, (row, other) = rows_of("nccl", order, answers, (0, 1, 2))
     assert (row["transfer_time"].median_ms, row["product_time"].median_ms) == (5.0, 3.0)
     assert row["total"].median_ms == 5.0
+    assert (other["transfer"], other["total"].median_ms) == ("all-reduce", 13.0)
 
 
 def test_wrong_bytes_make_the_times_void():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -73,12 +73,17 @@ class OverlapSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the number of processes."""
         return self.places if self.kind == "messages" else 1
 
+    @property
+    def beside_gemm(self) -> tuple[Pair | None, ...]:
+        """Return the transfers beside a GEMM; None is an all-reduce."""
+        first = self.sets[0][0]
+        return (first, None) if self.kind == "messages" else (first,)
+
 
 class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one rank: each set's timings, and those of each transfer beside a GEMM.
+    """Result of one rank: each set's timings, and those of each of `beside_gemm` with a GEMM.
 
-    A transfer is a pair of the first set, or None for an all-reduce. `right` is false if received
-    bytes differ from sent bytes.
+    `right` is false if received bytes differ from sent bytes.
     """
 
     rank: int
@@ -86,7 +91,7 @@ class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str
     right: bool
     sets: tuple[Timings, ...]
-    products: tuple[tuple[Pair | None, Timings], ...]
+    products: tuple[Timings, ...]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,25 +200,23 @@ def rows_of(
         raise MeasurementError(f"transfers by {by}: {what}")
     pairs, products = [], []
     for at, places in enumerate(spec.sets):
-        for mode in results[0].sets[at]:
-            ranks = (result.sets[at][mode] for result in results)
-            columns = [next(filter(None, times)) for times in zip(*ranks, strict=True)]
+        for mode, times in _slowest([result.sets[at] for result in results]):
             row: Row = {"by": by, "mode": mode, "set": [pair.text(gpus) for pair in places]}
-            row["message"] = [span(time / spec.messages for time in times) for times in columns]
-            row["total"] = span(map(_TOTAL[mode], zip(*columns, strict=True)))
+            row["message"] = [span(ms / spec.messages for ms in work) for work in times]
+            row["total"] = span(map(_TOTAL[mode], zip(*times, strict=True)))
             pairs.append(row)
-    for at, (transfer, timings) in enumerate(results[0].products):
+    for at, transfer in enumerate(spec.beside_gemm):
         name = ALL_REDUCE if transfer is None else transfer.text(gpus)
-        for mode in timings:
-            # All ranks multiply; only ranks of the transfer affect it.
-            part = [found for rank in results if (found := rank.products[at][1][mode])[1]]
+        for mode, times in _slowest([result.products[at] for result in results]):
             row = {"by": by, "mode": mode, "transfer": name}
-            row["transfer_time"] = _slowest(works[1] for works in part)
-            row["product_time"] = _slowest(works[0] for works in part)
-            row["total"] = _slowest(map(_TOTAL[mode], zip(*works, strict=True)) for works in part)
+            row["transfer_time"], row["product_time"] = span(times[1]), span(times[0])
+            row["total"] = span(map(_TOTAL[mode], zip(*times, strict=True)))
             products.append(row)
     return pairs, products
 
 
-def _slowest(ranks: Iterable[Iterable[float]]) -> Span:
-    return span(map(max, zip(*ranks, strict=True)))
+def _slowest(ranks: Sequence[Timings]) -> Iterator[tuple[Mode, Works]]:
+    """Yield each mode, and the times of each work on the slowest rank that reports it."""
+    for mode in ranks[0]:
+        works = zip(*(rank[mode] for rank in ranks), strict=True)
+        yield mode, tuple(tuple(map(max, zip(*filter(None, work), strict=True))) for work in works)

@@ -143,9 +143,9 @@ class Copies:
         device = torch.device("cuda", place) if self._joined.cuda else self._joined.device
         return torch.full((self._spec.message_bytes,), value, dtype=torch.uint8, device=device)
 
-    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield the transfers beside a GEMM; the work is None on a rank without a part."""
-        yield self._spec.sets[0][0], self.works(0).get(0)
+    def beside_gemm(self) -> list[Work | None]:
+        """Return the transfers beside a GEMM; None on a rank without a part."""
+        return [self.works(0).get(0)]
 
     def right(self) -> bool:
         """Return whether all received bytes equal the sent bytes."""
@@ -179,16 +179,15 @@ class Messages(Copies):
 
         return run
 
-    def transfers(self) -> Iterator[tuple[Pair | None, Work | None]]:
-        """Yield a message and an all-reduce."""
-        yield from super().transfers()
+    def beside_gemm(self) -> list[Work | None]:
+        """Return a message and an all-reduce."""
         summed = self._buffer(self._joined.rank, 0).view(self._joined.torch.float32)
 
         def all_reduce() -> None:
             for _ in range(self._spec.messages):
                 self._joined.dist.all_reduce(summed, async_op=True).wait()
 
-        yield None, all_reduce
+        return [*super().beside_gemm(), all_reduce]
 
 
 class Timer:
@@ -229,10 +228,8 @@ class Timer:
         return max(self._watch.together([work] if work else []), default=0.0)
 
 
-def _time_products(
-    joined: Communicator, timer: Timer, mover: Copies
-) -> Iterator[tuple[Pair | None, Timings]]:
-    """Time each transfer beside GEMMs that take about as long."""
+def _time_products(joined: Communicator, timer: Timer, mover: Copies) -> Iterator[Timings]:
+    """Time each transfer beside GEMMs that take about as long; ranks with a part report both."""
     torch = joined.torch
     size, kind = (4096, torch.bfloat16) if joined.cuda else (256, torch.float32)
     left, right = (torch.ones(size, size, dtype=kind, device=joined.device) for _ in range(2))
@@ -242,7 +239,7 @@ def _time_products(
         for _ in range(count):
             torch.mm(left, right, out=result)
 
-    for pair, transfer in mover.transfers():
+    for transfer in mover.beside_gemm():
         transfer_ms = product_ms = 0.0
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
@@ -251,7 +248,7 @@ def _time_products(
         works: dict[int, Work] = {0: lambda count=count: multiply(count)}  # type: ignore[misc]
         if transfer is not None:
             works[1] = transfer
-        yield pair, timer.time(works, [True, transfer is not None])
+        yield timer.time(works, [transfer is not None] * 2)
 
 
 if __name__ == "__main__":
