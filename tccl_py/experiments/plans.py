@@ -289,15 +289,14 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
         return
     gpus_here = {gpu.index: gpu for gpu in place.machine.gpus}
     for planned in map(plan.machine.gpu, plan.gpus):
-        found = gpus_here.get(planned.index)
-        if found is None:
-            raise InputError(where, f"is for GPU {planned.index}, which is not here", right)
-        if None not in (planned.sm, found.sm) and planned.sm != found.sm:
-            what = f"is for GPU {found.index} of sm {planned.sm}, here it has sm {found.sm}"
+        gpu, name = gpus_here.get(planned.index), f"GPU {planned.index}"
+        if gpu is None:
+            raise InputError(where, f"is for {name}, which is not here", right)
+        if None not in (planned.sm, gpu.sm) and planned.sm != gpu.sm:
+            what = f"is for {name} of sm {planned.sm}, here it has sm {gpu.sm}"
             raise InputError(where, what, right)
-        if planned.bus_id != found.bus_id:
-            is_here = f"is {planned.bus_id} in the plan and {found.bus_id} here"
-            launcher.say(f"GPU {found.index} {is_here}")
+        if planned.bus_id != gpu.bus_id:
+            launcher.say(f"{name} is {planned.bus_id} in the plan and {gpu.bus_id} here")
 
 
 def _hosts_launcher(plan: Plan, launcher: Launcher, *, subset: bool = False) -> Launcher:

@@ -359,11 +359,7 @@ def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
     was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps is not None]
     return "".join(
         (
-            metric(
-                "preflight_ok",
-                "Whether jobs may run (1) or not (0).",
-                [(plain, preflight.ok)],
-            ),
+            metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),
             metric("findings", "Reasons to keep jobs off.", [(plain, len(preflight.problems))]),
             metric("collectives_checked", "Results compared bit by bit.", [(plain, jobs.checked)]),
             metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", rates),

@@ -88,10 +88,7 @@ def run_tuning(
             if trial.settings != plan.choices[name]
         }
         # Predictions cannot be compared with job throughput: use the jobs' for all choices.
-        rates = {
-            "default": tried[0].gbps,
-            **{name: trial.gbps for name, trial in best_of.items()},
-        }
+        rates = {"default": tried[0].gbps, **{name: trial.gbps for name, trial in best_of.items()}}
         changed = plan.retuned(changes, rates) if changes else plan
         if changed.choices == plan.choices:
             break
