@@ -12,15 +12,9 @@ import sys
 from itertools import combinations
 
 import tccl_py
-from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.view import view
-from tccl_py.search.problem import Budget, SearchProblem, SearchResult
-from tccl_py.search.strategies import Run
 
 
-def two_opt(run: Run) -> None:
+def two_opt(run: tccl_py.Run) -> None:
     """Reverse each part of the ring; keep faster rings, until no reversal helps."""
     # Every second GPU first: a poor order, with room for improvement.
     order = (*run.problem.gpus[::2], *run.problem.gpus[1::2])
@@ -39,27 +33,28 @@ def two_opt(run: Run) -> None:
 
 
 def main(name: str) -> None:
-    """Solve the same problem by 2-opt and by the built-in search."""
+    """Solve the same problem by 2-opt and by the built-in search, then plan by 2-opt."""
     model = tccl_py.load_machine(name)
+    source = tccl_py.Simulator(model)
     # The hops that NCCL takes under one choice of settings.
-    settings = Settings(p2p_level="SYS", channels=1)
-    problem = SearchProblem(
-        spaces={1: hop_space(view(model.machine, model.knowledge, settings))},
-        source=tccl_py.Simulator(model),
-        symmetry=automorphisms(model.machine, model.knowledge),
-        budget=Budget(sets=500),
+    problem = tccl_py.search_problem(
+        model.machine,
+        model.knowledge,
+        source,
+        tccl_py.Settings(p2p_level="SYS", channels=1),
+        budget=tccl_py.Budget(sets=500),
     )
-    results: list[SearchResult] = [
-        tccl_py.find_rings(problem, strategy=two_opt),
-        tccl_py.find_rings(problem, strategy="best-first"),
-    ]
-    for result in results:
+    for strategy in (two_opt, "best-first"):
+        result = tccl_py.find_rings(problem, strategy=strategy)
         bound = "no bound" if result.bound_gbps is None else f"bound {result.bound_gbps:.2f}"
         mark = "simulated from assumed values" if result.assumed else "simulated"
         print(
             f"{result.strategy}: {result.rings.rings[0].gpus} at {result.rate_gbps:.2f} GB/s "
             f"({mark}), {bound}, {result.sets_measured} sets"
         )
+    # A whole plan searches all settings.
+    plan = tccl_py.make_plan(model.machine, model.knowledge, source, strategy=two_opt)
+    print(f"plan by {plan.strategy}: {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
 
 
 if __name__ == "__main__":

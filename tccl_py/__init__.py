@@ -40,15 +40,19 @@ if TYPE_CHECKING:
     from tccl_py.model.transfer import TransferSet as TransferSet
     from tccl_py.model.transfer import parse_flow as parse_flow
     from tccl_py.model.transfer import parse_set as parse_set
+    from tccl_py.nccl.settings import Settings as Settings
     from tccl_py.plan.directory import write_plan as write_plan
     from tccl_py.plan.load import load_plan as load_plan
     from tccl_py.plan.plan import Plan as Plan
     from tccl_py.plan.text import diff as diff
     from tccl_py.planning.cluster_planner import make_cluster_plan as make_cluster_plan
     from tccl_py.planning.planner import make_plan as make_plan
+    from tccl_py.planning.planner import search_problem as search_problem
     from tccl_py.readers.live import discover_machine as discover_machine
     from tccl_py.readers.switches import read_switches as read_switches
     from tccl_py.report.page import drawing as drawing
+    from tccl_py.search.problem import Budget as Budget
+    from tccl_py.search.strategies import Run as Run
     from tccl_py.search.strategies import find_rings as find_rings
     from tccl_py.simulator.descriptions import bundled_names as bundled_names
     from tccl_py.simulator.descriptions import load_machine as load_machine
@@ -63,15 +67,17 @@ _NAMES = {
     "model.measurement": "BandwidthSource Measurement",
     "model.reports": "HostReport cluster_of",
     "model.transfer": "Flow TransferSet parse_flow parse_set",
+    "nccl.settings": "Settings",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
-    "planning.planner": "make_plan",
+    "planning.planner": "make_plan search_problem",
     "plan.text": "diff",
     "plan.directory": "write_plan",
     "readers.live": "discover_machine",
     "readers.switches": "read_switches",
     "report.page": "drawing",
-    "search.strategies": "find_rings",
+    "search.problem": "Budget",
+    "search.strategies": "Run find_rings",
     "simulator.descriptions": "bundled_names load_machine",
     "simulator.source": "Simulator",
     "sources.opening": "open_source",

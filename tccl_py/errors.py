@@ -88,7 +88,7 @@ class SourceLostError(TcclError):
 
 
 class SearchError(TcclError):
-    """A search cannot give a ring (no hop into a GPU, unknown strategy, ...)."""
+    """A search cannot give a ring (no hop into a GPU, ...)."""
 
 
 class _Limit(NamedTuple):

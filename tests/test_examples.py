@@ -13,12 +13,6 @@ from pathlib import Path
 import pytest
 
 import tccl_py
-from tccl_py.model.symmetry import automorphisms
-from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.view import view
-from tccl_py.search.problem import SearchProblem
-from tccl_py.search.strategies import find_rings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
@@ -96,11 +90,8 @@ def test_a_plan_from_text_keeps_its_assumptions(run, tmp_path):
 
 def test_a_strategy_of_ones_own_is_named_after_itself_and_proves_nothing():
     model = tccl_py.load_machine("amd-v100")
-    problem = SearchProblem(
-        spaces={1: hop_space(view(model.machine, model.knowledge, Settings()), rings_in_set=1)},
-        source=tccl_py.Simulator(model),
-        symmetry=automorphisms(model.machine, model.knowledge),
-    )
+    parts = model.machine, model.knowledge, tccl_py.Simulator(model)
+    problem = tccl_py.search_problem(*parts)
 
     def ascending(run):
         run.offer_known([(run.problem.gpus,)])
@@ -110,7 +101,10 @@ def test_a_strategy_of_ones_own_is_named_after_itself_and_proves_nothing():
             ascending(run)
             ascending(run)
 
-    result = find_rings(problem, strategy=ascending)
+    result = tccl_py.find_rings(problem, strategy=ascending)
     assert (result.strategy, result.bound_gbps, result.proven) == ("ascending", None, False)
     assert result.rings.rings[0].gpus == (0, 1, 2, 3)
-    assert find_rings(problem, strategy=Twice()).strategy == "Twice"
+    assert tccl_py.find_rings(problem, strategy=Twice()).strategy == "Twice"
+    plan = tccl_py.make_plan(*parts, strategy=ascending, ring_counts=[1])
+    assert (plan.strategy, plan.ring_count, plan.proven) == ("ascending", 1, False)
+    assert plan.rate_gbps == tccl_py.make_plan(*parts, strategy="nccl-order").rate_gbps

@@ -330,6 +330,8 @@ def test_an_unknown_strategy_lists_the_right_ones():
     model = load_bundled(SMALL)
     with pytest.raises(InputError, match="there are best-first, nccl-order"):
         make_plan(model.machine, model.knowledge, Simulator(model), strategy="magic")
+    with pytest.raises(InputError, match="strategy '3'"):
+        make_plan(model.machine, model.knowledge, Simulator(model), strategy=3)
 
 
 def test_the_other_strategy_plans_too():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tccl_py.errors import SearchError
+from tccl_py.errors import InputError, SearchError
 from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
@@ -184,7 +184,7 @@ def test_fewer_bounces_win_a_tie():
 
 
 def test_an_unknown_strategy_lists_the_right_ones():
-    with pytest.raises(SearchError, match="best-first, nccl-order"):
+    with pytest.raises(InputError, match="best-first, nccl-order"):
         find_rings(problem_for(two_uplinks(), 4), strategy="magic")
 
 

@@ -17,8 +17,9 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
-from tccl_py.planning.planner import DEFAULT_BUDGET, check_strategy, other_count_notices
+from tccl_py.planning.planner import DEFAULT_BUDGET, other_count_notices
 from tccl_py.search.problem import Budget, Reporter
+from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import bench_of
 
 FEW_RINGS = 4
@@ -35,7 +36,7 @@ def make_cluster_plan(
     kept: Sequence[HostTable] = (),
     version: str = ASSUMED,
     ring_counts: Sequence[int] | None = None,
-    strategy: str = "best-first",
+    strategy: str | Strategy = "best-first",
     budget: Budget = DEFAULT_BUDGET,
     keep_order: bool = False,
     ib_gid_index: int | None = None,
@@ -66,7 +67,7 @@ def make_cluster_plan(
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
     cannot measure a needed set.
     """
-    gpus = _gpus(cluster)
+    gpus, name = _gpus(cluster), strategy_name(strategy)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     # A ring on each NIC, among others.
     ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
@@ -74,7 +75,6 @@ def make_cluster_plan(
     level = pinned_level(pinned)
     check_settings(Settings(version=version, p2p_level=level))
     budget = msgspec.structs.replace(budget, sets=budget.sets and max(1, budget.sets // 2))
-    check_strategy(strategy)
 
     def task_of(node_class: NodeClass, source: BandwidthSource, gpus: tuple[int, ...]) -> HostTask:
         return HostTask(
@@ -102,7 +102,7 @@ def make_cluster_plan(
     plan = plan_over(
         cluster,
         nodes,
-        strategy=strategy,
+        strategy=name,
         pinned_env=pinned,
         keep_order=keep_order,
         ib_gid_index=ib_gid_index,

@@ -34,6 +34,7 @@ from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
+from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.opening import HostsSource
 
@@ -61,7 +62,8 @@ class KnownPlan(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             new,
             version=self.plan.settings.version,
-            strategy=self.plan.strategy,
+            # A function of Python is not known by its name.
+            strategy=next(iter({self.plan.strategy} & STRATEGIES.keys()), new.strategy),
             ib_gid_index=self.plan.settings.ib_gid_index,
             pinned_env=self.plan.pinned_env,
         )

@@ -9,7 +9,6 @@ import msgspec
 
 from tccl_py.errors import (
     BudgetSpentError,
-    InputError,
     MeasurementError,
     check_type,
     counted,
@@ -47,8 +46,8 @@ from tccl_py.planning.choices import (
 )
 from tccl_py.planning.groups import ALL_SUBSETS_UP_TO, smaller_sets
 from tccl_py.planning.study import Choice, Stock, Task, measured_well
-from tccl_py.search.problem import Budget, Reporter
-from tccl_py.search.strategies import STRATEGIES
+from tccl_py.search.problem import Budget, Reporter, SearchProblem
+from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import bench_for
 
 MOST_SETS = 2000
@@ -66,7 +65,7 @@ def make_plan(
     gpus: Sequence[int] | str | None = None,
     version: str = ASSUMED,
     ring_counts: Sequence[int] | None = None,
-    strategy: str = "best-first",
+    strategy: str | Strategy = "best-first",
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
@@ -91,7 +90,7 @@ def make_plan(
         gpus: NVML indices of the GPUs to join, or text as `0-3`; None is all.
         version: NCCL's version.
         ring_counts: how many rings a set may have; None is 1, 2 and, up to 8 GPUs, 4.
-        strategy: a name in `tccl_py.search.strategies.STRATEGIES`.
+        strategy: of the search: a name in `STRATEGIES`, or a function as `find_rings` takes it.
         budget: for the whole plan. Half of the sets is for the search under settings; default NCCL
             and variables take half at most. A quarter is left for the bound, an eighth for the rest
             and smaller sets of GPUs.
@@ -109,6 +108,7 @@ def make_plan(
     """
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)
+    strategy_name(strategy)  # Raises InputError
     chosen = chosen_gpus(machine, gpus)
     pinned = pinned_values(pinned_env or {}, where="pinned environment")
     usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
@@ -119,7 +119,7 @@ def make_plan(
         gpus=chosen,
         version=version,
         ring_counts=tuple(ring_counts or usual),
-        strategy=check_strategy(strategy),
+        strategy=strategy,
         budget=budget,
         reporter=reporter,
         p2p_level=pinned_level(pinned),
@@ -156,15 +156,31 @@ def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int
     return chosen
 
 
-def check_strategy(strategy: str) -> str:
-    """Return the name of a known strategy.
+def search_problem(
+    machine: Machine,
+    knowledge: Knowledge,
+    source: BandwidthSource,
+    settings: Settings | None = None,
+    *,
+    gpus: Sequence[int] | str | None = None,
+    ring_counts: Sequence[int] = (1,),
+    budget: Budget = Budget(),  # noqa: B008 (is frozen)
+) -> SearchProblem:
+    """Return the search for rings under one choice of settings, as `find_rings` takes it.
 
-    Raises InputError: an unknown name.
+    Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
+    than two, or settings that the version of NCCL does not have.
     """
-    if strategy not in STRATEGIES:
-        right = f"there are {', '.join(STRATEGIES)}"
-        raise InputError(f"strategy {strategy[:40]!r}", "is not known", right)
-    return strategy
+    settings = check_settings(Settings() if settings is None else settings)
+    task = Task(
+        machine=machine,
+        knowledge=knowledge,
+        source=bench_for(source, machine.name),
+        gpus=chosen_gpus(machine, gpus),
+        version=settings.version,
+        budget=budget,
+    )
+    return task.problem(settings, ring_counts)
 
 
 def _assembled(
@@ -199,7 +215,7 @@ def _assembled(
         simulated=source.simulated,
         assumed=measurement.assumed,
         dry_run=source.dry_run,
-        strategy=task.strategy,
+        strategy=strategy_name(task.strategy),
         sets_measured=source.sets_measured,
         sets_remembered=source.sets_remembered,
         sets_by_symmetry=sum(result.sets_by_symmetry for result in results),

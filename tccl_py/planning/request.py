@@ -12,6 +12,7 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.planning.planner import DEFAULT_BUDGET
 from tccl_py.search.problem import Budget
+from tccl_py.search.strategies import Strategy
 from tccl_py.sources.profiled import MeasurementOptions, search_options
 
 
@@ -40,7 +41,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     pinned_env: Mapping[str, str] = {}
     ring_counts: tuple[int, ...] | None = None
-    strategy: str = "best-first"
+    strategy: str | Strategy = "best-first"
     budget: Budget = DEFAULT_BUDGET
     subsets: bool | None = None
     keep_order: bool = False

@@ -19,7 +19,7 @@ from tccl_py.nccl.versions import Level
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import Order, condensed
 from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
-from tccl_py.search.strategies import find_rings
+from tccl_py.search.strategies import Strategy, find_rings
 from tccl_py.sources.bench import Bench
 
 Rings = Sequence[Ring] | Sequence[Order]
@@ -46,7 +46,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...]
     version: str
     ring_counts: tuple[int, ...] = (1,)
-    strategy: str = "best-first"
+    strategy: str | Strategy = "best-first"
     budget: Budget = Budget()
     reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
@@ -88,6 +88,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def symmetry(self) -> Symmetry:
         """The symmetry of the machine as far as it exchanges the GPUs."""
         return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
+
+    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
+        """Return the search for sets of so many rings under one choice of settings."""
+        rules = {count: self.rule(settings, count) for count in counts}
+        return SearchProblem(
+            spaces={count: self.space(settings, count) for count in counts},
+            source=self.source,
+            symmetry=self.symmetry,
+            rules={count: rule for count, rule in rules.items() if rule is not None},
+            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
+            budget=self.budget,
+        )
 
     def rule(self, settings: Settings, count: int, /) -> SetRule | None:
         """Return the rule for sets of so many rings, if any."""
@@ -220,15 +232,10 @@ def search_under(
     if not task.source.has_time():
         return None
     counts = [count for count in task.ring_counts if settings.channels % count == 0]
-    rules = {count: rule for count in counts if (rule := task.rule(settings, count)) is not None}
     try:
-        problem = SearchProblem(
-            spaces={count: task.space(settings, count) for count in counts},
-            source=task.source,
-            symmetry=task.symmetry,
+        problem = msgspec.structs.replace(
+            task.problem(settings, counts),
             known=tuple(tuple(one) for one in known),
-            rules=rules,
-            cuts=natural_cuts(task.machine, task.knowledge, gpus=task.gpus),
             floor_gbps=floor,
             budget=msgspec.structs.replace(task.budget, sets=sets),
             check_bound=check_bound,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
+from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
 from tccl_py.model.rings import HopSpace, Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import DIFFERENCE, Candidate, Incumbent, RingSetSearch
@@ -133,12 +133,13 @@ def find_rings(
     nothing is proven.
 
     Ctrl-C (KeyboardInterrupt) and a spent budget end the search with the best so far; Ctrl-C before
-    the first ring goes on to the caller. Raises SearchError: unknown strategy (the names are
-    listed), no ring possible, or none found yet when the budget was spent.
+    the first ring goes on to the caller. Raises InputError: unknown strategy (the names are
+    listed). SearchError: no ring possible, or none found yet when the budget was spent.
     """
-    name, search = _named(strategy)
+    name = strategy_name(strategy)
     check_problem(problem)
     run = Run(problem, name, reporter)
+    search = strategy if callable(strategy) else STRATEGIES[strategy]
     cancelled = False
     try:
         search(run)
@@ -157,12 +158,17 @@ def find_rings(
     return _result(run, cancelled=cancelled)
 
 
-def _named(wanted: str | Strategy) -> tuple[str, Strategy]:
-    if not isinstance(wanted, str):
-        return getattr(wanted, "__name__", type(wanted).__name__), wanted
-    if wanted not in STRATEGIES:
-        raise SearchError(f"no strategy {wanted!r}; there are {', '.join(STRATEGIES)}")
-    return wanted, STRATEGIES[wanted]
+def strategy_name(strategy: str | Strategy) -> str:
+    """Return the name of a strategy: that of a function is the function's.
+
+    Raises InputError: an unknown name, or no function.
+    """
+    if callable(strategy):
+        return str(getattr(strategy, "__name__", type(strategy).__name__))
+    if strategy not in STRATEGIES:
+        right = f"there are {', '.join(STRATEGIES)}, or give a function of a Run"
+        raise InputError(f"strategy {str(strategy)[:40]!r}", "is not known", right)
+    return strategy
 
 
 def _result(run: Run, *, cancelled: bool) -> SearchResult:
