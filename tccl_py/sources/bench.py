@@ -26,7 +26,7 @@ from tccl_py.model.measurement import (
     answer_fault,
     check_source,
 )
-from tccl_py.model.transfer import TransferSet, parse_set
+from tccl_py.model.transfer import Sets, TransferSet, listed_sets
 from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
 from tccl_py.sources.profiled import ProfilerSource
 
@@ -218,15 +218,14 @@ class Bench:
 
     # Answers: the first sample of each set, further samples, and samples that are new.
 
-    def measure(self, sets: str | Sequence[TransferSet | str]) -> Sequence[Measurement]:
+    def measure(self, sets: Sets) -> Sequence[Measurement]:
         """Return the first sample of each set, from memory or by the source.
 
-        A set may be text, as `0:4` or `G0->G0->G4 G4->G4->G0`. Raises MeasurementError: the source
-        fails, or the flows of a set did not run together. BudgetSpentError: see `limited`.
-        SourceLostError: a host is gone, or sets that were measured cannot be any more.
+        A set may be a flow, or text as `0:4` or `G0->G0->G4 G4->G4->G0`. Raises MeasurementError:
+        the source fails, or the flows of a set did not run together. BudgetSpentError: see
+        `limited`. SourceLostError: a host is gone, or sets that were measured cannot be any more.
         """
-        texts = [sets] if isinstance(sets, str) else sets
-        keys = [parse_set(key) if isinstance(key, str) else key for key in texts]
+        keys = listed_sets(sets)
         missing = self._ask(keys)
         if not self.simulated:
             self._random.shuffle(missing)
