@@ -22,7 +22,7 @@ def host_pool(gpus, addresses, **more):
     cpus = cpus_of_devices(machine)
     specs = [DeviceSpec(device=f"G{i}", cpus=cpus[i]) for i in range(gpus)]
     specs += [
-        DeviceSpec(device=f"N{i}", address=address, interface="lo")
+        DeviceSpec(device=f"N{i}", address=address, interface="lo", network="tcp")
         for i, address in enumerate(addresses)
     ]
     numa_ids = {f"C{node.index}": node.numa_id for node in machine.numa_nodes}

@@ -14,6 +14,7 @@ from tccl_py.errors import InputError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.machine import Knowledge
+from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space, nic_pair
@@ -450,7 +451,7 @@ class CarriedOnly:
 def test_where_nccl_carries_them_flows_end_in_gpus_of_the_partner_and_land_as_one_rule_has_it():
     machine = networked_machine(gpus=4, nics=2, numa_nodes=2, gdr=True)
     cluster = cluster_with([machine, machine])
-    (placement,) = placements(cluster, carried=True)
+    (placement,) = placements(cluster, NIC_TRANSPORTS["nccl"])
     # Each beside its NIC, on its NUMA node.
     assert {nic: end.gpu for nic, end in placement.ends.items()} == {0: 0, 1: 2}
     source = PlacedSource(Bench(CarriedOnly()), placement)
@@ -470,7 +471,7 @@ def test_where_nccl_carries_them_flows_end_in_gpus_of_the_partner_and_land_as_on
 def test_what_goes_by_another_gpus_memory_is_taken_from_the_port_where_nccl_carries():
     machine = networked_machine(gpus=2, nics=1, gdr=True)
     cluster = cluster_with([machine, machine])
-    (placement,) = placements(cluster, carried=True)
+    (placement,) = placements(cluster, NIC_TRANSPORTS["nccl"])
     source = PlacedSource(Bench(CarriedOnly()), placement)
     (found,) = source.measure([parse_set("G0->G0->G1->N0->N0 N0->N0->G1")])
     assert found.assumed

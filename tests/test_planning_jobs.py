@@ -7,6 +7,7 @@ import pytest
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
+from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.planning.grow import cluster_of_job, plan_job, simulated_cluster
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
@@ -73,11 +74,7 @@ class Hosts(Bench):
             )
             for number, name in enumerate(names)
         ]
-        self.session = SimpleNamespace(hosts=hosts, network=network)
-
-    @property
-    def carried(self):
-        return self.session.network == "nccl"
+        self.session = SimpleNamespace(hosts=hosts, transport=NIC_TRANSPORTS[network])
 
     def summary(self, _):
         return ("by a stand-in",)
@@ -143,7 +140,7 @@ def test_pairs_send_from_host_memory_or_by_nccl_from_the_gpu_beside_the_nic(
 ):
     source = Hosts("h0", "h1", "h2", "h3", network=network)
     cluster = cluster_of_job(source, switches)
-    found = pair_rates(source, cluster, carried=source.carried)
+    found = pair_rates(source, cluster, NIC_TRANSPORTS[network])
     pairs = [("h0", "h1"), ("h0", "h2"), ("h2", "h0"), ("h2", "h3")]
     assert sorted(found) == [(*pair, GBPS) for pair in pairs]
     across = f"{out}{into.removeprefix('h2.N0')}{{blocks=4,fifo=512K}}"

@@ -13,7 +13,12 @@ from tccl_py.merge.rings import ChainTable, merge_with_switches
 from tccl_py.model.cluster import SwitchTree, compress
 from tccl_py.model.reports import restricted
 from tccl_py.readers.hosts import MAX_BYTES, expand
-from tccl_py.readers.switches import Network, parse_slurm_topology, parse_switch_yaml, read_switches
+from tccl_py.readers.switches import (
+    Interconnect,
+    parse_slurm_topology,
+    parse_switch_yaml,
+    read_switches,
+)
 from tests.effort import calls_at_most
 
 # After topology.conf(5): two levels, comments, a continued line, keys in any case.
@@ -132,7 +137,7 @@ def test_yaml():
         name="spine",
         switches=(leaf("leaf1", "node1", "node2", uplink=12.5), leaf("leaf2", "node3", "node4")),
     )
-    assert network == Network(switches=tree, rails="only")
+    assert network == Interconnect(switches=tree, rails="only")
 
 
 def test_yaml_nests_by_name_and_inline():
@@ -310,7 +315,7 @@ def trees(draw) -> SwitchTree:
     return restricted(tree, wanted) if wanted else leaf("s", "n00")
 
 
-def switch_yaml(network: Network) -> str:
+def switch_yaml(network: Interconnect) -> str:
     """The YAML form of a network."""
     lines = ["switches:"]
     for switch in network.switches.all_switches:
@@ -328,14 +333,14 @@ def switch_yaml(network: Network) -> str:
 
 @given(trees(), st.sampled_from(["any", "only"]))
 def test_the_yaml_form_is_read_back(tree, rails):
-    network = Network(switches=tree, rails=rails)
+    network = Interconnect(switches=tree, rails=rails)
     assert parse_switch_yaml(switch_yaml(network), where="net.yaml") == network
 
 
 @given(trees())
 def test_several_roots_are_read_back(tree):
     second = leaf("another", "n99")
-    network = Network(switches=SwitchTree(name="", switches=(tree, second)))
+    network = Interconnect(switches=SwitchTree(name="", switches=(tree, second)))
     assert parse_switch_yaml(switch_yaml(network), where="net.yaml") == network
 
 

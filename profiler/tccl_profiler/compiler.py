@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tccl_profiler.endpoints import BufferLayout, FlowLayout, Network, device_of, is_carried
+from tccl_profiler.endpoints import BufferLayout, FlowLayout, device_of
 from tccl_profiler.program import (
     MAX_COPIES,
     DeviceProgram,
@@ -25,6 +25,7 @@ from tccl_profiler.program import (
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
+from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
 
 FlowCoupling = Literal["pass-on", "independent"]
@@ -43,19 +44,20 @@ def program_for(
     *,
     lanes: Mapping[str, int],
     meeting: FlowCoupling = "pass-on",
-    network: Network = "tcp",
+    network: str = "tcp",
 ) -> Program:
     """Compile a set for its devices, on one host or several.
 
     `lanes`: how many blocks each device can run at once, by name (`G0`, `h1.N0`). Raises
     MeasurementError if the set names an unknown place, or needs too many blocks.
     """
-    _check_places(transfers, lanes, network)
-    layout, blocks = BufferLayout(), _blocks(transfers, lanes, network)
+    transport = NIC_TRANSPORTS[network]
+    _check_places(transfers, lanes, transport)
+    layout, blocks = BufferLayout(), _blocks(transfers, lanes, transport)
     endpoints = [
         endpoint
         for number, (flow, count) in enumerate(zip(transfers.flows, blocks, strict=True))
-        for endpoint in FlowLayout(layout, number, flow, count).endpoints(network)
+        for endpoint in FlowLayout(layout, number, flow, count).endpoints(transport)
     ]
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
@@ -87,7 +89,7 @@ def devices_used(
     *,
     devices: Iterable[str],
     others: Collection[str],
-    network: Network = "tcp",
+    network: str = "tcp",
 ) -> dict[str, frozenset[str]]:
     """Return the devices that sets use, by host; refuse sets that cannot be measured.
 
@@ -99,7 +101,7 @@ def devices_used(
     for transfers in sets:
         program_for(transfers, lanes=lanes, network=network)
         for flow in transfers.flows:
-            for place, device in _places(flow, network):
+            for place, device in _places(flow, NIC_TRANSPORTS[network]):
                 if device is not None:
                     # Memory that is used has a worker, though another device may move the bytes.
                     used.setdefault(place.host, set()).add(local(device))
@@ -111,17 +113,19 @@ def devices_used(
     return {host: frozenset(names) for host, names in used.items()}
 
 
-def _places(flow: Flow, network: Network) -> Iterator[tuple[Place, str | None]]:
+def _places(flow: Flow, transport: NicTransport) -> Iterator[tuple[Place, str | None]]:
     """Yield a flow's places with their devices, None for host memory, and NICs that NCCL opens."""
-    free = "CN" if is_carried(flow, network) else "C"
+    free = "CN" if transport.carries(flow) else "C"
     for place in flow.places:
         yield place, None if place.kind in free else device_of(place)
 
 
-def _check_places(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> None:
+def _check_places(
+    transfers: TransferSet, lanes: Mapping[str, int], transport: NicTransport
+) -> None:
     """Refuse a set whose places cannot be measured by these devices."""
     for flow in transfers.flows:
-        for place, device in _places(flow, network):
+        for place, device in _places(flow, transport):
             if device is not None and device not in lanes:
                 raise MeasurementError(
                     f"{flow}: {place} is not measured here; {_known(place.host, lanes)}"
@@ -173,10 +177,10 @@ def _known(host: str, lanes: Mapping[str, int]) -> str:
     return f"name its host, of {', '.join(sorted({host_of(device) for device in lanes}))}"
 
 
-def _blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Network) -> list[int]:
+def _blocks(transfers: TransferSet, lanes: Mapping[str, int], transport: NicTransport) -> list[int]:
     """Return each flow's blocks, by default an equal share of the busiest device's rest."""
     left, sharers = dict(lanes), dict.fromkeys(lanes, 0)
-    used = [_executors(flow, network) for flow in transfers.flows]
+    used = [_executors(flow, transport) for flow in transfers.flows]
     for flow, devices in zip(transfers.flows, used, strict=True):
         for device in devices:
             left[device] -= flow.blocks or 0
@@ -194,8 +198,8 @@ def _blocks(transfers: TransferSet, lanes: Mapping[str, int], network: Network) 
     ]
 
 
-def _executors(flow: Flow, network: Network) -> set[str]:
-    if is_carried(flow, network):
+def _executors(flow: Flow, transport: NicTransport) -> set[str]:
+    if transport.carries(flow):
         return {str(flow.source), str(flow.destination)}
     if flow.is_network:
         return {device_of(place) for place in flow.places if place.kind != "C"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -23,6 +22,7 @@ from tccl_profiler.program import (
     Link,
 )
 from tccl_py.errors import MeasurementError
+from tccl_py.model.nic_transports import NicTransport
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer
 
 SLICES = 4  # NCCL posts a FIFO of eight slots by two slots at a time
@@ -31,9 +31,6 @@ FREE_SLICE_BYTES = 256 * 1024
 COPY_BYTES = 64 * 1024 * 1024  # one request to a copy engine, where no FIFO sets the size
 CARRIED_BYTES = 1024 * 1024
 """The unit in which NCCL's bytes are counted; the pace sets how many NCCL is given at once."""
-
-Network = Literal["tcp", "nccl"]
-"""The carrier between hosts: NICs over TCP, or NCCL where both ends are GPUs."""
 
 
 class BufferLayout:
@@ -88,12 +85,6 @@ def device_of(place: Place) -> str:
     return str(Place("G", place.index, place.host)) if place.kind == "D" else str(place)
 
 
-def is_carried(flow: Flow, network: Network) -> bool:
-    """Return whether NCCL carries a flow from host to host."""
-    ends = {flow.source.kind, flow.destination.kind}
-    return network == "nccl" and flow.is_network and ends == {"G"}
-
-
 @dataclass(frozen=True)
 class FlowLayout:
     """Lays out flow `number` of a set."""
@@ -103,13 +94,13 @@ class FlowLayout:
     flow: Flow
     blocks: int
 
-    def endpoints(self, network: Network) -> Iterator[FlowEndpoint]:
+    def endpoints(self, transport: NicTransport) -> Iterator[FlowEndpoint]:
         """Yield the flow's endpoints, in the order of the bytes."""
         flow = self.flow
         between_gpus = {flow.source.kind, flow.destination.kind} == {"G"}
         direct = between_gpus and not flow.transfers[0].uses_copy_engine
         if flow.is_network:
-            yield from self._carried() if is_carried(flow, network) else self._over_nics()
+            yield from self._carried() if transport.carries(flow) else self._over_nics()
         elif flow.is_bounce or (flow.blocks is not None and direct):
             yield from self._piped()
         else:

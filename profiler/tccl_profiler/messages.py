@@ -41,7 +41,7 @@ class LinkLost(MeasurementError):  # noqa: N818 - says what happened
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A device by name (`G0`, `N0`), and CPUs for its worker.
 
-    A GPU is found by bus id, a NIC by IP address and interface.
+    A GPU is found by bus id, a NIC by IP address and interface; `network` names its transport.
     """
 
     device: str
@@ -49,6 +49,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     address: str = ""
     interface: str = ""
+    network: str = ""
 
 
 class Start(DeviceSpec, frozen=True, kw_only=True, tag=True):

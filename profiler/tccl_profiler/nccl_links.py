@@ -118,11 +118,7 @@ class Communicators:
 
     @cached_property
     def _library(self) -> Library:
-        try:
-            return Library()
-        except MeasurementError as error:
-            instead = "or measure the network by TCP (`network` tcp)"
-            raise MeasurementError(f"{error}, {instead}") from error
+        return Library()
 
     def _drop(self, link: Link) -> None:
         made = self._made.pop(link, None)

@@ -16,7 +16,7 @@ import msgspec
 from tccl_profiler import messages
 from tccl_profiler.execution import Execution, HostBuffers, RunResult, RunSpec, Timeouts
 from tccl_profiler.messages import DeviceSpec
-from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, is_nic
+from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram
 from tccl_profiler.shared_memory import MAX_DEVICES, MAX_LANES, Control
 from tccl_profiler.workers import Answer, WorkerProcess, spawned
 from tccl_py.errors import MeasurementError
@@ -111,7 +111,7 @@ class Pool:
 
     def _start_of(self, slot: int, spec: DeviceSpec) -> messages.Start:
         return messages.Start(
-            backend="network" if is_nic(spec.device) else self._backend,
+            backend=self._backend,
             slot=slot,
             arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
             user_bytes=self._memory.user_bytes,

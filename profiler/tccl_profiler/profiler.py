@@ -12,7 +12,6 @@ import numpy as np
 
 from tccl_profiler import rates
 from tccl_profiler.compiler import FlowCoupling, checkable, program_for
-from tccl_profiler.endpoints import Network
 from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
 from tccl_profiler.precision import (
@@ -51,7 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     A set that has taken `seconds_per_set` gets no repeats beyond `stopping.minimum`. `check`
     compares each flow's data once or with every set. Every `sentinel_every` sets (0: never) the
-    first set is measured again to detect drift. `network` is the carrier between hosts.
+    first set is measured again to detect drift. `network` is a name of NIC_TRANSPORTS.
     """
 
     stopping: Stopping = msgspec.field(default_factory=Stopping)
@@ -60,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     check: Literal["once", "every"] = "once"
     seconds_per_set: float = 5.0
     sentinel_every: int = 100
-    network: Network = "tcp"
+    network: str = "tcp"
 
     @property
     def identity(self) -> str:

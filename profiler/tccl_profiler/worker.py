@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tccl_profiler import messages
@@ -79,14 +80,16 @@ def _die_with(connection: messages.Connection[messages.ToWorker]) -> None:
 
 
 def _device(start: messages.Start, control: Control) -> Device:
+    if start.network:
+        from tccl_py.model.nic_transports import NIC_TRANSPORTS  # noqa: PLC0415 (of NICs alone)
+
+        module, _, name = NIC_TRANSPORTS[start.network].nic_device.partition(":")
+        device: Device = getattr(import_module(module), name)(start, control)
+        return device
     if start.backend == "cuda":
         from tccl_profiler.cuda_device import CudaDevice  # noqa: PLC0415 (one backend is loaded)
 
         return CudaDevice(start, control)
-    if start.backend == "network":
-        from tccl_profiler.tcp import NicDevice  # noqa: PLC0415
-
-        return NicDevice(start, control)
     from tccl_profiler.host_device import HostDevice  # noqa: PLC0415
 
     return HostDevice(start, control)

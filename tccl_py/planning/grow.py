@@ -45,10 +45,6 @@ _SETS = 3
 _95_PERCENT = 1.96
 WHOLE_RING_HOSTS = 64
 """On more hosts the rings are not measured all at once."""
-_ASSUMED = (
-    "what GPUs send by another GPU's memory was not measured, but assumed to run at the speed of "
-    "the NICs' ports; all else was measured"
-)
 
 
 class KnownPlan(msgspec.Struct, frozen=True):
@@ -319,17 +315,17 @@ def _odd_in_classes(
     source: HostsSource, made: Plan, old: Collection[str], kept: Mapping[int, Sequence[Sample]]
 ) -> dict[str, str]:
     """Return how new hosts differ from the rates of their class, kept or of its first host."""
-    cluster, carried = made.cluster, source.carried
+    cluster, transport = made.cluster, source.session.transport
     partners = [host.name for host in source.session.hosts if host.name in old]
     odd: dict[str, str] = {}
     for number, path in {path.node_class: path for path in reversed(made.paths)}.items():
         new = [h.name for h in cluster.hosts if h.node_class == number and h.name not in old]
         if number in kept:
-            odd |= odd_hosts(source, cluster, new, kept[number], partners, carried=carried)
+            odd |= odd_hosts(source, cluster, new, kept[number], partners, transport=transport)
         elif new:
             first, some = new[0], new[1 : 1 + MOST_SAMPLED]
             sample = _sample(path.chains, made.error)
-            found = odd_hosts(source, cluster, some, [sample], [first], carried=carried)
+            found = odd_hosts(source, cluster, some, [sample], [first], transport=transport)
             if len(found) > max(1, len(some) / 2):
                 why = next(iter(found.values()))
                 found = {first: f"most hosts of its class differ from it: {why}"}
@@ -345,7 +341,7 @@ def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
 def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
     """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
     if made.assumed:
-        odd += (_ASSUMED,)
+        odd += (source.session.transport.unmeasured,)
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
@@ -364,7 +360,7 @@ def _with_uplinks(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple
     tree = cluster.switches
     if tree is None:
         return cluster, ()
-    known = estimate_uplinks(tree, pair_rates(source, cluster, carried=source.carried))
+    known = estimate_uplinks(tree, pair_rates(source, cluster, source.session.transport))
     told = tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
         "pairs of hosts across it were measured"

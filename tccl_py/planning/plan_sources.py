@@ -12,6 +12,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
+from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file
@@ -140,7 +141,8 @@ def known_model(plan: Plan, directory: Path) -> MachineModel:
 
 def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
     """Return a source for each class of hosts, over one host of it and a partner."""
-    return [PlacedSource(source, place) for place in placements(cluster, carried=source.carried)]
+    places = placements(cluster, source.session.transport)
+    return [PlacedSource(source, place) for place in places]
 
 
 @contextmanager
@@ -172,8 +174,8 @@ def journal_by_class(
     """
     base = Bench(None, journal.measurements)
     known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
-    for carried in (True, False):
-        places = placements(plan.cluster, carried=carried)
+    for transport in NIC_TRANSPORTS.values():
+        places = placements(plan.cluster, transport)
         for path in plan.paths:
             flows = [hop.flow for chain in path.chains for hop in chain.hops]
             wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
@@ -181,7 +183,7 @@ def journal_by_class(
             wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
             found = known[path.node_class]
             further = _measured_pairs(plan.cluster, path.node_class, journal.header)
-            others = (placements(pair, carried=carried)[0] for pair in further)
+            others = (placements(pair, transport)[0] for pair in further)
             for place in chain([places[path.node_class]], others):
                 source = PlacedSource(base, place)
                 for transfers in dict.fromkeys(wanted):

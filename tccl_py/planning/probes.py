@@ -20,6 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
+from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
 from tccl_py.model.reports import part_of
 from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
@@ -48,8 +49,8 @@ PairRate = tuple[str, str, float]
 class End(msgspec.Struct, frozen=True):
     """The far end of a NIC: the partner's NIC, the NUMA node beside the NIC, and a GPU or None.
 
-    Bytes end in the GPU where NCCL carries them, else in the node's memory. `assumed` is the rate
-    in GB/s of flows that cannot be measured, None if unknown.
+    Bytes end in the GPU where the transport joins GPUs, else in the node's memory. `assumed` is the
+    rate in GB/s of flows that cannot be measured, None if unknown.
     """
 
     nic: int
@@ -68,7 +69,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def assumed(self, flow: Flow, nic: int) -> float | None:
         """Return the rate of a flow by a NIC that cannot be measured; None for any other.
 
-        NCCL cannot take bytes through another GPU's memory here.
+        What joins GPUs cannot take bytes through another GPU's memory.
         """
         end = self.ends[nic]
         return end.assumed if end.gpu is not None and _is_relayed(flow) else None
@@ -193,13 +194,13 @@ def _is_relayed(flow: Flow) -> bool:
     return any(place.kind == "G" and place not in ends for place in places)
 
 
-def placements(cluster: Cluster, *, carried: bool = False) -> tuple[Placement, ...]:
+def placements(
+    cluster: Cluster, transport: NicTransport = NIC_TRANSPORTS["tcp"]
+) -> tuple[Placement, ...]:
     """Return the hosts for measuring each class: its first host, with the next host as partner.
 
     A host under the same switch is preferred as a partner, then a host of the same class: switches
-    are judged apart. With `carried` NCCL carries the bytes over the network, from GPU to GPU.
-
-    Raises InputError: a class without NIC.
+    are judged apart. Raises InputError: a class without NIC.
     """
     switch, of = cluster.switch_of, cluster.host_classes
 
@@ -213,7 +214,7 @@ def placements(cluster: Cluster, *, carried: bool = False) -> tuple[Placement, .
         # The same rail where there is one; else NICs in turn.
         nics = {nic: nic if nic in known else known[at % len(known)] for at, nic in enumerate(used)}
         speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
-        beside = gpus_beside_nics(theirs, known) if carried else {}
+        beside = gpus_beside_nics(theirs, known) if transport.joins_gpus else {}
         return Placement(
             host=host,
             partner=partner,
@@ -222,7 +223,7 @@ def placements(cluster: Cluster, *, carried: bool = False) -> tuple[Placement, .
                     nic=other,
                     numa=theirs.numa_of(f"N{other}"),
                     gpu=beside.get(other),
-                    assumed=speeds.get(nic) if carried else None,
+                    assumed=speeds.get(nic),
                 )
                 for nic, other in nics.items()
             },
@@ -264,14 +265,13 @@ def odd_hosts(
     samples: Sequence[Sample],
     known: Sequence[str],
     *,
-    carried: bool = False,
+    transport: NicTransport = NIC_TRANSPORTS["tcp"],
 ) -> dict[str, str]:
     """Return how hosts differ from the measured sets of their class, by the names of those that do.
 
     A host differs if it does with two partners, or twice with the only partner. Partners are
     `known` hosts, then hosts found alike; without any below its switch no host differs. Sets are
-    measured anew, whatever the journal has: a host may have changed since. `carried` is as of
-    `placements`.
+    measured anew, whatever the journal has: a host may have changed since.
     """
     classes, switch = cluster.host_classes, cluster.switch_of
     odd: dict[str, str] = {}
@@ -282,7 +282,7 @@ def odd_hosts(
         near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
         why = ""
         for partner in near[:2] if len(near) != 1 else near * 2:
-            place = placements(part_of(cluster, (host, partner)), carried=carried)[0]
+            place = placements(part_of(cluster, (host, partner)), transport)[0]
             why = difference(PlacedSource(source, place, anew=True), samples)
             if not why:
                 alike.append(host)
@@ -325,17 +325,17 @@ def uplink_pairs(tree: SwitchTree) -> Iterator[tuple[str, str]]:
         yield from uplink_pairs(switch)
 
 
-def pair_rates(source: Bench, cluster: Cluster, *, carried: bool) -> list[PairRate]:
-    """Measure pairs of hosts by which uplinks can be estimated; `carried` as of `placements`.
+def pair_rates(source: Bench, cluster: Cluster, transport: NicTransport) -> list[PairRate]:
+    """Measure pairs of hosts by which uplinks can be estimated.
 
-    Bytes go from host memory to host memory, or by NCCL from the GPU beside the NIC. Pairs that
-    cannot be measured are left out.
+    Bytes go from host memory to host memory, or from the GPU beside the NIC. Pairs that cannot be
+    measured are left out.
     """
     assert cluster.switches is not None
     found: list[PairRate] = []
     for pair in islice(dict.fromkeys(uplink_pairs(cluster.switches)), MOST_PAIRS):
         part = part_of(cluster, pair)
-        place, machine = placements(part, carried=carried)[0], part.classes[0].machine
+        place, machine = placements(part, transport)[0], part.classes[0].machine
         nic = min(place.ends)
         gpu = None if place.ends[nic].gpu is None else gpus_beside_nics(machine, [nic])[nic]
         here = End(nic, machine.numa_of(f"N{nic}"), gpu)

@@ -62,7 +62,7 @@ _Found = tuple[str, SwitchTree, tuple[str, ...]]
 """The place of a switch in a file, the switch with its hosts, and the switches below by name."""
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
+class Interconnect(msgspec.Struct, frozen=True, kw_only=True):
     """The switches between hosts, and the reach of NICs."""
 
     switches: SwitchTree
@@ -85,7 +85,7 @@ class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     rails: Rails = "any"
 
 
-def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Network:
+def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Interconnect:
     """Read a topology.conf or the YAML form, as suffix or else text say.
 
     Args:
@@ -98,7 +98,7 @@ def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Netwo
     text, where = read_text(path, limit=MAX_BYTES), str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     if not is_yaml and (path.suffix.lower() == ".conf" or _FIRST.search(text)):
-        return Network(switches=parse_slurm_topology(text, where=where, hosts=hosts))
+        return Interconnect(switches=parse_slurm_topology(text, where=where, hosts=hosts))
     return parse_switch_yaml(text, where=where, hosts=hosts)
 
 
@@ -112,7 +112,7 @@ def parse_slurm_topology(
     )
 
 
-def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Network:
+def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = None) -> Interconnect:
     """Return the network of the YAML form."""
     try:
         form = msgspec.convert(_plain_yaml(text, where), _Switches, strict=False)
@@ -130,7 +130,7 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         raise InputError(place, f"is of another form ({fault})", right) from error
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
-    return Network(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
+    return Interconnect(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
 
 
 class _Texts(_Loader):  # type: ignore[misc]

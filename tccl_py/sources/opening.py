@@ -147,10 +147,10 @@ def open_hosts(
         expected: names of the hosts in the job.
         gid_index: NCCL_IB_GID_INDEX.
 
-    NCCL carries bytes between hosts, and TCP on the host backend. Raises InputError: an unknown
-    backend, or a number of devices beside GPUs.
+    Raises InputError: an unknown backend, or a number of devices beside GPUs.
     """
     from tccl_profiler.cluster.session import LIMITS, ClusterSession  # noqa: PLC0415
+    from tccl_py.model.nic_transports import transport_of  # noqa: PLC0415
 
     kind = check_backend(backend, devices)
     options = options or MeasurementOptions()
@@ -161,7 +161,7 @@ def open_hosts(
         interfaces=tuple(interfaces.split(",")) if interfaces else (),
         expected=expected,
         options=msgspec.structs.replace(
-            options.for_profiler, limits=LIMITS, network="tcp" if kind == "host" else "nccl"
+            options.for_profiler, limits=LIMITS, network=transport_of(kind)
         ),
         gid_index=gid_index,
     )
@@ -183,11 +183,6 @@ class HostsSource(Bench):
     def __enter__(self) -> HostsSource:
         self._source_of_hosts.start()
         return self
-
-    @property
-    def carried(self) -> bool:
-        """Whether NCCL carries bytes between the hosts; else TCP does, on the host backend."""
-        return self.session.network == "nccl"
 
     def use_only(self, sets: Sequence[TransferSet]) -> tuple[str, ...]:
         """Limit devices to those of some sets; return their hosts."""

@@ -211,9 +211,11 @@ class Agent:
         return self._pool
 
     def open(
-        self, devices: tuple[str, ...], variables: dict[str, str]
+        self, devices: tuple[str, ...], variables: dict[str, str], network: str
     ) -> tuple[dict[str, int], tuple[str, ...]]:
         """End all workers, and start workers for these GPUs and NICs with variables of NCCL.
+
+        `network` names the transport of the NICs.
 
         Return their lanes by device, and warnings about the devices.
         """
@@ -230,7 +232,9 @@ class Agent:
         nics = {}
         for name in filter(is_nic, devices):
             nic = self._facts.addresses[index_of(name)]
-            nics[name] = DeviceSpec(device=name, address=nic.address, interface=nic.name)
+            nics[name] = DeviceSpec(
+                device=name, address=nic.address, interface=nic.name, network=network
+            )
         machine = self._facts.machine
         pool = pool_of(machine, self._backend, devices, nics=nics, variables=variables)
         pool.start()

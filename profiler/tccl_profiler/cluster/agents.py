@@ -229,8 +229,10 @@ class ClusterPool:
         clocks: Mapping[str, HostClock],
         devices: Mapping[str, Collection[str]],
         *,
+        network: str = "tcp",
         nccl_variables: Mapping[str, str] | None = None,
     ) -> None:
+        self._network = network
         self._nccl_variables = nccl_variables or {}
         self._agents = agents
         self._clocks = dict(clocks)
@@ -242,7 +244,7 @@ class ClusterPool:
 
     def restart(self) -> None:
         """End all workers, and start new ones."""
-        given = {host: (ids, self._variables) for host, ids in self._devices.items()}
+        given = {host: (ids, self._variables, self._network) for host, ids in self._devices.items()}
         answers = self._agents.ask(Agent.open, given, self._agents.timeouts.start_s)
         self.warnings = [f"host {host}: {t}" for host, (_, own) in answers.items() for t in own]
         for host, (lanes, _) in answers.items():

@@ -12,7 +12,6 @@ from tccl_profiler.cluster.agents import FIRST_PINGS, Agents, ClusterPool
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.compiler import devices_used
-from tccl_profiler.endpoints import Network
 from tccl_profiler.host_device import shared_cores
 from tccl_profiler.messages import Pinged
 from tccl_profiler.precision import WindowLimits
@@ -22,6 +21,7 @@ from tccl_profiler.rates import Clock, ClockReading
 from tccl_profiler.session import Backend
 from tccl_py.errors import SourceLostError
 from tccl_py.model.measurement import JournalHeader
+from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.transfer import TransferSet
 
 LIMITS = WindowLimits(
@@ -64,7 +64,8 @@ class ClusterSession:
     ) -> None:
         self._nccl_variables = {} if gid_index is None else {"NCCL_IB_GID_INDEX": str(gid_index)}
         self.options = options or Options(limits=LIMITS)
-        self.network: Network = self.options.network
+        self.network = self.options.network
+        self.transport = NIC_TRANSPORTS[self.network]
         self._job = job
         self._backend = backend
         self._device_count, self._interfaces = devices, interfaces
@@ -89,7 +90,7 @@ class ClusterSession:
             self.hosts,
             expected=self._expected,
             interfaces=self._interfaces,
-            addressed=self.network == "tcp",
+            addressed=self.transport.need_addresses,
         )
         if self._backend == "host":
             for facts in self.hosts:
@@ -114,6 +115,7 @@ class ClusterSession:
                 self._agents,
                 self.clocks,
                 {host.name: self._devices(host) for host in self.hosts},
+                network=self.network,
                 nccl_variables=self._nccl_variables,
             )
             self.pool.restart()
@@ -128,13 +130,13 @@ class ClusterSession:
         """End the workers, so that the devices are free; the next measurement starts new ones."""
         if self._profiler is not None:
             self._profiler = None
-            self._agents.ask(Agent.open, dict.fromkeys(self._agents.hosts, ((), {})))
+            self._agents.ask(Agent.open, dict.fromkeys(self._agents.hosts, ((), {}, self.network)))
 
     def _devices(self, host: HostFacts) -> Collection[str]:
         if self.only is not None:
             return self.only.get(host.name, frozenset())
-        carried = self.network == "nccl"
-        return [name for name in host.devices if not (carried and is_nic(name))]
+        without_nics = self.transport.joins_gpus
+        return [name for name in host.devices if not (without_nics and is_nic(name))]
 
     @property
     def conditions(self) -> str:
