@@ -15,7 +15,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import plan_digest
 from tccl_py.plan.staging import MANIFEST_FILE, check_files, read_manifest
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.torch.members import open_plan
+from tccl_py.torch.groups import open_plan
 from tests.cluster_plans import mixed
 from tests.planned import SMALL, as_only, plan_of, rebind
 

@@ -63,15 +63,13 @@ def be_rank(torch, dist, ours, way, plan):
 def as_nccl(torch, dist, rank, seen):
     """Let torch take a CPU for a GPU, numbered backwards, and note what collectives see."""
     from tccl_py.readers.live import DriverFacts  # noqa: PLC0415
-    from tccl_py.torch import groups, members  # noqa: PLC0415
+    from tccl_py.torch import groups  # noqa: PLC0415
 
     none = DriverFacts(driver="", gpus=(), peer_access=())
     groups.wants_nccl = lambda torch, backend: True
     groups.device_of = lambda torch, device_id: torch.device("cpu", 0)
-    members.look = lambda ordinal: (3 - rank, none)
+    groups.gpu_of_cuda_device = lambda ordinal: (3 - rank, none)
     torch.cuda.nccl.version = lambda: (2, 30, 7)
-    # No NCCL reads its environment here, so no plugin is loaded.
-    torch.cuda.nccl.unique_id = lambda: b""
     torch.cuda.synchronize = lambda device: None
     real = dist.all_reduce
 

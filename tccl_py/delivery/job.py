@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +22,7 @@ from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graph_file
-from tccl_py.plan.nccl_files import GRAPH_FILE, placement, subset_file
+from tccl_py.plan.nccl_files import GRAPH_FILE, graph_files, placement, subset_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
@@ -185,6 +187,21 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         disabled = request.why_no_plugin(plan)
     file = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
     return _Place({"gpus": gpus}, file, disabled)
+
+
+def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: str) -> str | None:
+    """Return the graph file (below `nccl/`) on a host for a communicator; None is default NCCL.
+
+    `ranks` are its ranks in order: the host's identity, the plan's name of it, and the GPU.
+    """
+    if not plan.names_graph:
+        return None
+    parts = [list(part) for _, part in groupby(ranks, key=itemgetter(0))]
+    gpus = [(part[0][1], tuple(sorted(gpu for _, _, gpu in part))) for part in parts]
+    if not plan.is_cluster:
+        return graph_files(plan).get(gpus[0][1]) if len(gpus) == 1 else None
+    planned = [(planned.name, tuple(sorted(plan.gpus_of(planned)))) for planned in plan.hosts]
+    return host_graph_file(host) if gpus == planned else None
 
 
 def why_elsewhere(

@@ -1,4 +1,8 @@
-"""init_process_group, new_group and split_group, each communicator with its own graph file."""
+"""init_process_group, new_group and split_group, each communicator with its own graph file.
+
+A graph file fails every communicator over other GPUs than its own, and ranks that name different
+ones crash or hang. So a plan is used only if it fits all ranks, and named while a group is made.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,80 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from tccl_py.delivery.fit import ALIKE_VARIABLE, why_not_fit, why_not_with
+from tccl_py.delivery.job import communicator_file
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
+from tccl_py.delivery.scripts import PLAN_VARIABLE
 from tccl_py.errors import InputError
-from tccl_py.torch.members import GRAPH_VARIABLE, OpenPlan, Roster, exchange, member_of
+from tccl_py.files import check_path
+from tccl_py.nccl.settings import env_conflicts, job_environment
+from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl_library import settings_of_files
+from tccl_py.plan.host_files import host_graph_file
+from tccl_py.plan.plan import Plan
+from tccl_py.plan.results import plan_in
+from tccl_py.plan.staging import PLAN_FILE, check_files
+from tccl_py.readers.hosts import host_identity, names_of_this_host
+from tccl_py.readers.live import DriverFacts, gpu_of_cuda_device
 
+GRAPH_VARIABLE = "NCCL_GRAPH_FILE"
 # The environment belongs to the whole process, so one communicator is made at a time.
 _LOCK = threading.RLock()
 
 
-class _Job(msgspec.Struct, kw_only=True):
-    """A job with a default group made here; `roster` is None without NCCL, `plan` if not used."""
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A report of a rank.
 
-    world: Any = None
-    rank: int
-    device: Any = None
-    plan: OpenPlan | None = None
-    roster: Roster | None = None
-
-
-class ProcessState(msgspec.Struct):
-    """The job of this process, its NCCL settings, and the number of exchanges between its ranks.
-
-    NCCL reads settings once, at the first communicator.
+    `host` is NCCL's identity of it, `name` the plan's name for the host ("" if none), `gpu` the
+    NVML index, and `plan` the plan's identity. `off` says why this rank uses no plan.
     """
 
-    job: _Job | None = None
+    host: str
+    name: str = ""
+    gpu: int = -1
+    plan: str = ""
+    settings: dict[str, str] = {}
+    off: str = ""
+
+
+class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with its directory, the files in it, and its identity."""
+
+    directory: Path
+    plan: Plan
+    files: frozenset[str]
+    identity: str
+
+    def graph(self, members: Sequence[Member], rank: Member) -> Path | None:
+        """Return the graph file of a rank in a group of these members; None is default NCCL."""
+        if len({member.plan for member in members}) != 1:
+            return None
+        places = [(member.host, member.name, member.gpu) for member in members]
+        file = f"nccl/{communicator_file(self.plan, places, rank.name)}"
+        return self.directory / file if file in self.files else None
+
+
+class ProcessState(msgspec.Struct, kw_only=True):
+    """The job of this process, its NCCL settings, and the number of exchanges between its ranks.
+
+    The plan is there if it is used, and members if NCCL is: if `distinct`, each with a GPU of its
+    own, so communicators can be made at once. NCCL reads settings once, at the first communicator.
+    """
+
+    world: Any = None
+    rank: int = -1
+    device: Any = None
+    plan: OpenPlan | None = None
+    members: tuple[Member, ...] = ()
+    distinct: bool = False
     settings: dict[str, str] | None = None
     exchanges: int = 0
 
@@ -57,56 +103,42 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
 ) -> None:
     """Make the default group as torch.distributed.init_process_group does, with a plan's rings.
 
-    The plan's settings are set first, for good, because NCCL reads them once. The default
-    communicator exists when this returns, also without `device_id`; it then uses the current CUDA
-    device, so call torch.cuda.set_device before. All ranks use the plan, or none: if it does not
-    fit one of them (other GPUs, driver, NUMA nodes or NCCL, or other settings in the environment),
-    rank 0 says why on stderr, and all groups use default NCCL.
+    `plan_dir` is a plan's directory, None for the one in TCCL_PLAN; the rest is torch's. Without
+    `device_id` call torch.cuda.set_device before: the communicator exists when this returns. All
+    ranks use the plan, or none: if it does not fit one of them (no plan, other GPUs, driver, NUMA
+    nodes, NCCL or settings), or NCCL has the plugin, rank 0 says so and groups are left to NCCL.
 
-    Where NCCL has plugins (2.28.7), the plan has the plugin's library, and the process has not used
-    NCCL before, the plugin chooses the graph files, for groups that torch alone makes as well.
-
-    `plan_dir` is a plan's directory, None for the one in TCCL_PLAN, if set; the rest is torch's,
-    `options` as well (group_name, pg_options, device_id).
-    Raises InputError, the same on all ranks: no plan, a damaged one, or one with other settings
-    than this process has already; a file of NCCL's that names a graph for all communicators; or
-    torch is missing.
+    Raises InputError: torch is missing, or a store comes without rank and size.
     """
     torch = import_torch()
     dist = torch.distributed
     waiting = {} if timeout is None else {"timeout": timeout}
     init = partial(dist.init_process_group, backend, **waiting, **options)
-    STATE.job = None
+    STATE.world, STATE.plan, STATE.members = None, None, ()
     if not wants_nccl(torch, backend):
         with graph_file(None):
             init(init_method=init_method, store=store, world_size=world_size, rank=rank)
-        STATE.job = _Job(world=dist.group.WORLD, rank=dist.get_rank())
+        STATE.world, STATE.rank = dist.group.WORLD, dist.get_rank()
         return
     # 1. Let the ranks meet as torch does, but have the store before the group.
-    shared = own = store
     if store is None:
-        method = init_method or "env://"
-        shared, rank, world_size = next(iter(dist.rendezvous(method, rank, world_size, **waiting)))
+        way = init_method or "env://"
+        store, rank, world_size = next(iter(dist.rendezvous(way, rank, world_size, **waiting)))
         if timeout is not None:
-            shared.set_timeout(timeout)
-        own = dist.PrefixStore("default_pg", shared)
+            store.set_timeout(timeout)
     elif rank < 0 or world_size < 1 or init_method is not None:
-        what = "is given beside another way to meet"
-        raise InputError("store", what, "give rank and world_size, no init_method")
+        right = "give rank and world_size, no init_method"
+        raise InputError("store", "is given beside another way to meet", right)
     # 2. Agree on the plan, and set its settings.
-    device = device_of(torch, options.get("device_id"))
-    plan, roster = _agreed(torch, shared, (rank, world_size), plan_dir, device)
+    STATE.rank, STATE.device = rank, device_of(torch, options.get("device_id"))
+    _agree(torch, store, world_size, None if plan_dir is None else Path(plan_dir))
 
     # 3. Make the default group.
-    job = _Job(rank=rank, device=device, plan=plan, roster=roster)
-
     def create() -> Any:
-        init(store=own, world_size=world_size, rank=rank)
-        job.world = dist.group.WORLD
-        return job.world
+        init(store=dist.PrefixStore("default_pg", store), world_size=world_size, rank=rank)
+        return dist.group.WORLD
 
-    _made(torch, job, range(world_size), create)
-    STATE.job = job
+    STATE.world = _made(torch, range(world_size), create)
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
@@ -115,13 +147,12 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     Without rings for exactly these GPUs, the group uses default NCCL. The communicator exists on
     return. `options` are torch's, by name. Raises InputError: the default group was not made here.
     """
-    torch, job = import_torch(), _current_job()
-    order: list[int] = []
-    if job.roster is not None and wants_nccl(torch, options.get("backend") or "nccl"):
-        order = list(range(len(job.roster.members)) if ranks is None else ranks)
+    torch, order = _torch_of_job(), list[int]()
+    if STATE.members and wants_nccl(torch, options.get("backend") or "nccl"):
+        order = list(range(len(STATE.members)) if ranks is None else ranks)
         if options.get("sort_ranks", True):
             order.sort()
-    return _made(torch, job, order, partial(torch.distributed.new_group, ranks, **options))
+    return _made(torch, order, partial(torch.distributed.new_group, ranks, **options))
 
 
 def split_group(
@@ -133,22 +164,41 @@ def split_group(
     of the parent, `options` are torch's, by name. Raises InputError: the default group was not made
     here.
     """
-    torch, job = import_torch(), _current_job()
+    torch = _torch_of_job()
     dist = torch.distributed
-    parents = dist.get_process_group_ranks(job.world if parent_pg is None else parent_pg)
+    parents = dist.get_process_group_ranks(STATE.world if parent_pg is None else parent_pg)
     parts = [[parents[number] for number in sorted(part)] for part in split_ranks or ()]
-    own = next((part for part in parts if job.rank in part), [])
-    return _made(torch, job, own, partial(dist.split_group, parent_pg, split_ranks, **options))
+    order = next((part for part in parts if STATE.rank in part), [])
+    return _made(torch, order, partial(dist.split_group, parent_pg, split_ranks, **options))
 
 
 def import_torch() -> Any:
     """Import torch, which only programs with process groups need."""
     try:
-        import torch  # noqa: PLC0415
         import torch.distributed  # noqa: PLC0415
     except ImportError as error:
         raise InputError("torch", "is not installed", "`pip install torch`") from error
     return torch
+
+
+def _torch_of_job() -> Any:
+    torch = import_torch()
+    if STATE.world is None or STATE.world is not torch.distributed.group.WORLD:
+        right = "call tccl_py.torch.init_process_group first"
+        raise InputError("the default group", "was not made here", right)
+    return torch
+
+
+def device_of(torch: Any, device_id: Any) -> Any:
+    """Return the CUDA device of `device_id`, the current one if None."""
+    index = device_id if isinstance(device_id, int) else getattr(device_id, "index", None)
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def wants_nccl(torch: Any, backend: str | None) -> bool:
+    """Return whether groups of this backend use NCCL here."""
+    nccl = backend in (None, "", "undefined") or "nccl" in str(backend).lower()
+    return nccl and torch.cuda.is_available()
 
 
 @contextmanager
@@ -164,103 +214,132 @@ def graph_file(path: Path | None) -> Iterator[None]:
 
 
 def _set_graph(value: str | None) -> None:
-    if value is not None:
-        os.environ[GRAPH_VARIABLE] = value
-        return
-    os.environ.pop(GRAPH_VARIABLE, None)
     # NCCL sets variables of its files in C, which os.environ does not show.
     os.unsetenv(GRAPH_VARIABLE)
+    os.environ.pop(GRAPH_VARIABLE, None)
+    if value is not None:
+        os.environ[GRAPH_VARIABLE] = value
 
 
-def _made(torch: Any, job: _Job, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
+def _made(torch: Any, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
     """Return a group of these ranks, if it uses NCCL with an existing communicator."""
-    roster, graph = job.roster if job.rank in ranks else None, None
-    if roster is not None and job.plan is not None:
-        members = roster.members
-        graph = job.plan.graph([members[number] for number in ranks], members[job.rank])
+    members = [STATE.members[number] for number in ranks if STATE.rank in ranks]
+    graph = None
+    if members and STATE.plan is not None:
+        graph = STATE.plan.graph(members, STATE.members[STATE.rank])
     with graph_file(graph):
-        made = create()
+        group = create()
         # torch makes communicators with their first collective, or in the background: waiting for
         # a collective works in all versions.
-        if roster is not None and roster.distinct:
-            token = torch.zeros(1, device=job.device)
-            torch.distributed.all_reduce(token, group=made)
-            torch.cuda.synchronize(job.device)
-    return made
+        if members and STATE.distinct:
+            token = torch.zeros(1, device=STATE.device)
+            torch.distributed.all_reduce(token, group=group)
+            torch.cuda.synchronize(STATE.device)
+    return group
 
 
-def _agreed(
-    torch: Any, store: Any, place: tuple[int, int], plan_dir: str | Path | None, device: Any
-) -> tuple[OpenPlan | None, Roster]:
-    """Return the plan, None if it does not fit all ranks, and set its settings, once in a process.
-
-    `place` is this rank's number and the number of ranks.
-    """
+def _agree(torch: Any, store: Any, size: int, directory: Path | None) -> None:
+    """Decide with all ranks on the plan, and set its settings, once in a process."""
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    directory = None if plan_dir is None else Path(plan_dir)
-    member, plan = member_of(directory, device.index, version, STATE.settings)
+    member, plan = member_of(directory, STATE.device.index, version, STATE.settings)
     # Each exchange has keys of its own; all ranks make them in the same order.
-    own = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", store)
+    keys = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", store)
     STATE.exchanges += 1
-    roster = exchange(own, *place, member)
-    _report(roster, place[0])
-    plan = None if roster.off else plan
+    STATE.members = exchange(keys, STATE.rank, size, member)
+    off, STATE.distinct = conclusion(STATE.members)
+    STATE.plan = None if off else plan
+    text = f"tccl_py.torch leaves all groups to NCCL: {off}" if off else ""
+    if not off and os.environ.get(GRAPH_VARIABLE):
+        text = f"{GRAPH_VARIABLE} is set, and fails other communicators; unset it"
+    if text and STATE.rank == 0 and sys.stderr is not None:
+        print(f"tccl: {text}", file=sys.stderr, flush=True)
     with _LOCK:
         if STATE.settings is None:
-            STATE.settings = {} if plan is None else plan.variables
+            STATE.settings = {} if STATE.plan is None else member.settings
             os.environ.update(STATE.settings)
-        if plan is None or not all(member.plugin for member in roster.members):
-            return plan, roster
-        loaded = _load_plugin(torch, plan.loading(version))
-    # The plugin gives all communicators their graph files, if all ranks have it.
-    own.set(f"plugin/{place[0]}", str(int(loaded)))
-    answers = [own.get(f"plugin/{number}") for number in range(place[1])]
-    return (None if all(answer in (b"1", "1") for answer in answers) else plan), roster
 
 
-def _load_plugin(torch: Any, loading: Mapping[str, str]) -> bool:
-    """Let NCCL load the plugin; return False if NCCL was initialised without it before."""
-    before = {name: os.environ.get(name) for name in loading}
-    os.environ.update(loading)
-    # NCCL reads its environment, and opens the plugin, with the first id of a process.
-    with suppress(RuntimeError):
-        torch.cuda.nccl.unique_id()
-    if loading[PLUGIN_VARIABLE] in Path("/proc/self/maps").read_text(encoding="utf-8"):
-        return True
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-    return False
+def member_of(
+    directory: Path | None, ordinal: int, nccl: str, settings: Mapping[str, str] | None
+) -> tuple[Member, OpenPlan | None]:
+    """Return a rank's report, by its CUDA device and torch's NCCL, and the plan if it was opened.
+
+    `settings` are those of this process, None before the first communicator.
+    """
+    member, opened, why = Member(host=host_identity()), None, f"{PLAN_VARIABLE} names no plan"
+    place = directory or Path(os.environ.get(PLAN_VARIABLE, ""))
+    try:
+        gpu, facts = gpu_of_cuda_device(ordinal)
+        member = replace(member, gpu=gpu)
+        if place != Path():
+            opened = open_plan(place)
+            name = opened.plan.host_named(names_of_this_host()) or ""
+            variables = job_environment(opened.plan.plain_settings)
+            member = replace(member, name=name, plan=opened.identity, settings=variables)
+            why = _why_off(opened, facts, nccl, name)
+            if settings is not None and settings != variables:
+                why = "this process has other settings, which its NCCL has read for good"
+    except InputError as error:
+        why = str(error)
+    return replace(member, off=why), opened
 
 
-def device_of(torch: Any, device_id: Any) -> Any:
-    """Return the CUDA device of `device_id`, the current one if None."""
-    index = device_id if isinstance(device_id, int) else getattr(device_id, "index", None)
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+def open_plan(directory: Path) -> OpenPlan:
+    """Read a plan's directory."""
+    directory = directory.absolute()
+    check_path(directory)
+    plan = plan_in(directory)
+    # Each of several hosts has its own files; a rank checks its own.
+    manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
+    files = frozenset(manifest.files)
+    return OpenPlan(directory=directory, plan=plan, files=files, identity=manifest.identity)
 
 
-def wants_nccl(torch: Any, backend: str | None) -> bool:
-    """Return whether groups of this backend use NCCL here."""
-    if not torch.cuda.is_available():
-        return False
-    return backend in (None, "", "undefined") or "nccl" in str(backend).lower()
+def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
+    """Return why a rank does not use a plan, as a clause; "" if it does."""
+    plan, directory = opened.plan, opened.directory
+    if plan.is_cluster:
+        if not name:
+            return "the plan has no such host"
+        check_files(directory, [f"nccl/{host_graph_file(name)}"])
+    alike = os.environ.get(ALIKE_VARIABLE) == "1"
+    why = why_not_fit(plan, directory, facts, alike=alike, host=name or None)
+    if why := why or why_not_with(plan.plain_settings, nccl):
+        return why
+    lines = settings_of_files()
+    if GRAPH_VARIABLE in lines:
+        return f"{lines[GRAPH_VARIABLE].where} sets {GRAPH_VARIABLE}, which fails other groups"
+    environment = {name: line.value for name, line in lines.items()} | os.environ
+    if PLUGIN_VARIABLE in environment and not why_no_plugin(nccl):
+        return f"{PLUGIN_VARIABLE} is set, whose plugin answers for each communicator"
+    names = ", ".join(env_conflicts(plan.plain_settings, environment))
+    return f"{names} is set to something else than the plan's settings" if names else ""
 
 
-def _report(roster: Roster, rank: int) -> None:
-    """Say on rank 0's stderr that the plan is disabled, or a graph variable in the way."""
-    text = ""
-    if roster.off:
-        text = f"the plan is disabled, NCCL chooses its own rings: {roster.off}"
-    elif os.environ.get(GRAPH_VARIABLE):
-        what = "is set, and fails communicators made without tccl_py.torch"
-        text = f"{GRAPH_VARIABLE} {what}; unset it"
-    if text and rank == 0 and sys.stderr is not None:
-        print(f"tccl: {text}", file=sys.stderr, flush=True)
+def exchange(store: Any, rank: int, size: int, member: Member) -> tuple[Member, ...]:
+    """Return the reports of all `size` ranks, by way of rank 0: two messages a rank."""
+    if rank != 0:
+        store.set(f"member/{rank}", msgspec.json.encode(member).decode())
+    else:
+        others = [msgspec.Raw(store.get(f"member/{number}")) for number in range(1, size)]
+        store.set("members", msgspec.json.encode([member, *others]).decode())
+    return msgspec.json.decode(store.get("members"), type=tuple[Member, ...])
 
 
-def _current_job() -> _Job:
-    torch, job = import_torch(), STATE.job
-    if job is None or job.world is not torch.distributed.group.WORLD:
-        right = "call tccl_py.torch.init_process_group first"
-        raise InputError("the default group", "was not made here", right)
-    return job
+def conclusion(members: Sequence[Member]) -> tuple[str, bool]:
+    """Return why no rank uses the plan, "" if all do, and whether each has a GPU of its own."""
+    off, shared = [], []
+    first: dict[tuple[str, int], int] = {}
+    for rank, member in enumerate(members):
+        host, gpu = member.host.partition(" ")[0], member.gpu
+        if member.off:
+            off.append(f"rank {rank} on {host}: {member.off}")
+        if (former := first.setdefault((member.host, gpu), rank)) != rank and gpu >= 0:
+            shared.append(
+                f"ranks {former} and {rank} both have GPU {gpu} of {host} (call "
+                "torch.cuda.set_device before, or give device_id)"
+            )
+        if member.settings != members[0].settings:
+            off.append(f"ranks 0 and {rank} have plans of different settings")
+    distinct = not shared and all(member.gpu >= 0 for member in members)
+    return next(iter((*off, *shared)), ""), distinct

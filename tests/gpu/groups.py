@@ -19,7 +19,7 @@ def main():
     import torch.distributed as dist  # noqa: PLC0415
 
     import tccl_py.torch  # noqa: PLC0415
-    from tccl_py.torch.members import look  # noqa: PLC0415
+    from tccl_py.readers.live import gpu_of_cuda_device  # noqa: PLC0415
 
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     meet, plan, way = sys.argv[3:]
@@ -45,7 +45,7 @@ def main():
     answer = {
         "right": right,
         "passed": passed,
-        "gpu": look(rank)[0],
+        "gpu": gpu_of_cuda_device(rank)[0],
         "graph": os.environ.get("NCCL_GRAPH_FILE"),
     }
     torch.cuda.synchronize()
