@@ -9,8 +9,7 @@ so the rates say nothing about GPUs. Leave `backend` and `devices` out to measur
 from __future__ import annotations
 
 import tccl_py
-from tccl_py.sources.doubts import relative_intervals
-from tccl_py.sources.profiled import MeasurementOptions
+from tccl_py.sources.profiled import MeasurementOptions, relative_intervals
 
 SETS = [
     "G0->G0->C0->G1->G1",  # one bounce through NUMA node 0

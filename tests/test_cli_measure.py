@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cli.measure import _row_json
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.doubts import in_given_order
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.opening import simulation_header
 from tests.nccl_cases import CASES
@@ -65,7 +65,8 @@ def test_flows_given_twice_keep_a_rate_each():
     measurement = Measurement(
         transfers=parse_set(" ".join(flows)), samples_gbps=rows, simulated=True
     )
-    assert in_given_order(text, measurement) == (3.0, 1.0, 4.0, 2.0)
+    row = _row_json(text.split(), measurement, dry_run=False)
+    assert row["gbps"] == (3.0, 1.0, 4.0, 2.0)
 
 
 def test_noise_follows_the_seed():

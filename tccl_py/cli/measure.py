@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,23 +17,15 @@ from tccl_py.cli.options import arg, check_quoted, flag, gpus_argument, opt, ref
 from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
+from tccl_py.files import picked
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import TransferSet, flow_texts, parse_set
+from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow, parse_set
 from tccl_py.plan.chains import IN_DRY_RUN
 from tccl_py.plan.chains import mark as provenance
 from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
-from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
-from tccl_py.sources.doubts import (
-    doubts,
-    half_width,
-    in_given_order,
-    measurement_json,
-    relative_intervals,
-    timing_text,
-)
 from tccl_py.sources.opening import in_job, join_job, open_hosts, open_source
 from tccl_py.sources.pairs import Pair, matrix, pairs_csv
 from tccl_py.sources.pairs import all_pairs as all_pairs_of
@@ -41,10 +34,17 @@ from tccl_py.sources.profiled import (
     MeasurementOptions,
     gpus_of,
     measured_machine,
+    overlap_notices,
+    relative_intervals,
 )
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
+
+Texts = Sequence[str]
+"""The flows of a set as the user gave them: a TransferSet has an order of its own."""
+_MANY = 0.2
+"""A share of outliers (of all repeats) above this gets a notice."""
 
 
 def measure(
@@ -128,9 +128,9 @@ def _measure_sets(
     transfer_sets = [parse_set(text) for text in sets]
     if asked.simulate is not None:
         model = load_machine(asked.simulate)
-        # Sets that the machine cannot run are refused before the journal is touched.
-        Simulator(model).measure(transfer_sets)
         source: Bench = open_source(model, **asked.model)
+        # Sets that the machine cannot run are refused before the journal is touched.
+        source.check(transfer_sets)
         title = model.name
     elif job is None:
         place = measured_machine(asked.backend, asked.devices)
@@ -144,16 +144,15 @@ def _measure_sets(
     with source:
         measurements = _measured(source, transfer_sets, asked.journal)
         conditions = source.conditions
-    texts = [" ".join(flow_texts(text)) for text in sets]
-    rows = list(zip(texts, measurements, strict=True))
+    rows = list(zip(map(flow_texts, sets), measurements, strict=True))
     if asked.json:
-        print_json([measurement_json(*row, dry_run=source.dry_run) for row in rows])
+        print_json([_row_json(*row, dry_run=source.dry_run) for row in rows])
     else:
         _print_table(title, conditions, rows, dry_run=source.dry_run)
     # When it is closed, the source has looked at the GPUs once more.
     notice_each(source.notices)
     for row in rows:
-        notice_each(doubts(*row))
+        notice_each(_doubts(*row))
 
 
 def _measure_pairs(asked: SimpleNamespace) -> None:
@@ -255,23 +254,76 @@ def _measured(
             raise
 
 
+def _row_json(texts: Texts, measurement: Measurement, *, dry_run: bool) -> dict[str, Any]:
+    """Return the JSON of a measurement, rates in the order of its flows' texts."""
+    rates, widths = _in_order(texts, measurement)
+    row = {"set": " ".join(texts), "gbps": rates, "total_gbps": sum(rates)}
+    row |= picked(measurement, "simulated", "assumed") | {"dry_run": dry_run}
+    if not measurement.simulated:
+        row |= picked(measurement, "skew_us", "skew_error_us", "overlap", "overlap_at_least")
+        row |= {"spread": widths, "repeats": len(measurement.samples_gbps[0])}
+        row |= picked(measurement, "settled", "outliers")
+    return row
+
+
+def _in_order(
+    texts: Texts, measurement: Measurement
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return rates and the widths of their intervals in the order of the flows' texts."""
+    flows = list(map(parse_flow, texts))
+    rates = measurement.in_order(flows)
+    if measurement.simulated:
+        return rates, (inf,) * len(rates)
+    return rates, measurement.in_order(flows, relative_intervals(measurement))
+
+
+def _doubts(texts: Texts, measurement: Measurement) -> Iterator[str]:
+    """Warn of what makes a measurement doubtful."""
+    if measurement.simulated:
+        return
+    name, repeats = " ".join(texts), len(measurement.samples_gbps[0])
+    far = len(measurement.outliers)
+    if not measurement.settled:
+        width = _half_width(max(relative_intervals(measurement)))
+        yield (
+            f"{name}: rates vary: after {repeats} repeats the 95 % interval is still {width} wide; "
+            "other work, clocks or heat may disturb it; a larger target accepts it"
+        )
+    if far > repeats * _MANY:
+        yield f"{name}: repeats far from the others: {far} of {repeats}; they count as well"
+    yield from overlap_notices(name, measurement)
+
+
 def _print_table(
-    title: str, conditions: str, rows: Sequence[tuple[str, Measurement]], *, dry_run: bool
+    title: str, conditions: str, rows: Sequence[tuple[Texts, Measurement]], *, dry_run: bool
 ) -> None:
     simulated = rows[0][1].simulated
     more = () if simulated else ("interval", "repeats")
     title = f"Transfer sets on {title}{IN_DRY_RUN * dry_run}"
     table = Table("Flow", "GB/s", *more, "Source", title=title, caption=conditions or None)
     table.columns[0].overflow = "fold"
-    for text, measurement in rows:
+    for texts, measurement in rows:
         mark = provenance(simulated=simulated, assumed=measurement.assumed, dry_run=dry_run)
-        gbps = in_given_order(text, measurement)
-        widths = in_given_order(text, measurement, relative_intervals(measurement))
-        repeats, timing = str(len(measurement.samples_gbps[0])), timing_text(measurement)
-        for flow, rate, width in zip(text.split(), gbps, widths, strict=True):
-            beside = () if simulated else (half_width(width), repeats)
-            table.add_row(flow, f"{rate:.2f}", *beside, mark)
+        rates, widths = _in_order(texts, measurement)
+        repeats, timing = str(len(measurement.samples_gbps[0])), _timing(measurement)
+        for flow, rate, width in zip(texts, rates, widths, strict=True):
+            precision = () if simulated else (_half_width(width), repeats)
+            table.add_row(flow, f"{rate:.2f}", *precision, mark)
         together = (mark,) if simulated else ("", repeats, mark + timing)
-        table.add_row("together", f"{sum(gbps):.2f}", *together, style="bold")
+        table.add_row("together", f"{sum(rates):.2f}", *together, style="bold")
         table.add_section()
     results().print(table)
+
+
+def _timing(measurement: Measurement) -> str:
+    """Return the skew and overlap of a set's flows, after a comma; "" if not known."""
+    if measurement.skew_us is None or measurement.overlap is None:
+        return ""
+    error = f" \u00b1 {measurement.skew_error_us:.1f}" if measurement.skew_error_us else ""
+    least = "at least " if measurement.overlap_at_least else ""
+    return f", skew {measurement.skew_us:.1f}{error} us, overlap {least}{measurement.overlap:.0%}"
+
+
+def _half_width(width: float) -> str:
+    """Return a relative interval's width as text."""
+    return f"\u00b1 {width / 2:.1%}" if width < float("inf") else "?"

@@ -326,6 +326,12 @@ class Simulator:
         """Continue an earlier run, in which each set was measured `times(set)` times."""
         self._before = times
 
+    def check(self, sets: Sets) -> None:
+        """Refuse sets that the machine cannot run; errors as `legs_of`."""
+        for transfers in listed_sets(sets):
+            for flow in transfers.flows:
+                self._engine.use(flow)
+
     def measure(self, sets: Sets) -> Sequence[Measurement]:
         """Answer each set (or flow, or text), in the order given; errors as `Engine.rates`."""
         answers = []

@@ -216,6 +216,10 @@ class Bench:
         """Return the samples of a set, without a measurement."""
         return (*self._stored.get(transfers, ()), *self._new.get(transfers, ()))
 
+    def check(self, sets: Sequence[TransferSet]) -> None:
+        """Refuse sets that the source cannot run, as far as it knows without a measurement."""
+        self._of_source("check", lambda _: None)(sets)
+
     # Answers: the first sample of each set, further samples, and samples that are new.
 
     def measure(self, sets: Sets) -> Sequence[Measurement]:
@@ -230,7 +234,7 @@ class Bench:
         if not self.simulated:
             self._random.shuffle(missing)
         for key in missing:
-            self._begin_set()
+            self._refuse_unless(self.has_time())
             self.again(key)
         return [self._sample(key, 0) for key in keys]
 
@@ -241,7 +245,7 @@ class Bench:
         """
         self._ask([transfers], number)
         while number >= len(self.stored(transfers)):
-            self._begin_set()
+            self._refuse_unless(self.has_time())
             self.again(transfers)
         return self._sample(transfers, number)
 
@@ -347,9 +351,6 @@ class Bench:
     @property
     def _has_answers(self) -> bool:
         return self.times_measured + self.sets_remembered > 0
-
-    def _begin_set(self) -> None:
-        self._refuse_unless(self.has_time())
 
     def _refuse_unless(self, allowed: bool) -> None:
         if not allowed:

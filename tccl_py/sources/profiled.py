@@ -5,7 +5,7 @@ Functions import the profiler late, so that simulations do not load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -237,8 +237,6 @@ class ProfilerSource:
         self, measured: Mapping[TransferSet, Sequence[Measurement]], conditions: str
     ) -> tuple[str, ...]:
         """Return notices for a plan of what was measured; `conditions` are from before stopping."""
-        from tccl_py.sources.doubts import overlap_notices  # noqa: PLC0415
-
         notices = list(self.notices)
         if conditions:
             notices.append(f"while it was measured: {conditions}")
@@ -265,6 +263,26 @@ class ProfilerSource:
             # The first error says what happened; later ones may only be its consequence.
             text = f"{error}; nor can {self._proof} be measured any more"
             raise SourceLostError(text) from again
+
+
+def overlap_notices(text: str, measurement: Measurement) -> Iterator[str]:
+    """Warn where the clock does not show that the flows of a set ran together."""
+    if measurement.overlap_at_least:
+        yield (
+            f"{text}: its flows ran together for at least {measurement.overlap:.0%} of the time; "
+            "the clock shows no more, as time stamps of copy engines wait for kernels of their "
+            "GPU, and copies may be faster than was measured"
+        )
+
+
+def relative_intervals(measurement: Measurement) -> tuple[float, ...]:
+    """Return the width of each rate's 95 % interval, relative to it; inf below 6 repeats.
+
+    In the measurement's order of flows.
+    """
+    from tccl_profiler.precision import relative_width  # noqa: PLC0415
+
+    return tuple(map(relative_width, measurement.samples_gbps))
 
 
 # The state of this host's GPUs now.
