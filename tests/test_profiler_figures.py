@@ -1,7 +1,7 @@
 """How good the profiler was on hardware, computed from what it measured there.
 
-The figures are of 4x and 2x H200 with NCCL 2.28.9 and NCCL_NVLS_ENABLE=0; see docs/results. Those of
-4x H200 are older: lanes waited for all arrivals at once then, as NCCL's kernels do not.
+The figures are of 4x and 2x H200 with NCCL 2.28.9 and NCCL_NVLS_ENABLE=0; see docs/results.
+Those of 4x H200 are older: lanes waited for all arrivals at once then, as NCCL's kernels do not.
 """
 
 import importlib.util
