@@ -58,7 +58,7 @@ class FakeGpu:
             gpu.capturing = None
 
         cuda = SimpleNamespace(Event=Event, CUDAGraph=CUDAGraph, graph=graph, synchronize=id)
-        self.cuda, self.float64 = cuda, "float64"
+        self.cuda, self.float64, self.bfloat16, self.empty_like = cuda, "float64", "bfloat16", id
 
     def launch(self, seconds):
         """Run a kernel, or capture it."""
@@ -72,10 +72,10 @@ class FakeGpu:
     def tensor(self, values, dtype, device):
         return SimpleNamespace(tolist=lambda: values)
 
-    def ones(self, shape, device):
+    def ones(self, shape, dtype, device):
         return 1.0
 
-    def mm(self, left, right):
+    def mm(self, left, right, out):
         self.launch(1e-3)
 
     @property

@@ -247,7 +247,8 @@ def test_slower_send_recv_is_told_and_changes_neither_rates_nor_winner(boxed, bo
     assert found.judged.large.ratio == pytest.approx(1.3, rel=0.01)
     assert [one.bytes for one in found.judged.sizes] == [4096, 256 << 20]
     (row,) = found.judged.transfers
-    assert (row.bytes, row.compared.ratio) == (64 << 20, pytest.approx(ratio, rel=0.01))
+    assert (row.collective, row.dtype, row.bytes) == ("send_recv", "float32", 64 << 20)
+    assert row.compared.ratio == pytest.approx(ratio, rel=0.01)
     assert [f"{ratio:.2f}" in notice for notice in found.transfer_notices] == [True] * told
     # An unclear row of send/recv is no reason for more rounds.
     assert found.rounds <= 10

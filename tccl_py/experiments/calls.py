@@ -212,11 +212,24 @@ def warm_up(communicator: Communicator) -> None:
     """Keep the GPU busy until its clocks are up: an idle GPU runs at a fraction of them."""
     if not communicator.cuda:
         return
-    square = communicator.torch.ones((4096, 4096), device=communicator.device)
-    until = time.monotonic() + _WAKE_S
+    multiply, until = gemms(communicator, 4096), time.monotonic() + _WAKE_S
     while time.monotonic() < until:
-        communicator.torch.mm(square, square)
+        multiply()
         communicator.wait()
+
+
+def gemms(communicator: Communicator, width: int) -> Callable[..., None]:
+    """Return a function that multiplies square matrices on this rank's device, once or `count`."""
+    torch = communicator.torch
+    dtype = torch.bfloat16 if communicator.cuda else torch.float32
+    square = torch.ones((width, width), dtype=dtype, device=communicator.device)
+    result = torch.empty_like(square)
+
+    def multiply(count: int = 1) -> None:
+        for _ in range(count):
+            torch.mm(square, square, out=result)
+
+    return multiply
 
 
 def timed_batch(

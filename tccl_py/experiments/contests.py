@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from tccl_py.experiments.calls import Call, row_call, time_calls, timed_batch
+from tccl_py.experiments.calls import Call, gemms, row_call, time_calls, timed_batch
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
@@ -162,14 +162,8 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     Multiplications alone take about as long as the calls of the first variant alone.
     """
     torch, cuda = communicator.torch, communicator.cuda
-    width = 2048 if cuda else 64
-    dtype = torch.bfloat16 if cuda else torch.float32
-    square = torch.ones((width, width), dtype=dtype, device=communicator.device)
+    multiply = gemms(communicator, 2048 if cuda else 64)
     stream = torch.cuda.Stream(communicator.device) if cuda else None
-
-    def multiply(count: int) -> None:
-        for _ in range(count):
-            torch.mm(square, square)
 
     def alone(call: Call) -> float:
         return max(communicator.maximum(time_calls(communicator, call, call)), 1e-7)

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from tccl_py.experiments.calls import gemms
 from tccl_py.experiments.overlap import OverlapResult, OverlapSpec, Pair, Timings
 from tccl_py.rank_processes.rank import Communicator, join, read_spec, write_result
 
@@ -230,22 +232,14 @@ class Timer:
 
 def _time_products(joined: Communicator, timer: Timer, mover: Copies) -> Iterator[Timings]:
     """Time each transfer beside GEMMs that take about as long; ranks with a part report both."""
-    torch = joined.torch
-    size, kind = (4096, torch.bfloat16) if joined.cuda else (256, torch.float32)
-    left, right = (torch.ones(size, size, dtype=kind, device=joined.device) for _ in range(2))
-    result = torch.empty_like(left)
-
-    def multiply(count: int = 1) -> None:
-        for _ in range(count):
-            torch.mm(left, right, out=result)
-
+    multiply = gemms(joined, 4096 if joined.cuda else 256)
     for transfer in mover.beside_gemm():
         transfer_ms = product_ms = 0.0
         for _ in range(_WARM_UPS + 1):
             transfer_ms, product_ms = timer.single(transfer), timer.single(multiply)
         count_alone = round(transfer_ms / max(product_ms, 1e-3))
         count = int(joined.maximum(max(1, min(_MOST_PRODUCTS, count_alone))))
-        works: dict[int, Work] = {0: lambda count=count: multiply(count)}  # type: ignore[misc]
+        works: dict[int, Work] = {0: partial(multiply, count)}
         if transfer is not None:
             works[1] = transfer
         yield timer.time(works, [transfer is not None] * 2)
