@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
+from inspect import getdoc
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import tccl_py
 from tccl_py.cli.main import COMMANDS as NAMES_OF_ALL
-from tccl_py.cli.main import app
+from tccl_py.cli.main import app, load_command
 from tccl_py.cli.options import gpus_argument
 from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError
@@ -525,6 +526,17 @@ def test_the_start_of_a_job_loads_no_numerical_library(arguments, tmp_path):
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "\n")
+
+
+@pytest.mark.parametrize("command", NAMES_OF_ALL)
+def test_the_text_of_a_commands_help_before_its_examples_is_short(command):
+    text = getdoc(load_command(command).callback)
+    assert len(text.split("Example")[0].split()) <= 70
+
+
+def test_the_help_ends_with_the_path_from_advice_to_installation():
+    last = tccl("--help").stdout.rpartition("╯")[2]
+    assert re.findall(r"tccl\s+([a-z]+)", last) == ["advise", "plan", "verify", "install"]
 
 
 def test_a_plans_help_has_at_most_12_options_before_the_advanced_ones():

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -136,8 +137,8 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
     assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
     assert (found["accepted"], found["winner"]) == (False, "default")
     assert arms["variables"]["not_recommended"] == [4096, 64 << 20]
-    listed = tccl("verify", "--help").stdout
-    assert all(key in listed for key in (*KEYS, *ARM_KEYS, *SIZE_KEYS))
+    listed = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
+    assert all(f"`{key}`" in listed for key in (*KEYS, *ARM_KEYS, *SIZE_KEYS))
 
 
 @pytest.mark.parametrize(

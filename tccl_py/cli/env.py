@@ -46,31 +46,11 @@ def env(
 ) -> None:
     """Print the environment for a job over these GPUs, as `export` lines to evaluate.
 
-    The lines follow the plan's recommendation: nothing to set, variables alone, or a graph file
-    with the settings needed beside. The exit code is 0 for each of these, and 1 only if the plan
-    does not apply: to these GPUs, this machine or this NCCL.
+    The lines follow the plan's recommendation: nothing to set, variables alone, or a graph file for
+    exactly these GPUs. With --plugin they serve communicators over any GPUs.
 
-    A graph file is named only for exactly these GPUs: any other would fail the job. If the plan has
-    none, the variables of the second choice are printed, with exit code 1 after --choice graph.
-
-    With --plugin the lines load the plan's plugin, for NCCL 2.28.7 to 2.32, and set the variables
-    that it needs, which all ranks of a job need alike. It gives each communicator of the job, over
-    whatever GPUs, the graph file of exactly these, or none, and from NCCL 2.30 on the variables
-    that single communicators can have. `tccl show --sets` lists who gets what. A choice that places
-    bounce buffers loads it without the option, as only the plugin can place them.
-
-    If the GPUs, the driver's major version, the NUMA layout or NCCL's version differ from the
-    plan's, a measured plan is disabled: only `unset NCCL_GRAPH_FILE` is printed, stderr says why,
-    and the exit code is 1. With --alike (or TCCL_ALIKE=1) GPUs of the same kinds at the same places
-    will do.
-
-    Of a dry run's plan (`tccl plan --backend host`) a comment alone is printed, with exit code 0:
-    its rates say nothing about GPUs. With --force its variables are exported all the same.
-
-    The environment of a cluster's plan is that of a single host, for a job over all hosts and GPUs
-    of the plan with ranks in its order (DIR/nccl/order). For a host outside of the plan, and for
-    this host after a change of GPUs, the exit code is 1, and the variables are printed alone: ranks
-    of a job with unlike variables may fail or hang.
+    Exit codes: 0 also where nothing is to be set, 1 only if the plan does not apply to these GPUs,
+    this machine or this NCCL; stderr says why.
 
     Examples:
 
@@ -110,14 +90,10 @@ def run(
 ) -> None:
     """Run a job with the plan's recommended choice, in the environment of `tccl env`.
 
-    The process becomes COMMAND, whose exit code counts; it is 127 if there is no such program, and
-    126 if it cannot be run. NCCL variables that you have set stay as they are. Where they
-    contradict the plan, the plan does not apply, or is of a dry run (without --force), COMMAND runs
+    Your own NCCL variables win. Where they contradict the plan, or it does not apply, COMMAND runs
     without the plan, and stderr says why.
 
-    A choice that places bounce buffers on NUMA nodes needs the plugin, which is then loaded. For
-    NCCL without plugins each rank has to be started by `tccl run`: the planned node is preferred
-    for all memory of the rank, as by `numactl --preferred`, and not for NCCL's buffers alone.
+    Exit codes: those of COMMAND; 127 if there is no such program, 126 if it cannot be run.
 
     Examples:
 

@@ -41,12 +41,9 @@ def explain(
 ) -> None:
     """Explain a plan: which transfers hurt which, in its rings and in default NCCL's.
 
-    For each slowdown: the smallest set of transfers that shows it already, the shared links and
-    memory, and the bandwidth of the same GPUs by writes, reads or bounces. Transfers are left out
-    and the rest is measured again: by the model of a simulated plan, on the machine itself of a
-    measured plan, or in an MPI job of its hosts. Sets of the journal in DIR are not measured again.
-    Where GPUs share a PCIe switch, writes to several root ports, which collapse on some machines,
-    are measured as well. The result goes to DIR/explanation.json.
+    Each slowdown is reduced to the smallest set of transfers that shows it, by the model of a
+    simulated plan, or by measuring on the plan's machine or in an MPI job of its hosts. The result
+    goes to DIR/explanation.json.
 
     Example:
 

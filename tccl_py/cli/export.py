@@ -45,31 +45,9 @@ def export(
 ) -> None:
     """Write the files that a runtime reads, or print the main one.
 
-    For nccl these are the graph files, nccl.conf and env.sh; for a cluster's plan a graph file for
-    each host, and the order of hosts for launchers.
-
-    With --hosts, these are the files of a job over some hosts of a cluster's plan, with plan.json:
-    as if the job's hosts were planned alone, but by the tables in DIR, so nothing is measured, and
-    no GPU is needed. LIST has the form of any hostfile, or of $SLURM_JOB_NODELIST; slots are the
-    number of GPUs, lowest indices first. Hosts may use different GPUs. GPUs that no table is for,
-    nor for GPUs equal to them, get default NCCL, with an upper bound in place of a rate, and no
-    plan.json: only env.sh, nccl.conf and the files for launchers.
-
-    For tccl: the XML file of the TCCL fork (TCCL_XML_FILE, with NCCL_ALGO=TCCL,RING), whose runtime
-    moves every hop by the mechanism in the file. It has the plan's fastest ring, and the rings over
-    smaller sets of GPUs where the plan has some. Of a cluster's plan, which needs equal nodes, it
-    has the chains of the plan's tables, for the sets of GPUs of `tccl plan --gpus-per-job`, and no
-    rings inside a node. Parts of the plan that the file cannot express are named in notices, and in
-    a comment of the file.
-
-    For tuner: the CSV file of the example tuner in NCCL's sources (NCCL_TUNER_CONFIG_FILE), with
-    the tables that `tccl verify --tune` measured, for those who do not use tccl's plugin.
-
-    For slurm-prolog and module: a TaskProlog of SLURM, and an environment module in Tcl, which Lmod
-    reads too. They set what `tccl install` puts into nccl.conf, of a verified plan (or with
-    --force), and TCCL_PLAN, by which `tccl_py.torch` finds the plan. The prolog of a plan of one
-    host sets nothing in jobs over several nodes, on hosts with other GPUs, driver or NUMA nodes,
-    and no variable that the job has set.
+    For nccl these are graph files, nccl.conf and env.sh. With --hosts they are those of a job over
+    some hosts of a cluster's plan, planned from its tables: nothing is measured, and no GPU is
+    needed.
 
     Examples:
 

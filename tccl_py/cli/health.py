@@ -69,33 +69,11 @@ def check(
 ) -> None:
     """See whether a machine has drifted since its plan was measured, within two minutes.
 
-    Measures some sets of the plan's journal again, three times each: the plan's rings, the slowest
-    hop, a set of each class of links, some for every GPU, and a random sample. The GPUs should be
-    idle. Names rates that changed by more than 3 % and by more than noise explains, worst first,
-    and the suspected part. At most 1 of 100 checks of an unchanged machine reports a change. Of a
-    dry run's plan four sets are measured.
+    Some sets of the plan's journal are measured again on idle GPUs. With --preflight, as before
+    each job of a scheduler, real collectives are run and their values compared first.
 
-    With --preflight, as before each job of a scheduler: first a job of real collectives by the
-    recommended choice compares every value, and the bandwidth with `tccl verify`'s of this plan (no
-    fixed threshold). The first preflight adds writes that collapse above PCIe switches to the
-    journal, if it lacks them. The two comparisons share the 1 of 100.
-
-    With --alike (or TCCL_ALIKE=1) a host is compared with the planned one, of which it has the
-    driver, the NUMA nodes and GPUs of the same kinds at the same places, with other UUIDs.
-
-    Exit codes: 0 nothing changed, 1 something did (with --preflight: became slower, or is wrong), 2
-    nothing could be judged: another machine, GPUs in use, a plan that is not there, and with
-    --preflight a simulated plan.
-
-    --json has the keys `machine`, `drifted`, `sets_compared`, `false_alarm_rate`, `changes` (a list
-    of `set`, `flow`, `was_gbps`, `is_gbps`, `ratio`, `p`), `points_to`, `lost` (why, by set),
-    `skipped`, `seconds`, `simulated`, `dry_run`. The rates are those of the flow that fell most.
-    The metrics of --prometheus are tccl_check_drifted, _sets_compared, _sets_lost,
-    _false_alarm_rate, _duration_seconds, _timestamp_seconds and, by set, _set_rate_ratio and
-    _set_changed. --preflight adds the keys `ok`, `findings` (a list of `what`, `where`, `expected`,
-    `measured`), `collective`, `collectives_checked`, `bandwidths` (a list of `bytes`, `gbps`,
-    `expected_gbps`, `p`), and the metrics _preflight_ok, _findings, _collectives_checked and, by
-    size, _collective_gbps and _collective_expected_gbps.
+    Exit codes: 0 nothing changed; 1 something did (with --preflight: became slower, or is wrong); 2
+    nothing could be judged.
 
     Examples:
 
@@ -223,16 +201,10 @@ def doctor(
 ) -> None:
     """Look for causes on this host that hang NCCL, slow it, or spoil measurements.
 
-    Looks at ACS and the IOMMU, PCIe links, P2P and GPU-direct, GPU conditions, NUMA, /dev/shm,
-    limits, NCCL's version, settings, files and plugin, containers and virtual machines. Where two
-    GPUs or more are idle, NCCL is started on them for its rings. All else is only read; root sees
-    more. DIR holds another host's sys, proc, etc and dev. The fix of a finding is printed, never
-    run. HANG: NCCL hangs or fails. SLOW: NCCL, or a measurement, gets less than the machine has.
+    The host is only read; where two GPUs or more are idle, NCCL is started on them for its rings.
+    The fix of a finding is printed, never run. Root sees more.
 
     Exit codes: 0 nothing but notes, 1 something hangs or slows NCCL, 2 wrong use.
-
-    --json has the keys `findings` (a list of `severity`, `check`, `what`, `where`, `measured`,
-    `expected`, `why`, `source`, `fix`) and `unseen` (a list of `check`, `what`, `why`).
 
     Examples:
 
@@ -260,9 +232,8 @@ def advise(
 ) -> None:
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
 
-    This machine's GPUs are measured as by `tccl plan`, for 40 s at most and for all GPUs together,
-    and the host is examined as by `tccl doctor`. With MACHINE a model answers, anywhere: for a
-    topology XML, the text of `nvidia-smi topo -m` or `tccl discover -o FILE` by assumed parameters.
+    This machine's idle GPUs are measured for 40 s at most, and the host is examined as by `tccl
+    doctor`. With MACHINE a model answers, anywhere.
 
     Examples:
 

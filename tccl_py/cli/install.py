@@ -30,21 +30,9 @@ def install(
 ) -> None:
     """Put a verified plan into nccl.conf, where jobs find it.
 
-    The plan's lines stand between two marker lines; others stay, byte for byte. They load the
-    plan's plugin: NCCL 2.28.7 to 2.32 asks it for each communicator, and gets the graph file of
-    exactly its GPUs, or none. They also set the variables that the plugin needs, alike for all
-    ranks. Any doubt is default NCCL, and a user's own variables win. With --newer-nccl a later NCCL
-    gets the plugin too, which then relies on its checks alone.
-
-    For an older NCCL, for a plan of several hosts, without the plugin's library, and with
-    --no-plugin the lines set the variables alone. No line names a graph file: communicators over
-    other GPUs would fail.
-
-    Without --conf the file is NCCL_CONF_FILE, or ~/.nccl.conf, for every process of yours. NCCL
-    reads a file of the user's, then /etc/nccl.conf, and takes the first line of a name; the
-    environment comes before both. All hosts of a job need the same lines: without them it may hang.
-    Where hosts of several kinds share a home, `tccl export --runtime slurm-prolog` or `module`
-    makes a script that jobs load.
+    The lines stand between two marker lines and load the plan's plugin, which gives each
+    communicator its graph file or default NCCL. Without the plugin they set variables alone. All
+    hosts of a job need the same lines: without them it may hang.
 
     Examples:
 
@@ -80,9 +68,7 @@ def uninstall(
 ) -> None:
     """Take out the lines of `tccl install`; files that it made are removed.
 
-    Other lines stay. .local/state/tccl in your home (XDG_STATE_HOME) records the files, and goes
-    with the last. NCCL's file of yours is looked through without a record too. SLURM prologs and
-    environment modules that earlier versions installed are files like these.
+    Other lines stay. Without FILE the files on record are taken, and your own file of NCCL.
 
     Examples:
 

@@ -30,19 +30,14 @@ _DRIVER_TELLS = ("", "is about files of a machine", "leave it out: the driver he
 def discover(
     *,
     nccl_topology: Path | None = opt("FILE", "Read an NCCL topology XML."),
-    nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m` (see above)."),
+    nvidia_smi: Path | None = opt("FILE", "Read output of `nvidia-smi topo -m`, and of -L."),
     p2p: str | None = opt("yes|no", "Whether GPUs without NVLink have P2P, if FILE does not say."),
     output: Path | None = options.OUTPUT,
 ) -> None:
     """Describe a machine's GPUs, NUMA nodes, PCI tree, NVLinks and NICs as JSON.
 
-    Without a file to read, this machine is asked: the NVIDIA driver and sysfs. Then the JSON also
-    has `knowledge` (which GPUs reach each other directly) and `fingerprint` (GPU UUIDs, driver).
-    Every command takes the JSON as its MACHINE.
-
-    --nvidia-smi also takes further output in the same file: `nvidia-smi topo -p2p r` and `w` say
-    which GPUs have P2P, `nvidia-smi -L` names the GPUs. Where nothing says, GPUs without NVLink
-    are assumed to have no P2P if they are GeForce or have no names.
+    Without a file to read, this machine is asked: the NVIDIA driver and sysfs. Every command takes
+    the JSON as its MACHINE.
 
     Examples:
 
@@ -121,13 +116,10 @@ def validate(
 ) -> None:
     """Say what NCCL will do with a graph file: use, ignore, clip or reject it, or crash.
 
-    Without --machine the installed NCCL starts on this machine's GPUs with the file, in seconds and
-    with some 0.5 GiB of each GPU; GPUs in use are left alone. With --machine the verdict follows
-    from NCCL's rules, for any machine, number of nodes and version.
+    Without --machine the installed NCCL starts with the file on this machine's idle GPUs, in
+    seconds. With --machine the verdict follows from NCCL's rules, for any machine and version.
 
-    The rings shown are the final channels' rings, as ranks. Exit code 0 says that NCCL uses the
-    file as written, 1 the contrary, 2 that no verdict is possible, as without NCCL or GPUs. With
-    --env NCCL_TOPO_FILE=PATH the machine is the one in that file.
+    Exit codes: 0 NCCL uses the file as written, 1 the contrary, 2 no verdict.
 
     Examples:
 

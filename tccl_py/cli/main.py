@@ -244,6 +244,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings=_SETTINGS,
+    epilog="On a machine: `tccl advise`, `tccl plan DIR`, `tccl verify DIR`, `tccl install DIR`.",
 )
 
 

@@ -73,23 +73,9 @@ def measure(
 ) -> None:
     """Measure how fast transfers are that run at the same time, in GB/s for each flow.
 
-    `G0->G0->G4` is GPU 0 writing to GPU 4, `G0->G4->G4` GPU 4 reading from GPU 0, and
-    `G0->G0->C1->G4->G4` a bounce through NUMA node 1's host memory. Options follow in braces:
-    `{blocks=8,fifo=512K}`. Short forms need no quotes: `0:4` is `G0->G0->G4`, `0:C1:4,blocks=8` is
-    `G0->G0->C1->G4->G4{blocks=8}`. `"0<4"` is GPU 0 reading from GPU 4.
-
-    Sets are measured in random order, each until its rates are certain. Rates from a model are
-    marked as simulated. Where flows meet at a GPU, data is passed on as in a ring; with --meeting
-    independent each flow goes at its own pace.
-
-    With --all-pairs each GPU writes to each other GPU, alone: directly, or through host memory
-    where NCCL would. The latency is half the time in which 16 bytes go over and their slot is free
-    again; models have none. With --bidirectional a bandwidth is that of one direction, beside the
-    other direction. The keys of --json and columns of --csv are `from`, `to`, `gbps`,
-    `latency_us`, `via` and `dry_run`.
-
-    Under mpirun or srun, with a rank or more on each host, sets may span hosts: `h0` and `h1` are
-    their names, `N0` is a NIC.
+    `0:4` is GPU 0 writing to GPU 4, `"0<4"` GPU 0 reading from GPU 4, and `0:C1:4` a bounce through
+    NUMA node 1. Flows joined by `+`, or by spaces in quotes, run at the same time. With --all-pairs
+    each GPU writes to each other GPU. Under mpirun or srun sets may span hosts.
 
     Examples:
 

@@ -42,12 +42,8 @@ def overlap(
 ) -> None:
     """Time transfers one after the other and together, and beside a matrix multiplication (GEMM).
 
-    Once by NCCL (torch.distributed, a process for each GPU, a communicator for each pair), once by
-    copies (a single process, copy engines). Each time is a median with the 95 % interval. The loss
-    of two transfers that run together shows the link or memory they share; the time of a transfer
-    together with a GEMM, compared with the sum of both, is the gain of overlap here.
-
-    Needs torch. NCCL's variables are taken from the environment unchanged.
+    Once by NCCL (torch.distributed, a communicator for each pair), once by copy engines. Each time
+    is a median with the 95 % interval. Needs torch; NCCL's variables come from the environment.
 
     Examples:
 

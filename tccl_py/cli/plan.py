@@ -91,48 +91,17 @@ def plan(
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
     switches: Path | None = advanced("FILE", "Switches: topology.conf, or YAML."),
-    extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR (see above)."),
+    extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR."),
     keep_order: bool = advanced_flag("--keep-order", "Keep the order of the hosts."),
-    gpus_per_job: str | None = advanced(
-        "LIST", "GPUs that jobs use of a host, as 8,4,4-7 (see above)."
-    ),
+    gpus_per_job: str | None = advanced("LIST", "GPUs of a host that jobs use, as 8,4,4-7,0+2."),
     gid_index: int | None = advanced("N", "NCCL_IB_GID_INDEX of RoCE ports."),
     interfaces: str | None = options.INTERFACES,
 ) -> None:
     """Find the best rings for a machine or a cluster, and write the files that make NCCL use them.
 
-    DIR then holds plan.json, the journal of measurements, the machines, and below nccl/ graph files
-    for all GPUs, for subsets of GPUs where graph files are recommended (of a cluster for every
-    host), nccl.conf and env.sh. Rates are measured on this machine's GPUs, which should be idle
-    otherwise, or, with --simulate, come from a model. Ctrl-C writes the best plan so far and keeps
-    the journal; the same command resumes there, measures nothing twice, and replaces the plan.
-
-    A plan is for a single version of NCCL. Without --nccl, where GPUs are measured, it is that of
-    torch here, else an nvidia-nccl package's, else of the system's libnccl.so.2, and under mpirun
-    that of all hosts; with a model that of current torch.
-
-    Under mpirun or srun, with a rank or more on each host, the job's hosts are planned for
-    together. NCCL joins nodes in the order of ranks: nccl/order has files for launchers.
-
-    A plan of several hosts keeps tables, by which `tccl export DIR --hosts LIST` plans a job over
-    any of its hosts without measuring. --gpus-per-job names the GPUs of a host that jobs use:
-    counts of the lowest GPUs, and sets, as 8,4,4-7,0+2; all, half, a quarter and one if not given.
-
-    With --extend, the job's hosts are added to the cluster's plan in DIR, whose hosts need not run.
-    A new host with the machine of a known class is compared by a few of the class's measured sets;
-    hosts that differ, and hosts of other machines, get classes that are measured. The rest comes
-    from the tables. --gpus-per-job adds tables for more GPUs of the job's hosts. Without mpirun,
-    --hosts names hosts that equal those of the plan, and nothing is measured.
-
-    With --pin-env all settings tried, and default NCCL in the comparison, have your variable too:
-    NCCL_P2P_DISABLE or NCCL_P2P_LEVEL. --hosts takes node[1-8], or the name of a hostfile of Open
-    MPI, MPICH or SLURM.
-
-    --max-sets and --max-seconds limit the whole run on a machine; fewer sets may give slower rings,
-    and rings for fewer sets of GPUs. Of a cluster --max-sets holds for each class of hosts, half of
-    it for chains over fewer GPUs, and --max-seconds for each search: settings, chains that classes
-    share and the network take some more. A dry run (--backend host) has a --target of 0.1, and
-    fewer sets are measured when it is explained or checked.
+    Rates are measured on idle GPUs, of this machine or, under mpirun or srun, of the job's hosts;
+    with --simulate they come from a model. After Ctrl-C the best plan so far is written, and the
+    same command resumes from the journal in DIR.
 
     Examples:
 

@@ -36,12 +36,8 @@ def show(
 ) -> None:
     """Show a plan: rings, rates, the slowest hop, the bound, settings, and default NCCL.
 
-    Of a cluster's plan: the order of hosts, and of each class of hosts the NICs by which rings come
-    and go, and the GPUs between. Of one host: the algorithm, protocol and channels that NCCL
-    chooses by message size, as its cost model has them (`by_size` of --json). Of a plan tuned by
-    `tccl verify --tune`: the choices of algorithm, protocol and channels that the plugin makes by
-    message size (`tunings` of --json). With --json the rings are lists of global ranks, a list for
-    each channel.
+    Also NCCL's choices by message size, and those of a plan tuned by `tccl verify --tune`. A
+    cluster's plan has the order of hosts, and the paths of rings from NIC to NIC.
 
     Example:
 
@@ -118,9 +114,8 @@ def report(
 ) -> None:
     """Write a plan as one HTML page: machine, rings, rates, settings, and how to use them.
 
-    The page, DIR/report.html if not named, needs no network and no other file. Rates of single hops
-    and of pairs come from the journal in DIR; a saved result of `tccl explain` is shown. An earlier
-    report is replaced, any other file only with --force.
+    The page needs no network and no other file. An earlier report is replaced, any other file only
+    with --force.
 
     Example:
 

@@ -82,48 +82,11 @@ def verify(
 ) -> None:
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
-    Arms of a machine's plan are default NCCL, variables alone, and the graph file with its
-    variables; choices of equal environment share an arm. First the values of all collectives are
-    compared with computed values. Then jobs of fresh processes, one a GPU, time all-reduce from 1
-    KiB to 1 GiB in interleaved rounds (over gloo, a dry run, to 4 MiB in about a minute), with
-    three GPUs or more over pairs and halves of GPUs as well. A size is better or worse than default
-    NCCL if the difference is beyond chance and more than 1 %. Last, the rings of NCCL's log are
-    compared with the graph file's. Needs torch and idle GPUs.
+    Needs torch, or a program of nccl-tests (--with), and idle GPUs. A cluster's plan is verified
+    under mpirun or srun, with a rank on each host.
 
-    The winner is the smallest intervention (default, then variables, then graph) whose bandwidth at
-    64 MiB and above is within 1 % of the best, or within a wider interval, and which loses at no
-    size. Rounds end early where all is clear, and go on, up to four times as many, where a verdict
-    is open; 6 are always run, with two choices beside default NCCL 7. Send/recv of 64 MiB is timed
-    beside: if it is slower than by default NCCL, as with small FIFOs, a notice tells by how much,
-    and the recommendation stays.
-
-    `--with all_reduce_perf` runs jobs of nccl-tests, one process with all GPUs, one after another,
-    on hosts without torch; the program has to be built with the NCCL of the jobs in question. Its
-    own check of values counts, and smaller communicators are not timed.
-
-    A cluster's plan is verified under mpirun or srun, with a rank on each host, from a directory
-    that the first rank sees.
-
-    Your own NCCL_ variables are not used, except NCCL_NVLS_ENABLE, names of interfaces, and
-    variables of --pin-env. With --tune the best other settings are verified as well, and written to
-    DIR if better. Then all-reduce, all-gather, reduce-scatter, broadcast and reduce are timed by
-    every algorithm, protocol and number of channels, for each message size and over some smaller
-    sets of GPUs; what gains in fresh jobs, and harms nowhere, gets an entry in the table of the
-    plugin's tuner. DIR/verify.json has all results, DIR/sizes.json those by message size.
-
-    Exit codes: 0 the recommended choice, or that of --choice, is the winner or as good; 1 no
-    (another choice wins, it is worse at a size or in smaller communicators, has other rings than
-    planned, its job failed, or a value of any choice is wrong); 2 wrong use, or no plan for this
-    machine.
-
-    --json has the keys `machine`, `accepted`, `winner`, `recommended`, `chosen`, `arms` (a list of
-    `name`, `accepted`, `objections`, `gbps`, `ratio`, `low`, `high`, `predicted_gbps`,
-    `environment`, `settings`, `sizes` (a list of `bytes`, `us`, `gbps`, `ratio`, `low`, `high`,
-    `verdict`), `groups`, `training`, `transfers` (send/recv), `not_recommended` (sizes in bytes),
-    `checked`, `wrong`, `rings` (`same`, `differences`), `failure`), `tunings` (a list of `gpus`,
-    `arm`, `rows`, `entries`, `predictions`, `seconds`), `simulated`, `dry_run`, `tried`, `rounds`,
-    `seconds`, `hosts` (in rank order; none of a single machine), `backend`, `collective`, `devices`
-    (names in rank order), `versions`, `notices`.
+    Exit codes: 0 the recommended choice, or that of --choice, wins or is as good; 1 no; 2 wrong
+    use, or no plan for this machine.
 
     Examples:
 
@@ -202,25 +165,10 @@ def evaluate(
 ) -> None:
     """Evaluate a plan: all collectives by size over sets of GPUs, against default NCCL.
 
-    Jobs of all arms are interleaved in rounds, as by `tccl verify`, over all GPUs of the plan,
-    half, a quarter, or the sets of --gpus-per-job, after a check of every collective's values. For
-    a cluster's plan, start it by mpirun or srun: sets are GPUs of each host, over all hosts, half
-    of the hosts and so on. An estimate of the time is printed first; sets that --seconds do not
-    suffice for are named.
+    Jobs run in interleaved rounds as by `tccl verify`, a cluster's under mpirun or srun. A
+    simulated plan is evaluated by its model, for large messages. DIR/evaluate.json has all results.
 
-    A simulated plan is evaluated by its model, unless --backend is given: large messages only,
-    over every set of GPUs that a plan has rings for. Ring collectives have the bandwidth of each
-    arm's rings; send/recv and all-to-all are transfers of all pairs at once. A cluster has ring
-    collectives alone. Sizes and times are left out, as latency is not simulated.
-
-    DIR/evaluate.json has all results; `tccl report` draws a heat map of them.
-
-    Exit codes: 0; 1 wrong values or a failed job; 2 wrong use, or no plan for this machine.
-
-    --json has the keys `machine`, `simulated`, `recommended`, `arms` (a list of `arm`, `cells`,
-    `mean`, `least`, `most`: ratios to default NCCL), `cells` (a list of `hosts`, `gpus`,
-    `collective`, `dtype`, `bytes`, `arm`, `us`, `gbps`, `ratio`, `low`, `high`), `wrong`,
-    `failures`, `left_out`, `seconds`.
+    Exit codes: 0 done; 1 wrong values or a failed job; 2 wrong use, or no plan for this machine.
 
     Examples:
 
