@@ -58,7 +58,7 @@ def node(tmp_path):
 
 
 def prolog(plan, directory, *, alike=False):
-    return script("slurm-prolog", plan, directory, DELIVERY, alike=alike)
+    return script("slurm-prolog", plan, directory, DELIVERY, equal_hosts=alike)
 
 
 def exports(text, root, **environment):
@@ -125,7 +125,7 @@ def test_the_prolog_exports_nothing_on_another_host(measured, node, change):
 
 def test_a_module_sets_any_text_in_tcl():
     place = Path('/p $x [exit] {"\\;#é')
-    text = script("module", plan_of(SMALL), place, DELIVERY, alike=False)
+    text = script("module", plan_of(SMALL), place, DELIVERY, equal_hosts=False)
     assert text.startswith("#%Module1.0\n")
     assert 'setenv TCCL_PLAN /p\\ \\$x\\ \\[exit\\]\\ \\{\\"\\\\\\;\\#é\n' in text
     if shutil.which("tclsh") is not None:

@@ -62,7 +62,9 @@ def measured(tmp_path):
 def why_not(plan, directory, fingerprint, gpus=None):
     """Why a plan does not fit a host of this fingerprint; with `gpus` one that may be equal."""
     with mock.patch("tccl_py.delivery.fit.fingerprint_of", lambda _: fingerprint):
-        return why_not_fit(plan, directory, SimpleNamespace(gpus=gpus), alike=gpus is not None)
+        return why_not_fit(
+            plan, directory, SimpleNamespace(gpus=gpus), equal_hosts=gpus is not None
+        )
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -29,7 +29,7 @@ PLUGIN = flag("--plugin", "Load NCCL's plugin: any communicators.")
 FORCE = flag("--force", "Also by the plan of a dry run.")
 NO_EXECUTABLE, NO_PROGRAM = 126, 127
 """The exit codes of shells for a program that cannot be run, and for one that does not exist."""
-ALIKE = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
+EQUAL_HOSTS = flag("--alike", "GPUs' UUIDs may differ.", envvar=ALIKE_VARIABLE)
 
 
 def env(
@@ -40,7 +40,7 @@ def env(
     nccl: str | None = VERSION,
     choice: str | None = CHOICE,
     plugin: bool = PLUGIN,
-    alike: bool = ALIKE,
+    equal_hosts: bool = EQUAL_HOSTS,
     force: bool = FORCE,
     json: bool = options.JSON,
 ) -> None:
@@ -58,7 +58,7 @@ def env(
         eval "$(tccl env my-plan --plugin)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
-    request = JobRequest(host=host, nccl=nccl, plugin=plugin, alike=alike, force=force)
+    request = JobRequest(host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
@@ -85,7 +85,7 @@ def run(
     nccl: str | None = VERSION,
     choice: str | None = CHOICE,
     plugin: bool = PLUGIN,
-    alike: bool = ALIKE,
+    equal_hosts: bool = EQUAL_HOSTS,
     force: bool = FORCE,
 ) -> None:
     """Run a job with the plan's recommended choice, in the environment of `tccl env`.
@@ -102,7 +102,7 @@ def run(
         mpirun -n 8 tccl run my-plan -- python train.py
     """
     request = JobRequest(
-        host=host, nccl=nccl, plugin=plugin, alike=alike, force=force, is_rank=True
+        host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
     )
     _, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
@@ -123,8 +123,8 @@ def run(
     except (OSError, ValueError) as error:
         # The empty name is a ValueError.
         missing = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
-        what = "is no program here" if missing else f"cannot be run ({error})"
-        complain(f"command {command[0][:60]!r}: {what}; name a program after --")
+        fault = "is no program here" if missing else f"cannot be run ({error})"
+        complain(f"command {command[0][:60]!r}: {fault}; name a program after --")
         raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
 
 

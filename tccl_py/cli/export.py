@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tccl_py.cli import options
-from tccl_py.cli.install import FORCE, HOSTS_ALIKE, NEWER, PLUGIN
+from tccl_py.cli.install import EQUAL_HOSTS, FORCE, NEWER, PLUGIN
 from tccl_py.cli.options import flag, one_of, opt, refuse
 from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.delivery.job import JobRequest
@@ -38,7 +38,7 @@ def export(
         "LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'."
     ),
     keep_order: bool = flag("--keep-order", "Keep the order of --hosts."),
-    alike: bool = HOSTS_ALIKE,
+    equal_hosts: bool = EQUAL_HOSTS,
     plugin: bool = PLUGIN,
     newer_nccl: bool = NEWER,
     force: bool = FORCE,
@@ -60,7 +60,7 @@ def export(
     if form != "nccl":
         refuse({"--hosts": hosts}, ("", "is for another runtime, nccl", "leave --runtime out"))
     if form not in FORMS:
-        of_scripts = {"--alike": alike, "--newer-nccl": newer_nccl, "--force": force}
+        of_scripts = {"--alike": equal_hosts, "--newer-nccl": newer_nccl, "--force": force}
         of_scripts["--no-plugin"] = not plugin
         refuse(of_scripts, ("", "is for scripts", f"add --runtime {' or '.join(FORMS)}"))
     if hosts is None:
@@ -69,7 +69,9 @@ def export(
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
     if form in FORMS:
-        request = JobRequest(plugin=plugin, alike=alike, newer_nccl=newer_nccl, force=force)
+        request = JobRequest(
+            plugin=plugin, equal_hosts=equal_hosts, newer_nccl=newer_nccl, force=force
+        )
         _export_script(directory, output, form, request)
         return
     if form == "tccl":
@@ -121,7 +123,7 @@ def _export_script(directory: Path, output: Path | None, form: Form, request: Jo
             right = "name a Tcl module, which Lmod reads as well"
             raise InputError(str(output), "is for Lua", right)
     plan, delivery = accept(directory, request, say=notice)
-    write_result(script(form, plan, directory, delivery, alike=request.alike), output)
+    write_result(script(form, plan, directory, delivery, equal_hosts=request.equal_hosts), output)
     if output is not None and form == "slurm-prolog":
         output.chmod(0o755)
 

@@ -12,7 +12,7 @@ import typer
 from rich.padding import Padding
 
 from tccl_py.cli import options
-from tccl_py.cli.env import ALIKE
+from tccl_py.cli.env import EQUAL_HOSTS
 from tccl_py.cli.measure import job_of_plan
 from tccl_py.cli.options import (
     MACHINE_HELP,
@@ -62,7 +62,7 @@ def check(
         "PROGRAM", "For --preflight: one of nccl-tests; needs no torch.", "--with"
     ),
     seed: int = opt("N", "Seed of the sample; another each day sees more sets.", default=0),
-    alike: bool = ALIKE,
+    alike: bool = EQUAL_HOSTS,
     prometheus: bool = flag("--prometheus", "Print metrics for Prometheus."),
     output: Path | None = options.OUTPUT,
     json: bool = options.JSON,

@@ -12,7 +12,7 @@ from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.nccl_library import user_file
 
-HOSTS_ALIKE = flag("--alike", "For hosts like the plan's, with other UUIDs.")
+EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)
 NEWER = flag("--newer-nccl", "Load the plugin also for an untried NCCL.")
 FORCE = flag("--force", "Also if not verified, or of another machine.")
@@ -23,7 +23,7 @@ def install(
     *,
     conf: Path | None = opt("PATH", "A file in NCCL's form; yours by default."),
     dry_run: bool = options.DRY_RUN,
-    alike: bool = HOSTS_ALIKE,
+    equal_hosts: bool = EQUAL_HOSTS,
     plugin: bool = PLUGIN,
     newer_nccl: bool = NEWER,
     force: bool = FORCE,
@@ -45,7 +45,7 @@ def install(
     path = conf or user_file()
     if str(path) == "-":
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
-    request = JobRequest(plugin=plugin, alike=alike, newer_nccl=newer_nccl, force=force)
+    request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, newer_nccl=newer_nccl, force=force)
     _, delivery = accept(directory, request, say=notice)
     change = put(delivery, path, dry_run=dry_run)
     verb = "make" if change.before is None else "change"

@@ -23,74 +23,76 @@ _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?![0-9])")
 def differences(
     machine: Machine,
     planned: Fingerprint,
-    here: Fingerprint,
+    present: Fingerprint,
     *,
     gpus: Sequence[int],
-    alike: Sequence[GpuFacts | Gpu] | None = None,
+    present_gpus: Sequence[GpuFacts | Gpu] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Compare this machine with the plan's by the plan's GPUs; return two lists of clauses.
 
     By the first this is another machine, whose rates are not comparable; the second may explain a
-    change of rates. With its present GPUs as `alike`, for the plan of one of many equal hosts,
+    change of rates. With its `present_gpus`, for the plan of one of many equal hosts,
     UUIDs may differ: GPUs of the same kinds at the same places will do.
     """
     another: list[str] = []
     notes: list[str] = []
-    if alike is not None:
-        another += _changed(_places(machine.gpus), _places(alike), gpus)
-    uuids = planned.uuids(machine) if alike is None else {}
+    if present_gpus is not None:
+        another += _changed(_places(machine.gpus), _places(present_gpus), gpus)
+    uuids = planned.uuids(machine) if present_gpus is None else {}
     for place, (index, uuid) in enumerate(uuids.items()):
-        now = here.gpu_uuids[place] if place < len(here.gpu_uuids) else None
-        if index in gpus and now != uuid:
-            changed = f"GPU {index} was {uuid} and is {now}"
-            if now is None:
+        present_uuid = present.gpu_uuids[place] if place < len(present.gpu_uuids) else None
+        if index in gpus and present_uuid != uuid:
+            changed = f"GPU {index} was {uuid} and is {present_uuid}"
+            if present_uuid is None:
                 changed = f"GPU {index} ({uuid}) is gone"
-            elif uuid in here.gpu_uuids:
+            elif uuid in present.gpu_uuids:
                 changed = f"GPU {index} ({uuid}) has another index"
             another.append(changed)
-    if planned.driver != here.driver:
-        same = planned.driver.partition(".")[0] == here.driver.partition(".")[0]
-        clause = f"the driver was {planned.driver} and is {here.driver}"
-        (notes if same else another).append(clause)
-    if planned.numa_count != here.numa_count:
+    if planned.driver != present.driver:
+        equal_major = planned.driver.partition(".")[0] == present.driver.partition(".")[0]
+        clause = f"the driver was {planned.driver} and is {present.driver}"
+        (notes if equal_major else another).append(clause)
+    if planned.numa_count != present.numa_count:
         another.append(
-            f"it had {planned.numa_count} NUMA node(s) and has {here.numa_count} (the BIOS's "
+            f"it had {planned.numa_count} NUMA node(s) and has {present.numa_count} (the BIOS's "
             "NPS or SNC setting?)"
         )
-    if planned.kernel != here.kernel:
-        notes.append(f"the kernel was {planned.kernel} and is {here.kernel}")
+    if planned.kernel != present.kernel:
+        notes.append(f"the kernel was {planned.kernel} and is {present.kernel}")
     return another, notes
 
 
 def check_same_machine(
     plan: Plan,
     directory: Path,
-    here: Fingerprint,
+    present: Fingerprint,
     *,
     right: str,
-    alike: Sequence[Gpu] | None = None,
+    present_gpus: Sequence[Gpu] | None = None,
 ) -> list[str]:
     """Check that a plan was measured on this machine; return notes on smaller differences.
 
-    `alike` is as for `differences`. Raises InputError: it is another machine, with the remedy
-    `right`, or the plan has no fingerprint.
+    `present_gpus` are as for `differences`. Raises InputError: it is another machine, with the
+    remedy `right`, or the plan has no fingerprint.
     """
     planned = known_fingerprint(plan, directory)
-    another, notes = differences(plan.machine, planned, here, gpus=plan.gpus, alike=alike)
+    another, notes = differences(
+        plan.machine, planned, present, gpus=plan.gpus, present_gpus=present_gpus
+    )
     if another:
-        what = f"was measured on another machine: {'; '.join(another)}"
-        raise InputError(str(directory), what, right)
+        fault = f"was measured on another machine: {'; '.join(another)}"
+        raise InputError(str(directory), fault, right)
     return notes
 
 
 def why_not_fit(
-    plan: Plan, directory: Path, facts: DriverFacts, *, alike: bool, host: str | None = None
+    plan: Plan, directory: Path, facts: DriverFacts, *, equal_hosts: bool, host: str | None = None
 ) -> str:
     """Return why a plan's rates do not hold on a host, in clauses; "" if they hold.
 
     A simulated plan belongs to no host, so nothing speaks against it. `facts` are the host's
-    present GPUs and driver, `host` is the plan's name for one of several. With `alike` GPUs of the
-    same kinds at the same places will do.
+    present GPUs and driver, `host` is the plan's name for one of several. With `equal_hosts` GPUs
+    of the same kinds at the same places will do.
     """
     if plan.simulated:
         return ""
@@ -99,8 +101,10 @@ def why_not_fit(
     planned = planned_fingerprint(plan, directory)
     if planned is None:
         return f"{machine_file(plan, directory)} has no fingerprint of its host"
-    gpus, present = facts.gpus if alike else None, fingerprint_of(facts)
-    return "; ".join(differences(plan.machine, planned, present, gpus=plan.gpus, alike=gpus)[0])
+    gpus, present = facts.gpus if equal_hosts else None, fingerprint_of(facts)
+    return "; ".join(
+        differences(plan.machine, planned, present, gpus=plan.gpus, present_gpus=gpus)[0]
+    )
 
 
 def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> str:
@@ -112,20 +116,22 @@ def why_not_of_class(plan: Plan, host: str, gpus: Sequence[GpuFacts | Gpu]) -> s
     if plan.simulated:
         return ""
     number = plan.cluster.host_classes[host]
-    now = {gpu.index: gpu.name for gpu in gpus}
-    was = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
-    return "; ".join(_changed(was, now, plan.class_gpus[number]))
+    present = {gpu.index: gpu.name for gpu in gpus}
+    planned = {gpu.index: gpu.name for gpu in plan.cluster.classes[number].machine.gpus}
+    return "; ".join(_changed(planned, present, plan.class_gpus[number]))
 
 
 def _places(gpus: Sequence[GpuFacts | Gpu]) -> dict[int, str]:
     return {gpu.index: f"{gpu.name} at {gpu.bus_id}" for gpu in gpus}
 
 
-def _changed(was: Mapping[int, str], now: Mapping[int, str], gpus: Sequence[int]) -> list[str]:
+def _changed(
+    planned: Mapping[int, str], present: Mapping[int, str], gpus: Sequence[int]
+) -> list[str]:
     return [
-        f"GPU {index} was {was[index] or 'unnamed'} and is {now.get(index, 'gone')}"
+        f"GPU {index} was {planned[index] or 'unnamed'} and is {present.get(index, 'gone')}"
         for index in gpus
-        if now.get(index) != was[index]
+        if present.get(index) != planned[index]
     ]
 
 

@@ -38,9 +38,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A job over GPUs of a machine's plan, or on a host of a cluster.
 
     None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
-    loads NCCL's plugin, with `newer_nccl` also where NCCL is later than those tried. With `alike`
-    GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks, and with
-    `force` the plan of a dry run holds.
+    loads NCCL's plugin, with `newer_nccl` also where NCCL is later than those tried. With
+    `equal_hosts` GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks,
+    and with `force` the plan of a dry run holds.
     """
 
     gpus: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: ChoiceName | None = None
     plugin: bool = False
     newer_nccl: bool = False
-    alike: bool = False
+    equal_hosts: bool = False
     is_rank: bool = False
     force: bool = False
 
@@ -124,7 +124,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
     settings = plan.choices[choice].settings
     variables = job_environment(settings, graph=graph)
     if plugin:
-        variables = plugin_exports(plan, directory, alike=request.alike)
+        variables = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
     return Delivery(
         job=place.job,
         choice=choice,
@@ -145,7 +145,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
     variables = job_environment(settings)
     if request.plugin:
         try:
-            loading = plugin_exports(plan, directory, alike=request.alike)
+            loading = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
         except InputError as error:
             why = str(error)
         why = request.why_no_plugin(plan) or why
@@ -171,7 +171,9 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
     if name is None:
         no_file = "" if request.plugin else _not_planned(host)
     elif host is None:
-        no_file = why_elsewhere(plan, directory, alike=request.alike, say=say, host=name)
+        no_file = why_elsewhere(
+            plan, directory, equal_hosts=request.equal_hosts, say=say, host=name
+        )
     return _Place({"host": name}, host_graph_file(name or ""), no_file=no_file)
 
 
@@ -181,7 +183,7 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
     disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
     if set(gpus) <= set(plan.gpus):
         nccl = _why_not_used(plan, request.nccl, say=say)
-        elsewhere = why_elsewhere(plan, directory, alike=request.alike, say=say)
+        elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
     if request.plugin and not disabled:
         disabled = request.why_no_plugin(plan)
@@ -205,11 +207,11 @@ def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: s
 
 
 def why_elsewhere(
-    plan: Plan, directory: Path, *, alike: bool, say: Say, host: str | None = None
+    plan: Plan, directory: Path, *, equal_hosts: bool, say: Say, host: str | None = None
 ) -> str:
     """Return why this is not the machine of a measured plan, in clauses; "" also without a driver.
 
-    With `alike` equal GPUs with other UUIDs will do, as on a `host` of a cluster's plan.
+    With `equal_hosts` equal GPUs with other UUIDs will do, as on a `host` of a cluster's plan.
     """
     if plan.simulated:
         return ""
@@ -218,7 +220,7 @@ def why_elsewhere(
     except InputError as error:
         say(f"whether this is the plan's machine was not checked: {error.what}")
         return ""
-    return why_not_fit(plan, directory, facts, alike=alike, host=host)
+    return why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=host)
 
 
 def _why_not_used(plan: Plan, nccl: str | None, *, say: Say) -> str:

@@ -21,10 +21,10 @@ _MAX_PATH = 254
 _BUILD = "python -m tccl_py.nccl.plugin.build"
 
 
-def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[str, str]:
+def plugin_exports(plan: Plan, directory: Path, *, equal_hosts: bool = False) -> dict[str, str]:
     """Return the variables of a job with the plugin: those that load it, and those that it needs.
 
-    With `alike`, GPUs' UUIDs may differ. A job over several hosts finds the index of each host.
+    With `equal_hosts` GPUs' UUIDs may differ. A job over several hosts finds each host's index.
 
     Raises InputError: the plan has no index, there is no library beside it, or the plugin would not
     trust the files.
@@ -35,14 +35,14 @@ def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[
     if (of_hosts := sorted((folder / HOSTS_FOLDER).glob("*.index"))) and not index.is_file():
         index, named = of_hosts[0], {JOB_VARIABLE: folder.parent}
     if not index.is_file():
-        what = f"has no {INDEX_FILE}: the plan is of a cluster, or its job needs no graph file"
+        fault = f"has no {INDEX_FILE}: the plan is of a cluster, or its job needs no graph file"
         right = "make a job's files by `tccl export --hosts`, or leave out the plugin"
-        raise InputError(str(folder), what, right)
-    if alike and (folder / ALIKE_INDEX_FILE).is_file():
+        raise InputError(str(folder), fault, right)
+    if equal_hosts and (folder / ALIKE_INDEX_FILE).is_file():
         index = named[INDEX_VARIABLE] = folder / ALIKE_INDEX_FILE
     if not library.is_file():
-        what = "has no library of the plugin: no C compiler was there when tccl-py was installed"
-        raise InputError(str(folder), what, f"run `{_BUILD} {folder}`")
+        fault = "has no library of the plugin: no C compiler was there when tccl-py was installed"
+        raise InputError(str(folder), fault, f"run `{_BUILD} {folder}`")
     with index.open("rb") as file:
         right = f"{AGAIN}; or export the job again"
         head = file.readline(len(INDEX_HEAD))
@@ -58,11 +58,11 @@ def plugin_exports(plan: Plan, directory: Path, *, alike: bool = False) -> dict[
 def why_not_trusted(path: Path) -> str:
     """Return who else can write a file or a folder above it, as a clause; "" if nobody can."""
     for place in (path, *path.parents):
-        found = place.lstat()
-        if found.st_uid not in (0, os.geteuid()):
-            return f"{place} belongs to user {found.st_uid}"
-        sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        status = place.lstat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to user {status.st_uid}"
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return f"others can write {place}"
     return ""
 

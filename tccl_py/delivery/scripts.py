@@ -20,18 +20,20 @@ PLAN_VARIABLE = "TCCL_PLAN"
 _PLAIN = "_-./+@%:,="
 
 
-def script(form: Form, plan: Plan, directory: Path, delivery: Delivery, *, alike: bool) -> str:
+def script(
+    form: Form, plan: Plan, directory: Path, delivery: Delivery, *, equal_hosts: bool
+) -> str:
     """Return a script that sets what a host's jobs get, and by what tccl_py.torch finds the plan.
 
-    With `alike` it is for all hosts whose GPUs are equal to the plan's.
+    With `equal_hosts` it is for all hosts whose GPUs are equal to the plan's.
     """
-    more = {ALIKE_VARIABLE: "1"} if alike else {}
+    more = {ALIKE_VARIABLE: "1"} if equal_hosts else {}
     variables = {**delivery.variables, PLAN_VARIABLE: str(directory.resolve()), **more}
     if form == "module":
         return module(variables, provenance=plan.provenance)
     of_host = not plan.is_cluster and not plan.simulated
     planned = planned_fingerprint(plan, directory) if of_host else None
-    uuids = {} if planned is None or alike else planned.uuids(plan.machine)
+    uuids = {} if planned is None or equal_hosts else planned.uuids(plan.machine)
     gpus = [uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids]
     guard = _one_node(several=plan.is_cluster) + _same_host(planned, gpus)
     return prolog(variables, guard, provenance=plan.provenance)

@@ -285,7 +285,7 @@ def _check_here(plan: Plan, directory: Path, launcher: Launcher) -> None:
     where, right = str(directory), "plan this machine, or run it where it belongs"
     if not plan.simulated:
         gpus = place.machine.gpus if launcher.alike else None
-        check_same_machine(plan, directory, place.fingerprint, right=right, alike=gpus)
+        check_same_machine(plan, directory, place.fingerprint, right=right, present_gpus=gpus)
         return
     gpus_here = {gpu.index: gpu for gpu in place.machine.gpus}
     for planned in map(plan.machine.gpu, plan.gpus):

@@ -110,7 +110,7 @@ def measuring_again(
         raise InputError(error.where, error.what, right) from error
     right = f"plan again here, or {right}"
     gpus = place.machine.gpus if alike else None
-    notes = check_same_machine(plan, directory, place.fingerprint, right=right, alike=gpus)
+    notes = check_same_machine(plan, directory, place.fingerprint, right=right, present_gpus=gpus)
     source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
     return source, tuple(f"{text}: that may explain what changed" for text in notes)
 

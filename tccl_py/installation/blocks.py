@@ -21,7 +21,7 @@ from tccl_py.files import check_path, read_bytes, refused, replacement
 _HEADS = (b"", b"#!/bin/sh\n", b"#%Module1.0\n")
 """First lines of the files that we make; earlier versions made prologs and modules as well."""
 MAX_BYTES = 1024 * 1024
-_OWN = "name a file of your own in a directory that you can write to"
+_RIGHT = "name a file of your own in a directory that you can write to"
 
 
 _MENTION = re.compile(rb"(?:>>>|<<<) tccl-py")
@@ -103,7 +103,7 @@ def real_path(path: Path) -> Path:
     try:
         return path.absolute().resolve()
     except (OSError, RuntimeError) as error:
-        raise InputError(str(path), "is a link that leads nowhere", _OWN) from error
+        raise InputError(str(path), "is a link that leads nowhere", _RIGHT) from error
 
 
 def read_own(path: Path) -> bytes | None:
@@ -111,15 +111,15 @@ def read_own(path: Path) -> bytes | None:
     to another user, is not regular, has hard links, or is too large, or it or its directory is not
     writable.
     """
-    with refused(path, "cannot be changed", _OWN):
+    with refused(path, "cannot be changed", _RIGHT):
         parent = path.parent
         require(parent.is_dir(), str(parent), "is no directory", "make it first")
-        require(os.access(parent, os.W_OK | os.X_OK), str(parent), "cannot be written to", _OWN)
+        require(os.access(parent, os.W_OK | os.X_OK), str(parent), "cannot be written to", _RIGHT)
         if not path.exists():
             return None
         status = path.stat()
     require(stat.S_ISREG(status.st_mode), str(path), "is no regular file", "name a file")
-    require(status.st_uid == os.geteuid(), str(path), f"belongs to user {status.st_uid}", _OWN)
+    require(status.st_uid == os.geteuid(), str(path), f"belongs to user {status.st_uid}", _RIGHT)
     right = "give yourself the right to write it, or name another file"
     require(os.access(path, os.W_OK), str(path), "cannot be written to", right)
     right = "a new file in its place would part them: name a file of its own"
@@ -144,7 +144,7 @@ def apply_changes(changes: Sequence[Change]) -> None:
 
 
 def _apply(change: Change) -> None:
-    with refused(change.path, "cannot be changed", _OWN):
+    with refused(change.path, "cannot be changed", _RIGHT):
         content = change.path.read_bytes() if change.path.exists() else None
         fault = "was changed by another program in the meantime"
         require(content == change.before, str(change.path), fault, "try again")

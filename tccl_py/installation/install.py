@@ -67,7 +67,7 @@ def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Del
     why = "is simulated" if plan.simulated else why_not_verified(directory)
     why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
     if not why and not plan.is_cluster:
-        elsewhere = why_elsewhere(plan, directory, alike=request.alike, say=say)
+        elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if why and not request.force:
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
@@ -139,16 +139,16 @@ def _change(delivery: Delivery, path: Path) -> Change:
     place, where = real_path(path), str(path)
     before = read_own(place)
     check_trusted(place.parent)
-    others = None if before is None else without_block(before, where=where)
-    if others is not None:
-        _check_others(delivery, others, where)
+    remainder = None if before is None else without_block(before, where=where)
+    if remainder is not None:
+        _check_remainder(delivery, remainder, where)
     after = with_block(before, conf_body(delivery), where=where)
     return Change(path=place, before=before, after=after)
 
 
-def _check_others(delivery: Delivery, others: bytes, where: str) -> None:
+def _check_remainder(delivery: Delivery, remainder: bytes, where: str) -> None:
     """Check that other lines of the file do not contradict the plan's."""
-    lines = {line.name: line for line in reversed(conf_lines(others, where=where))}
+    lines = {line.name: line for line in reversed(conf_lines(remainder, where=where))}
     if _GRAPH in lines:
         right = "take it out: it fails every communicator over other GPUs"
         raise InputError(lines[_GRAPH].where, f"sets {_GRAPH}", right)

@@ -302,8 +302,8 @@ def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
         if not name:
             return "the plan has no such host"
         check_files(directory, [f"nccl/{host_graph_file(name)}"])
-    alike = os.environ.get(ALIKE_VARIABLE) == "1"
-    why = why_not_fit(plan, directory, facts, alike=alike, host=name or None)
+    equal_hosts = os.environ.get(ALIKE_VARIABLE) == "1"
+    why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name or None)
     if why := why or why_not_with(plan.plain_settings, nccl):
         return why
     lines = settings_of_files()
@@ -321,8 +321,8 @@ def exchange(store: Any, rank: int, size: int, member: Member) -> tuple[Member, 
     if rank != 0:
         store.set(f"member/{rank}", msgspec.json.encode(member).decode())
     else:
-        others = [msgspec.Raw(store.get(f"member/{number}")) for number in range(1, size)]
-        store.set("members", msgspec.json.encode([member, *others]).decode())
+        reports = [msgspec.Raw(store.get(f"member/{number}")) for number in range(1, size)]
+        store.set("members", msgspec.json.encode([member, *reports]).decode())
     return msgspec.json.decode(store.get("members"), type=tuple[Member, ...])
 
 

@@ -133,12 +133,11 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
             *(f"must {name} {value}" for name, value in self.must.items()),
             *(f"forbid {name}" for name in self.forbid),
         ]
-        for found in sorted(self.sets, key=lambda found: sum(place[gpu] for gpu in found.gpus)):
-            gpus = ",".join(str(gpu) for gpu in sorted(found.gpus))
-            nodes = ",".join(str(found.nodes[gpu]) for gpu in sorted(found.nodes))
-            own = f" NODES={nodes}" if nodes else ""
-            file = f"{found.file} {digest(found.text)}" if found.file else "- -"
-            lines.append(f"set {gpus} {file}{own}")
+        for part in sorted(self.sets, key=lambda part: sum(place[gpu] for gpu in part.gpus)):
+            gpus = ",".join(str(gpu) for gpu in sorted(part.gpus))
+            nodes = ",".join(str(part.nodes[gpu]) for gpu in sorted(part.nodes))
+            file = f"{part.file} {digest(part.text)}" if part.file else "- -"
+            lines.append(f"set {gpus} {file}{f' NODES={nodes}' if nodes else ''}")
         for tuned in sorted(self.tables, key=lambda gpus: sum(place[gpu] for gpu in gpus)):
             gpus = ",".join(map(str, tuned))
             lines += [f"tune {gpus} {line}" for line in self.tables[tuned]]
@@ -156,18 +155,18 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
         for name in OWN_VARIABLES:
             free = name not in {**self.needed, **self.given}
             require(free, INDEX_FILE, f"sets {name}", "the plugin answers it")
-        masks = {frozenset(found.gpus) for found in self.sets}
+        masks = {frozenset(part.gpus) for part in self.sets}
         once = len(masks) == len(self.sets)
         require(once, INDEX_FILE, "has a set twice", "one graph file for a set")
         least = 1 if self.job else 2
-        for found in self.sets:
-            own = set(found.gpus)
-            fits = len(own) == len(found.gpus) >= least and own <= set(indices)
+        for part in self.sets:
+            gpus = set(part.gpus)
+            fits = len(gpus) == len(part.gpus) >= least and gpus <= set(indices)
             right = f"{least} or more of the plan, each once"
-            require(fits, INDEX_FILE, f"has a set of GPUs {found.gpus}", right)
-            gets = found.file is not None or bool(self.given)
-            require(gets, INDEX_FILE, f"gives GPUs {found.gpus} nothing", "a file or variables")
-            placed = not found.nodes or set(found.nodes) == own
+            require(fits, INDEX_FILE, f"has a set of GPUs {part.gpus}", right)
+            gets = part.file is not None or bool(self.given)
+            require(gets, INDEX_FILE, f"gives GPUs {part.gpus} nothing", "a file or variables")
+            placed = not part.nodes or set(part.nodes) == gpus
             require(placed, INDEX_FILE, "has NUMA nodes of other GPUs", "one for each GPU")
         ranges = sum(map(len, self.tables.values()))
         require(ranges <= MAX_TUNES, INDEX_FILE, f"has {ranges} tuned ranges", f"{MAX_TUNES}")
@@ -191,9 +190,9 @@ def plugin_environment(settings: Settings) -> tuple[dict[str, str], dict[str, st
     """
     single = ("NCCL_ALGO", *version_facts(settings.version).rereads)
     variables = environment(settings)
-    given = {name: value for name, value in variables.items() if name in single}
+    answers = {name: value for name, value in variables.items() if name in single}
     needed = {name: value for name, value in variables.items() if name not in single}
-    return needed | (_SHARING if "NCCL_BUFFSIZE" in given else {}), given
+    return needed | (_SHARING if "NCCL_BUFFSIZE" in answers else {}), answers
 
 
 def digest(data: bytes) -> str:
