@@ -31,8 +31,9 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import HostTable, KeptTable
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.join import plan_over
+from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -128,7 +129,9 @@ def job(nodes: int, classes: int) -> MergeRates:
     cluster = Cluster(hosts=hosts, classes=tuple(node_classes))
     pairs = list(zip(node_classes, tables, strict=True))
     began = time.monotonic()
-    plan = plan_over(cluster, [HostTable(*pair) for pair in pairs], strategy=made.strategy)
+    plan = plan_over(
+        cluster, [HostTable(*pair) for pair in pairs], PlanRequest(strategy=made.strategy)
+    )
     nccl_files(plan, Path("/job"))
     seconds = time.monotonic() - began
     return MergeRates(rate=plan.rate_gbps, bound=plan.bound_gbps or 0.0, seconds=seconds)

@@ -40,7 +40,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.planning import planner
 from tccl_py.planning import study as tasks
 from tccl_py.planning.installed_nccl import MOST_FILES
-from tccl_py.planning.planner import DEFAULT_BUDGET, make_plan
+from tccl_py.planning.planner import make_plan
+from tccl_py.planning.request import DEFAULT_BUDGET
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.load import load_plan as load_plan
     from tccl_py.plan.plan import Plan as Plan
     from tccl_py.plan.text import diff as diff
-    from tccl_py.planning.cluster_planner import make_cluster_plan as make_cluster_plan
+    from tccl_py.planning.planner import make_cluster_plan as make_cluster_plan
     from tccl_py.planning.planner import make_plan as make_plan
     from tccl_py.planning.planner import search_problem as search_problem
     from tccl_py.readers.live import discover_machine as discover_machine
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from tccl_py.sources.opening import open_source as open_source
 
 _NAMES = {
-    "planning.cluster_planner": "make_cluster_plan",
     "errors": "InputError TcclError",
     "explanation.explain": "explain",
     "model.cluster": "Cluster",
@@ -70,7 +69,7 @@ _NAMES = {
     "nccl.settings": "Settings",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
-    "planning.planner": "make_plan search_problem",
+    "planning.planner": "make_cluster_plan make_plan search_problem",
     "plan.text": "diff",
     "plan.directory": "write_plan",
     "readers.live": "discover_machine",

@@ -308,7 +308,7 @@ def test_an_interruption_before_anything_was_found_says_so(more, tmp_path, monke
     def impatient(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tccl_py.planning.opening.make_plan", impatient)
+    monkeypatch.setattr("tccl_py.planning.opening.plan_hosts", impatient)
     monkeypatch.setattr("tccl_py.planning.opening_hosts.grown_plan", impatient)
     result = tccl("plan", "-o", tmp_path, "--simulate", SMALL, *more)
     assert (result.exit_code, result.stdout) == (130, "")

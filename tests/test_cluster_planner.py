@@ -24,9 +24,9 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.load import off_rails
 from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.grow import whole_ring
 from tccl_py.planning.host_rings import RingSearch, rail_tuples
+from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, model_for
@@ -325,10 +325,16 @@ def test_a_nic_with_a_guid_of_zeros_is_one_for_sockets():
     assert used_nics(both) == (1,)
 
 
-def test_one_host_and_hosts_without_nics_are_refused():
-    alone = cluster_with([networked_machine(gpus=2)])
-    with pytest.raises(InputError, match=r"rings over nodes need 2"):
-        make_cluster_plan(alone, [MadeUp(0)])
+def test_a_cluster_of_one_host_is_planned_as_the_machine_is():
+    model = load_bundled("h200x4-vm")
+    report = HostReport(host="alone", machine=model.machine, knowledge=model.knowledge, slots=2)
+    plan = make_cluster_plan(cluster_of([report], where="test"), [Simulator(model)])
+    machine = make_plan(model.machine, model.knowledge, Simulator(model), gpus=[0, 1])
+    assert plan.host_order == ("alone",)
+    assert msgspec.structs.replace(plan, cluster=machine.cluster, hosts=machine.hosts) == machine
+
+
+def test_hosts_without_nics_are_refused():
     bare = load_bundled("asus-esc8000a-e13p").machine
     with pytest.raises(InputError, match="has no NIC"):
         make_cluster_plan(cluster_with([bare, bare]), [MadeUp(0)])

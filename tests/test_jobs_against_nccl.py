@@ -8,8 +8,8 @@ from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_new_plan, write_plan
 from tccl_py.plan.tables import table_files
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.readers.nccl_topology import read_nccl_topology
 from tccl_py.search.problem import Budget

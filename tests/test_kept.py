@@ -30,9 +30,8 @@ from tccl_py.nccl.view import direct_pairs, view
 from tccl_py.plan.chains import condensed
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.planning.cluster_planner import make_cluster_plan
-from tccl_py.planning.planner import DEFAULT_BUDGET, make_plan
-from tccl_py.planning.request import not_pinned
+from tccl_py.planning.planner import make_cluster_plan, make_plan
+from tccl_py.planning.request import DEFAULT_BUDGET, not_pinned
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condensed
-from tccl_py.planning.choices import SettingsSearch, as_graph, own_choices
+from tccl_py.planning.choices import SettingsSearch, as_graph, rated_choices
 from tccl_py.planning.study import CAREFUL, Task, measured_well, rings_under, search_under
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
@@ -45,12 +45,12 @@ def task_for(name, *, source=None, version="2.30", counts=(1, 2)):
 
 
 def searched(task, sets=200, *, interrupted_at=None):
-    own = own_choices(task)
+    own = rated_choices(task)
     if interrupted_at is not None:
         task.source.left = interrupted_at
-    search = SettingsSearch(task, as_graph(own.rated[0]))
+    search = SettingsSearch(task, as_graph(own.by_variables))
     search.run(sets=sets)
-    return own.rated[0], search
+    return own.by_variables, search
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)
@@ -107,15 +107,16 @@ def test_an_interrupted_search_measures_no_more():
 
 @pytest.mark.parametrize("at", [2, 5, 12])
 def test_an_interruption_among_variables_keeps_the_best_so_far(at):
-    own = own_choices(task_for(PCIE, source=Interrupted(Simulator(load_bundled(PCIE)), at)))
+    own = rated_choices(task_for(PCIE, source=Interrupted(Simulator(load_bundled(PCIE)), at)))
     assert own.cancelled
-    assert own.rated[0].rate_gbps >= own.rated[-1].rate_gbps > 0
+    assert own.variables.rate_gbps >= own.default.rate_gbps > 0
 
 
 @pytest.mark.parametrize("name", bundled_names())
 def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
     task = task_for(name)
-    for own in own_choices(task).rated:
+    rated = rated_choices(task)
+    for own in (rated.by_variables, rated.by_default):
         assert own.measurement.simulated
         assert {one.gpus for one in own.rings.rings} <= {
             tuple(ring[(i + ring.index(min(ring))) % len(ring)] for i in range(len(ring)))

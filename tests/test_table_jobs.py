@@ -23,9 +23,10 @@ from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, OwnChains, gpus_text, table_files
 from tccl_py.planning.chain_search import paired_chain_set
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
+from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_machine
@@ -159,7 +160,7 @@ def test_jobs_over_random_tables_equal_brute_force_unlike_gpus_included(case, da
         nodes = [nodes[n] for n in numbers]
     expected = brute_force(hosts, rates, count, rails)
     try:
-        plan = plan_over(cluster, nodes, strategy="best-first")
+        plan = plan_over(cluster, nodes, PlanRequest())
     except SearchError:
         assert expected == 0
         return

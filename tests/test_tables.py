@@ -22,9 +22,10 @@ from tccl_py.plan.tables import (
     read_tables,
     table_files,
 )
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.jobs import image_of
 from tccl_py.planning.join import plan_over
+from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
 from tests.networked import MadeUp, networked_machine
 
@@ -85,7 +86,7 @@ def test_every_pair_of_hosts_gets_what_a_fresh_plan_of_the_pair_has(kinds, seed,
         nodes = [
             HostTable(one, of_class[one.name, one.machine.gpu_indices]) for one in pair.classes
         ]
-        by_tables = plan_over(pair, nodes, strategy="best-first")
+        by_tables = plan_over(pair, nodes, PlanRequest())
         fresh = make_cluster_plan(pair, sources_for(pair, seed), ring_counts=(1,), budget=EXACT)
         # Tables were asked more: a search that ends early may find less.
         assert by_tables.rate_gbps >= fresh.rate_gbps
@@ -118,7 +119,7 @@ def test_a_table_answers_as_the_search_did_and_nothing_else(tmp_path):
         (one.rate_gbps for _, one in node.choices), reverse=True
     )
     assert node.best_under(msgspec.structs.replace(again, channels=31), 1) is None
-    best = plan_over(plan.cluster, [node], strategy="best-first")
+    best = plan_over(plan.cluster, [node], PlanRequest())
     assert (best.rate_gbps, best.paths, best.hosts) == (plan.rate_gbps, plan.paths, plan.hosts)
 
 
@@ -219,6 +220,6 @@ def test_gpus_that_a_symmetry_exchanges_get_the_table_that_measuring_them_gives(
     assert compared
     hosts = tuple(Host(name=f"h{n}", node_class=0, slots=2) for n in range(2))
     pair = Cluster(hosts=hosts, classes=cluster.classes)
-    check_plan(plan_over(pair, [HostTable(one, image)], strategy="best-first"), where="job")
+    check_plan(plan_over(pair, [HostTable(one, image)], PlanRequest()), where="job")
     assert image.stock.rate_gbps == known[2, 3].stock.rate_gbps
     assert image_of(image, one, (0, 1)).hops == known[0, 1].hops

@@ -38,8 +38,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.opening import UNDER_MPI, ring_counts_of, subject_of
 from tccl_py.planning.output import holds_measurements, output_directory
-from tccl_py.planning.planner import DEFAULT_BUDGET
-from tccl_py.planning.request import PlanRequest, pinned_here
+from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.bench import Bench

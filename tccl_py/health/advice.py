@@ -19,8 +19,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_json, size_lines, size_notes
 from tccl_py.plan.text import assumptions
 from tccl_py.planning.opening import Subject
-from tccl_py.planning.planner import DEFAULT_BUDGET
-from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.simulator.model import gpu_names, provenances_text
 
 SECONDS = 40.0

@@ -233,16 +233,21 @@ def _of_transports(settings: Settings) -> Settings:
     )
 
 
-class OwnChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices without a graph file; `rated` has the best first, then default NCCL if rated."""
+class Rated(msgspec.Struct, frozen=True, kw_only=True):
+    """The choices without a graph file.
+
+    `by_variables` and `by_default` are NCCL's own rings with their measurement; where default NCCL
+    has no rate, both are by the variables.
+    """
 
     default: PlanChoice
     variables: PlanChoice
-    rated: tuple[Stock, ...]
+    by_variables: Stock
+    by_default: Stock
     cancelled: bool = False
 
 
-def own_choices(task: Task) -> OwnChoices:
+def rated_choices(task: Task) -> Rated:
     """Rate default NCCL, and the best of NCCL under environment variables alone.
 
     KeyboardInterrupt ends the search with the best so far, if anything is rated. Raises
@@ -272,10 +277,11 @@ def own_choices(task: Task) -> OwnChoices:
     best = min(near, key=lambda one: (len(environment(one.settings)), one.nccl.channels))
     if best is not default and not cancelled:
         best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
-    return OwnChoices(
+    return Rated(
         default=unrated if default is None else _plan_choice(default, note),
         variables=_plan_choice(best),
-        rated=(best,) if default is None or default is best else (best, default),
+        by_variables=best,
+        by_default=default or best,
         cancelled=cancelled,
     )
 

@@ -1,8 +1,8 @@
-"""From a cluster and a source for each class of its nodes to a plan, and tables for jobs."""
+"""Several hosts: chains of each class, rings over all, and tables for jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations_with_replacement, islice
 
@@ -11,15 +11,14 @@ import msgspec
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
+from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
 from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
-from tccl_py.planning.planner import DEFAULT_BUDGET, other_count_notices
-from tccl_py.search.problem import Budget, Reporter
-from tccl_py.search.strategies import Strategy, strategy_name
+from tccl_py.planning.request import PlanRequest
+from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import bench_of
 
 FEW_RINGS = 4
@@ -29,52 +28,22 @@ MAX_PAIRS = 100
 """Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
 
 
-def make_cluster_plan(
+def plan_cluster(
+    request: PlanRequest,
     cluster: Cluster,
     sources: Sequence[BandwidthSource | None],
     *,
     kept: Sequence[HostTable] = (),
-    version: str = ASSUMED,
-    ring_counts: Sequence[int] | None = None,
-    strategy: str | Strategy = "best-first",
-    budget: Budget = DEFAULT_BUDGET,
-    keep_order: bool = False,
-    ib_gid_index: int | None = None,
     reporter: Reporter | None = None,
-    pinned_env: Mapping[str, str] | None = None,
-    gpus_per_job: str | None = None,
     tables: list[KeptTable] | None = None,
 ) -> Plan:
-    """Find the best settings, chains, NICs and order of hosts for a cluster.
-
-    Args:
-        cluster: hosts in rank order, their classes, and the switches between them.
-        sources: a source for each class, which answers sets of a host; flows over the network have
-            only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
-        kept: tables of classes measured earlier, taken in their searches' place.
-        version, strategy, reporter, pinned_env: as `make_plan`.
-        ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        budget: for each class; half of the sets is for the chains over all GPUs, and of these half
-            at least for chains shared by all classes. Tuning settings and measuring the result come
-            on top.
-        keep_order: leave the hosts in the given order.
-        ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
-        gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
-        tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
-            share the other half of the budget.
-
-    Raises InputError: one host, a class without NIC, unknown version or strategy, or pinned
-    variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
-    cannot measure a needed set.
-    """
-    gpus, name = _gpus(cluster), strategy_name(strategy)
-    pinned = pinned_values(pinned_env or {}, where="pinned environment")
+    """Return the plan of several hosts; see `planner.plan_hosts`."""
+    gpus = _gpus(cluster)
     # A ring on each NIC, among others.
     ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
-    counts = tuple(ring_counts or sorted({1, 2, FEW_RINGS} | ports))
-    level = pinned_level(pinned)
-    check_settings(Settings(version=version, p2p_level=level))
-    budget = msgspec.structs.replace(budget, sets=budget.sets and max(1, budget.sets // 2))
+    counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))
+    sets = request.budget.sets
+    budget = msgspec.structs.replace(request.budget, sets=sets and max(1, sets // 2))
 
     def task_of(node_class: NodeClass, source: BandwidthSource, gpus: tuple[int, ...]) -> HostTask:
         return HostTask(
@@ -84,10 +53,10 @@ def make_cluster_plan(
             source=bench_of(source),
             gpus=gpus,
             nics=used_nics(node_class.machine),
-            version=version,
-            p2p_level=level,
+            version=request.version or ASSUMED,
+            p2p_level=pinned_level(request.pinned_env),
             budget=budget,
-            strategy=strategy,
+            strategy=request.strategy,
             reporter=reporter,
             ring_counts=counts,
         )
@@ -96,25 +65,18 @@ def make_cluster_plan(
         _Class(one, some, None if source is None else task_of(one, source, some), kept)
         for one, source, some in zip(cluster.classes, sources, gpus, strict=True)
     ]
-    wanted = [sets[1:] for sets in job_gpus(gpus_per_job, *gpus)]
+    further = [subsets[1:] for subsets in job_gpus(request.gpus_per_job, *gpus)]
     growing = not all(one.gpus in one.tables for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
-    plan = plan_over(
-        cluster,
-        nodes,
-        strategy=name,
-        pinned_env=pinned,
-        keep_order=keep_order,
-        ib_gid_index=ib_gid_index,
-    )
+    plan = plan_over(cluster, nodes, request)
     cancelled = plan.cancelled or any(node.cancelled for node in nodes)
-    told = [*plan.notices, *other_count_notices(ring_counts or (), plan.ring_count)]
+    notices = list(plan.notices)
     if tables is not None and not cancelled:
         try:
-            for one, sets in zip(classes, wanted, strict=True):
+            for one, subsets in zip(classes, further, strict=True):
                 # Tables of earlier get further sets of GPUs only if these are named.
-                named = [] if one.tables and gpus_per_job is None else sets
-                nodes += one.others(named, growing, told)
+                named = [] if one.tables and request.gpus_per_job is None else subsets
+                nodes += one.others(named, growing, notices)
             _ask_for_pairs(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
@@ -122,7 +84,7 @@ def make_cluster_plan(
     used = [one.task.source for one in classes if one.task is not None]
     return msgspec.structs.replace(
         plan,
-        notices=tuple(told),
+        notices=tuple(notices),
         cancelled=cancelled,
         sets_measured=sum(source.sets_measured for source in used),
         sets_remembered=sum(source.sets_remembered for source in used),
@@ -185,11 +147,8 @@ class _Class:
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs of each class: the lowest indices, as many as its hosts have ranks.
 
-    Raises InputError: hosts of a class have unequal numbers of ranks, or there is one host.
+    Raises InputError: hosts of a class have unequal numbers of ranks.
     """
-    if len(cluster.hosts) < 2:
-        what = f"has {len(cluster.hosts)} host"
-        raise InputError("cluster", what, "rings over nodes need 2 or more; plan one machine alone")
     slots: dict[int, tuple[str, int]] = {}
     for host in cluster.hosts:
         name, wanted = slots.setdefault(host.node_class, (host.name, host.slots))

@@ -13,14 +13,13 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split
 from tccl_py.model.rings import joined, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
-from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
 from tccl_py.plan.tables import HostTable, KeptTable, read_tables
-from tccl_py.planning.cluster_planner import make_cluster_plan
 from tccl_py.planning.plan_sources import class_sources
+from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.probes import (
     MOST_ODD,
     MOST_SAMPLED,
@@ -248,21 +247,7 @@ def extended_plan(
     kept = () if known is None else known.tables
     of_classes = [sources.get(one.name) for one in cluster.classes]
     request = request if known is None else known.request(request)
-    made = make_cluster_plan(
-        cluster,
-        of_classes,
-        kept=kept,
-        version=request.version or ASSUMED,
-        ring_counts=request.ring_counts,
-        strategy=request.strategy,
-        budget=request.budget,
-        keep_order=request.keep_order,
-        ib_gid_index=request.ib_gid_index,
-        reporter=reporter,
-        pinned_env=request.pinned_env,
-        gpus_per_job=request.gpus_per_job,
-        tables=tables,
-    )
+    made = plan_hosts(request, cluster, of_classes, kept=kept, reporter=reporter, tables=tables)
     # The rings over all hosts are planned again, under settings that no job has tuned.
     before = () if known is None else known.plan.notices
     told = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))

@@ -21,6 +21,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.tables import HostTable, KeptChains, NicPairs
+from tccl_py.planning.assembly import JoinedRings
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -104,28 +105,14 @@ def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     return tuple(out)
 
 
-class ClusterRings(msgspec.Struct, frozen=True, kw_only=True):
-    """Rings over all hosts: the order of hosts, and the chains of each, in the order of rings.
+class ClusterRings(JoinedRings, frozen=True, kw_only=True):
+    """Rings over several hosts; `nic_maps[n]` leads from host n to the next.
 
-    `nic_maps[n]` leads from host n to the next. `rate_gbps` is the bandwidth of all rings together,
-    and `error` half its 95 % interval, relative.
-    If `bound_assumptions` hold, no set of as many rings under these settings exceeds `bound_gbps`,
-    in any order of hosts and over any NICs, if NICs carry equal numbers of rings or one more; None
-    is not known.
     No order of hosts exceeds `order_bound_gbps` with these chains; None: no order is better, or the
     order was given.
     """
 
-    settings: Settings
-    rings: int
-    hosts: tuple[str, ...]
     nic_maps: tuple[NicMap, ...]
-    chains: tuple[tuple[PlanChain, ...], ...]
-    rate_gbps: float
-    error: float
-    assumed: bool
-    bound_gbps: float | None
-    bound_assumptions: tuple[str, ...]
     order_bound_gbps: float | None
 
 

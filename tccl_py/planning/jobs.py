@@ -27,6 +27,7 @@ from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
 from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
 from tccl_py.planning.join import plan_over
+from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots
 
 _Key = tuple[int, tuple[int, ...]]
@@ -71,14 +72,13 @@ def plan_of_job(
         HostTable(one, _table(tables, known[number], some))
         for one, (number, some) in zip(cluster.classes, keys, strict=True)
     ]
-    made = plan_over(
-        cluster,
-        nodes,
+    request = PlanRequest(
         strategy=plan.strategy,
         keep_order=keep_order,
         ib_gid_index=plan.settings.ib_gid_index,
         pinned_env=plan.pinned_env,
     )
+    made = plan_over(cluster, nodes, request)
     # Tables of earlier programs do not say.
     return msgspec.structs.replace(made, dry_run=made.dry_run or plan.dry_run)
 

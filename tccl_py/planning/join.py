@@ -5,7 +5,7 @@ Classes are searched and measured while this asks them, or answer from kept tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -15,76 +15,47 @@ from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import Cluster
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.versions import SWAPPING, version_facts
+from tccl_py.nccl.versions import SWAPPING
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import (
-    HostPath,
     PlanChain,
     PlanChoice,
-    PlannedHost,
-    is_at_bound,
     preferred,
-    version_notices,
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import HostTable, OwnChains
+from tccl_py.planning.assembly import JoinedRings, assembled
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
+from tccl_py.planning.request import PlanRequest
 
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""
 
 
-def plan_over(
-    cluster: Cluster,
-    nodes: Sequence[HostTable],
-    *,
-    strategy: str,
-    keep_order: bool = False,
-    ib_gid_index: int | None = None,
-    pinned_env: Mapping[str, str] | None = None,
-) -> Plan:
+def plan_over(cluster: Cluster, nodes: Sequence[HostTable], request: PlanRequest) -> Plan:
     """Return the best plan over a cluster's hosts, with a node for each of its classes.
 
     KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
 
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
-    best, cancelled = best_rings(cluster, nodes, keep_order=keep_order)
-    numbers: dict[tuple[int, tuple[PlanChain, ...]], int] = {}
-    hosts: list[PlannedHost] = []
-    rank = 0
-    for name, chains in zip(best.hosts, best.chains, strict=True):
-        node_class = cluster.host_classes[name]
-        path = numbers.setdefault((node_class, chains), len(numbers))
-        hosts.append(PlannedHost(name=name, path=path, first_rank=rank))
-        rank += len(nodes[node_class].gpus)
-    paths = tuple(_path(number, nodes[number], best.settings, chains) for number, chains in numbers)
-    stock, variables = _own_choices(cluster, nodes)
-    settings = _with_nics(best.settings, nodes, paths, ib_gid_index)
-    return Plan(
-        cluster=cluster,
-        class_gpus=tuple(node.gpus for node in nodes),
-        hosts=tuple(hosts),
-        paths=paths,
-        settings=settings,
-        settings_verified=version_facts(settings.version).verified,
-        rate_gbps=best.rate_gbps,
-        error=best.error,
-        bound_gbps=best.bound_gbps,
-        proven=is_at_bound(best.rate_gbps, best.bound_gbps) and not best.bound_assumptions,
-        bound_assumptions=best.bound_assumptions,
-        simulated=any(nodes[number].kept.simulated for number, _ in numbers),
-        dry_run=any(nodes[number].kept.dry_run for number, _ in numbers),
-        assumed=best.assumed,
-        strategy=strategy,
-        sets_measured=0,
-        sets_remembered=0,
-        sets_by_symmetry=0,
-        stock=stock,
-        variables=variables,
-        notices=tuple(_notices(best, nodes, settings)),
-        pinned_env=dict(pinned_env or {}),
+    best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
+    used = {cluster.host_classes[name] for name in best.hosts}
+
+    def types(number: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
+        return path_types(nodes[number].view(best.settings), chains)
+
+    return assembled(
+        cluster,
+        tuple(node.gpus for node in nodes),
+        msgspec.structs.replace(best, settings=_with_nics(best, nodes, request.ib_gid_index)),
+        _own_choices(cluster, nodes),
+        request,
+        types=types,
+        notices=_notices(best, nodes),
+        simulated=any(nodes[number].kept.simulated for number in used),
+        dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,
     )
 
@@ -158,24 +129,14 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
-def _path(
-    number: int, node: HostTable, settings: Settings, chains: tuple[PlanChain, ...]
-) -> HostPath:
-    intra, inter = path_types(node.view(settings), chains)
-    return HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter)
-
-
 def _with_nics(
-    settings: Settings,
-    nodes: Sequence[HostTable],
-    paths: Sequence[HostPath],
-    ib_gid_index: int | None,
+    joined: JoinedRings, nodes: Sequence[HostTable], ib_gid_index: int | None
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
     rdma = all(nic.rdma for nic in nics)
     names = dict.fromkeys(f"{nic.name}:{nic.port or 1}" if rdma else nic.name for nic in nics)
-    chains = [chain for path in paths for chain in path.chains]
+    chains, settings = chain.from_iterable(joined.chains), joined.settings
     return msgspec.structs.replace(
         settings,
         ib_hca=tuple(names) if rdma else (),
@@ -246,7 +207,7 @@ def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     return tuple(own.chains[channel ^ swapped] for channel in range(count))
 
 
-def _notices(best: ClusterRings, nodes: Sequence[HostTable], settings: Settings) -> Iterator[str]:
+def _notices(best: ClusterRings, nodes: Sequence[HostTable]) -> Iterator[str]:
     for node in nodes:
         yield from node.kept.notices
         machine = node.node_class.machine
@@ -256,4 +217,3 @@ def _notices(best: ClusterRings, nodes: Sequence[HostTable], settings: Settings)
     most = best.order_bound_gbps
     if most is not None:
         yield f"another order of the hosts may reach up to {most:.2f} GB/s: not all were ruled out"
-    yield from version_notices(settings.version)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.planner import chosen_gpus, make_plan
+from tccl_py.planning.planner import chosen_gpus, plan_hosts
 from tccl_py.planning.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
@@ -22,10 +22,9 @@ from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
 from tccl_py.sources.opening import open_source
-from tccl_py.sources.profiled import MeasuredMachine, measured_machine
+from tccl_py.sources.profiled import measured_machine
 
 if TYPE_CHECKING:
-    from tccl_py.nccl.asked import InstalledRings
     from tccl_py.sources.opening import Job
 
 Say = Callable[[str], None]
@@ -87,10 +86,11 @@ def machine_subject(request: PlanRequest, say: Say) -> Subject:
         return _here(request, say)
     model, source = simulated(request, request.simulate)
     gpus = chosen_gpus(model.machine, request.gpus)
+    cluster = single_host(model.machine, model.knowledge, gpus)
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            return _machine_plan(request, model, source, gpus=gpus, reporter=reporter)
+            return plan_hosts(request, cluster, [source], gpus=gpus, reporter=reporter)
 
     return Subject(search=search, source=source, model=model)
 
@@ -99,31 +99,6 @@ def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
     """Open the model that a request names."""
     model = load_machine(name, p2p=request.p2p)
     return model, open_source(model, noise=request.noise or 0.0, seed=request.seed or 0)
-
-
-def _machine_plan(
-    request: PlanRequest,
-    place: MachineModel | MeasuredMachine,
-    source: Bench,
-    *,
-    gpus: tuple[int, ...] | None,
-    reporter: Reporter | None,
-    own_rings: InstalledRings | None = None,
-) -> Plan:
-    return make_plan(
-        place.machine,
-        place.knowledge,
-        source,
-        gpus=gpus,
-        version=request.version or ASSUMED,
-        ring_counts=request.ring_counts,
-        strategy=request.strategy,
-        budget=request.budget,
-        reporter=reporter,
-        pinned_env=request.pinned_env,
-        own_rings=own_rings,
-        subsets=request.subsets,
-    )
 
 
 def _here(request: PlanRequest, say: Say) -> Subject:
@@ -137,14 +112,16 @@ def _here(request: PlanRequest, say: Say) -> Subject:
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
-    gpus = None if request.gpus is None else chosen_gpus(place.machine, request.gpus)
-    source = open_source(place, gpus=gpus, options=request.options)
+    named = None if request.gpus is None else chosen_gpus(place.machine, request.gpus)
+    source = open_source(place, gpus=named, options=request.options)
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            rings = nccl_here.rings_here(place, gpus)
-            made = _machine_plan(
-                request, place, source, gpus=gpus, reporter=reporter, own_rings=rings
+            rings = nccl_here.rings_here(place, named)
+            gpus = named or chosen_gpus(place.machine, None)
+            cluster = single_host(place.machine, place.knowledge, gpus)
+            made = plan_hosts(
+                request, cluster, [source], gpus=gpus, own_rings=rings, reporter=reporter
             )
             conditions = source.conditions
         noticed = source.summary(conditions)

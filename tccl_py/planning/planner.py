@@ -1,60 +1,76 @@
-"""From a machine and a bandwidth source to a plan."""
+"""One planner for one host or several: from a request and sources to a Plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import (
-    BudgetSpentError,
-    MeasurementError,
+    InputError,
     check_type,
     counted,
     require,
 )
-from tccl_py.model.cluster import single_host
+from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
-from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.rings import RingSet
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
-from tccl_py.nccl.graph_search import DefaultChoice
+from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import (
     Settings,
     check_settings,
     pinned_level,
     pinned_values,
 )
-from tccl_py.nccl.versions import ASSUMED, version_facts
-from tccl_py.plan.chains import (
-    CUT_SHORT,
-    Alternative,
-    HostPath,
-    PlannedHost,
-    is_at_bound,
-    plan_chain,
-    version_notices,
-)
+from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import (
-    OwnChoices,
-    SettingsSearch,
-    as_graph,
-    interval,
-    own_choices,
-)
-from tccl_py.planning.groups import ALL_SUBSETS_UP_TO, smaller_sets
-from tccl_py.planning.study import Choice, Stock, Task, measured_well
+from tccl_py.planning.machine import plan_machine
+from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
+from tccl_py.planning.study import OwnRings, Task
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import bench_for
 
-MOST_SETS = 2000
-DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
-RING_COUNTS = (1, 2, 4)
-FEW_RING_COUNTS = (1, 2)
-"""On machines of more than 8 GPUs sets of four rings are too many to say much about."""
+if TYPE_CHECKING:
+    from tccl_py.plan.tables import HostTable, KeptTable
+
+
+def plan_hosts(
+    request: PlanRequest,
+    cluster: Cluster,
+    sources: Sequence[BandwidthSource | None],
+    *,
+    gpus: tuple[int, ...] | None = None,
+    kept: Sequence[HostTable] = (),
+    own_rings: OwnRings | None = None,
+    reporter: Reporter | None = None,
+    tables: list[KeptTable] | None = None,
+) -> Plan:
+    """Plan for the hosts of a cluster, one or several, with a source for each of its classes.
+
+    The chains of a single host close to rings inside it; `gpus` are those to join there, None as
+    many of the lowest indices as it has ranks. `own_rings` is for a single host, `kept` and
+    `tables` for several; these and `reporter` are as `make_plan` and `make_cluster_plan` take them.
+
+    Raises InputError: unknown version or strategy, or pinned variables that say nothing of P2P; or
+    as those.
+    """
+    pinned = pinned_values(request.pinned_env, where="pinned environment")
+    version = request.version or ASSUMED
+    check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
+    strategy_name(request.strategy)  # Raises InputError
+    request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
+    if len(cluster.hosts) > 1:
+        from tccl_py.planning.cluster_planner import plan_cluster  # noqa: PLC0415 (not for one)
+
+        return plan_cluster(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
+    (host,), (source, *_) = cluster.hosts, sources
+    if source is None:
+        raise InputError(f"host {host.name}", "has no source", "give one that measures its GPUs")
+    lowest = cluster.classes[host.node_class].machine.gpu_indices[: host.slots]
+    return plan_machine(
+        request, cluster, gpus or lowest, source, own_rings=own_rings, reporter=reporter
+    )
 
 
 def make_plan(
@@ -69,7 +85,7 @@ def make_plan(
     budget: Budget = DEFAULT_BUDGET,
     reporter: Reporter | None = None,
     pinned_env: Mapping[str, str] | None = None,
-    own_rings: Callable[[Sequence[Settings]], Sequence[DefaultChoice]] | None = None,
+    own_rings: OwnRings | None = None,
     subsets: bool | None = None,
 ) -> Plan:
     """Find the settings and rings that suit the machine best, as far as `source` tells.
@@ -108,38 +124,70 @@ def make_plan(
     """
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)
-    strategy_name(strategy)  # Raises InputError
-    chosen = chosen_gpus(machine, gpus)
-    pinned = pinned_values(pinned_env or {}, where="pinned environment")
-    usual = RING_COUNTS if len(chosen) <= ALL_SUBSETS_UP_TO else FEW_RING_COUNTS
-    task = Task(
-        machine=machine,
-        knowledge=knowledge,
-        source=bench_for(source, machine.name),
-        gpus=chosen,
+    indices = chosen_gpus(machine, gpus)
+    request = PlanRequest(
         version=version,
-        ring_counts=tuple(ring_counts or usual),
+        ring_counts=tuple(ring_counts) if ring_counts else None,
         strategy=strategy,
         budget=budget,
-        reporter=reporter,
-        p2p_level=pinned_level(pinned),
-        own_rings=own_rings,
-        placement=True,
+        pinned_env=pinned_env or {},
+        subsets=subsets,
     )
-    check_settings(task.default_settings)
-    with task.source.limited(budget.sets, budget.seconds) as allowance:
-        allowance.allow(1 / 2)
-        own = own_choices(task)
-        known = [one.rings.rings for one in own.rated[1:]]
-        search = SettingsSearch(task, as_graph(own.rated[0]), known)
-        search.cancelled = own.cancelled
-        if not own.cancelled:
-            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allowance.allow)
-        allowance.allow(1)
-        plan = _assembled(task, own, search, subsets=subsets)
-    odd = other_count_notices(ring_counts or (), len(plan.rings))
-    short = (CUT_SHORT,) * task.source.cut_short
-    return msgspec.structs.replace(plan, notices=(*plan.notices, *odd, *short), pinned_env=pinned)
+    cluster = single_host(machine, knowledge, indices)
+    return plan_hosts(
+        request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
+    )
+
+
+def make_cluster_plan(
+    cluster: Cluster,
+    sources: Sequence[BandwidthSource | None],
+    *,
+    kept: Sequence[HostTable] = (),
+    version: str = ASSUMED,
+    ring_counts: Sequence[int] | None = None,
+    strategy: str | Strategy = "best-first",
+    budget: Budget = DEFAULT_BUDGET,
+    keep_order: bool = False,
+    ib_gid_index: int | None = None,
+    reporter: Reporter | None = None,
+    pinned_env: Mapping[str, str] | None = None,
+    gpus_per_job: str | None = None,
+    tables: list[KeptTable] | None = None,
+) -> Plan:
+    """Find the best settings, chains, NICs and order of hosts for a cluster.
+
+    Args:
+        cluster: hosts in rank order, their classes, and the switches between them.
+        sources: a source for each class, which answers sets of a host; flows over the network have
+            only the host's part: `G3->N0->N0` leaves it, `N0->N0->G0` enters it. None has `kept`.
+        kept: tables of classes measured earlier, taken in their searches' place.
+        version, strategy, reporter, pinned_env: as `make_plan`.
+        ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
+        budget: for each class; half of the sets is for the chains over all GPUs, and of these half
+            at least for chains shared by all classes. Tuning settings and measuring the result come
+            on top.
+        keep_order: leave the hosts in the given order.
+        ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
+        gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.
+        tables: a list that takes the tables of every class; None makes none. The other sets of GPUs
+            share the other half of the budget.
+
+    Raises InputError: several hosts and a class without NIC, unknown version or strategy, or pinned
+    variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
+    cannot measure a needed set.
+    """
+    request = PlanRequest(
+        version=version,
+        ring_counts=tuple(ring_counts) if ring_counts else None,
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        keep_order=keep_order,
+        ib_gid_index=ib_gid_index,
+        gpus_per_job=gpus_per_job,
+    )
+    return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
@@ -181,120 +229,3 @@ def search_problem(
         budget=budget,
     )
     return task.problem(settings, ring_counts)
-
-
-def _assembled(
-    task: Task, own: OwnChoices, search: SettingsSearch, *, subsets: bool | None
-) -> Plan:
-    source = task.source
-    best, measurement = _final(task, own.rated[0], search.best)
-    results = [one.result for one in (*search.searched, best) if one.result is not None]
-    notes = (note for result in results for note in result.notices)
-    cluster = single_host(task.machine, task.knowledge, task.gpus)
-    hops = ((hop.source, hop.target) for ring in best.rings.rings for hop in ring.hops)
-    rates = dealt(measurement.transfers.flows, measurement.gbps)
-    path = HostPath(
-        node_class=0,
-        chains=tuple(
-            plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
-            for ring in best.rings.rings
-        ),
-        type_intra=task.view(best.settings).farthest(hops),
-    )
-    plan = Plan(
-        cluster=cluster,
-        class_gpus=(task.gpus,),
-        hosts=(PlannedHost(name=cluster.hosts[0].name, path=0, first_rank=0),),
-        paths=(path,),
-        settings=best.settings,
-        settings_verified=version_facts(task.version).verified,
-        rate_gbps=best.rate_gbps,
-        bound_gbps=best.bound_gbps,
-        proven=is_at_bound(best.rate_gbps, best.bound_gbps) and not best.bound_assumptions,
-        bound_assumptions=best.bound_assumptions,
-        simulated=source.simulated,
-        assumed=measurement.assumed,
-        dry_run=source.dry_run,
-        strategy=strategy_name(task.strategy),
-        sets_measured=source.sets_measured,
-        sets_remembered=source.sets_remembered,
-        sets_by_symmetry=sum(result.sets_by_symmetry for result in results),
-        stock=own.default,
-        variables=own.variables,
-        error=interval(measurement),
-        alternatives=tuple(
-            Alternative(
-                settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
-            )
-            for one in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
-        ),
-        notices=(*dict.fromkeys(notes), *version_notices(task.version)),
-        cancelled=search.cancelled,
-    )
-    rings = {"default": own.rated[-1].rings, "variables": own.rated[0].rings, "graph": best.rings}
-    if plan.cancelled:
-        return plan
-    changes: dict[str, object] = {}
-    try:
-        # Two sets, which those for smaller sets of GPUs must not use up.
-        assumed = plan.assumed
-        changes["limit_gbps"] = limit_gbps(source, rings[plan.recommended], assumed=assumed)
-        if subsets is not False:
-            changes["subsets"] = smaller_sets(task, plan, best, everywhere=subsets is True)
-    except KeyboardInterrupt:
-        changes["cancelled"] = True
-    counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
-    return msgspec.structs.replace(plan, **changes, **counts)
-
-
-def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
-    """Return a notice where a plan has none of the requested numbers of rings."""
-    if not asked or count in asked:
-        return ()
-    wanted = ", ".join(map(str, asked))
-    return (
-        f"sets of {wanted} rings were asked for; the plan has NCCL's own {count}, as none of those "
-        "is faster, or none divides the numbers of channels that are tried",
-    )
-
-
-def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
-    """Return the planned choice, measured well; NCCL's own where noise favoured another."""
-    with suppress(BudgetSpentError):
-        measurement = measured_well(task.source, best.rings)
-        rate = best.rings.rate(measurement)
-        if rate >= own.rate_gbps:
-            return msgspec.structs.replace(best, rate_gbps=rate), measurement
-    return as_graph(own), own.measurement
-
-
-# The machine's limit for given rings: bare copies over the same hops, all at the same time.
-def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
-    """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
-
-    Return the better of the two in GB/s, scored as the rings are; None if neither can be measured.
-    With `assumed` assumed values may lie behind the limit, as they do behind the plan.
-    """
-    rates = []
-    for copy_engine in (True, False):
-        with suppress(MeasurementError):
-            (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
-            if assumed or not found.assumed:
-                rates.append(rings.rate(found))
-    return max(rates, default=None)
-
-
-def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
-    """Return a plain transfer for each transfer of the rings' hops.
-
-    A bounce becomes an independent write and read of host memory as large as its FIFOs together:
-    in a larger buffer the host's memory would decide, not its caches.
-    """
-    flows = []
-    for flow in rings.flows.flows:
-        size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
-        for one in flow.transfers:
-            executor = Place("D" if copy_engine else "G", one.executor.index)
-            bare = Transfer(one.source, executor, one.destination)
-            flows.append(Flow((bare,), buffer=size))
-    return transfer_set(flows)

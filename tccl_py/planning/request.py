@@ -10,10 +10,12 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
-from tccl_py.planning.planner import DEFAULT_BUDGET
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import Strategy
 from tccl_py.sources.profiled import MeasurementOptions, search_options
+
+MOST_SETS = 2000
+DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +24,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     `simulate` names a model; without it rates are measured here, or by the hosts of a job. `nodes`
     and `hosts` are simulated ones, and with `extend`, the directory of a cluster's plan, those that
     it grows by. The fields from `version` on are as `make_plan` and `make_cluster_plan` take them,
-    the others as the options of `tccl plan`.
+    and all that `plan_hosts` reads; the others are as the options of `tccl plan`.
     """
 
     simulate: str | None = None

@@ -25,6 +25,9 @@ from tccl_py.sources.bench import Bench
 Rings = Sequence[Ring] | Sequence[Order]
 """Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
 
+OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultChoice]]
+"""Returns NCCL's own rings under each of several settings."""
+
 PRECISE = 0.005
 """A rate whose standard error is smaller (relative) was not chosen for its luck."""
 CAREFUL = 8
@@ -51,7 +54,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     reporter: Reporter | None = None
     nics: tuple[int, ...] = ()
     p2p_level: Level | None = None
-    own_rings: Callable[[Sequence[Settings]], Sequence[DefaultChoice]] | None = None
+    own_rings: OwnRings | None = None
     placement: bool = False
     nodes: Mapping[int, int] = {}
     spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
