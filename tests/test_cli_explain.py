@@ -18,7 +18,6 @@ from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.opening import simulation_header
 from tests.planned import as_only, rebind
 from tests.sessions import Fake, measures_by
 
@@ -51,7 +50,7 @@ def directory(tmp_path):
     model = load_bundled(NAME)
     with Bench(
         Simulator(model),
-        journal=JournalFile(tmp_path / "measurements.jsonl", simulation_header(model)),
+        journal=JournalFile(tmp_path / "measurements.jsonl", Simulator(model).header),
     ):
         pass
     return tmp_path

@@ -12,7 +12,6 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import read_journal
-from tccl_py.sources.opening import simulation_header
 from tests.nccl_cases import CASES
 
 BOX = "asus-esc8000a-e13p"
@@ -101,7 +100,7 @@ def test_a_journal_keeps_what_was_measured_and_is_not_asked_twice(tmp_path):
     contents = read_journal(path)
     assert list(map(str, contents.measurements)) == ["G0->G0->G1", "G1->G1->G0"]
     assert path.stat().st_size > length
-    assert contents.header == simulation_header(load_bundled(BOX), noise=0.1, seed=0)
+    assert contents.header == Simulator(load_bundled(BOX), noise=0.1).header
 
 
 def test_a_journal_of_another_machine_is_refused_and_left_alone(tmp_path):

@@ -18,9 +18,10 @@ from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import WORLD, PlanChain, PlanHop, way
+from tccl_py.plan.staging import JOURNAL_FILE, MANIFEST_FILE
 from tccl_py.planning.grow import simulated_cluster
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.planned import ASUS, FOUR_GPUS, SMALL, plan_of
@@ -168,6 +169,51 @@ def test_a_difference_names_what_changed_alone(tmp_path):
     assert {"machines", "gpus", "rate_gbps"} <= set(tccl_py.diff(plan, plan_of(ASUS)))
     with pytest.raises(InputError):
         plan.write(tmp_path / "plan")
+
+
+def test_a_plan_writes_what_the_command_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["plan", "command", "--simulate", SMALL]).exit_code == 0
+    model, written = load_bundled(SMALL), Path("python")
+    written.mkdir()
+    with tccl_py.open_source(model, journal=written / JOURNAL_FILE) as source:
+        plan = tccl_py.make_plan(model.machine, model.knowledge, source)
+        plan.write(written, source)
+    contents = [
+        {
+            str(path.relative_to(place)): path.read_bytes().replace(str(place).encode(), b"DIR")
+            for path in place.rglob("*")
+            if path.is_file() and path.name != MANIFEST_FILE
+        }
+        for place in (Path("command"), written)
+    ]
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("made", [functools.partial(plan_of, SMALL), hosts_plan])
+def test_commands_read_what_a_plan_writes(made, tmp_path):
+    place = tmp_path / "plan"
+    place.mkdir()
+    made().write(place)
+    for command in ("explain", "check", "show", "report"):
+        assert CliRunner().invoke(app, [command, str(place)]).exit_code == 0
+
+
+def test_a_plan_keeps_the_models_and_the_measurements_of_its_source(tmp_path):
+    model = msgspec.structs.replace(load_bundled(SMALL), name="mine")
+    machine = msgspec.structs.replace(model.machine, name="mine")
+    model = msgspec.structs.replace(model, machine=machine)
+    with tccl_py.open_source(model, noise=0.01, seed=3) as source:
+        plan = tccl_py.make_plan(machine, model.knowledge, source)
+    with pytest.raises(InputError, match="no bundled model"):
+        plan.write(tmp_path / "plan")
+    assert not (tmp_path / "plan").exists()
+    plan.write(tmp_path / "plan", source)
+    journal = read_journal(tmp_path / "plan" / JOURNAL_FILE)
+    assert journal.header == source.header
+    assert set(journal.measurements) == set(source.sets)
+    assert read_description(tmp_path / "plan" / "machines" / "mine.json").model == model
+    assert CliRunner().invoke(app, ["explain", str(tmp_path / "plan")]).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ from tccl_py.interrupts import INTERRUPTED
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.output import holds_measurements, output_directory
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.opening import UNDER_MPI, ring_counts_of, subject_of
-from tccl_py.planning.output import holds_measurements, output_directory
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from tccl_py.model.measurement import BandwidthSource
+    from tccl_py.plan.tables import KeptTable
 
     Sources = BandwidthSource | Sequence[BandwidthSource] | None
 
@@ -121,12 +122,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"{count} {order}{more}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
         )
 
-    def write(self, directory: Path | str) -> None:
-        """Write all files of a machine's plan; see `directory.write_new_plan`."""
-        from tccl_py.plan.directory import write_new_plan  # noqa: PLC0415 (is above)
+    def write(
+        self,
+        directory: Path | str,
+        source: Sources = None,
+        *,
+        tables: Iterable[KeptTable] = (),
+    ) -> None:
+        """Write what `tccl plan` writes into a new or empty directory, which all commands read.
 
-        self.check_single("plan", "write it by tccl_py.write_plan, with the tables of its hosts")
-        write_new_plan(self, directory)
+        Args:
+            directory: one that is new, empty, or has the source's journal, measurements.jsonl.
+            source: as `rate` takes it; its model and measurements are written too.
+            tables: of a cluster, as `make_cluster_plan` fills them: for `tccl export --hosts`.
+
+        Raises InputError: the directory has other files, or cannot be written; or as `rate`.
+        """
+        from tccl_py.plan.rating import write_directory  # noqa: PLC0415 (is above)
+
+        write_directory(self, Path(directory), source, tables)
 
     def rate(
         self, rings: Orders, settings: Settings | None = None, *, source: Sources = None

@@ -1,10 +1,11 @@
-"""The bandwidth of any rings over a plan's GPUs, under its settings or others."""
+"""What a plan asks a source in Python: the bandwidth of other rings, and a journal beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,13 +17,15 @@ from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.nccl_files import class_view
+from tccl_py.plan.output import output_directory
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import class_space
+from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.bench import bench_for
+from tccl_py.sources.bench import Bench, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Sources
@@ -34,7 +37,7 @@ def rate_of_rings(plan: Plan, rings: Orders, settings: Settings | None, source: 
     settings = plan.settings if settings is None else check_settings(settings)
     orders = condensed(_orders(rings))
     chains = zip(*(_chains(plan, order) for order in orders), strict=True)
-    sources = sources_of(plan, source)
+    sources = benches_of(plan, source)
     hosts = dict.fromkeys(zip((host.path for host in plan.hosts), chains, strict=True))
     # Orders over several hosts are as fast as the slowest host lets them be.
     return min(
@@ -117,14 +120,32 @@ def _chains(plan: Plan, order: Order) -> list[Order]:
     return chains
 
 
-def sources_of(plan: Plan, source: Sources) -> list[BandwidthSource]:
+def write_directory(
+    plan: Plan, directory: Path, source: Sources, tables: Iterable[KeptTable]
+) -> None:
+    """Write a plan, its journal and its models into a new or empty directory; see `Plan.write`."""
+    benches = benches_of(plan, source)
+    first, names = benches[0], [one.name for one in plan.cluster.classes]
+    with output_directory(directory, force=False) as journal:
+        # Commands ask models and hardware again: no source of another kind, nor several.
+        again = first.model is not None or first.fingerprint is not None
+        if again and len(benches) == 1 and not journal.exists():
+            if plan.simulated:
+                rate_of_rings(plan, plan.orders, None, first)
+            first.copy_to(journal)
+        models = {name: bench.model for name, bench in zip(names, benches, strict=True)}
+        kept = table_files(tables)
+        write_plan(plan, directory, models=models, fingerprint=first.fingerprint, tables=kept)
+
+
+def benches_of(plan: Plan, source: Sources) -> list[Bench]:
     """Return a source for each class of hosts; None is of the models that are bundled.
 
     Raises InputError: too few sources, one of another machine, or none where no model is bundled.
     """
     classes = plan.cluster.classes
     if source is None:
-        return [_simulator(plan, one) for one in classes]
+        source = [_simulator(plan, one) for one in classes]
     sources = list(source) if isinstance(source, Sequence) else [source]
     right = "give one for each class of hosts, in the order of `plan.cluster.classes`"
     require(len(sources) == len(classes), "source", f"is {len(sources)} sources", right)
@@ -133,20 +154,11 @@ def sources_of(plan: Plan, source: Sources) -> list[BandwidthSource]:
 
 
 def _simulator(plan: Plan, node_class: NodeClass) -> Simulator:
-    model = bundled_model(plan, node_class)
-    if model is None:
-        what = f"is missing: no bundled model gave the rates of {node_class.machine.name}"
-        raise InputError("source", what, "give the source that the plan was made with")
-    return Simulator(model)
-
-
-def bundled_model(plan: Plan, node_class: NodeClass) -> MachineModel | None:
-    """Return the bundled model by which a class of hosts was simulated, if it is one."""
+    """Return a simulation by the bundled model that gave the rates of a class of hosts."""
+    machine, knowledge = node_class.machine, node_class.knowledge
     with suppress(InputError):
-        model, facts = (
-            load_bundled(node_class.machine.name),
-            (node_class.machine, node_class.knowledge),
-        )
-        if plan.simulated and (model.machine, model.knowledge) == facts:
-            return model
-    return None
+        model = load_bundled(machine.name)
+        if plan.simulated and (model.machine, model.knowledge) == (machine, knowledge):
+            return Simulator(model)
+    what = f"is missing: no bundled model gave the rates of {machine.name}"
+    raise InputError("source", what, "give the source that the plan was made with")

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import MeasurementError, check_type, require
-from tccl_py.model.measurement import Measurement
+from tccl_py.files import encode_json
+from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets
 from tccl_py.simulator.model import (
     Capacity,
@@ -321,6 +322,19 @@ class Simulator:
         A further flow raises no max-min fair rate. Images are as fast if capacities are symmetric.
         """
         return is_symmetric(self.model)
+
+    @cached_property
+    def header(self) -> JournalHeader:
+        """The header of journals: the model and its parameters, at this noise."""
+        content = encode_json(self.model) + encode_json(bundled_parameters())
+        digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return JournalHeader(
+            machine=self.model.name,
+            identity=f"model {digest}",
+            simulated=True,
+            noise=self.noise,
+            seed=self.seed if self.noise else 0,
+        )
 
     def resume(self, times: Callable[[TransferSet], int]) -> None:
         """Continue an earlier run, in which each set was measured `times(set)` times."""

@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from tccl_py.errors import (
     limit_reached,
     require,
 )
+from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import (
     BandwidthSource,
     JournalHeader,
@@ -27,6 +28,7 @@ from tccl_py.model.measurement import (
     check_source,
 )
 from tccl_py.model.transfer import Sets, TransferSet, listed_sets
+from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
 from tccl_py.sources.profiled import ProfilerSource
 
@@ -107,8 +109,9 @@ def bench_for(source: BandwidthSource, machine: str) -> Bench:
     """
     bench = bench_of(source)
     right = "give a source of the machine"
-    is_other = bench.model not in ("", machine)
-    require(not is_other, f"machine {machine}", f"the source simulates {bench.model}", right)
+    simulated = machine if bench.model is None else bench.model.machine.name
+    what = f"the source simulates {simulated}"
+    require(simulated == machine, f"machine {machine}", what, right)
     return bench
 
 
@@ -131,12 +134,10 @@ class Bench:
         stored: Samples | None = None,
         *,
         journal: JournalFile | None = None,
-        header: JournalHeader | None = None,
     ) -> None:
         if source is not None:
             check_source(source)
         self._source = source
-        self._header = header
         self._journal, self._journal_notices = journal, journal.notices if journal else ()
         self._stored: Samples = (stored or {}) if journal is None else journal.measurements
         self._new: dict[TransferSet, list[Measurement]] = {}
@@ -176,15 +177,21 @@ class Bench:
         return bool(self._of_source("bounds_hold", False))
 
     @property
-    def model(self) -> str:
-        """Name of the simulated machine, "" of hardware."""
+    def model(self) -> MachineModel | None:
+        """The model that the source simulates; None of hardware."""
         model = self._of_source("model", None)
-        return model.machine.name if model is not None else ""
+        return model if isinstance(model, MachineModel) else None
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """The identity of the measured host; None of models and of several hosts."""
+        fingerprint: Fingerprint | None = self._of_source("fingerprint", None)
+        return fingerprint
 
     @property
     def header(self) -> JournalHeader:
         """Header of journals of these measurements."""
-        header = self._header or self._of_source("header", None)
+        header: JournalHeader | None = self._of_source("header", None)
         if header is None:
             raise InputError("the source", "has no journal header", "give the header of a journal")
         return header
@@ -377,6 +384,13 @@ class Bench:
         self._stored = journal.measurements
         self._of_source("resume", lambda _: None)(lambda key: len(self.stored(key)))
         return journal.notices
+
+    def copy_to(self, path: Path) -> None:
+        """Write all samples to a new journal."""
+        with closing(JournalFile(path, self.header)) as journal:
+            for transfers in self.sets:
+                for sample in self.stored(transfers):
+                    journal.append(sample)
 
     def watch(self, on_set: Callable[[int], None]) -> None:
         """Call `on_set` with the number of sets that hardware measured, before and after each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,9 @@ import msgspec
 from tccl_profiler.cluster.mpi import in_mpi_job as in_job
 from tccl_profiler.cluster.mpi import mpi_job as join_job
 from tccl_py.errors import check_type, require
-from tccl_py.files import encode_json
-from tccl_py.model.measurement import JournalHeader
 from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.descriptions import load_machine
-from tccl_py.simulator.model import MachineModel, bundled_parameters
+from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.profiled import (
@@ -82,14 +79,18 @@ def open_source(
         model = machine if isinstance(machine, MachineModel) else load_machine(machine)
         for index in gpus or ():
             model.machine.gpu(index)
-        header = simulation_header(model, noise=noise, seed=seed)
-        bench = Bench(Simulator(model, noise=noise, seed=seed), header=header)
+        bench = Bench(Simulator(model, noise=noise, seed=seed))
     else:
         place = machine or measured_machine(backend, devices)
         options = options or MeasurementOptions()
-        session = open_session(place, gpus, options)
-        dry_run = place.backend == "host"
-        bench = Bench(ProfilerSource(session, options, limits=place.notices, dry_run=dry_run))
+        measuring = ProfilerSource(
+            open_session(place, gpus, options),
+            options,
+            limits=place.notices,
+            dry_run=place.backend == "host",
+            fingerprint=place.fingerprint,
+        )
+        bench = Bench(measuring)
     if journal is not None:
         bench.keep_in(journal)
     return bench
@@ -107,19 +108,6 @@ def open_session(
         backend=place.backend,
         gpus=gpus,
         options=options.for_profiler,
-    )
-
-
-def simulation_header(model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> JournalHeader:
-    """Return the header of a simulation's journal: its model and parameters, at this noise."""
-    content = encode_json(model) + encode_json(bundled_parameters())
-    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-    return JournalHeader(
-        machine=model.name,
-        identity=f"model {digest}",
-        simulated=True,
-        noise=noise,
-        seed=seed if noise else 0,
     )
 
 

@@ -177,10 +177,11 @@ class ProfilerSource:
         *,
         limits: Sequence[str] = (),
         dry_run: bool = False,
+        fingerprint: Fingerprint | None = None,
         check: Callable[[Sequence[TransferSet]], object] = lambda _: None,
     ) -> None:
         self._session, self.options, self._limits = session, options, tuple(limits)
-        self.dry_run, self._check = dry_run, check
+        self.dry_run, self.fingerprint, self._check = dry_run, fingerprint, check
         self.deadline = inf
         self._proof: TransferSet | None = None
         self._failures: list[str] = []

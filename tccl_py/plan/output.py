@@ -22,8 +22,6 @@ from tccl_py.plan.staging import (
     unmake,
 )
 
-# A directory that takes a plan and its journal.
-
 
 @contextmanager
 def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
