@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tccl_py.experiments.collectives import COLLECTIVES, CollectiveFacts
+from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.spec import ELEMENT_BYTES, MIB, JobResult, Row, WrongValue
 from tccl_py.rank_processes.rank import Communicator
 
@@ -110,10 +110,6 @@ class Tensors(NamedTuple):
         """Return every rank's contribution."""
         return [self.of(rank, block=block) for rank in range(self.on.world)]
 
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """Return blocks as one tensor."""
-        return self.on.torch.cat(parts)
-
     def empty(self, parts: int = 1) -> Any:
         """Return a buffer of a value that no collective gives, so unwritten elements show."""
         shape = (parts * self.length,)
@@ -141,17 +137,18 @@ class Tensors(NamedTuple):
 # Each check runs a collective, and returns what it gave and what it has to give.
 
 
-def _called(facts: CollectiveFacts, tensors: Tensors) -> _Pairs:
+def _called(collective: Collective, tensors: Tensors) -> _Pairs:
     """Check a collective of the table; the last rank is the root."""
+    facts = COLLECTIVES[collective]
     root = tensors.on.world - 1
     is_root = tensors.on.rank == root
     if len(facts.buffers) == 2:
         received, sent = facts.buffers
         held = [tensors.empty(tensors.on.world if received else 1)]
-        held.append(tensors.joined(tensors.own_blocks()) if sent else tensors.own())
+        held.append(tensors.on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
     else:
         held = [tensors.own() if is_root or facts.root != "src" else tensors.empty()]
-    tensors.run(facts.function, *held, **({facts.root: root} if facts.root else {}))
+    tensors.run(facts.function or collective, *held, **({facts.root: root} if facts.root else {}))
     # After a reduce the other ranks' buffers are undefined.
     defined = is_root or facts.root != "dst"
     return [(held[0], facts.expected(tensors))] if defined else []
@@ -194,9 +191,9 @@ def _send_receive(tensors: Tensors) -> _Pairs:
 
 COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
     **{
-        name.replace("_", "-"): partial(_called, facts)
-        for name, facts in COLLECTIVES.items()
-        if facts.function
+        name.replace("_", "-"): partial(_called, name)
+        for name in COLLECTIVES
+        if name != "send_recv"
     },
     "all-reduce of maxima": _largest,
     "scatter": _scatter,
@@ -285,10 +282,10 @@ def row_call(communicator: Communicator, row: Row) -> Call:
         return zeros(1).zero_  # type: ignore[no-any-return]
     shares = world if any(facts.buffers) else 1
     held = [zeros(world if blocks else 1, shares=shares) for blocks in facts.buffers]
-    if not facts.function:
+    if row.collective == "send_recv":
         return send_to_next(communicator, *held)
     more = {facts.root: communicator.root} if facts.root else {}
-    call = getattr(communicator.dist, facts.function)
+    call = getattr(communicator.dist, facts.function or row.collective)
     return partial(call, *held, group=communicator.group, **more)
 
 

@@ -18,87 +18,75 @@ Pattern = Literal["ring", "from root", "to root", "to next", "to all"]
 class CollectiveFacts(NamedTuple):
     """How a collective is called, checked and rated.
 
-    `function` of torch.distributed has the buffers as arguments: one, or a received and a sent one,
-    `buffers` True for those with a block for every rank; `root` is the name of the root's argument.
-    `expected` returns the values that a rank gets, by `calls.Tensors`. `bus_share` returns, by the
-    number of ranks, the bytes over the slowest link for a byte of the buffer. `program` is that of
-    nccl-tests, and `in_place` whether it times calls in place as well. NCCL's tuner chooses among
-    `algorithms`, if any.
+    `function` of torch.distributed, by default of the collective's name, has the buffers as
+    arguments: one, or a received and a sent one, `buffers` True for those with a block for every
+    rank; `root` is the name of the root's argument. `program` is that of nccl-tests, and `in_place`
+    whether it times calls in place as well. `expected` returns the values that a rank gets, by
+    `calls.Tensors`. The slowest link carries the buffer without one rank's share so many `times`,
+    or the whole buffer once (0). NCCL's tuner chooses among `algorithms`, if any.
     """
 
-    function: str
-    buffers: tuple[bool, ...]
     program: str
-    pattern: Pattern
     expected: Callable[[Any], Any]
+    pattern: Pattern = "ring"
+    times: int = 0
+    function: str = ""
+    buffers: tuple[bool, ...] = (False,)
     root: str = ""
-    bus_share: Callable[[int], float] = lambda _: 1.0
     in_place: bool = True
-    algorithms: tuple[Algorithm, ...] = ()
+    algorithms: tuple[Algorithm, ...] = ("ring",)
 
 
 COLLECTIVES: dict[Collective, CollectiveFacts] = {
     "all_reduce": CollectiveFacts(
-        function="all_reduce",
-        buffers=(False,),
         program="all_reduce_perf",
-        pattern="ring",
         expected=lambda tensors: sum(tensors.of_all()),
-        bus_share=lambda world: 2 * (world - 1) / world,
+        times=2,
         algorithms=("ring", "tree"),
     ),
     "all_gather": CollectiveFacts(
+        program="all_gather_perf",
+        expected=lambda tensors: tensors.on.torch.cat(tensors.of_all()),
+        times=1,
         function="all_gather_into_tensor",
         buffers=(True, False),
-        program="all_gather_perf",
-        pattern="ring",
-        expected=lambda tensors: tensors.joined(tensors.of_all()),
-        bus_share=lambda world: (world - 1) / world,
-        algorithms=("ring",),
     ),
     "reduce_scatter": CollectiveFacts(
+        program="reduce_scatter_perf",
+        expected=lambda tensors: sum(tensors.of_all(block=tensors.on.rank)),
+        times=1,
         function="reduce_scatter_tensor",
         buffers=(False, True),
-        program="reduce_scatter_perf",
-        pattern="ring",
-        expected=lambda tensors: sum(tensors.of_all(block=tensors.on.rank)),
-        bus_share=lambda world: (world - 1) / world,
-        algorithms=("ring",),
     ),
     "broadcast": CollectiveFacts(
-        function="broadcast",
-        buffers=(False,),
         program="broadcast_perf",
+        expected=lambda tensors: tensors.of(tensors.on.world - 1),
         pattern="from root",
         root="src",
-        expected=lambda tensors: tensors.of(tensors.on.world - 1),
-        algorithms=("ring",),
     ),
     "reduce": CollectiveFacts(
-        function="reduce",
-        buffers=(False,),
         program="reduce_perf",
+        expected=lambda tensors: sum(tensors.of_all()),
         pattern="to root",
         root="dst",
-        expected=lambda tensors: sum(tensors.of_all()),
-        algorithms=("ring",),
     ),
     "all_to_all": CollectiveFacts(
+        program="alltoall_perf",
+        expected=lambda tensors: tensors.on.torch.cat(tensors.of_all(block=tensors.on.rank)),
+        pattern="to all",
+        times=1,
         function="all_to_all_single",
         buffers=(True, True),
-        program="alltoall_perf",
-        pattern="to all",
-        expected=lambda tensors: tensors.joined(tensors.of_all(block=tensors.on.rank)),
-        bus_share=lambda world: (world - 1) / world,
         in_place=False,
+        algorithms=(),
     ),
+    # Not one function: `calls.send_to_next`.
     "send_recv": CollectiveFacts(
-        # Not one call: `calls.send_to_next`.
-        function="",
-        buffers=(False, False),
         program="sendrecv_perf",
-        pattern="to next",
         expected=lambda tensors: tensors.of((tensors.on.rank - 1) % tensors.on.world),
+        pattern="to next",
+        buffers=(False, False),
+        algorithms=(),
     ),
 }
 """To add a collective, add its name above and its row here."""
@@ -112,4 +100,5 @@ def bus_gbps(collective: Collective, world: int, size: int, seconds: float) -> f
     >>> bus_gbps("all_reduce", 4, 10**9, 1.0)  # bytes over a ring's slowest hop
     1.5
     """
-    return size / seconds * COLLECTIVES[collective].bus_share(world) / 1e9
+    times = COLLECTIVES[collective].times
+    return size / seconds * (times * (world - 1) / world if times else 1.0) / 1e9

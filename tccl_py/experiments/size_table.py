@@ -151,21 +151,19 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeR
     A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
     slower beyond chance.
     """
-    baseline = times.variants[0]
+    default = times.variants[0]
     for variant in times.finalists:
-        ratios = ratios_of(baseline.seconds, variant.seconds)[-times.final :]
+        ratios = ratios_of(default.seconds, variant.seconds)[-times.final :]
         if len(jobs) >= _ROUNDS:
             ratios = [_ratio(job, variant.choice) for job in jobs]
         swept = ratio_interval(ratios, level=_SURE)
-        loaded = (
-            ratio_interval(ratios_of(baseline.beside, variant.beside)) if variant.beside else None
-        )
+        near = ratio_interval(ratios_of(default.beside, variant.beside)) if variant.beside else None
         yield SizeRow(
             row=times.row,
             choice=variant.choice,
             swept=swept,
-            beside=loaded,
-            harms=loaded is not None and loaded.middle < NO_HARM and loaded.high < 1,
+            beside=near,
+            harms=near is not None and near.middle < NO_HARM and near.high < 1,
             gains=swept.low >= LEAST_GAIN,
         )
 
@@ -188,12 +186,10 @@ def confirm(
         for row in confirmed
         if row.fresh is not None and row.fresh.middle < NO_HARM
     }
-    return [
-        replace(row, kept=row.gains and row.gained and not row.harms)
-        if (row.row.collective, row.row.bytes) not in slower
-        else row
-        for row in confirmed
-    ]
+    for at, row in enumerate(confirmed):
+        if (row.row.collective, row.row.bytes) not in slower:
+            confirmed[at] = replace(row, kept=row.gains and row.gained and not row.harms)
+    return confirmed
 
 
 def _by_row(jobs: Jobs) -> dict[Row, list[ContestTimes]]:

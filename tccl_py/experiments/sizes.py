@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -35,6 +35,7 @@ from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
     SIZES,
+    Choice,
     Contest,
     ContestTimes,
     Dtype,
@@ -201,14 +202,7 @@ def tune_sizes(
     again = _fresh_jobs(launcher, (plan,), contests_again(sweep), least=_AGAIN_JOBS)
     predicted = with_spots(predict(sweep, again[plan.name]))
     # 3. Time the predicted choices in fresh jobs, which decide.
-    contests = tuple(
-        Contest(
-            row=found.row,
-            choices=(found.choice,) if found.choice else (),
-            rounds=_rounds(found.row.bytes)[1],
-        )
-        for found in predicted
-    )
+    contests = tuple(_fresh_contest(size.row, size.choice) for size in predicted)
     fresh = _fresh_jobs(launcher, arms, contests, most=MOST_JOBS, until=begun + seconds)
     confirmed = confirm(predicted, fresh, plan=plan.name)
     tuning = SizeTuning(
@@ -227,6 +221,11 @@ def tune_sizes(
 
 def _rounds(size: int) -> tuple[int, int]:
     return next(rounds for most, rounds in _ROUNDS.items() if size <= most)
+
+
+def _fresh_contest(row: Row, choice: Choice | None, *, table: bool = False) -> Contest:
+    choices = (choice,) if choice else ()
+    return Contest(row=row, choices=choices, rounds=_rounds(row.bytes)[1], table=table)
 
 
 def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
@@ -288,14 +287,10 @@ def _keep(target: Target, tunings: Sequence[SizeTuning], equal: EqualSets) -> No
     """Write the rows, and the plugin's tables of the sets measured on GPUs, and of their equals."""
     plan, tables = target.plan, list[TunerTable]()
     for measured, sets in equal.items():
-        kept_entries = [
-            entry for tuning in tunings if tuning.gpus == measured for entry in tuning.entries
-        ]
-        kept_entries.sort(key=table_order)
-        tables += [
-            TunerTable(gpus=gpus, measured_on=measured, entries=tuple(kept_entries))
-            for gpus in sorted(sets if kept_entries else ())
-        ]
+        of_set = chain.from_iterable(each.entries for each in tunings if each.gpus == measured)
+        if entries := tuple(sorted(of_set, key=table_order)):
+            table = TunerTable(gpus=measured, measured_on=measured, entries=entries)
+            tables += [replace(table, gpus=gpus) for gpus in sorted(sets)]
     with undisturbed():
         SizeTunings(tunings=tuple(tunings)).keep(target.directory)
         if tunings and tunings[0].backend == "cuda":
@@ -328,9 +323,7 @@ def _checked(
     variables |= {PLUGIN_VARIABLE: str(library), INDEX_VARIABLE: str(index)}
     variables |= plugin_variables(target.plan)[0]
     arm = replace(plan, variables=variables, graphs={})
-    contests = tuple(
-        Contest(row=row, choices=(), rounds=_rounds(row.bytes)[1], table=True) for row in timed_rows
-    )
+    contests = tuple(_fresh_contest(row, None, table=True) for row in timed_rows)
     try:
         jobs = _fresh_jobs(launcher, (arm,), contests, log="tuned by")
     except MeasurementError as error:
