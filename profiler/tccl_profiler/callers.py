@@ -30,7 +30,7 @@ def tokens_for(callers: Iterable[Caller]) -> dict[bytes, Caller]:
 @contextlib.contextmanager
 def listening(addresses: Sequence[str]) -> Iterator[list[socket.socket]]:
     """Listen on these addresses of this host alone, on one port of all."""
-    for left in reversed(range(_TRIES)):
+    for remaining in reversed(range(_TRIES)):
         with contextlib.ExitStack() as stack:
             listeners: list[socket.socket] = []
             try:
@@ -40,7 +40,7 @@ def listening(addresses: Sequence[str]) -> Iterator[list[socket.socket]]:
                     listener = socket.create_server(where, family=family, backlog=BACKLOG)
                     listeners.append(stack.enter_context(listener))
             except OSError as error:
-                if error.errno == errno.EADDRINUSE and left:
+                if error.errno == errno.EADDRINUSE and remaining:
                     # The first address's port belongs to another program at a later address.
                     continue
                 raise

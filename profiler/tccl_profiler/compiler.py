@@ -62,9 +62,9 @@ def program_for(
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
         if len(program.lanes) > lanes[device]:
-            what = "lanes" if is_nic(device) else "blocks"
+            unit = "lanes" if is_nic(device) else "blocks"
             raise MeasurementError(
-                f"{device} would run {len(program.lanes)} {what} at once, it can run "
+                f"{device} would run {len(program.lanes)} {unit} at once, it can run "
                 f"{lanes[device]}: give the flows fewer blocks"
             )
         if len(program.copies) > MAX_COPIES:
@@ -72,13 +72,13 @@ def program_for(
                 f"the copy engines of {device} would go through {len(program.copies)} FIFOs at "
                 f"once, at most {MAX_COPIES} are right: give the flows fewer blocks"
             )
-    by_flow = [tuple(found) for _, found in groupby(endpoints, lambda endpoint: endpoint.flow)]
+    by_flow = [tuple(ends) for _, ends in groupby(endpoints, lambda endpoint: endpoint.flow)]
     return Program(
         transfers=transfers,
         devices=devices,
         # Bytes arrive at the last endpoint.
-        counted=tuple(found[-1] for found in by_flow),
-        other=tuple(found[:-1] for found in by_flow),
+        counted=tuple(ends[-1] for ends in by_flow),
+        other=tuple(ends[:-1] for ends in by_flow),
         space_bytes=layout.sizes,
         links=layout.links(),
     )
@@ -106,9 +106,9 @@ def devices_used(
                     # Memory that is used has a worker, though another device may move the bytes.
                     used.setdefault(place.host, set()).add(local(device))
                 elif str(place) not in others:
-                    there = ", ".join(sorted(others))
+                    listed = ", ".join(sorted(others))
                     raise MeasurementError(
-                        f"{flow}: {place} is not measured here; there are {there}"
+                        f"{flow}: {place} is not measured here; there are {listed}"
                     )
     return {host: frozenset(names) for host, names in used.items()}
 
@@ -168,9 +168,9 @@ def _checkable(flow: Flow) -> Flow:
 
 
 def _known(host: str, lanes: Mapping[str, int]) -> str:
-    own = [device for device in lanes if host_of(device) == host]
-    if own:
-        ordered = sorted(own, key=lambda device: (local(device)[0], index_of(local(device))))
+    devices = [device for device in lanes if host_of(device) == host]
+    if devices:
+        ordered = sorted(devices, key=lambda device: (local(device)[0], index_of(local(device))))
         return f"there are {', '.join(ordered)}"
     if host:
         return f"no device of host {host} is"
@@ -179,18 +179,18 @@ def _known(host: str, lanes: Mapping[str, int]) -> str:
 
 def _blocks(transfers: TransferSet, lanes: Mapping[str, int], transport: NicTransport) -> list[int]:
     """Return each flow's blocks, by default an equal share of the busiest device's rest."""
-    left, sharers = dict(lanes), dict.fromkeys(lanes, 0)
+    free, sharers = dict(lanes), dict.fromkeys(lanes, 0)
     used = [_executors(flow, transport) for flow in transfers.flows]
     for flow, devices in zip(transfers.flows, used, strict=True):
         for device in devices:
-            left[device] -= flow.blocks or 0
+            free[device] -= flow.blocks or 0
             sharers[device] += not flow.blocks
 
     def free_blocks(flow: Flow, devices: set[str]) -> int:
         if any(part.uses_copy_engine for part in flow.transfers):
             return FEW_BLOCKS
         most = NETWORK_BLOCKS if flow.is_network else FREE_BLOCKS
-        return max(1, min([most, *(left[i] // sharers[i] for i in devices)]))
+        return max(1, min([most, *(free[i] // sharers[i] for i in devices)]))
 
     return [
         flow.blocks or free_blocks(flow, devices)
@@ -245,13 +245,13 @@ def _assigned(
 
 def _pairs(endpoints: Sequence[FlowEndpoint]) -> dict[int, int]:
     """Pair a GPU's k-th incoming and k-th outgoing flow on shared blocks, if slices are alike."""
-    alike: defaultdict[tuple[str, int, int], tuple[list[int], list[int]]]
-    alike = defaultdict(lambda: ([], []))
+    by_lane: defaultdict[tuple[str, int, int], tuple[list[int], list[int]]]
+    by_lane = defaultdict(lambda: ([], []))
     for i, end in enumerate(endpoints):
         if end.piped and not end.engine and not end.links:
-            alike[end.device, end.slice_bytes, len(end.ends)][end.incoming].append(i)
+            by_lane[end.device, end.slice_bytes, len(end.ends)][end.incoming].append(i)
     pairs: dict[int, int] = {}
-    for outgoing, incoming in alike.values():
+    for outgoing, incoming in by_lane.values():
         for i, j in zip(outgoing, incoming, strict=False):
             pairs |= {i: j, j: i}
     return pairs

@@ -279,9 +279,9 @@ class CudaDevice:
         assert end is not None
         if end.wait:
             # A reader waits until slice i is there, a writer until slice i - slices is gone.
-            wanted = i + 1 if copy.incoming else i + 1 - end.slices
-            if wanted > 0:
-                stream_waits(stream.ptr, self._address(end.wait) + shift, wanted)
+            value = i + 1 if copy.incoming else i + 1 - end.slices
+            if value > 0:
+                stream_waits(stream.ptr, self._address(end.wait) + shift, value)
         far = self._address(end.data) + i % end.slices * copy.slice_bytes
         near = self._user if copy.outgoing else self._keep
         near += i % max(1, self._start.user_bytes // copy.slice_bytes) * copy.slice_bytes
@@ -311,19 +311,19 @@ class CudaDevice:
         at = self._control_base + question_at(slot), self._control_base + answer_at(slot)
         arguments = tuple(map(np.uint64, (*at, first, count, _PING_NS)))
         self._kernels["echo"]((1,), (1,), arguments, stream=self._stream)
-        asked, seen, device = [], [], []
+        asked_ns, seen_ns, device = [], [], []
         for i in range(count):
             before = int(answer[0])
-            asked.append(time.monotonic_ns())
+            asked_ns.append(time.monotonic_ns())
             question[0] = first + i
-            deadline = asked[-1] + 2 * _PING_NS
+            deadline = asked_ns[-1] + 2 * _PING_NS
             while (stamp := int(answer[0])) == before:
                 if time.monotonic_ns() > deadline:
                     raise RuntimeError(f"{self._who} does not answer when asked for its time")
-            seen.append(time.monotonic_ns())
+            seen_ns.append(time.monotonic_ns())
             device.append(stamp)
         self.finish()
-        return Pinged(asked_ns=tuple(asked), device_ns=tuple(device), seen_ns=tuple(seen))
+        return Pinged(asked_ns=tuple(asked_ns), device_ns=tuple(device), seen_ns=tuple(seen_ns))
 
     def close(self) -> None:
         """Unmap, unpin and free everything."""
@@ -356,9 +356,9 @@ class CudaMemory(Memory):
 
     def read(self, address: int, size: int) -> bytes:
         """Read bytes."""
-        found = np.empty(size, np.uint8)
-        self._runtime.memcpy(found.ctypes.data, address, size, _TO_HOST)
-        return found.tobytes()
+        data = np.empty(size, np.uint8)
+        self._runtime.memcpy(data.ctypes.data, address, size, _TO_HOST)
+        return data.tobytes()
 
     def stream(self) -> int:
         """Return a stream of its own."""

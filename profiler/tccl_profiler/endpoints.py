@@ -67,13 +67,13 @@ class BufferLayout:
 
     def link(self, sender: str, receiver: str, carrier: Carrier | None = None) -> Link:
         """Return the next link between two NICs, or between two GPUs by the same carrier."""
-        known = self._links.setdefault((sender, receiver, carrier), [])
-        known.append(Link(sender, receiver, len(known), carrier))
-        return known[-1]
+        links = self._links.setdefault((sender, receiver, carrier), [])
+        links.append(Link(sender, receiver, len(links), carrier))
+        return links[-1]
 
     def links(self) -> tuple[Link, ...]:
         """Return all links, sorted."""
-        return tuple(sorted(link for known in self._links.values() for link in known))
+        return tuple(sorted(link for links in self._links.values() for link in links))
 
 
 def device_of(place: Place) -> str:
@@ -215,8 +215,8 @@ class FlowLayout:
     def _carried(self) -> Iterator[FlowEndpoint]:
         """Lay out a flow that NCCL carries from GPU to GPU, through FIFOs of its own."""
         flow, (over, into) = self.flow, self._network_transfers()
-        between = {over.source, into.destination} - {flow.source, flow.destination}
-        if any(place.kind == "G" for place in between):
+        relays = {over.source, into.destination} - {flow.source, flow.destination}
+        if any(place.kind == "G" for place in relays):
             raise MeasurementError(
                 f"{flow}: NCCL's communicator of two GPUs cannot send through a third one's memory"
             )

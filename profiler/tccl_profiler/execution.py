@@ -69,10 +69,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def joined(cls, results: Mapping[str, RunResult]) -> RunResult:
         """Return one repeat's result over several hosts, from each host's own."""
-        own = results.items()
+        items = results.items()
         return cls(
-            records={f"{host}.{name}": x for host, one in own for name, x in one.records.items()},
-            stamps={f"{host}.{name}": x for host, one in own for name, x in one.stamps.items()},
+            records={f"{host}.{name}": x for host, run in items for name, x in run.records.items()},
+            stamps={f"{host}.{name}": x for host, run in items for name, x in run.stamps.items()},
         )
 
 
@@ -122,10 +122,10 @@ class HostBuffers:
         if old is not None and old.size >= size:
             return
         if space not in self._numa_ids:
-            known = ", ".join(self._numa_ids)
-            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {known}")
-        wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
-        new = create_segment(wanted, numa_id=self._numa_ids[space], label=space)
+            nodes = ", ".join(self._numa_ids)
+            raise MeasurementError(f"{space} is no NUMA node of this machine; there are {nodes}")
+        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        new = create_segment(capacity, numa_id=self._numa_ids[space], label=space)
         try:
             share(Share(space=space), (new.fd,))
         except BaseException:
@@ -203,12 +203,12 @@ class Execution:
 
     def wait_resident(self, repeat: int) -> None:
         """Wait until all lanes and copies of a repeat wait for their release."""
-        now = self.epoch + repeat
+        number = self.epoch + repeat
         views, stamps = self._records(repeat), self._stamps(repeat)
 
         def resident(worker: WorkerProcess) -> bool:
             device = worker.spec.device
-            there = (views[device]["resident"] == now).all()
+            there = (views[device]["resident"] == number).all()
             return bool(there and all(row[0] for row in stamps[device]))
 
         self._until(resident, self.timeouts.lanes_s, "did not get its part of a set running")
@@ -230,11 +230,11 @@ class Execution:
 
     def collect(self, repeat: int) -> RunResult:
         """Wait for the end of a repeat that has been released, and return its records."""
-        now, patience_s = self.epoch + repeat, self.timeouts.lanes_s
+        number, patience_s = self.epoch + repeat, self.timeouts.lanes_s
         views, stamps = self._records(repeat), self._stamps(repeat)
 
         def finished(worker: WorkerProcess) -> bool:
-            return bool((views[worker.spec.device]["finished"] == now).all())
+            return bool((views[worker.spec.device]["finished"] == number).all())
 
         # Every copy's window ends this long after the copies have been seen to run.
         self._until(
@@ -315,17 +315,17 @@ class Execution:
         """Wait until all workers satisfy a condition, checking now and then for deaths."""
         begun = looked = time.monotonic()
         while not all(map(satisfied, self.workers)):
-            now = time.monotonic()
-            if now - looked > _LOOK_S:
+            time_s = time.monotonic()
+            if time_s - looked > _LOOK_S:
                 self._look()
-                looked = now
-            if now - begun > limit_s:
+                looked = time_s
+            if time_s - begun > limit_s:
                 late = [worker for worker in self.workers if not satisfied(worker)]
                 names = ", ".join(worker.spec.device for worker in late or self.workers)
                 raise WorkerLost(f"{names} {failure} within {limit_s:.1f} s")
-            if now - begun > 0.00005:
+            if time_s - begun > 0.00005:
                 # A worker may need this core, the more so the longer it takes.
-                time.sleep(0.00002 if now - begun < 0.002 else 0.0001)
+                time.sleep(0.00002 if time_s - begun < 0.002 else 0.0001)
 
     def _sleep_until(self, at_ns: int) -> None:
         while (left_ns := at_ns - time.monotonic_ns()) > 0:

@@ -79,8 +79,8 @@ class ThreadedDevice:
     def ping(self, count: int) -> Pinged:
         """Read the clock three times a ping: the device's clock is the host's."""
         times = [[time.monotonic_ns() for _ in range(3)] for _ in range(count)]
-        asked, device, seen = zip(*times, strict=True)
-        return Pinged(asked_ns=asked, device_ns=device, seen_ns=seen)
+        asked_ns, device, seen_ns = zip(*times, strict=True)
+        return Pinged(asked_ns=asked_ns, device_ns=device, seen_ns=seen_ns)
 
     def close(self) -> None:
         """Give all memory back; the control segment is the caller's."""
@@ -114,9 +114,9 @@ class ThreadedDevice:
     def _address(self, at: Address, size: int, shift: int = 0) -> int:
         segment, first = self._spaces.get(at.space), at.offset + shift
         if segment is None:
-            known = ", ".join(sorted(self._spaces)) or "nothing"
+            spaces = ", ".join(sorted(self._spaces)) or "nothing"
             raise MeasurementError(
-                f"{self._start.device} cannot reach {at.space}: it has mapped {known}"
+                f"{self._start.device} cannot reach {at.space}: it has mapped {spaces}"
             )
         if not 0 <= first <= segment.size - size:
             raise MeasurementError(
@@ -234,7 +234,7 @@ class HostDevice(ThreadedDevice):
         ]
         stamps = self._stamps(run.paces, repeat)
         copies = zip_longest(run.program.copies, run.paces, stamps)
-        shares += [own for own in copies if own[0].link is None]
+        shares += [shared for shared in copies if shared[0].link is None]
         lanes = []
         for number, (share, pace, row) in enumerate(shares):
             offset, user_slices = self._memory(share.slice_bytes, number, len(shares))
@@ -294,8 +294,8 @@ def host_machine(
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
     if not least <= count <= MAX_GPUS:
-        what = f"has {counted(count, 'device')}"
-        raise InputError("host machine", what, f"{least} to {MAX_GPUS} are right")
+        fault = f"has {counted(count, 'device')}"
+        raise InputError("host machine", fault, f"{least} to {MAX_GPUS} are right")
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
     gpus = tuple(

@@ -68,13 +68,13 @@ def cpus_of_node(node: int, files: HostFiles = HOST) -> tuple[int, ...]:
 
 def pin_to_cpus(cpus: Iterable[int]) -> frozenset[int]:
     """Pin the calling thread to these CPUs, and return its CPUs before."""
-    before, wanted = frozenset(os.sched_getaffinity(0)), frozenset(cpus)
+    before, allowed = frozenset(os.sched_getaffinity(0)), frozenset(cpus)
     try:
-        os.sched_setaffinity(0, wanted)
+        os.sched_setaffinity(0, allowed)
     except OSError as error:
-        asked = ",".join(map(str, sorted(wanted))) or "none"
+        listed = ",".join(map(str, sorted(allowed))) or "none"
         raise MeasurementError(
-            f"cannot run on CPUs {asked}: {error.strerror}; this process may use some of "
+            f"cannot run on CPUs {listed}: {error.strerror}; this process may use some of "
             f"{','.join(map(str, sorted(before)))}, or what its cpuset allows"
         ) from error
     return before
@@ -152,11 +152,11 @@ def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[
     fields = max(below, key=lambda fields: int(fields[0], 16), default=[])
     # The counts are behind the file's name, which is free text without blanks (escaped as \040).
     counts = [re.fullmatch(r"N(\d+)=(\d+)", field) for field in fields[2:]]
-    found = {int(match[1]): int(match[2]) for match in counts if match}
-    if not found:
+    pages = {int(match[1]): int(match[2]) for match in counts if match}
+    if not pages:
         raise MeasurementError(f"{numa_maps} does not tell the NUMA nodes of pages at {address:#x}")
-    missing = -(-size // mmap.PAGESIZE) - sum(found.values())
-    return found | {NO_NODE: missing} if missing > 0 else found
+    missing = -(-size // mmap.PAGESIZE) - sum(pages.values())
+    return pages | {NO_NODE: missing} if missing > 0 else pages
 
 
 def wake_promptly() -> None:
@@ -194,14 +194,14 @@ def yield_core() -> None:
 # scheduled; a set whose hosts start so far apart is not measured together.
 def threads_of(pids: Iterable[int]) -> list[int]:
     """Return all threads of live child processes; the pid of an ended child may be reused."""
-    found, own = [], str(os.getpid())
+    threads, own_pid = [], str(os.getpid())
     for pid in pids:
         with contextlib.suppress(OSError):
             stat = (_PROC / str(pid) / "stat").read_text()
             # State and parent follow the name, which may hold anything: proc(5).
-            if stat.rpartition(")")[2].split()[1] == own:
-                found += [int(entry.name) for entry in (_PROC / str(pid) / "task").iterdir()]
-    return found
+            if stat.rpartition(")")[2].split()[1] == own_pid:
+                threads += [int(entry.name) for entry in (_PROC / str(pid) / "task").iterdir()]
+    return threads
 
 
 def set_fifo_priority(threads: Iterable[int], priority: int) -> None:

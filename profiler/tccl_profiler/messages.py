@@ -139,7 +139,7 @@ class LinkStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         for link, end in self.ends.items():
             device = link.sender if self.step == "connect" else link.receiver
             parts.setdefault(part_of(device), {})[link] = end
-        return {part: msgspec.structs.replace(self, ends=own) for part, own in parts.items()}
+        return {part: msgspec.structs.replace(self, ends=ends) for part, ends in parts.items()}
 
 
 class LinkEnds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -253,8 +253,8 @@ class Connection(Generic[Received]):
         deadline = _deadline(timeout_s)
         body = msgspec.msgpack.encode(message)
         if len(body) > LARGEST_BODY:
-            what = f"{len(body)} message bytes to {self.peer}"
-            raise MeasurementError(f"{what}; at most {LARGEST_BODY} are right")
+            action = f"{len(body)} message bytes to {self.peer}"
+            raise MeasurementError(f"{action}; at most {LARGEST_BODY} are right")
         data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
         while data:
             try:
@@ -336,8 +336,8 @@ class Connection(Generic[Received]):
             self._bytes += data
             for level, kind, payload in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    whole = len(payload) - len(payload) % _FD_BYTES
-                    self._fds += array("i", payload[:whole])
+                    complete = len(payload) - len(payload) % _FD_BYTES
+                    self._fds += array("i", payload[:complete])
 
     def _wait(self, event: int, deadline: float | None) -> None:
         """Wait until the socket can go on; poll, because select ends at descriptor 1023."""

@@ -184,8 +184,8 @@ class Communicators:
         library.broadcast(address, size, made, memory.stream())
         memory.settle()
         if not sends:
-            found = np.frombuffer(memory.read(address, size), np.uint8).copy()
-            wrong = differing(found.ctypes.data, size, seed, 0)
+            received = np.frombuffer(memory.read(address, size), np.uint8).copy()
+            wrong = differing(received.ctypes.data, size, seed, 0)
             if wrong:
                 raise MeasurementError(
                     f"{wrong} packs of 16 bytes arrived other than they were sent"

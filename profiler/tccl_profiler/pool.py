@@ -221,10 +221,10 @@ class Pool:
         control.clear()
 
     def _share(self, share: messages.Share, fds: Sequence[int]) -> None:
-        others = [device for device in self.started if device != share.space]
+        ready = [device for device in self.started if device != share.space]
         # After a refusal only some workers have the memory.
         with self._breaking():
-            self.ask(dict.fromkeys(others, share), messages.Done, fds=fds)
+            self.ask(dict.fromkeys(ready, share), messages.Done, fds=fds)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

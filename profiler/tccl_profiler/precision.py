@@ -102,9 +102,9 @@ def needs_longer(
     limits: WindowLimits | None = None,
 ) -> bool:
     """Return whether the window was clearly too short; choose again with `at_least=window` then."""
-    wanted = choose_window(channels, start_error_us, limits)
-    too_short = wanted.window_us > LONGER * window.window_us
-    return too_short or wanted.warm_us > LONGER * window.warm_us
+    longer = choose_window(channels, start_error_us, limits)
+    too_short = longer.window_us > LONGER * window.window_us
+    return too_short or longer.warm_us > LONGER * window.warm_us
 
 
 def stretched(window: Window, limits: WindowLimits) -> Window:
@@ -120,15 +120,15 @@ def paces_for(
     devices = program.devices.items()
     paces = {name: [Pace(groups=1)] * len(share.copies) for name, share in devices if share.copies}
     rates = iter(() if channels is None else [channel.gbps for channel in channels])
-    for counted, others in zip(program.counted, program.other, strict=True):
+    for counted, uncounted in zip(program.counted, program.other, strict=True):
         gbps = [next(rates, 0.0) for _ in counted.numbers]
-        for part in (end for end in (counted, *others) if end.engine):
-            own = paces[part.device]
+        for part in (end for end in (counted, *uncounted) if end.engine):
+            device_paces = paces[part.device]
             # A device's stamps are shared by its copies.
-            most = min(_MOST_GROUPS, MAX_STAMPS // len(own) - 2)
+            most = min(_MOST_GROUPS, MAX_STAMPS // len(device_paces) - 2)
             for number, rate in zip(part.numbers, gbps, strict=True):
-                own[number] = _pace(part, rate, lasting_us, most)
-    return {device: tuple(found) for device, found in paces.items()}
+                device_paces[number] = _pace(part, rate, lasting_us, most)
+    return {device: tuple(lane_paces) for device, lane_paces in paces.items()}
 
 
 def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace:
@@ -153,8 +153,8 @@ def relative_width(samples: Sequence[float]) -> float:
     """Return the width of the median's interval over the median; infinite if it is 0 or unknown."""
     if len(samples) < LEAST_VALUES:
         return math.inf
-    found = median_interval(samples)
-    return (found.high - found.low) / found.middle if found.middle else math.inf
+    interval = median_interval(samples)
+    return (interval.high - interval.low) / interval.middle if interval.middle else math.inf
 
 
 def outliers(samples: Sequence[float]) -> tuple[int, ...]:
@@ -184,8 +184,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (self.target > 0 and 1 <= self.minimum <= self.limit):
-            what = f"target {self.target}, minimum {self.minimum}, limit {self.limit}"
-            raise InputError("stopping rule", what, "give target > 0 and 1 <= minimum <= limit")
+            values = f"target {self.target}, minimum {self.minimum}, limit {self.limit}"
+            raise InputError("stopping rule", values, "give target > 0 and 1 <= minimum <= limit")
 
     def enough(self, samples_by_flow: Sequence[Sequence[float]]) -> bool:
         """Return whether the limit or the target is reached."""

@@ -142,16 +142,16 @@ class Profiler:
         self._read_clocks()
         self._check(program)
         uncontended = self._uncontended_of(transfers)
-        window, seen = self._repeated(program, self.options.stopping, uncontended)
+        window, samples = self._repeated(program, self.options.stopping, uncontended)
         self.sets_run += 1
-        rows = _rows(seen)
-        overlap = float(np.median([sample.overlap for sample in seen]))
+        rows = _rows(samples)
+        overlap = float(np.median([sample.overlap for sample in samples]))
         return Measurement(
             transfers=transfers,
             samples_gbps=rows,
             simulated=False,
-            skew_us=float(np.median([sample.skew_us for sample in seen])),
-            skew_error_us=float(np.median([sample.skew_error_us for sample in seen])),
+            skew_us=float(np.median([sample.skew_us for sample in samples])),
+            skew_error_us=float(np.median([sample.skew_error_us for sample in samples])),
             overlap=overlap,
             overlap_at_least=overlap < TOGETHER and rates.hides_overlap(program),
             settled=self.options.stopping.reached(rows),
@@ -220,14 +220,14 @@ class Profiler:
                     f"{error}; without this set, with few channels of those that were asked for, "
                     "rates of more channels may be too low"
                 )
-        known = self._uncontended[few]
-        return {flow: known[alike] for flow, alike in fewer.items() if alike in known}
+        measured = self._uncontended[few]
+        return {flow: measured[part] for flow, part in fewer.items() if part in measured}
 
     def _uncontended_measured(self, few: TransferSet) -> Mapping[Flow, float]:
         program = self._compiled(few)
         self._read_clocks()
-        _, seen = self._repeated(program, _FEW_REPEATS, {})
-        return rates.uncontended_gbps(program, rates.median_channels(seen))
+        _, samples = self._repeated(program, _FEW_REPEATS, {})
+        return rates.uncontended_gbps(program, rates.median_channels(samples))
 
     def _repeated(
         self, program: Program, stopping: Stopping, uncontended: Mapping[Flow, float]

@@ -57,13 +57,13 @@ def sample_of(
     uncontended: Mapping[Flow, float] | None = None,
 ) -> Sample:
     """Work out a repeat's bandwidths; `uncontended` is GB/s of a flow's channel among few."""
-    known = uncontended or {}
+    alone_gbps = uncontended or {}
     gbps: list[float] = []
     channels: list[ChannelRate] = []
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):
         rates = _rates(part, result, spec, bursts=flow.is_network)
         shared = shares_links(flow)
-        gbps.append(straggler_gbps(rates, known.get(flow)) if shared else float(rates.sum()))
+        gbps.append(straggler_gbps(rates, alone_gbps.get(flow)) if shared else float(rates.sum()))
         channels += [
             ChannelRate(
                 slice_bytes=part.slice_bytes * grain,
@@ -126,15 +126,15 @@ def straggler_gbps(rates: Floats, most: float | None = None) -> float:
     # The fastest first: with equal bytes, channels end in this order.
     working = np.sort(rates)[::-1]
     bound = max(float(working[0]), most or 0.0)
-    left = np.ones(count)
+    remaining = np.ones(count)
     lasting = 0.0
     while len(working):
         speeds = np.minimum(working * (total / working.sum()), bound)
-        step = float((left / speeds).min())
+        step = float((remaining / speeds).min())
         lasting += step
-        left = left - speeds * step
-        done = int(np.count_nonzero(left < 1e-9))
-        working, left = working[done:], left[done:]
+        remaining = remaining - speeds * step
+        done = int(np.count_nonzero(remaining < 1e-9))
+        working, remaining = working[done:], remaining[done:]
     return count / lasting
 
 
@@ -163,11 +163,11 @@ def with_few_channels(flow: Flow) -> Flow:
 def uncontended_gbps(program: Program, channels: Sequence[ChannelRate]) -> Mapping[Flow, float]:
     """Return the median channel's GB/s of each flow that shares links, from `Sample.channels`."""
     rates = iter([channel.gbps for channel in channels])
-    found: dict[Flow, list[float]] = {}
+    by_flow: dict[Flow, list[float]] = {}
     for flow, part in zip(program.transfers.flows, program.counted, strict=True):
         # Equal flows are one key.
-        found.setdefault(flow, []).extend(next(rates) for _ in part.numbers)
-    return {flow: float(np.median(some)) for flow, some in found.items() if shares_links(flow)}
+        by_flow.setdefault(flow, []).extend(next(rates) for _ in part.numbers)
+    return {flow: float(np.median(row)) for flow, row in by_flow.items() if shares_links(flow)}
 
 
 def median_channels(samples: Sequence[Sample]) -> tuple[ChannelRate, ...]:
@@ -258,8 +258,8 @@ def _overlap(
         last.append(start_ns + last_begun - begun)
         ends.append(start_ns + end - begun)
         errors.append(error_ns)
-    whole = max(ends) - min(first)
-    overlap = max(0.0, (min(ends) - max(last)) / whole) if whole > 0 else 0.0
+    span = max(ends) - min(first)
+    overlap = max(0.0, (min(ends) - max(last)) / span) if span > 0 else 0.0
     error_us = 0.0 if len({part.device for part in parts}) == 1 else 2 * max(errors) / 1e3
     return (max(last) - min(first)) / 1e3, error_us, overlap
 
@@ -339,12 +339,12 @@ class Clock:
         # time, offset and slope are independent.
         weights = errors**-2.0
         mean_time = float(weights @ self._times / weights.sum())
-        away = weights * (self._times - mean_time)
+        weighted = weights * (self._times - mean_time)
         prior = 1e6 / DRIFT_LIMIT_PPM
-        curvature = float(away @ (self._times - mean_time)) + prior**2
-        self._slope = float(away @ offsets) / curvature
+        curvature = float(weighted @ (self._times - mean_time)) + prior**2
+        self._slope = float(weighted @ offsets) / curvature
         self._start = float(weights @ offsets / weights.sum()) - self._slope * mean_time
-        self._slope_error = (float(np.abs(away) @ errors) + prior) / curvature
+        self._slope_error = (float(np.abs(weighted) @ errors) + prior) / curvature
         self._errors = np.abs(offsets - self._start - self._slope * self._times) + errors
 
     def host_ns(self, device_ns: int) -> tuple[int, int]:

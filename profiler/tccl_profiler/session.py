@@ -128,8 +128,8 @@ def pool_of(
             cpus = tuple(linux.cpus_of_node(node))
         return DeviceSpec(device=name, bus_id=gpu.bus_id, cpus=cpus)
 
-    known = nics or {}
-    specs = [known[name] if name in known else spec(name) for name in devices]
+    nic_specs = nics or {}
+    specs = [nic_specs[name] if name in nic_specs else spec(name) for name in devices]
     numa_ids = {n.id: n.numa_id if n.numa_id >= 0 else None for n in machine.numa_nodes}
     usual = HOST_MEMORY if backend == "host" else None
     return Pool(backend, specs, numa_ids, memory=memory or usual, variables=variables)

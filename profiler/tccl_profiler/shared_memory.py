@@ -312,10 +312,10 @@ def write_pattern(address: int, size: int, seed: int, number: int) -> None:
 
 def differing(address: int, size: int, seed: int, number: int) -> int:
     """Return how many packs of slice `number` differ from the pattern."""
-    found = _packs(address, size)
-    expected = np.empty_like(found)
+    packs = _packs(address, size)
+    expected = np.empty_like(packs)
     _fill(expected, seed, number)
-    return int((found != expected).any(axis=1).sum())
+    return int((packs != expected).any(axis=1).sum())
 
 
 def _packs(address: int, size: int) -> npt.NDArray[np.uint32]:

@@ -145,27 +145,27 @@ class TcpLane(RunningLane):
     def _announced(self, number: int) -> Generator[bool, None, bool]:
         header = bytearray(_HEADER.size)
         yield from self._pull(memoryview(header))
-        repeat, size, said = _HEADER.unpack(header)
-        if repeat != self.repeat or size not in (0, self._size) or said != number:
+        repeat, size, count = _HEADER.unpack(header)
+        if repeat != self.repeat or size not in (0, self._size) or count != number:
             raise LinkLost(
-                f"{self.link}: out of step: slice {said} of {size} bytes of repeat {repeat} came "
+                f"{self.link}: out of step: slice {count} of {size} bytes of repeat {repeat} came "
                 f"for slice {number} of {self._size} bytes of repeat {self.repeat}"
             )
         return bool(size)
 
     def _push(self, *parts: memoryview) -> Iterator[bool]:
-        left = list(parts)
-        while left:
+        unsent = list(parts)
+        while unsent:
             try:
-                sent = self.sock.sendmsg(left)
+                sent = self.sock.sendmsg(unsent)
             except OSError as error:
                 self._check(error, f"{self.link.receiver} takes nothing")
                 sent = 0
             yield bool(sent)
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if left:
-                left[0] = left[0][sent:]
+            while unsent and sent >= len(unsent[0]):
+                sent -= len(unsent.pop(0))
+            if unsent:
+                unsent[0] = unsent[0][sent:]
 
     def _pull(self, memory: memoryview) -> Iterator[bool]:
         """Receive until `memory` is full."""
@@ -239,8 +239,8 @@ class NicLinks:
         except OSError as error:
             raise MeasurementError(f"{self._device}: cannot listen: {error.strerror}") from error
         port = self._listener.getsockname()[1]
-        self._expected, here = tokens_for(links), (self._address,)
-        return tuple(Endpoint(addresses=here, port=port, token=token) for token in self._expected)
+        self._expected, local = tokens_for(links), (self._address,)
+        return tuple(Endpoint(addresses=local, port=port, token=token) for token in self._expected)
 
     def accept(self, links: Sequence[Link], limit_s: float) -> None:
         """Wait until all awaited links have come."""
@@ -325,10 +325,10 @@ def _link_names(links: Sequence[Link]) -> str:
 
 
 def _resolved(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
-    found = socket.getaddrinfo(
+    resolved = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     )
-    family, _, _, _, where = found[0]
+    family, _, _, _, where = resolved[0]
     return family, where  # type: ignore[return-value] # bytes come with AF_UNIX and the like only
 
 

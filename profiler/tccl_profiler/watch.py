@@ -105,17 +105,17 @@ def watching(
             handles = {gpu: ask_nvml(nvml, f"GPU {gpu}", handle_of, gpu) for gpu in gpus}
 
         def conditions(gpu: int) -> GpuConditions:
-            found = {
+            fields = {
                 field: _answer(nvml, gpu, names.split("|"), handles[gpu], *arguments)
                 for field, (names, *arguments) in _QUESTIONS.items()
             }
-            if found["persistence"] is not None:
-                found["persistence"] = bool(found["persistence"])
-            if found["throttling"] is not None:
-                found["throttling"] = throttling_names(found["throttling"])
-            clients = found.pop("mps_clients") or ()
-            found["other_processes"] = _others(found["other_processes"], clients, own_pids, proc)
-            return GpuConditions(gpu=gpu, **found)
+            if fields["persistence"] is not None:
+                fields["persistence"] = bool(fields["persistence"])
+            if fields["throttling"] is not None:
+                fields["throttling"] = throttling_names(fields["throttling"])
+            clients = fields.pop("mps_clients") or ()
+            fields["other_processes"] = _others(fields["other_processes"], clients, own_pids, proc)
+            return GpuConditions(gpu=gpu, **fields)
 
         @_measuring()
         def look() -> Conditions:
@@ -160,13 +160,13 @@ def warmed(
     while True:
         load()
         conditions = look()
-        now = clock()
-        for seen in conditions:
-            if (seen.pcie_generation or 0) > best.get(seen.gpu, 0):
-                best[seen.gpu] = seen.pcie_generation or 0
-                risen = now
-        slow = any(_below(seen.pcie_generation, seen.pcie_generation_max) for seen in conditions)
-        if not slow or now - risen >= _SETTLED_S or now - begun >= limit_s:
+        time_s = clock()
+        for state in conditions:
+            if (state.pcie_generation or 0) > best.get(state.gpu, 0):
+                best[state.gpu] = state.pcie_generation or 0
+                risen = time_s
+        slow = any(_below(state.pcie_generation, state.pcie_generation_max) for state in conditions)
+        if not slow or time_s - risen >= _SETTLED_S or time_s - begun >= limit_s:
             return conditions
 
 
@@ -231,29 +231,29 @@ _SETTINGS = 0x1 | 0x2  # idle and application clocks: no throttling
 def throttling_names(bits: int) -> tuple[str, ...]:
     """Return the names of the reasons in NVML's bit mask; an unknown reason keeps its number."""
     names = [name for bit, (name, _) in _REASONS.items() if bits & bit]
-    rest = bits & ~_SETTINGS & ~sum(_REASONS)
-    return (*names, f"reason {rest:#x}") if rest else tuple(names)
+    unnamed = bits & ~_SETTINGS & ~sum(_REASONS)
+    return (*names, f"reason {unnamed:#x}") if unnamed else tuple(names)
 
 
 def warnings(conditions: Sequence[GpuConditions], *, loaded: bool) -> tuple[str, ...]:
     """Return sentences on what spoils measurements; only loaded GPUs raise clocks and links."""
     return tuple(
-        f"GPU {seen.gpu}: {sentence}"
-        for seen in conditions
-        for sentence in _faults(seen, loaded=loaded).values()
+        f"GPU {state.gpu}: {sentence}"
+        for state in conditions
+        for sentence in _faults(state, loaded=loaded).values()
     )
 
 
 def _faults(seen: GpuConditions, *, loaded: bool) -> dict[str, str]:
     """Return a sentence for each thing that spoils measurements."""
-    found: dict[str, str] = {}
+    faults: dict[str, str] = {}
     narrow = _below(seen.pcie_width, seen.pcie_width_max)
     if narrow or (loaded and _below(seen.pcie_generation, seen.pcie_generation_max)):
-        now = _link(seen.pcie_generation, seen.pcie_width)
+        link = _link(seen.pcie_generation, seen.pcie_width)
         best = _link(seen.pcie_generation_max, seen.pcie_width_max)
         advice = "how the board shares lanes" if narrow else "the link speed that the BIOS sets"
-        found["link"] = (
-            f"its PCIe link runs at generation {now}, its best is generation {best}; check its "
+        faults["link"] = (
+            f"its PCIe link runs at generation {link}, its best is generation {best}; check its "
             f"slot, the riser or cable, and {advice}"
         )
     heat = "" if seen.temperature_c is None else f" at {seen.temperature_c} C"
@@ -263,17 +263,17 @@ def _faults(seen: GpuConditions, *, loaded: bool) -> dict[str, str]:
     untold |= set() if loaded else {_POWER_CAP}
     for name, advice in _REASONS.values():
         if advice and name in names and name not in untold:
-            found[name] = f"its clocks are lowered by {name}{heat}; {advice}"
+            faults[name] = f"its clocks are lowered by {name}{heat}; {advice}"
     for process in seen.other_processes or ():
-        found[f"process {process.pid}"] = (
+        faults[f"process {process.pid}"] = (
             f"{process} uses it too; end it, or measure GPUs that nobody else uses"
         )
     if seen.ecc_uncorrected:
-        found[f"{seen.ecc_uncorrected} ECC errors"] = (
+        faults[f"{seen.ecc_uncorrected} ECC errors"] = (
             f"its memory had {seen.ecc_uncorrected} uncorrected ECC errors since the driver was"
             " loaded; reset it, and have it looked at if they return"
         )
-    return found
+    return faults
 
 
 def changes(before: Sequence[GpuConditions], after: Sequence[GpuConditions]) -> tuple[str, ...]:
@@ -295,9 +295,9 @@ def _changes(old: GpuConditions, new: GpuConditions) -> Iterator[str]:
     if any(was and now and was != now for was, now in ends):
         was, now = (_link(*link) for link in zip(*ends, strict=True))
         yield f"its PCIe link went from generation {was} to generation {now}"
-    known = {"link", *_faults(old, loaded=True)}
+    named = {"link", *_faults(old, loaded=True)}
     for fault, sentence in _faults(new, loaded=True).items():
-        if fault not in known:
+        if fault not in named:
             yield sentence
 
 
@@ -316,20 +316,20 @@ def conditions_note(conditions: Sequence[GpuConditions]) -> str:
     >>> conditions_note([GpuConditions(gpu=0, sm_mhz=1980, pcie_generation=5, pcie_width=16)])
     'SM 1980 MHz, memory ? MHz, PCIe 5 x16, ? C, throttling ?'
     """
-    fastest = max(seen.sm_max_mhz or 0 for seen in conditions)
+    fastest = max(state.sm_max_mhz or 0 for state in conditions)
     links: dict[str, list[int]] = {}
     reasons: dict[str, list[int]] = {}
-    for seen in conditions:
-        now = _link(seen.pcie_generation, seen.pcie_width)
-        best = _link(seen.pcie_generation_max, seen.pcie_width_max)
+    for state in conditions:
+        now = _link(state.pcie_generation, state.pcie_width)
+        best = _link(state.pcie_generation_max, state.pcie_width_max)
         link = now if best in (now, "? x?") else f"{now} of {best}"
-        links.setdefault(link, []).append(seen.gpu)
-        names = "?" if seen.throttling is None else "+".join(seen.throttling) or "none"
-        reasons.setdefault(names, []).append(seen.gpu)
+        links.setdefault(link, []).append(state.gpu)
+        names = "?" if state.throttling is None else "+".join(state.throttling) or "none"
+        reasons.setdefault(names, []).append(state.gpu)
     return (
-        f"SM {_span(seen.sm_mhz for seen in conditions)}{f' of {fastest}' * bool(fastest)} MHz, "
-        f"memory {_span(seen.memory_mhz for seen in conditions)} MHz, PCIe {_by_gpu(links)}, "
-        f"{_span(seen.temperature_c for seen in conditions)} C, throttling {_by_gpu(reasons)}"
+        f"SM {_span(state.sm_mhz for state in conditions)}{f' of {fastest}' * bool(fastest)} MHz, "
+        f"memory {_span(state.memory_mhz for state in conditions)} MHz, PCIe {_by_gpu(links)}, "
+        f"{_span(state.temperature_c for state in conditions)} C, throttling {_by_gpu(reasons)}"
     )
 
 
@@ -340,6 +340,6 @@ def _by_gpu(groups: Mapping[str, Sequence[int]]) -> str:
 
 
 def _span(values: Iterable[int | None]) -> str:
-    known = [value for value in values if value is not None]
-    low, high = min(known, default="?"), max(known, default="?")
+    numbers = [value for value in values if value is not None]
+    low, high = min(numbers, default="?"), max(numbers, default="?")
     return f"{low}" if low == high else f"{low}-{high}"

@@ -53,8 +53,8 @@ class WorkerProcess:
         except messages.ConnectionClosed as error:
             raise messages.WorkerLost(f"{self.who} {self._death()}") from error
         except messages.ConnectionTimeout as error:
-            what = f"{self.who} has not listened for {self.answer_s:g} s"
-            raise messages.WorkerLost(what) from error
+            fault = f"{self.who} has not listened for {self.answer_s:g} s"
+            raise messages.WorkerLost(fault) from error
 
     def received(self, kind: type[Answer], limit_s: float) -> tuple[Answer, tuple[int, ...]]:
         """Return the answer, of this type, and its descriptors."""
@@ -88,8 +88,8 @@ class WorkerProcess:
         if code is None:
             return "closed its connection"
         end = os.fstat(self.stderr_fd).st_size
-        said = os.pread(self.stderr_fd, 1 << 16, max(0, end - (1 << 16)))
-        lines = said.decode(errors="replace").split("\n")
+        text = os.pread(self.stderr_fd, 1 << 16, max(0, end - (1 << 16)))
+        lines = text.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         return f"{how} ({last[:300]})" if last else how

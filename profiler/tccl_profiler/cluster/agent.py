@@ -254,9 +254,9 @@ class Agent:
         if self._backend != "cuda" or not gpus:
             return ()
         with watching(gpus, self._opened().pids) as look:
-            found = warnings(look(), loaded=False)
-        before, now = self._bound
-        return (*found, _BOUND.format(before=before, now=now)) if before < now else found
+            warned = warnings(look(), loaded=False)
+        before, after = self._bound
+        return (*warned, _BOUND.format(before=before, now=after)) if before < after else warned
 
     # One run
 

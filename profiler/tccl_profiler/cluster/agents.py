@@ -99,7 +99,7 @@ class Agents:
     ) -> dict[str, Message]:
         """Return one message with this number of each host; fewer if one fails (see `grace_s`)."""
         limit_s = self.timeouts.answer_s if limit_s is None else limit_s
-        waiting, found = dict.fromkeys(hosts), dict[str, Message]()
+        waiting, answers = dict.fromkeys(hosts), dict[str, Message]()
         begun = looked = time.monotonic()
         ends = math.inf
         self._backoff.reset()
@@ -107,13 +107,13 @@ class Agents:
             for host in list(waiting):
                 message = self._polled(host, number)
                 if message is not None:
-                    found[host] = message
+                    answers[host] = message
                     del waiting[host]
                     self._backoff.reset()
                 if isinstance(message, Failed):
                     ends = min(ends, time.monotonic() + self.grace_s)
             if not waiting or time.monotonic() >= ends:
-                return found
+                return answers
             if time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
                 self._look(waiting, begun, limit_s)
@@ -129,12 +129,12 @@ class Agents:
         return None if envelope is None or envelope.number != number else envelope.message
 
     def _look(self, waiting: Iterable[str], begun: float, limit_s: float) -> None:
-        now, silence_s = time.monotonic(), self.timeouts.silence_s
+        time_s, silence_s = time.monotonic(), self.timeouts.silence_s
         for host in waiting:
             heard = max(self._messengers[host].heard_s, begun)
-            if now - heard > silence_s:
+            if time_s - heard > silence_s:
                 raise self._gone(host, f"has said nothing for {silence_s:g} s: it stalls or is cut")
-            if now - begun > limit_s:
+            if time_s - begun > limit_s:
                 raise self._gone(host, f"has not answered for {limit_s:g} s")
 
     def _died(self, host: str) -> BaseException:
@@ -175,10 +175,10 @@ class Agents:
 
         After a host's failure the rest are to give up, and the failure that says most is raised.
         """
-        found = self.heard(number, hosts, limit_s)
-        if any(not isinstance(answer, kind) for answer in found.values()):
+        answers = self.heard(number, hosts, limit_s)
+        if any(not isinstance(answer, kind) for answer in answers.values()):
             self.give_up(hosts)
-        return say.checked({host: found[host] for host in hosts if host in found}, kind)
+        return say.checked({host: answers[host] for host in hosts if host in answers}, kind)
 
     def give_up(self, hosts: Iterable[str]) -> None:
         """Have hosts give up what they run; their late answers have another number."""
@@ -189,21 +189,21 @@ class Agents:
         self, backend: str, *, devices: int | None = None, interfaces: Sequence[str] = ()
     ) -> dict[str, HostFacts]:
         """Return the hosts' facts by name; `interfaces` are their NICs, if not their own."""
-        asked = (backend, devices, tuple(interfaces))
-        return self.ask(Agent.describe, dict.fromkeys(self.hosts, asked))
+        arguments = (backend, devices, tuple(interfaces))
+        return self.ask(Agent.describe, dict.fromkeys(self.hosts, arguments))
 
     def reading(self, host: str, count: int) -> ClockReading:
         """Return a host's clock against this host's, by so many pings."""
-        asked, there, seen = [], [], []
+        asked_ns, there_ns, seen = [], [], []
         with realtime():
-            for left in reversed(range(count)):
-                number, call = self.number(), say.call_of(Agent.clock, (left > 0,))
-                asked.append(time.monotonic_ns())
+            for remaining in reversed(range(count)):
+                number, call = self.number(), say.call_of(Agent.clock, (remaining > 0,))
+                asked_ns.append(time.monotonic_ns())
                 self.tell(host, number, call)
                 answer, seen_ns = self._pong(host, number)
                 seen.append(seen_ns)
-                there.append(say.result_of(Agent.clock, host, answer))
-        return offset_from_pings(asked, there, seen)
+                there_ns.append(say.result_of(Agent.clock, host, answer))
+        return offset_from_pings(asked_ns, there_ns, seen)
 
     def _pong(self, host: str, number: int) -> tuple[say.Returned, int]:
         """Return an answer, which is awaited without naps for a while, and when it came."""
@@ -244,9 +244,10 @@ class ClusterPool:
 
     def restart(self) -> None:
         """End all workers, and start new ones."""
-        given = {host: (ids, self._variables, self._network) for host, ids in self._devices.items()}
-        answers = self._agents.ask(Agent.open, given, self._agents.timeouts.start_s)
-        self.warnings = [f"host {host}: {t}" for host, (_, own) in answers.items() for t in own]
+        more = self._variables, self._network
+        devices = {host: (ids, *more) for host, ids in self._devices.items()}
+        answers = self._agents.ask(Agent.open, devices, self._agents.timeouts.start_s)
+        self.warnings = [f"host {host}: {t}" for host, (_, notes) in answers.items() for t in notes]
         for host, (lanes, _) in answers.items():
             self.lanes |= {f"{host}.{name}": count for name, count in lanes.items()}
 
@@ -257,9 +258,9 @@ class ClusterPool:
                 clock.add(self._agents.reading(host, _PINGS))
         answers = self._agents.ask(Agent.ping, dict.fromkeys(self._devices, (count,)))
         return {
-            f"{host}.{name}": self._clocks[host].here(one)
+            f"{host}.{name}": self._clocks[host].here(pings)
             for host, pinged in answers.items()
-            for name, one in pinged.items()
+            for name, pings in pinged.items()
         }
 
     def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
@@ -310,8 +311,8 @@ class ClusterPool:
                 self._usable([host_of(link.sender)])
 
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
-        given = dict.fromkeys(hosts, (LinkStep(step="usable"),))
-        answers = self._agents.ask(Agent.take, given)
+        arguments = dict.fromkeys(hosts, (LinkStep(step="usable"),))
+        answers = self._agents.ask(Agent.take, arguments)
         return {host: set(answer.ends) for host, answer in answers.items()}
 
     def _make(self, links: list[Link]) -> None:
@@ -319,8 +320,8 @@ class ClusterPool:
         made = LinkEnds(ends=dict.fromkeys(links))
         for step in MAKING:
             shares = LinkStep(step=step, ends=made.ends).shares(host_of)
-            given = {host: (share,) for host, share in shares.items()}
-            made = LinkEnds.joined(self._agents.ask(Agent.take, given).values())
+            arguments = {host: (share,) for host, share in shares.items()}
+            made = LinkEnds.joined(self._agents.ask(Agent.take, arguments).values())
 
     # One run
 
@@ -354,7 +355,7 @@ class ClusterPool:
         took_ns = self.ahead_ns - earliest_ns
         self.ahead_ns = min(_FURTHEST_NS, max(2 * took_ns + _LITTLE_NS, self.ahead_ns // 2))
         results = [
-            RunResult.joined({host: own.results[repeat] for host, own in ran.items()})
+            RunResult.joined({host: result.results[repeat] for host, result in ran.items()})
             for repeat in range(spec.repeats)
         ]
         return results, -earliest_ns > _LATE_SHARE * spec.window_us * 1e3
@@ -367,11 +368,11 @@ class RankJobs(Agents):
 
     def surroundings(self, *, modules: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
         """Return the environment of each host's agent."""
-        found = self.ask(Agent.environment, dict.fromkeys(self.hosts, (modules,)))
-        for host, (_, lacks) in found.items():
+        environments = self.ask(Agent.environment, dict.fromkeys(self.hosts, (modules,)))
+        for host, (_, lacks) in environments.items():
             for module in lacks:
                 raise InputError(f"host {host}", f"lacks {module}", "install it on all hosts")
-        return {host: variables for host, (variables, _) in found.items()}
+        return {host: variables for host, (variables, _) in environments.items()}
 
     def rendezvous(self, host: str, count: int) -> tuple[Rendezvous, ...]:
         """Return where the ranks of the next concurrent jobs meet: at this host, with rank 0."""
@@ -379,5 +380,5 @@ class RankJobs(Agents):
 
     def run(self, tasks: Mapping[str, Sequence[Task]]) -> dict[str, tuple[RankOutput, ...]]:
         """Run each host's ranks, of one job or of several at once; if some fail, end all."""
-        limit_s = max(task.timeout for own in tasks.values() for task in own) + _SPARE_S
-        return self.ask(Agent.run_ranks, {host: (own,) for host, own in tasks.items()}, limit_s)
+        limit_s = max(task.timeout for ranks in tasks.values() for task in ranks) + _SPARE_S
+        return self.ask(Agent.run_ranks, {host: (ranks,) for host, ranks in tasks.items()}, limit_s)

@@ -75,15 +75,15 @@ def host_facts(
         raise InputError(f"host {name}: {error.where}", error.what, error.right) from error
     if interfaces:
         machine = with_interfaces(machine, interfaces, host=name)
-    known = interfaces_here()
-    found = {nic.index: known[own] for nic in machine.nics if (own := _interface_of(nic)) in known}
-    for one in found.values():
-        if interfaces and one.up and not one.address:
-            what = f"interface {one.name} has no address"
-            raise InputError(f"host {name}", what, "give it one, or another")
+    ports = interfaces_here()
+    of_nic = {n.index: ports[key] for n in machine.nics if (key := _interface_of(n)) in ports}
+    for port in of_nic.values():
+        if interfaces and port.up and not port.address:
+            fault = f"interface {port.name} has no address"
+            raise InputError(f"host {name}", fault, "give it one, or another")
     # Discovery leaves out what is down; another host may have the same interface up.
-    left_out = [] if interfaces else [one for one in known.values() if _is_device(one.name)]
-    down = dict.fromkeys(one.name for one in (*left_out, *found.values()) if not one.up)
+    left_out = [] if interfaces else [port for port in ports.values() if _is_device(port.name)]
+    down = dict.fromkeys(port.name for port in (*left_out, *of_nic.values()) if not port.up)
     installed = installed_nccl()
     return HostFacts(
         name=name,
@@ -92,7 +92,7 @@ def host_facts(
         fingerprint=fingerprint,
         tccl_py=_own_version(),
         nccl="none" if installed is None else installed.version,
-        addresses={index: one for index, one in found.items() if one.up and one.address},
+        addresses={index: port for index, port in of_nic.items() if port.up and port.address},
         down=tuple(down),
     )
 
@@ -132,22 +132,24 @@ def check_hosts(
     names = [host.name for host in hosts]
     for name in expected:
         if name not in names:
-            what = "is in the list of hosts, and no rank runs there"
-            raise InputError(f"host {name}", what, "start a rank on it, or take it out of the list")
+            fault = "is in the list of hosts, and no rank runs there"
+            raise InputError(
+                f"host {name}", fault, "start a rank on it, or take it out of the list"
+            )
     for name in names:
         if expected and name not in expected:
-            what = "runs a rank and is not in the list of hosts"
-            raise InputError(f"host {name}", what, "add it to the list, or start no rank on it")
+            fault = "runs a rank and is not in the list of hosts"
+            raise InputError(f"host {name}", fault, "add it to the list, or start no rank on it")
     if len(hosts) < 2:
-        what = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
+        fault = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
         right = "start ranks on 2 hosts at least, or leave mpirun out"
-        raise InputError("this MPI job", what, right)
+        raise InputError("this MPI job", fault, right)
     _check_software(hosts)
-    found = {nic.name for host in hosts for nic in host.addresses.values()}
+    names_of_nics = {nic.name for host in hosts for nic in host.addresses.values()}
     for name in interfaces:
-        if name not in found and not any(name in host.down for host in hosts):
-            there = f"there are {', '.join(sorted(found)) or 'none'}"
-            raise InputError(f"interface {name[:40]}", "is on no host of this job", there)
+        if name not in names_of_nics and not any(name in host.down for host in hosts):
+            listed = f"there are {', '.join(sorted(names_of_nics)) or 'none'}"
+            raise InputError(f"interface {name[:40]}", "is on no host of this job", listed)
     _check_nics(hosts, named=bool(interfaces), addressed=addressed)
 
 
@@ -155,14 +157,14 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
     """Refuse different versions; Python may differ: processes exchange plain data."""
     first = hosts[0]
     for host in hosts[1:]:
-        for what, here, there in (
+        for software, first_version, host_version in (
             ("tccl-py", first.tccl_py, host.tccl_py),
             ("the NVIDIA driver", first.fingerprint.driver, host.fingerprint.driver),
             ("NCCL", first.nccl, host.nccl),
         ):
-            if here != there:
-                which = f"has {what} {there}, host {first.name} has {here}"
-                raise InputError(f"host {host.name}", which, "install the same on all hosts")
+            if first_version != host_version:
+                versions = f"has {software} {host_version}, host {first.name} has {first_version}"
+                raise InputError(f"host {host.name}", versions, "install the same on all hosts")
 
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
@@ -172,15 +174,15 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
         for name in host.down:
             if named or name in up:
                 elsewhere = f", on host {up[name]} it is up" if name in up else ""
-                what = f"interface {name} is down{elsewhere}"
+                fault = f"interface {name} is down{elsewhere}"
                 right = "bring it up, or name the interfaces to use"
-                raise InputError(f"host {host.name}", what, right)
+                raise InputError(f"host {host.name}", fault, right)
         if not addressed and not host.machine.nics:
             raise InputError(f"host {host.name}", "has no NIC", "leave it out of the job")
         if addressed and not host.addresses:
-            what = "has no NIC with an address that other hosts could reach"
+            fault = "has no NIC with an address that other hosts could reach"
             right = "bring one up, or name the interfaces to use, as `interfaces` eth0"
-            raise InputError(f"host {host.name}", what, right)
+            raise InputError(f"host {host.name}", fault, right)
 
 
 # Network interfaces of this network namespace
@@ -188,26 +190,26 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
 
 def interfaces_here() -> dict[str, Interface]:
     """Return the interfaces by name; an IPv4 address goes before a global IPv6 address."""
-    found, addresses6 = {}, _addresses6()
+    interfaces, addresses6 = {}, _addresses6()
     for _, name in socket.if_nameindex():
         flags, answer = _ioctl(_SIOCGIFFLAGS, name), _ioctl(_SIOCGIFADDR, name)
         state = struct.unpack_from("H", flags)[0] if flags else 0
-        found[name] = Interface(
+        interfaces[name] = Interface(
             name=name,
             address=socket.inet_ntoa(answer[4:8]) if answer else addresses6.get(name, ""),
             up=bool(state & _IFF_UP and state & _IFF_RUNNING),
             # The kernel refuses to tell the speed of what is down.
             speed_mbps=max(FILES.number(f"sys/class/net/{name}/speed") or 0, 0),
         )
-    return found
+    return interfaces
 
 
 def addresses() -> tuple[str, ...]:
     """Return the addresses of this host for other ranks, those of devices first."""
-    here = interfaces_here().values()
-    usable = [one for one in here if one.up and one.address and one.name != "lo"]
-    own = sorted(usable, key=lambda one: not _is_device(one.name))
-    return tuple(one.address for one in own) or ("127.0.0.1",)
+    interfaces = interfaces_here().values()
+    usable = [one for one in interfaces if one.up and one.address and one.name != "lo"]
+    ordered = sorted(usable, key=lambda one: not _is_device(one.name))
+    return tuple(one.address for one in ordered) or ("127.0.0.1",)
 
 
 def _is_device(name: str) -> bool:
@@ -226,13 +228,13 @@ def _ioctl(question: int, name: str) -> bytes:
 
 def _addresses6() -> dict[str, str]:
     """Return the first global IPv6 address of each interface that has one."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in (PROC / "net" / "if_inet6").read_text().splitlines():
             digits, _, _, scope, _, owner = line.split()
             if scope == _GLOBAL_SCOPE:
-                found.setdefault(owner, str(ipaddress.IPv6Address(int(digits, 16))))
-    return found
+                addresses.setdefault(owner, str(ipaddress.IPv6Address(int(digits, 16))))
+    return addresses
 
 
 def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> Machine:
@@ -240,28 +242,29 @@ def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> M
 
     Interfaces that are no NICs of the machine hang from the first NUMA node.
     """
-    known, first = interfaces_here(), machine.numa_nodes[0].id
+    interfaces, first = interfaces_here(), machine.numa_nodes[0].id
     own = {name: nic for nic in machine.nics for name in (_interface_of(nic), nic.name)}
     nics = [
-        own.get(name) or Nic(index=0, name=name, parent=first, speed_mbps=known[name].speed_mbps)
+        own.get(name)
+        or Nic(index=0, name=name, parent=first, speed_mbps=interfaces[name].speed_mbps)
         for name in dict.fromkeys(names)
-        if name in known
+        if name in interfaces
     ]
     if not nics:
-        there = ", ".join(name for name in known if name != "lo") or "none"
-        wanted = ", ".join(name[:40] for name in names)
-        raise InputError(f"host {host}", f"has no interface {wanted}", f"it has {there}")
+        usable = ", ".join(name for name in interfaces if name != "lo") or "none"
+        named = ", ".join(name[:40] for name in names)
+        raise InputError(f"host {host}", f"has no interface {named}", f"it has {usable}")
     return _with_nics(machine, nics)
 
 
 def _with_own_nics(machine: Machine) -> Machine:
     """Return the stand-in's machine with the ports that are up and have an address."""
-    known, nodes = interfaces_here(), {node.numa_id: node.id for node in machine.numa_nodes}
+    interfaces, nodes = interfaces_here(), {node.numa_id: node.id for node in machine.numa_nodes}
     nics = []
     for port in network_ports(FILES):
-        found = known.get(_interface_of(port))
-        if found is not None and found.up and found.address:
-            node = FILES.number(f"sys/class/net/{found.name}/device/numa_node")
+        interface = interfaces.get(_interface_of(port))
+        if interface is not None and interface.up and interface.address:
+            node = FILES.number(f"sys/class/net/{interface.name}/device/numa_node")
             parent = nodes.get(-1 if node is None else node, machine.numa_nodes[0].id)
             speed = port.speed_mbps
             nics.append(
@@ -281,7 +284,9 @@ def _interface_of(nic: Nic) -> str:
     if FILES.has(f"sys/class/net/{nic.name}") or nic.name in names:
         return nic.name
     behind = f"sys/class/infiniband/{nic.name}/device/net"
-    found = FILES.entries(behind)
-    ports = {name: FILES.text(f"{behind}/{name}/dev_port") for name in found}
-    wanted = str(max(nic.port - 1, 0))
-    return next((name for name in found if ports[name] == wanted), found[0] if found else "")
+    entries = FILES.entries(behind)
+    ports = {name: FILES.text(f"{behind}/{name}/dev_port") for name in entries}
+    port_index = str(max(nic.port - 1, 0))
+    return next(
+        (name for name in entries if ports[name] == port_index), entries[0] if entries else ""
+    )

@@ -94,18 +94,18 @@ def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
     for rank in range(1, bootstrap.size):
         data = _waited(bootstrap, rank, max(until, time.monotonic() + 0.01))
         if data is None:
-            what = f"rank {rank} has said nothing for {join_s:g} s"
+            fault = f"rank {rank} has said nothing for {join_s:g} s"
             right = "start one tccl command with the same arguments on all hosts"
-            raise InputError("this MPI job", what, right)
+            raise InputError("this MPI job", fault, right)
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
     connections: dict[int, say.Messenger] = {}
     if bootstrap.size > 1:
         _allow_descriptors(bootstrap.size)
-        here = addresses()
-        with listening(here) as listeners:
+        local = addresses()
+        with listening(local) as listeners:
             port, tokens = listeners[0].getsockname()[1], tokens_for(range(1, bootstrap.size))
             for token, rank in tokens.items():
-                address = Endpoint(addresses=here, port=port, token=token)
+                address = Endpoint(addresses=local, port=port, token=token)
                 bootstrap.send(rank, msgspec.msgpack.encode(address))
             # Earlier messages may need this side's progress to arrive.
             arrive = functools.partial(bootstrap.poll, CONTROLLER)
@@ -113,17 +113,17 @@ def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
                 connections[rank] = _connection(sock, f"rank {rank} on host {peers[rank].host}")
         for rank in range(1, bootstrap.size):
             if rank not in connections:
-                what = f"its rank {rank} could not connect to host {peers[CONTROLLER].host} at "
+                fault = f"its rank {rank} could not connect to host {peers[CONTROLLER].host} at "
                 right = "let the hosts of a job reach each other over TCP"
-                raise InputError(f"host {peers[rank].host}", what + ", ".join(here), right)
+                raise InputError(f"host {peers[rank].host}", fault + ", ".join(local), right)
     return Job(CONTROLLER, peers, connections)
 
 
 def _allow_descriptors(ranks: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * ranks + _SPARE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 2 * ranks + _SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
@@ -195,9 +195,9 @@ class Job:
         for rank, peer in sorted(self.peers.items()):
             check_host_name(peer.host, where=f"host {peer.host[:40]!r}, rank {rank}")
             if machines.setdefault(peer.host, peer.machine) != peer.machine:
-                what = f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}"
+                fault = f"is the name of two machines, of ranks {ranks[peer.host][0]} and {rank}"
                 right = "give each a name of its own (hostnamectl)"
-                raise InputError(f"host {peer.host}", what, right)
+                raise InputError(f"host {peer.host}", fault, right)
             ranks.setdefault(peer.host, []).append(rank)
         return ranks
 

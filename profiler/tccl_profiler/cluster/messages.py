@@ -74,8 +74,8 @@ Message = Call | Resident | Release | Abort | Outcome | messages.Stop | Leaving 
 def _decoders(method: Callable[..., Any]) -> tuple[Any, Any]:
     """Return decoders of a method's arguments and of its result."""
     *kinds, result = get_type_hints(method).values()
-    both = (tuple.__class_getitem__(tuple(kinds)), result)
-    arguments, returns = (msgspec.msgpack.Decoder(kind, dec_hook=_array) for kind in both)
+    pair = (tuple.__class_getitem__(tuple(kinds)), result)
+    arguments, returns = (msgspec.msgpack.Decoder(kind, dec_hook=_array) for kind in pair)
     return arguments, returns
 
 
@@ -99,8 +99,8 @@ def answered(methods: Mapping[str, Callable[..., Any]], owner: object, call: Cal
 
 def result_of(method: Callable[..., Result], host: str, answer: Returned) -> Result:
     """Return a method's result on a host. Raises MeasurementError: it is of another kind."""
-    what = f"host {host}: its result of {method.__name__}"
-    result: Result = _decoded(_decoders(method)[1], answer.value, what)
+    where = f"host {host}: its result of {method.__name__}"
+    result: Result = _decoded(_decoders(method)[1], answer.value, where)
     return result
 
 
@@ -121,12 +121,12 @@ def checked(answers: Mapping[str, Message], kind: type[Kind]) -> dict[str, Kind]
             if failure.kind == wanted:
                 named = host in failure.what
                 raise failure.error(failure.what if named else f"host {host}: {failure.what}")
-    found: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for host, answer in answers.items():
         if not isinstance(answer, kind):
             raise messages.WorkerLost(f"host {host}: answered {type(answer).__name__} out of turn")
-        found[host] = answer
-    return found
+        kinds[host] = answer
+    return kinds
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -101,11 +101,11 @@ def mpi_job() -> Iterator[Job]:
     from tccl_profiler.cluster.job import rendezvous  # noqa: PLC0415
 
     bootstrap = _started()
-    wanted = _wanted_size(os.environ)
-    if bootstrap.size == 1 and wanted > 1:
-        what = f"has {wanted} tasks that know nothing of each other"
+    size = _wanted_size(os.environ)
+    if bootstrap.size == 1 and size > 1:
+        fault = f"has {size} tasks that know nothing of each other"
         right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
-        raise InputError("this MPI job", what, f"start them by the {right}")
+        raise InputError("this MPI job", fault, f"start them by the {right}")
     with rendezvous(bootstrap) as job:
         yield job
 
@@ -142,8 +142,8 @@ def _limited(limit_s: float, call: str, environment: Mapping[str, str]) -> Itera
 
     def give_up() -> None:
         if _rank(environment) == "0":
-            said = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
-            os.write(2, f"{said}hosts are well, and start one tccl command on each\n".encode())
+            text = f"tccl: this MPI job: {call} takes longer than {limit_s:g} s; see whether all "
+            os.write(2, f"{text}hosts are well, and start one tccl command on each\n".encode())
         os._exit(NOT_USABLE)
 
     guard = threading.Timer(limit_s, give_up)
@@ -164,9 +164,9 @@ def _started() -> MpiBootstrap:
         mpi4py.rc.finalize = False
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        what = f"cannot load MPI ({' '.join(str(error).split())[:200]})"
+        fault = f"cannot load MPI ({' '.join(str(error).split())[:200]})"
         right = "`pip install mpi4py` beside the MPI that launched it"
-        raise InputError("this MPI job", what, right) from error
+        raise InputError("this MPI job", fault, right) from error
     with _limited(_INIT_S, "MPI_Init", os.environ):
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MpiBootstrap(MPI)

@@ -79,11 +79,11 @@ class ClusterSession:
     def __enter__(self) -> ClusterSession:
         job = self._job
         self._agents = Agents(job)
-        found = self._agents.described(
+        described = self._agents.described(
             self._backend, devices=self._device_count, interfaces=self._interfaces
         )
         self.hosts = tuple(
-            msgspec.structs.replace(found[host], ranks=tuple(ranks))
+            msgspec.structs.replace(described[host], ranks=tuple(ranks))
             for host, ranks in job.hosts.items()
         )
         check_hosts(
@@ -97,9 +97,9 @@ class ClusterSession:
                 shared = shared_cores(facts.machine)
                 self.notices += [f"host {facts.name}: {text}" for text in shared]
         for host, ranks in job.hosts.items():
-            own = CONTROLLER in ranks
-            clock = self.clocks[host] = HostClock(host, own=own)
-            if not own:
+            is_controller = CONTROLLER in ranks
+            clock = self.clocks[host] = HostClock(host, own=is_controller)
+            if not is_controller:
                 clock.add(self._agents.reading(host, FIRST_PINGS))
         return self
 
@@ -244,10 +244,10 @@ class HostClock:
 
     def here(self, pinged: Pinged) -> Pinged:
         """Return pings of a device as if the controller had sent them, bounds included."""
-        asked = [self.here_ns(at_ns) for at_ns in pinged.asked_ns]
-        seen = [self.here_ns(at_ns) for at_ns in pinged.seen_ns]
+        asked_ns = [self.here_ns(at_ns) for at_ns in pinged.asked_ns]
+        seen_ns = [self.here_ns(at_ns) for at_ns in pinged.seen_ns]
         return Pinged(
-            asked_ns=tuple(at_ns - error_ns for at_ns, error_ns in asked),
+            asked_ns=tuple(at_ns - error_ns for at_ns, error_ns in asked_ns),
             device_ns=pinged.device_ns,
-            seen_ns=tuple(at_ns + error_ns for at_ns, error_ns in seen),
+            seen_ns=tuple(at_ns + error_ns for at_ns, error_ns in seen_ns),
         )
