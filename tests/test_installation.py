@@ -253,12 +253,11 @@ def test_a_file_that_somebody_deleted_is_forgotten(tmp_path):
     assert list((tmp_path / "home" / ".local" / "state").iterdir()) == []
 
 
-def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):
-    conf, other = tmp_path / "conf", tmp_path / "other"
+def test_a_file_that_fails_stays_recorded_with_those_after_it(tmp_path, monkeypatch):
+    first, other, last = (tmp_path / name for name in ("first", "other", "last"))
     other.write_bytes(b"NCCL_DEBUG=WARN")
-    for path in (conf, other):
+    for path in (first, other, last):
         install(PLAN, path, dry_run=False)
-    before = everything(tmp_path)
     real = Path.replace
 
     def full(self, target):
@@ -266,11 +265,15 @@ def test_a_file_that_fails_takes_all_others_back(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(self, target)
 
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(InputError) as error:
-        uninstall()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(InputError) as error:
+            uninstall()
     assert str(error.value).startswith(f"{other}: cannot be changed")
-    assert everything(tmp_path) == before
+    assert not first.exists()
+    assert load_record(state_directory()) == (str(other), str(last))
+    uninstall()
+    assert (other.read_bytes(), last.exists()) == (b"NCCL_DEBUG=WARN", False)
 
 
 def test_a_file_that_cannot_be_written_is_not_recorded(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tccl_py.torch
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Fingerprint
-from tccl_py.nccl.settings import environment, job_environment
+from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.torch import groups
 from tccl_py.torch.groups import (
@@ -65,7 +65,7 @@ def _fresh(monkeypatch, tmp_path):
 
 def settings_of(opened):
     """What all ranks of a plan have to set."""
-    return job_environment(opened.plan.plain_settings)
+    return dict(opened.delivery.variables)
 
 
 def told(directory, gpus, *, host=None):

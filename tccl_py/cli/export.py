@@ -176,11 +176,11 @@ def _export_job(
     verification = Verification.load(directory)
     if verification is not None and verification.backend == "cuda" and not verification.simulated:
         made = as_achieved(made, plan, verification.achieved, verification.winner)
-    planned, names = plan.cluster.host_classes, [one.name for one in made.cluster.classes]
-    numbers = {names[made.class_number(host)]: planned[host.name] for host in made.hosts}
+    planned, classes = plan.cluster.host_classes, made.cluster.classes
+    numbers = {classes[made.class_number(host)].name: planned[host.name] for host in made.hosts}
     files = {name: machine_file(plan, directory, number) for name, number in numbers.items()}
     check_files(directory, [str(path.relative_to(directory)) for path in files.values()])
-    count = write_new_plan(made, output, {one: read_text(path) for one, path in files.items()})
+    count = write_new_plan(made, output, {name: read_text(path) for name, path in files.items()})
     notice(
         f"wrote {counted(count, 'file')} to {output}: {made.rate_gbps:.2f} GB/s ({made.provenance})"
     )

@@ -153,12 +153,7 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
             say(f"without the plugin, by variables alone: {why}")
         else:
             variables = loading | ({NEWER_VARIABLE: "1"} if request.newer_nccl else {})
-    return Delivery(
-        choice=plan.recommended,
-        settings=settings,
-        provenance=plan.provenance,
-        variables=variables,
-    )
+    return Delivery(settings=settings, provenance=plan.provenance, variables=variables)
 
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:

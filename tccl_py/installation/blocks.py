@@ -1,4 +1,4 @@
-"""A marked block of tccl-py in files of other owners: all files change, or none.
+"""A marked block of tccl-py in a file of another owner.
 
 Everything outside the block stays byte for byte. The first marker records the state before, so
 removal restores it even without a record.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_path, read_bytes, refused, replacement
+from tccl_py.files import check_path, read_bytes, refused, replacement, sweep_beside
 
 _HEADS = (b"", b"#!/bin/sh\n", b"#%Module1.0\n")
 """First lines of the files that we make; earlier versions made prologs and modules as well."""
@@ -127,23 +126,11 @@ def read_own(path: Path) -> bytes | None:
     return read_bytes(path, limit=MAX_BYTES)
 
 
-def apply_changes(changes: Sequence[Change]) -> None:
-    """Make all changes, or none."""
-    done: list[Change] = []
-    try:
-        for change in changes:
-            if change.needed:
-                _apply(change)
-                done.append(change)
-    except BaseException:
-        for change in reversed(done):
-            with suppress(InputError, OSError):
-                undo = {"before": change.after, "after": change.before}
-                _apply(msgspec.structs.replace(change, **undo))
-        raise
-
-
-def _apply(change: Change) -> None:
+def apply_change(change: Change) -> None:
+    """Write or remove the file, whole or not at all, unless it has the bytes already."""
+    sweep_beside(change.path)
+    if not change.needed:
+        return
     with refused(change.path, "cannot be changed", _RIGHT):
         content = change.path.read_bytes() if change.path.exists() else None
         fault = "was changed by another program in the meantime"

@@ -33,7 +33,7 @@ from tccl_py.files import (
 )
 from tccl_py.installation.blocks import (
     Change,
-    apply_changes,
+    apply_change,
     has_block,
     read_own,
     real_path,
@@ -95,13 +95,13 @@ def install(delivery: Delivery, path: Path, *, dry_run: bool) -> Change:
         return change
     directory = state_directory()
     with _opened_record(directory) as recorded:
-        sweep_beside(change.path)
         # The record first: an entry without a block does no harm, a block without an entry stays.
         _save_record(list(dict.fromkeys((*recorded, str(change.path)))), directory)
         try:
-            apply_changes([change])
+            apply_change(change)
         except BaseException:
-            _save_record(recorded, directory)
+            if not has_block(change.path):
+                _save_record(recorded, directory)
             raise
     return change
 
@@ -109,18 +109,19 @@ def install(delivery: Delivery, path: Path, *, dry_run: bool) -> Change:
 def uninstall(paths: Sequence[Path] = (), *, dry_run: bool = False) -> tuple[Change, ...]:
     """Remove our block from all recorded files and NCCL's user file, or from these.
 
-    With `dry_run`, change nothing. Files without a block have a change that is not `needed`.
+    With `dry_run`, change nothing. Files without a block have a change that is not `needed`. After
+    an error the file and those after it stay recorded.
     """
     directory = state_directory()
     if dry_run:
         return _removal(paths, load_record(directory))
     with _opened_record(directory) as recorded:
         removal = _removal(paths, recorded)
+        remaining = list(recorded)
         for change in removal:
-            sweep_beside(change.path)
-        apply_changes(removal)
-        removed = {str(change.path) for change in removal}
-        _save_record([path for path in recorded if path not in removed], directory)
+            apply_change(change)
+            remaining = [path for path in remaining if path != str(change.path)]
+            _save_record(remaining, directory)
     return removal
 
 

@@ -19,12 +19,12 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.delivery.fit import ALIKE_VARIABLE, why_not_fit, why_not_with
-from tccl_py.delivery.job import communicator_file
+from tccl_py.delivery.job import Delivery, JobRequest, communicator_file, deliver_to_host
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.delivery.scripts import PLAN_VARIABLE
 from tccl_py.errors import InputError
 from tccl_py.files import check_path
-from tccl_py.nccl.settings import env_conflicts, job_environment
+from tccl_py.nccl.settings import env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import settings_of_files
 from tccl_py.plan.host_files import host_graph_file
@@ -54,13 +54,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     off: str = ""
 
 
-class OpenPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its directory, the files in it, and its identity."""
+class OpenPlan(msgspec.Struct, frozen=True):
+    """A plan with its directory, the files in it, its identity, and what all groups get."""
 
     directory: Path
     plan: Plan
     files: frozenset[str]
     identity: str
+    delivery: Delivery
 
     def graph(self, members: Sequence[Member], rank: Member) -> Path | None:
         """Return the graph file of a rank in a group of these members; None is default NCCL."""
@@ -132,13 +133,10 @@ def init_process_group(  # noqa: PLR0917 (torch's own order)
     # 2. Agree on the plan, and set its settings.
     STATE.rank, STATE.device = rank, device_of(torch, options.get("device_id"))
     _agree(torch, store, world_size, None if plan_dir is None else Path(plan_dir))
-
     # 3. Make the default group.
-    def create() -> Any:
-        init(store=dist.PrefixStore("default_pg", store), world_size=world_size, rank=rank)
-        return dist.group.WORLD
-
-    STATE.world = _made(torch, range(world_size), create)
+    store = dist.PrefixStore("default_pg", store)
+    create = partial(init, store=store, world_size=world_size, rank=rank)
+    STATE.world = _made(torch, range(world_size), lambda: create() or dist.group.WORLD)
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
@@ -274,7 +272,7 @@ def member_of(
         if place != Path():
             opened = open_plan(place)
             name = opened.plan.host_named(names_of_this_host()) or ""
-            variables = job_environment(opened.plan.plain_settings)
+            variables = dict(opened.delivery.variables)
             member = replace(member, name=name, plan=opened.identity, settings=variables)
             why = _why_off(opened, facts, nccl, name)
             if settings is not None and settings != variables:
@@ -291,8 +289,8 @@ def open_plan(directory: Path) -> OpenPlan:
     plan = plan_in(directory)
     # Each of several hosts has its own files; a rank checks its own.
     manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
-    files = frozenset(manifest.files)
-    return OpenPlan(directory=directory, plan=plan, files=files, identity=manifest.identity)
+    delivery = deliver_to_host(plan, directory, JobRequest(), say=lambda _: None)
+    return OpenPlan(directory, plan, frozenset(manifest.files), manifest.identity, delivery)
 
 
 def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
@@ -304,7 +302,7 @@ def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
         check_files(directory, [f"nccl/{host_graph_file(name)}"])
     equal_hosts = os.environ.get(ALIKE_VARIABLE) == "1"
     why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name or None)
-    if why := why or why_not_with(plan.plain_settings, nccl):
+    if why := why or why_not_with(opened.delivery.settings, nccl):
         return why
     lines = settings_of_files()
     if GRAPH_VARIABLE in lines:
@@ -312,7 +310,7 @@ def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     environment = {name: line.value for name, line in lines.items()} | os.environ
     if PLUGIN_VARIABLE in environment and not why_no_plugin(nccl):
         return f"{PLUGIN_VARIABLE} is set, whose plugin answers for each communicator"
-    names = ", ".join(env_conflicts(plan.plain_settings, environment))
+    names = ", ".join(env_conflicts(opened.delivery.settings, environment))
     return f"{names} is set to something else than the plan's settings" if names else ""
 
 
