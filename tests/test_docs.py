@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import tccl_py
 from tccl_py.cli.main import COMMANDS as NAMES
 from tccl_py.cli.main import app, load_command
+from tccl_py.nccl.versions import known_versions
 from tests.test_readme import faults
 
 ROOT = Path(__file__).parent.parent
@@ -178,3 +179,24 @@ def test_the_site_builds_without_a_warning_and_no_link_in_it_is_dead(tmp_path, m
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert api.count("&gt;&gt;&gt;") > 10
     assert "<blockquote>" not in api
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    folders = (ROOT / "tccl_py", ROOT / "profiler")
+    files = [
+        path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".c")
+    ]
+    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = [part for said in re.findall(r'"([^"]{8,})"', page) for part in said.split("...")]
+    assert len(messages) > 25
+    assert [part for part in messages if part.strip() and part not in text] == ["dev N not found"]
+
+
+def test_the_tables_of_versions_are_those_of_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    pages = importlib.import_module("scripts.support_page")
+    text = pages.PAGE.read_text(encoding="utf-8")
+    assert pages.page(text) == text
+    rules = {pages.version_facts(release).name for release in pages.RELEASES}
+    assert rules == set(known_versions())
