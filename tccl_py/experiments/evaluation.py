@@ -19,6 +19,7 @@ from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import KIB, MIB, Backend, Dtype, JobSpec, WrongValue
 from tccl_py.experiments.table import LEAST_ROUNDS
+from tccl_py.files import picked
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, neighbours
 from tccl_py.model.transfer import transfer_set
@@ -178,17 +179,12 @@ def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     for arm, rows in rounds.table.items():
         for row in rows.values():
             yield Cell(
+                **picked(row, "collective", "dtype", "bytes", "gbps"),
+                **picked(row.compared, "ratio", "low", "high"),
                 hosts=tuple(host.name for host in launcher.hosts if host.name),
                 gpus=launcher.hosts[0].gpus,
-                collective=row.collective,
-                dtype=row.dtype,
-                bytes=row.bytes,
                 arm=arm,
                 us=statistics.median(row.seconds) * 1e6,
-                gbps=row.gbps,
-                ratio=row.compared.ratio,
-                low=row.compared.low,
-                high=row.compared.high,
             )
 
 

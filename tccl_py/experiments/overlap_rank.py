@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tccl_py.experiments.calls import gemms
-from tccl_py.experiments.overlap import OverlapResult, OverlapSpec, Pair, Timings
+from tccl_py.experiments.overlap import OverlapResult, OverlapSpec, Pair, Timings, Works
 from tccl_py.rank_processes.rank import Communicator, join, read_spec, write_result
 
 _WARM_UPS = 2
@@ -207,19 +207,18 @@ class Timer:
         Ranks without a work still wait for its ranks; `reported` tells for each work of the job
         whether this rank reports its time.
         """
-        alone: list[list[float]] = []
+        alone: list[dict[int, float]] = []
         together: list[dict[int, float]] = []
         for _ in range(_WARM_UPS + self._repeats):
-            alone.append([self.single(works.get(number)) for number in range(len(reported))])
+            alone.append({at: self.single(works.get(at)) for at in range(len(reported))})
             self._align()
             times = self._watch.together(list(works.values()))
             together.append(dict(zip(works, times, strict=True)))
 
-        def timed(rows: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-            counted = rows[_WARM_UPS:]
+        def timed(repeats: Sequence[Mapping[int, float]]) -> Works:
             return tuple(
-                tuple(row[number] for row in counted) if counts else ()
-                for number, counts in enumerate(reported)
+                tuple(times[at] for times in repeats[_WARM_UPS:]) if counts else ()
+                for at, counts in enumerate(reported)
             )
 
         return {"sequential": timed(alone), "concurrent": timed(together)}

@@ -16,6 +16,7 @@ import msgspec
 
 from tccl_py.experiments.jobs import Launcher, Outcome
 from tccl_py.experiments.spec import JobSpec, Row
+from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import ratio_interval, sign_flip_p
 
@@ -123,19 +124,16 @@ def table_of(
     return {
         name: {
             row: Timed(
-                collective=row.collective,
-                dtype=row.dtype,
-                bytes=row.bytes,
+                **picked(row, "collective", "dtype", "bytes", "mode"),
                 groups=tuple(tuple(gpus[rank] for rank in group) for group in row.groups),
-                mode=row.mode,
-                seconds=seconds,
-                gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),
-                compared=compared[name][row],
-                verdict=compared[name][row].verdict,
+                seconds=times[name][row],
+                gbps=row.bus_gbps(launcher.world, statistics.median(times[name][row])),
+                compared=ratio,
+                verdict=ratio.verdict,
             )
-            for row, seconds in rows.items()
+            for row, ratio in rows.items()
         }
-        for name, rows in times.items()
+        for name, rows in compared.items()
     }
 
 
