@@ -146,7 +146,7 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
     fits = len(path.chains) == plan.ring_count
     require(fits, where, what, "every ring has a chain in each")
     machine, gpus = plan.cluster.classes[path.node_class].machine, plan.class_gpus[path.node_class]
-    nics = usable_nics(machine, plan.settings) if plan.is_cluster else ()
+    nics = usable_nics(machine, plan.settings)
     for ring, chain in enumerate(path.chains):
         place, sources = f"{where}, chain {ring}", [hop.source for hop in chain.hops]
         what, right = f"visits GPUs {_few(chain.gpus)}", f"those of its class are {_few(gpus)}"
@@ -219,7 +219,7 @@ def _check_hosts(plan: Plan, where: str) -> None:
 
 def _check_orders(plan: Plan, where: str) -> None:
     """Check the rings of smaller communicators, and of the choices without a graph file."""
-    everyone = range(plan.cluster.ranks) if plan.is_cluster else plan.gpus
+    everyone = sorted(plan.orders[0])
     for choice in (plan.stock, plan.variables):
         _check_rings(choice.rings, everyone, where)
     for subset in plan.subsets:

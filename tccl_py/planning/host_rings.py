@@ -21,7 +21,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.tables import HostTable, KeptChains, NicPairs
-from tccl_py.planning.assembly import JoinedRings
+from tccl_py.planning.study import JoinedRings
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""

@@ -25,9 +25,9 @@ from tccl_py.plan.chains import (
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import HostTable, OwnChains
-from tccl_py.planning.assembly import JoinedRings, assembled
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.study import JoinedRings, assembled
 
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""

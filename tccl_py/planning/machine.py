@@ -36,7 +36,6 @@ from tccl_py.plan.chains import (
     sender_nodes,
 )
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.assembly import JoinedRings, assembled
 from tccl_py.planning.choices import (
     Rated,
     SettingsSearch,
@@ -46,7 +45,16 @@ from tccl_py.planning.choices import (
     rated_choices,
 )
 from tccl_py.planning.request import MOST_SETS, PlanRequest
-from tccl_py.planning.study import Choice, OwnRings, Stock, Task, measured_well, search_under
+from tccl_py.planning.study import (
+    Choice,
+    JoinedRings,
+    OwnRings,
+    Stock,
+    Task,
+    assembled,
+    measured_well,
+    search_under,
+)
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.sources.bench import bench_for
 

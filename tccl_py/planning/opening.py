@@ -1,4 +1,4 @@
-"""What `tccl plan` plans for: this machine, a model, the hosts of an MPI job, or further hosts."""
+"""What a request names, opened: a source, and the search by it."""
 
 from __future__ import annotations
 
@@ -144,3 +144,6 @@ def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
     if counts[0] < 1 or counts[-1] > _MAX_RINGS:
         raise InputError(where, "is out of range", f"1 to {_MAX_RINGS} rings")
     return counts
+
+
+# A directory that takes a plan and its journal.
