@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge
-from tccl_py.nccl.settings import Settings, environment, settings_from_environment
-from tccl_py.nccl.transport import candidates, expressible, final_channels, hop_space
+from tccl_py.nccl.settings import Settings, check_settings, environment, settings_from_environment
+from tccl_py.nccl.transport import (
+    SEARCHED,
+    candidates,
+    expressible,
+    final_channels,
+    hop_space,
+    values_of,
+)
 from tccl_py.nccl.variables import given_variables, notices, similar_name, unfollowed
 from tccl_py.nccl.versions import asked_version, known_versions, version_facts
 from tccl_py.nccl.view import view
@@ -240,21 +247,22 @@ def test_channels_are_doubled_then_clipped_or_filled(channels, options, final):
 
 def test_candidates_differ_in_the_hops_they_give():
     h200 = machine("h200x4-vm.xml")
-    found = candidates(h200, Knowledge(), "2.30", channels=(4,), buffsizes=(4 << 20,))
+    found = candidates(h200, Knowledge(), "2.30", channels=4)
     spaces = [str(list(hop_space(view(h200, Knowledge(), settings)))) for settings in found]
     assert len(set(spaces)) == len(spaces) == 4  # write, copy engine, read, bounce
 
 
 def test_candidates_contain_the_choice_that_gained_most_on_four_h200():
-    found = candidates(machine("h200x4-vm.xml"), Knowledge(), "2.28")
-    assert Settings(version="2.28", p2p_level="LOC", channels=8, buffsize=512 * 1024) in found
+    found = candidates(machine("h200x4-vm.xml"), Knowledge(), "2.28", channels=8)
+    assert Settings(version="2.28", p2p_level="LOC", channels=8) in found
+    assert 512 * 1024 in values_of("buffsize", "rings") and 8 in values_of("channels", "rings")
 
 
-def test_fifo_sizes_vary_only_where_something_bounces():
-    h200 = machine("h200x4-vm.xml")
-    for settings in candidates(h200, Knowledge(), "2.30"):
-        if settings.p2p_level is None:
-            assert settings.buffsize == Settings().buffsize
+@pytest.mark.parametrize("row", SEARCHED)
+def test_every_searched_value_is_one_of_its_setting(row):
+    for changes in row.changes:
+        for setting, value in changes.items():
+            check_settings(msgspec.convert({setting: value, "version": "2.28"}, Settings))
 
 
 def test_levels_that_make_no_difference_are_not_tried_twice():

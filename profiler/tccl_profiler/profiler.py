@@ -28,6 +28,7 @@ from tccl_profiler.precision import (
 )
 from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
+from tccl_profiler.retries import RETRIES
 from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, Measurement
 from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets, transfer_set
@@ -161,23 +162,22 @@ class Profiler:
         )
 
     def _retried(self, transfers: TransferSet, measured: Callable[[TransferSet], _Found]) -> _Found:
-        """Measure a set; if a worker is lost, once more with new workers."""
-        try:
-            return measured(transfers)
-        except WorkerLost as error:
-            lost = str(error)
-            if self._now() >= self.deadline:
-                raise BudgetSpentError(lost) from error
-        self.note(f"{lost}; all workers were started anew and {transfers} measured again")
-        try:
-            self._forget_clocks()
-            self._pool.restart()
-            return measured(transfers)
-        except WorkerLost as again:
-            self._forget_clocks()
-            raise MeasurementError(
-                f"{transfers}: {lost}; then, with all workers started anew, {again}"
-            ) from again
+        """Measure a set; if a worker is lost, again with new workers."""
+        lost: list[str] = []
+        while True:
+            try:
+                if lost:
+                    self._pool.restart()
+                return measured(transfers)
+            except WorkerLost as error:
+                lost.append(str(error))
+                if self._now() >= self.deadline and len(lost) == 1:
+                    raise BudgetSpentError(lost[0]) from error
+                self._forget_clocks()
+                if len(lost) == RETRIES.lost_worker:
+                    text = "; then, with all workers started anew, ".join(lost)
+                    raise MeasurementError(f"{transfers}: {text}") from error
+            self.note(f"{lost[-1]}; all workers were started anew and {transfers} measured again")
 
     def _check(self, program: Program) -> None:
         """Compare arriving data with what was sent, for flows that were not checked yet."""

@@ -32,7 +32,7 @@ from tccl_py.experiments.spec import (
     Row,
     Variant,
 )
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Protocol
+from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOL_BYTES, PROTOCOLS
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
 BATCH_S = 0.003
@@ -46,8 +46,6 @@ _TABLE, _NO_TABLE = -1, -2
 """What the tuner is told for no choice: its table, if any, or NCCL's own choice."""
 FINALISTS = 4
 _STAGE_ROUNDS = 2
-_LONGEST_LL, _SHORTEST_SIMPLE = 16 * MIB, 8 * KIB
-"""LL moves twice the bytes; Simple waits for memory fences in each step."""
 _LEAST_SHARE, _MOST_SHARE = 2 * KIB, 2 * MIB
 """Bytes for each channel, from which the numbers of channels follow that are worth a try."""
 
@@ -196,9 +194,8 @@ def all_choices(row: Row, channels: int) -> tuple[Choice, ...]:
     least = min(row.bytes // _MOST_SHARE, channels // 4)
     most = max(1, row.bytes // _LEAST_SHARE)
     counts = [n for n in sorted({*powers, channels}) if least <= n <= most] if channels else [0]
-    protocols: list[Protocol] = ["ll"] if row.bytes <= _LONGEST_LL else []
-    protocols += ["ll128"]
-    protocols += ["simple"] if row.bytes >= _SHORTEST_SIMPLE else []
+    ranges = PROTOCOL_BYTES.items()
+    protocols = [protocol for protocol, (low, high) in ranges if low <= row.bytes <= high]
     return tuple(
         Choice(algorithm=algorithm, protocol=protocol, channels=count)
         for algorithm in COLLECTIVES[row.collective].algorithms

@@ -17,9 +17,8 @@ from tccl_py.experiments.jobs import THIS_HOST, Arm
 from tccl_py.experiments.record import Verification, sizes_text
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
-from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, job_environment, pinned_level
-from tccl_py.nccl.transport import candidates, pair_mechanism
+from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import nccl_files, write_plan
@@ -31,11 +30,6 @@ from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
 from tccl_py.planning.choices import own_rings
 from tccl_py.planning.plan_sources import planned_models
-
-HOST_CHANNELS = (8, 16, 4, 32)
-CLUSTER_CHANNELS, SOCKET_CHANNELS = (8, 4, 16, 2, 32, 1), (2, 4, 8, 1, 16)
-"""Most promising first, should the time be up. Between hosts, where all channels wait for the
-network, few channels may do: with sockets one thread serves all channels of a GPU."""
 
 Choices = Mapping[ChoiceName, Settings]
 Rates = Mapping[ChoiceName, float]
@@ -107,9 +101,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {"variables": self.plan.variables.settings, "graph": self.plan.settings}
 
     @property
-    def over_sockets(self) -> bool:
-        """Return whether hosts talk over sockets."""
-        return bool(self.hosts and self.plan.settings.socket_ifname)
+    def network(self) -> str:
+        """Return the network of the rows of searched settings: "" of a single host."""
+        by_sockets = self.plan.settings.socket_ifname
+        return "" if not self.hosts else "sockets" if by_sockets else "RDMA"
 
     def channels(self, name: ChoiceName) -> Sequence[int]:
         """Return channel counts of a graph file worth trying, most promising first.
@@ -118,9 +113,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         subsets = [len(subset.rings) for subset in self.plan.subsets if subset.rings]
         unit = math.lcm(self.plan.ring_count, *subsets) if name == "graph" else 1
-        counts: Sequence[int] = CLUSTER_CHANNELS if self.hosts else HOST_CHANNELS
-        if self.over_sockets:
-            counts = SOCKET_CHANNELS
+        counts = values_of("channels", "jobs", SIZE_STAGE, network=self.network)
         return tuple(count for count in counts if count % unit == 0)
 
     def kinds(self, name: ChoiceName, settings: Settings) -> set[str]:
@@ -150,8 +143,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plan.knowledge,
             settings.version,
             gpus=plan.gpus,
-            channels=(1,),
-            buffsizes=(DEFAULT_FIFO_BYTES,),
             p2p_level=pinned_level(plan.pinned_env),
         )
         levels = dict.fromkeys(candidate.p2p_level for candidate in settings_found)

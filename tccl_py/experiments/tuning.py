@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 
 from msgspec.structs import replace
 
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.experiments.record import SLOW_TRANSFERS, Tried, Verification, sizes_text
 from tccl_py.experiments.rounds import RunBudget
@@ -24,8 +26,8 @@ from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
 from tccl_py.experiments.table import SMALLEST_EFFECT, row_seconds
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target
-from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.settings import Settings, check_settings, environment_text
+from tccl_py.nccl.transport import LAST_STAGE, PATH_STAGE, SIZE_STAGE, searched_in, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.chains import CHOICES, ChoiceName
 
@@ -42,14 +44,6 @@ _AS_FAST, _KINDER = 0.98, 1.02
 _LEAST = 0.9
 """Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
 a candidate has one job."""
-
-BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 << 10)
-MORE_BUFFSIZES = (256 << 10, 1 << 20, 128 << 10)
-"""Tried with the best number of channels only, as each job takes seconds."""
-SOCKETS = ((2, 2), (4, 2), (4, 4))
-"""Helper threads of a connection, and sockets of each: else one thread of a GPU serves all sockets
-of a job. On two H200 over the loopback interface (2, 2) made 10 GB/s of 4, and (4, 2) with four
-channels 17 (NCCL 2.28.9)."""
 
 Candidate = tuple[ChoiceName, Settings]
 Stage = Callable[[Settings], Iterator[Settings]]
@@ -277,11 +271,9 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
 
     Where the plugin places bounce buffers, its index holds for the planned settings alone.
     """
+    if target.choices[name].shm_placement:
+        return ()
     facts = version_facts(target.choices[name].version)
-
-    def sockets(base: Settings) -> Iterator[Settings]:
-        for threads, per_thread in SOCKETS if target.over_sockets else ():
-            yield _valid(base, socket_threads=threads, sockets_per_thread=per_thread)
 
     def channels_and_sizes(base: Settings) -> Iterator[Settings]:
         for count in target.channels(name):
@@ -290,33 +282,24 @@ def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:
             if name == "variables":
                 changes = {"min_channels": 2 * count if count > base.channels else None}
             if count <= facts.max_channels:
-                for size in BUFFSIZES:
-                    yield _valid(base, **changes, buffsize=size)
+                for size in values_of("buffsize", "jobs", SIZE_STAGE):
+                    yield _changed(base, **changes, buffsize=size)
 
-    def more_sizes(base: Settings) -> Iterator[Settings]:
-        for size in MORE_BUFFSIZES:
-            yield _valid(base, buffsize=size)
-
-    def algorithm_and_paths(base: Settings) -> Iterator[Settings]:
-        yield _valid(base, algo=None if base.algo else "Ring")
-        yield from map(check_settings, target.other_paths(name, base))
-
-    def mechanisms(base: Settings) -> Iterator[Settings]:
+    def others(stage: int, base: Settings) -> Iterator[Settings]:
         kinds = target.kinds(name, base)
-        if "bounce" in kinds:
-            owner = "sender" if base.shm_locality == "receiver" else "receiver"
-            yield _valid(base, shm_locality=owner)
-        if kinds & {"read", "write"}:
-            yield _valid(base, p2p_read="read" not in kinds)
-        if "bounce" in kinds and facts.shm_copy_engine:
-            yield _valid(base, shm_copy_engine="both")
-        if kinds & {"read", "write"}:
-            yield _valid(base, p2p_copy_engine=True)
+        for row in searched_in("jobs", stage, network=target.network):
+            for changes in row.changes if row.fits(kinds) else ():
+                with suppress(InputError):  # This version has no such setting.
+                    if (changed := _changed(base, **changes)) != base:
+                        yield changed
+        if stage == PATH_STAGE:
+            yield from map(check_settings, target.other_paths(name, base))
 
-    if target.choices[name].shm_placement:
-        return ()
-    return sockets, channels_and_sizes, more_sizes, algorithm_and_paths, mechanisms
+    return tuple(
+        channels_and_sizes if stage == SIZE_STAGE else partial(others, stage)
+        for stage in range(1, LAST_STAGE + 1)
+    )
 
 
-def _valid(base: Settings, **changes: object) -> Settings:
+def _changed(base: Settings, **changes: object) -> Settings:
     return check_settings(replace(base, **changes))

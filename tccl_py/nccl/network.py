@@ -33,8 +33,8 @@ from tccl_py.nccl.graph_writer import GraphRings
 from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.transport import blocks_of_ring, hop_space
-from tccl_py.nccl.versions import TYPES, Level, version_facts
+from tccl_py.nccl.transport import blocks_of_ring, combinations, hop_space
+from tccl_py.nccl.versions import TYPES, version_facts
 from tccl_py.nccl.view import NcclView, net_devices, net_ends, net_path, view
 
 # Chains: a node with the network has one more vertex, the world, and a chain is a ring through it.
@@ -135,9 +135,6 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     return symmetry if keep.all() else keeping(symmetry, keep)
 
 
-_GDR_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "LOC")
-
-
 def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) -> int | None:
     """Return the NUMA node of the host buffer between a GPU and a NIC; None with GPU direct RDMA.
 
@@ -236,8 +233,8 @@ def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
     Of settings with equal placements the first is returned, which departs least from the defaults.
     """
     distinct: dict[tuple[Flow, ...], Settings] = {}
-    for level, read in product(_GDR_LEVELS, (None, True, False)):
-        changed = msgspec.structs.replace(seen.settings, net_gdr_level=level, net_gdr_read=read)
+    for changes in combinations("NIC buffers"):
+        changed = msgspec.structs.replace(seen.settings, **changes)
         under = view(seen.machine, seen.knowledge, changed, gpus=seen.gpus)
         ends = list(product(seen.gpus, nics))
         flows = [entry_flow(under, nic, gpu, blocks=1) for gpu, nic in ends]

@@ -1,14 +1,14 @@
-"""Transports that NCCL takes for pairs of GPUs, and the hops that settings leave to a search.
+"""Transports that NCCL takes for pairs of GPUs, the hops of settings, and the settings searched.
 
 Source: p2p.cc and shm.cc of NCCL 2.30.7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
-from tccl_py.nccl.settings import CopyEngineSide, Settings, check_settings, environment_text
+from tccl_py.nccl.settings import Settings, check_settings, environment_text
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.versions import ASSUMED, Level, version_facts
 from tccl_py.nccl.view import NcclView, view
@@ -149,16 +149,122 @@ def mechanism_flow(
     return Flow((Transfer(start, sender, host), Transfer(host, receiver, end)), blocks, fifo)
 
 
-# Settings worth searching under: each gives some pair of GPUs another mechanism.
+# Settings that are searched: the values tried, for which choice, by measurement or by jobs.
 
 
-DEFAULT_CHANNELS = (1, 4, 8)
-DEFAULT_BUFFSIZES = (DEFAULT_FIFO_BYTES, 512 * 1024)
-"""FIFO sizes tried where something bounces: NCCL's default, and a size that gained 1.4 on 4x H200.
-"""
-_LEVELS: tuple[Level | None, ...] = (None, "SYS", "PHB", "PXB", "PIX", "NVL", "LOC")
-_ENGINES: tuple[CopyEngineSide | None, ...] = (None, "both", "sender", "receiver")
-_SIDES: tuple[Side, ...] = ("receiver", "sender")
+Search = Literal["mechanisms", "NIC buffers", "rings", "jobs"]
+"""By measurement: mechanisms of pairs of GPUs, NIC buffers, and then what suits a ring set."""
+
+
+def _always(_: Collection[str]) -> bool:
+    return True
+
+
+def _bounces(kinds: Collection[str]) -> bool:
+    return "bounce" in kinds
+
+
+def _reads(kinds: Collection[str]) -> bool:
+    return "read" in kinds
+
+
+def _writes(kinds: Collection[str]) -> bool:
+    return "write" in kinds and "read" not in kinds
+
+
+def _direct(kinds: Collection[str]) -> bool:
+    return _reads(kinds) or _writes(kinds)
+
+
+class Searched(msgspec.Struct, frozen=True):
+    """The values of a setting (of several: tuples) that a search tries, the first ones first.
+
+    Jobs try the rows of a `stage` with the best of the stage before. `networks` are those of the
+    plans that a row is for: "" of a single host, "sockets" or "RDMA". `fits` says of the mechanisms
+    in a plan's rings whether the setting matters.
+    """
+
+    search: Search
+    setting: str
+    values: Sequence[Any]
+    stage: int = 0
+    networks: Collection[str] = ("", "sockets", "RDMA")
+    fits: Callable[[Collection[str]], bool] = _always
+
+    @property
+    def changes(self) -> Iterator[dict[str, Any]]:
+        """Yield each value as a change of settings."""
+        names = self.setting.split()
+        for value in self.values:
+            yield dict(zip(names, value if len(names) > 1 else [value], strict=True))
+
+
+SIZE_STAGE, PATH_STAGE, LAST_STAGE = 2, 4, 5
+"""The stage of channels with FIFO sizes, and the one that also has other paths."""
+SEARCHED = (
+    # Combinations are tried that give some pair another mechanism, or some NIC another buffer.
+    Searched("mechanisms", "p2p_level", (None, "SYS", "PHB", "PXB", "PIX", "NVL", "LOC")),
+    Searched("mechanisms", "p2p_read", (None, True, False)),
+    Searched("mechanisms", "p2p_copy_engine", (False, True)),
+    Searched("mechanisms", "shm_locality", ("receiver", "sender")),
+    Searched("mechanisms", "shm_copy_engine", (None, "both", "sender", "receiver")),
+    Searched("mechanisms", "net_disable_intra", (False, True)),
+    Searched("NIC buffers", "net_gdr_level", (None, "SYS", "PHB", "PXB", "PIX", "LOC")),
+    Searched("NIC buffers", "net_gdr_read", (None, True, False)),
+    # Of the best rings, graph files try `channels`, and variables NCCL's own number and its doubles
+    # up to the last of `min_channels`. FIFO sizes are tried where something bounces.
+    Searched("rings", "channels", (1, 2, 4, 8, 16)),
+    Searched("rings", "min_channels", (1, 2, 4, 8, 16, 32)),
+    Searched("rings", "buffsize", [DEFAULT_FIFO_BYTES >> shift for shift in range(6)]),
+    # Else one thread of a GPU serves all sockets of a job. On two H200 over the loopback interface
+    # (2, 2) made 10 GB/s of 4, and (4, 2) with four channels 17 (NCCL 2.28.9).
+    Searched(
+        "jobs",
+        "socket_threads sockets_per_thread",
+        ((2, 2), (4, 2), (4, 4)),
+        stage=1,
+        networks=["sockets"],
+    ),
+    # Most promising first, should the time be up. Between hosts, where all channels wait for the
+    # network, few may do: with sockets one thread serves all channels of a GPU.
+    Searched("jobs", "channels", (8, 16, 4, 32), stage=SIZE_STAGE, networks=[""]),
+    Searched("jobs", "channels", (8, 4, 16, 2, 32, 1), stage=SIZE_STAGE, networks=["RDMA"]),
+    Searched("jobs", "channels", (2, 4, 8, 1, 16), stage=SIZE_STAGE, networks=["sockets"]),
+    Searched("jobs", "buffsize", (DEFAULT_FIFO_BYTES, 512 << 10), stage=SIZE_STAGE),
+    # Tried with the best number of channels only, as each job takes seconds.
+    Searched("jobs", "buffsize", (256 << 10, 1 << 20, 128 << 10), stage=3),
+    Searched("jobs", "algo", (None, "Ring"), stage=PATH_STAGE),
+    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_bounces),
+    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_writes),
+    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_reads),
+    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_bounces),
+    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_direct),
+)
+
+
+def searched_in(search: Search, stage: int = 0, *, network: str = "") -> list[Searched]:
+    """Return the rows of a search, or of a stage of it, for plans with such a network."""
+    rows = [row for row in SEARCHED if (row.search, row.stage) == (search, stage)]
+    return [row for row in rows if network in row.networks]
+
+
+def values_of(
+    setting: str, search: Search, stage: int = 0, *, network: str = ""
+) -> tuple[Any, ...]:
+    """Return the values of a setting in a search.
+
+    >>> values_of("channels", "jobs", SIZE_STAGE, network="sockets")
+    (2, 4, 8, 1, 16)
+    """
+    rows = searched_in(search, stage, network=network)
+    return tuple(value for row in rows if row.setting == setting for value in row.values)
+
+
+def combinations(search: Search, **only: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of a search's values, defaults first; `only` has other values."""
+    rows = searched_in(search)
+    for values in product(*(only.get(row.setting, row.values) for row in rows)):
+        yield dict(zip((row.setting for row in rows), values, strict=True))
 
 
 def expressible(version: str = ASSUMED, *, p2p_level: Level | None = None) -> tuple[Settings, ...]:
@@ -166,12 +272,10 @@ def expressible(version: str = ASSUMED, *, p2p_level: Level | None = None) -> tu
 
     Channels and FIFO size are NCCL's defaults; `p2p_level` fixes the level (None: any).
     """
-    facts = version_facts(version)
-    engines = _ENGINES if facts.shm_copy_engine else (None,)
-    levels = _LEVELS if p2p_level is None else (p2p_level,)
-    fields = "p2p_level p2p_read p2p_copy_engine shm_locality shm_copy_engine net_disable_intra"
-    choices = product(levels, (None, True, False), (False, True), _SIDES, engines, (False, True))
-    switches = (dict(zip(fields.split(), choice, strict=True)) for choice in choices)
+    only: dict[str, Sequence[object]] = {} if p2p_level is None else {"p2p_level": [p2p_level]}
+    if not version_facts(version).shm_copy_engine:
+        only["shm_copy_engine"] = [None]
+    switches = combinations("mechanisms", **only)
     return tuple(msgspec.convert({"version": version, **chosen}, Settings) for chosen in switches)
 
 
@@ -181,16 +285,15 @@ def candidates(
     version: str = ASSUMED,
     *,
     gpus: Sequence[int] | None = None,
-    channels: Sequence[int] = DEFAULT_CHANNELS,
-    buffsizes: Sequence[int] = DEFAULT_BUFFSIZES,
+    channels: int = 1,
     p2p_level: Level | None = None,
 ) -> tuple[Settings, ...]:
-    """Return settings under which the pairs' mechanisms differ, for every number of channels.
+    """Return settings under which the pairs' mechanisms differ, with this number of channels.
 
-    Of settings with equal outcome the first is returned, which departs least from NCCL's defaults;
-    FIFO sizes vary only where a pair bounces. `p2p_level` fixes the level (None: any).
+    Of settings with equal outcome the first is returned, which departs least from NCCL's defaults.
+    `p2p_level` fixes the level (None: any).
     """
-    distinct: dict[tuple[object, ...], tuple[Settings, bool]] = {}
+    distinct: dict[tuple[object, ...], Settings] = {}
     views: dict[tuple[Level | None, bool], NcclView] = {}
     for settings in expressible(version, p2p_level=p2p_level):
         # No other switch changes the paths, and defaults come first.
@@ -199,13 +302,8 @@ def candidates(
             views[key] = view(machine, knowledge, settings, gpus=gpus)
         topo = replace(views[key], settings=settings)
         outcome = tuple(_outcome(topo, pair) for pair in permutations(topo.gpus, 2))
-        bounces = any(kind == "bounce" for kind, _, _ in outcome)
-        distinct.setdefault(outcome, (settings, bounces))
-    return tuple(
-        check_settings(msgspec.structs.replace(settings, channels=count, buffsize=size))
-        for settings, bounces in distinct.values()
-        for count, size in product(channels, buffsizes if bounces else buffsizes[:1])
-    )
+        distinct.setdefault(outcome, msgspec.structs.replace(settings, channels=channels))
+    return tuple(map(check_settings, distinct.values()))
 
 
 def _outcome(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import comb
+from math import comb, inf
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -28,6 +28,13 @@ COLLECTIVES: tuple[TunedCollective, ...] = get_args(TunedCollective)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 """In the order of NCCL's cost tables."""
+PROTOCOL_BYTES: dict[Protocol, tuple[float, float]] = {
+    "ll": (0, 16 << 20),
+    "ll128": (0, inf),
+    "simple": (8 << 10, inf),
+}
+"""The messages for which each is worth a try: LL moves twice the bytes, and Simple waits for memory
+fences in each step."""
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Channels = Annotated[int, Meta(ge=0, le=64)]
 

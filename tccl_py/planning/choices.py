@@ -10,10 +10,9 @@ import msgspec
 
 from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.model.transfer import DEFAULT_FIFO_BYTES
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings, environment
-from tccl_py.nccl.transport import candidates
+from tccl_py.nccl.transport import candidates, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, PlanChoice, condensed, preferred
@@ -33,11 +32,10 @@ from tccl_py.planning.study import (
 
 BASE_CHANNELS = 8
 """Channels under which mechanisms are compared first; the number is settled afterwards."""
-CHANNELS = (1, 2, 4, 8, 16)
+CHANNELS: Sequence[int] = values_of("channels", "rings")
 SLOW_NETWORK_MBPS, SLOW_NETWORK_CHANNELS = 50_000, 2
 """Below this speed of all NICs together no more channels are tried."""
-BUFFSIZES = tuple(DEFAULT_FIFO_BYTES >> shift for shift in range(6))
-"""4 MiB, NCCL's default, down to 128 KiB."""
+BUFFSIZES: Sequence[int] = values_of("buffsize", "rings")
 MIN_SETS = 40
 """Sets that the search under any one choice may measure at least."""
 WORTH = AS_GOOD
@@ -128,8 +126,7 @@ def mechanisms(task: Task) -> tuple[Settings, ...]:
         task.knowledge,
         task.version,
         gpus=task.gpus,
-        channels=(max(one for one in _channel_counts(task) if one <= BASE_CHANNELS),),
-        buffsizes=(DEFAULT_FIFO_BYTES,),
+        channels=max(count for count in _channel_counts(task) if count <= BASE_CHANNELS),
         p2p_level=task.p2p_level,
     )
     # NCCL's copies by copy engine go through its proxy threads, slot by slot. Neither a model nor
@@ -206,7 +203,7 @@ def _tuned(task: Task, choice: Choice) -> Choice:
 # NCCL without a graph file: by default, and with the best environment variables.
 
 
-MOST_CHANNELS = 32
+MOST_CHANNELS = max(values_of("min_channels", "rings"))
 """Final channels that variables ask for at most."""
 COMPARED_CHANNELS = 16
 """Final channels with which mechanisms are compared, if NCCL picks no more by itself."""

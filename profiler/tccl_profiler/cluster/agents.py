@@ -34,6 +34,7 @@ from tccl_profiler.messages import (
 from tccl_profiler.nccl_links import process_variables
 from tccl_profiler.program import Link, Program, host_of
 from tccl_profiler.rates import ClockReading, offset_from_pings
+from tccl_profiler.retries import RETRIES
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
@@ -53,7 +54,6 @@ _LITTLE_NS = 300_000
 _FURTHEST_NS = 100_000_000
 _LATE_SHARE = 0.02
 """A release that came later than this share of a window is void: the run is repeated."""
-_ATTEMPTS = 3
 
 
 class HostTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,22 +265,21 @@ class ClusterPool:
 
     def run(self, program: Program, spec: RunSpec) -> list[RunResult]:
         """Run a program's repeats, each released on all hosts at the same time."""
-        broken = ""
-        for attempt in range(1, _ATTEMPTS + 1):
+        broken: list[str] = []
+        for attempt in range(1, RETRIES.late_release + 1):
             try:
                 self._connect(program)
                 with realtime():
                     results, late = self._attempt(program, spec)
             except LinkLost as error:
-                # It is made again; a second failure is no accident.
-                if broken:
-                    raise WorkerLost(f"{broken}; then, made again, {error}") from error
-                broken = str(error)
+                broken.append(str(error))
+                if len(broken) == RETRIES.broken_link:
+                    raise WorkerLost("; then, made again, ".join(broken)) from error
                 continue
             # On a machine that is too busy, the overlap decides which repeats count.
-            if not late or attempt == _ATTEMPTS:
+            if not late or attempt == RETRIES.late_release:
                 return results
-        raise WorkerLost(broken)
+        raise WorkerLost("; then, made again, ".join(broken))
 
     # Links
 
