@@ -160,20 +160,20 @@ def _always(_: Collection[str]) -> bool:
     return True
 
 
-def _bounces(kinds: Collection[str]) -> bool:
+def _any_bounce(kinds: Collection[str]) -> bool:
     return "bounce" in kinds
 
 
-def _reads(kinds: Collection[str]) -> bool:
+def _any_read(kinds: Collection[str]) -> bool:
     return "read" in kinds
 
 
-def _writes(kinds: Collection[str]) -> bool:
+def _only_writes(kinds: Collection[str]) -> bool:
     return "write" in kinds and "read" not in kinds
 
 
-def _direct(kinds: Collection[str]) -> bool:
-    return _reads(kinds) or _writes(kinds)
+def _any_direct(kinds: Collection[str]) -> bool:
+    return _any_read(kinds) or _only_writes(kinds)
 
 
 class Searched(msgspec.Struct, frozen=True):
@@ -234,11 +234,11 @@ SEARCHED = (
     # Tried with the best number of channels only, as each job takes seconds.
     Searched("jobs", "buffsize", (256 << 10, 1 << 20, 128 << 10), stage=3),
     Searched("jobs", "algo", (None, "Ring"), stage=PATH_STAGE),
-    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_bounces),
-    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_writes),
-    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_reads),
-    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_bounces),
-    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_direct),
+    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_any_bounce),
+    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_only_writes),
+    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_any_read),
+    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_any_bounce),
+    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_any_direct),
 )
 
 
