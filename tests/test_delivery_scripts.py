@@ -165,6 +165,8 @@ def test_what_is_for_other_exports_is_refused(measured, tmp_path):
     assert "--no-plugin: is for scripts" in tccl(*words, "--no-plugin").stderr
     lua = tccl(*words, "--runtime", "module", "--force", "-o", tmp_path / "1.lua")
     assert (lua.exit_code, "is for Lua" in lua.stderr) == (2, True)
+    lost = tccl(*words, "--runtime", "module", "--force", "-o", tmp_path / "none" / "1.0")
+    assert (lost.exit_code, lost.stderr.startswith("tccl: ")) == (2, True), lost.stderr
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     file = tmp_path / "open" / "prolog.sh"

@@ -117,14 +117,14 @@ def _export_script(directory: Path, output: Path | None, form: Form, request: Jo
     from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
 
     _check_new(output)
-    if output is not None:
-        check_trusted(output.absolute().parent)
-        if form == "module" and output.suffix == ".lua":
-            right = "name a Tcl module, which Lmod reads as well"
-            raise InputError(str(output), "is for Lua", right)
+    if output is not None and output.parent.is_dir():
+        check_trusted(output.parent.resolve())
+    if output is not None and form == "module" and output.suffix == ".lua":
+        right = "name a Tcl module, which Lmod reads as well"
+        raise InputError(str(output), "is for Lua", right)
     plan, delivery = accept(directory, request, say=notice)
     write_result(script(form, plan, directory, delivery, equal_hosts=request.equal_hosts), output)
-    if output is not None and form == "slurm-prolog":
+    if output is not None and output.is_file() and form == "slurm-prolog":
         output.chmod(0o755)
 
 
