@@ -14,7 +14,6 @@ import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
-from tccl_py.nccl.network import node_rings
 from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import (
     IndexedSet,
@@ -102,6 +101,8 @@ def node_graph_text(
 
     Raises InputError: orders or NICs that NCCL would not take, or not as they are meant.
     """
+    from tccl_py.nccl.network import node_rings  # noqa: PLC0415 (loads numpy)
+
     rings = node_rings(seen, orders, ends, speed_gbps=rate_gbps / len(orders))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it:"
     return noted_graph(rings, note, version=seen.settings.version)
