@@ -1,7 +1,7 @@
 """Comparison of search strategies for `scripts/benchmark-search`, all rates simulated.
 
 Strategies search the same hops: NCCL 2.30 with NCCL_P2P_LEVEL=SYS and 8 ring channels. The row
-`stock` is default NCCL, the row `plan` the result of `tccl plan` over all settings. All strategies
+`default` is default NCCL, the row `plan` the result of `tccl plan` over all settings. All of them
 but `tccl` and `brute-force` first try NCCL's own order and the ascending order.
 """
 
@@ -21,7 +21,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
-from tccl_py.planning.choices import own_choices
+from tccl_py.planning.choices import rated_choices
 from tccl_py.planning.machine import FEW_RING_COUNTS, RING_COUNTS
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET
@@ -98,22 +98,22 @@ class MachineRuns:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of this machine as they are ready."""
-        stock = self._stock()
-        mark = "assumed" if stock.measurement.assumed else "simulated"
-        rings, rate = f"{len(stock.rings.rings)}", stock.rate_gbps
-        yield self._row(strategy="stock", rings=rings, rate=rate, sets=1, note=mark)
+        default = self._default()
+        mark = "assumed" if default.measurement.assumed else "simulated"
+        rings, rate = f"{len(default.rings.rings)}", default.rate_gbps
+        yield self._row(strategy="default", rings=rings, rate=rate, sets=1, note=mark)
         yield self._plan()
         for counts in ((1,), self.counts):
-            yield self._search("best-first", counts, stock, SEARCH)
-        yield self._tccl(stock)
+            yield self._search("best-first", counts, default, SEARCH)
+        yield self._tccl(default)
         for counts in ((1,), self.counts):
-            yield self._search("brute-force", counts, stock, Budget())
-        yield self._search("nccl-order", self.counts, stock, Budget())
+            yield self._search("brute-force", counts, default, Budget())
+        yield self._search("nccl-order", self.counts, default, Budget())
 
     def _row(self, **facts: object) -> Row:
         return msgspec.convert({"machine": self.name, "gpus": len(self.gpus), **facts}, Row)
 
-    def _stock(self) -> Stock:
+    def _default(self) -> Stock:
         task = Task(
             machine=self.model.machine,
             knowledge=self.model.knowledge,
@@ -124,7 +124,7 @@ class MachineRuns:
             strategy="best-first",
             budget=DEFAULT_BUDGET,
         )
-        return own_choices(task).rated[-1]
+        return rated_choices(task).by_default
 
     def _plan(self) -> Row:
         source = Bench(Simulator(self.model))
@@ -139,19 +139,19 @@ class MachineRuns:
             sets=plan.sets_measured,
             seconds=time.monotonic() - began,
             cpu_seconds=time.process_time() - cpu,
-            note=f"{plan.rate_gbps / plan.stock.rate_gbps:.2f} x stock"
+            note=f"{plan.rate_gbps / plan.stock.rate_gbps:.2f} x default"
             + (", assumed" if plan.assumed else ""),
         )
 
-    def _tccl(self, stock: Stock) -> Row:
+    def _tccl(self, default: Stock) -> Row:
         # With 16 GPUs `tccl` reaches no ring in a minute: among equally fast prefixes, a priority
         # queue of measured prefixes is nearly a breadth-first search.
         if self.few:
-            return self._search("tccl", (1,), stock, Budget(seconds=self.tccl_seconds))
-        states = count_ring_sets(self._problem((1,), stock, Budget()).spaces[1], 1)
+            return self._search("tccl", (1,), default, Budget(seconds=self.tccl_seconds))
+        states = count_ring_sets(self._problem((1,), default, Budget()).spaces[1], 1)
         return self._row(strategy="tccl", rings="1", note=f"skipped: {states} states")
 
-    def _problem(self, counts: Sequence[int], stock: Stock, budget: Budget) -> SearchProblem:
+    def _problem(self, counts: Sequence[int], default: Stock, budget: Budget) -> SearchProblem:
         machine, knowledge = self.model.machine, self.model.knowledge
         return SearchProblem(
             spaces={
@@ -159,15 +159,15 @@ class MachineRuns:
             },
             source=Simulator(self.model),
             symmetry=automorphisms(machine, knowledge),
-            known=(tuple(ring.gpus for ring in stock.rings.rings),),
+            known=(tuple(ring.gpus for ring in default.rings.rings),),
             cuts=natural_cuts(machine, knowledge, gpus=self.gpus),
             budget=budget,
         )
 
-    def _search(self, strategy: str, counts: Sequence[int], stock: Stock, budget: Budget) -> Row:
+    def _search(self, strategy: str, counts: Sequence[int], default: Stock, budget: Budget) -> Row:
         row = {"strategy": strategy, "rings": _text(counts)}
         began, cpu = time.monotonic(), time.process_time()
-        problem = self._problem(counts, stock, budget)
+        problem = self._problem(counts, default, budget)
         try:
             result = find_rings(problem, strategy=REFERENCES.get(strategy, strategy))
         except SkippedError as error:
@@ -206,12 +206,12 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
     for row in rows:
         by_name.setdefault(row.machine, []).append(row)
     for name, mine in by_name.items():
-        stock, plan = (_pick(mine, strategy) for strategy in ("stock", "plan"))
-        gain = (plan.rate or 0.0) / (stock.rate or 1.0)
+        default, plan = (_pick(mine, strategy) for strategy in ("default", "plan"))
+        gain = (plan.rate or 0.0) / (default.rate or 1.0)
         least = LEAST_GAIN.get(name, 1.0)
         # Rates are sums of floating-point numbers: equal rates may differ in the last digit.
         yield Check(
-            wanted=f"{name}: plan at least {least:.2f} x stock",
+            wanted=f"{name}: plan at least {least:.2f} x default",
             found=f"{gain:.2f} x",
             met=gain >= least - 1e-9,
         )

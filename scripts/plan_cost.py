@@ -37,8 +37,8 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
-from tccl_py.planning import planner
-from tccl_py.planning import study as tasks
+from tccl_py.planning import machine as machine_planner
+from tccl_py.planning import study
 from tccl_py.planning.installed_nccl import MOST_FILES
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET
@@ -50,7 +50,7 @@ MACHINES = ("h200x4-vm", "asus-esc8000a-e13p")
 MOST_SECONDS = {4: 20.0, 8: 60.0}
 """Seconds that a plan of so many GPUs may take."""
 SAMPLES = 9
-PHASES = {"own_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
+PHASES = {"rated_choices": "default NCCL, variables", "subset_rings": "rings of smaller sets"}
 PHASES |= {"_rated": "gains of smaller sets", "_gaining": "gains of smaller sets"}
 PHASES |= {"limit_gbps": "the machine's limit"}
 SEARCH = "search under settings"
@@ -154,10 +154,10 @@ class Ledger:
         """Watch the planner's phases and searches."""
         with ExitStack() as stack:
             for name, phase in PHASES.items():
-                watched = self._watched(getattr(planner, name), phase)
-                stack.enter_context(patch.object(planner, name, watched))
-            searching = self._counted(tasks.find_rings)
-            stack.enter_context(patch.object(tasks, "find_rings", searching))
+                watched = self._watched(getattr(machine_planner, name), phase)
+                stack.enter_context(patch.object(machine_planner, name, watched))
+            searching = self._counted(study.find_rings)
+            stack.enter_context(patch.object(study, "find_rings", searching))
             yield
             self.close()
 

@@ -103,8 +103,8 @@ def observed(machine: str, kind: str, pairs: list[tuple[Flow, float]]) -> Observ
 _RING_CHANNELS = re.compile(r"(\d+)(?: equal)? ring channels?")
 _MIN_CHANNELS = re.compile(r"MIN_NCHANNELS (\d+)")
 _SIZE = re.compile(r"BUFFSIZE (\d+) ([KM])iB")
-_STOCK_BOUNCED_CHANNELS = 4
-_STOCK_NVLINK_CHANNELS = 24
+_DEFAULT_BOUNCED_CHANNELS = 4
+_DEFAULT_NVLINK_CHANNELS = 24
 """Final channels of default NCCL on that machine: 4 x 4 MiB bounced, 24 over NVLink."""
 
 
@@ -121,14 +121,13 @@ def _ring_kernels(machine: str, data: dict[str, Any]) -> Iterator[Observation]:
             yield _ring_row(machine, texts, row)
     for row in data.get("nccl_nvlink", {}).get("rows", []):
         match = _RING_CHANNELS.search(row["settings"])
-        stock = row["settings"].startswith("stock")
-        if match or stock:
-            blocks = 2 * int(match[1]) if match else _STOCK_NVLINK_CHANNELS
+        if match or row["settings"].startswith("stock"):
+            blocks = 2 * int(match[1]) if match else _DEFAULT_NVLINK_CHANNELS
             texts = [f"G{a}->G{a}->G{b}{{blocks={blocks}}}" for a, b in _ring(gpus)]
             yield _ring_row(machine, texts, row)
     reads = data.get("nccl_2_28_9_all_reduce_busbw_gbps", {}).get("NCCL_P2P_READ_ENABLE=1")
     if reads:
-        texts = [f"G{a}->G{b}->G{b}{{blocks={_STOCK_NVLINK_CHANNELS}}}" for a, b in _ring(gpus)]
+        texts = [f"G{a}->G{b}->G{b}{{blocks={_DEFAULT_NVLINK_CHANNELS}}}" for a, b in _ring(gpus)]
         yield _ring_row(machine, texts, {"busbw": list(reads.values())})
 
 
@@ -147,7 +146,7 @@ def _bounce_options(settings: str) -> tuple[str, str] | None:
     if settings.startswith("copy engine") and size:
         return "D", f"{{fifo={size[1]}{size[2]}}}"
     if settings.startswith("stock"):
-        return "G", f"{{blocks={_STOCK_BOUNCED_CHANNELS}}}"
+        return "G", f"{{blocks={_DEFAULT_BOUNCED_CHANNELS}}}"
     channels = _MIN_CHANNELS.search(settings)
     rings = _RING_CHANNELS.search(settings)
     if not (size and rings):

@@ -48,7 +48,9 @@ from tccl_py.sources.bench import bench_for
 
 MOST_SETS = 200
 MOST_FINDINGS = 4
-_NO_STOCK = "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
+_SAME_AS_DEFAULT = (
+    "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
+)
 _NO_DEFAULT = "default NCCL is not explained: a cluster's plan keeps its rate, not its chains"
 _MECHANISMS = ("direct write", "direct read", "bounce")
 _MOST_FLOWS = 6
@@ -135,7 +137,7 @@ def explain(
         host.prober.allowance.allot(parts=1)
         pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
         rings += explanations
-    notices = (_NO_STOCK,) if len(chosen) == 1 else ()
+    notices = (_SAME_AS_DEFAULT,) if len(chosen) == 1 else ()
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
         simulated=hosts[0].prober.source.simulated,

@@ -98,7 +98,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
     return Advice(
         machine=_machine_words(plan),
         default=_default_words(plan),
-        default_gbps=plan.stock.rate_gbps,
+        default_gbps=plan.choices["default"].rate_gbps,
         recommended=plan.recommended,
         advice=plan.advice,
         environment=environment_text(chosen.settings),
@@ -130,15 +130,15 @@ def _machine_words(plan: Plan) -> str:
 
 def _default_words(plan: Plan) -> str:
     """Return what default NCCL does: rings, transports of their hops, and bandwidth."""
-    stock = plan.stock
-    if not stock.rings:
-        return stock.note or "not known"
-    topo = view(plan.machine, plan.knowledge, stock.settings, gpus=plan.gpus)
-    rings = list(dict.fromkeys(stock.rings))
+    default = plan.choices["default"]
+    if not default.rings:
+        return default.note or "not known"
+    topo = view(plan.machine, plan.knowledge, default.settings, gpus=plan.gpus)
+    rings = list(dict.fromkeys(default.rings))
     hops = {hop for ring in rings for hop in neighbours(ring)}
     kinds = Counter(TRANSPORTS[pair_mechanism(topo, *hop)] for hop in sorted(hops))
     ways = ", ".join(f"{n} {_MECHANISMS.get(kind, 'by P2P')}" for kind, n in kinds.items())
-    rate = "not rated" if stock.rate_gbps is None else f"{stock.rate_gbps:.1f} GB/s"
+    rate = "not rated" if default.rate_gbps is None else f"{default.rate_gbps:.1f} GB/s"
     order = " ".join(map(str, rings[0]))
     more = f" and {len(rings) - 1} more" if len(rings) > 1 else ""
     return f"{rate} ({plan.provenance}): ring {order}{more}, hops {ways}"

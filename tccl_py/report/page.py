@@ -205,9 +205,9 @@ def provenance_lines(contents: Contents) -> Iterator[str]:
     yield f"Rings, hops and bounds: {plan.provenance}, {of}; {cost}; search {plan.strategy}."
     if texts := assumptions(plan):
         yield f"Assumed: {'; '.join(texts)}."
-    assumed = plan.stock.assumed
-    stock = mark(simulated=plan.simulated, assumed=assumed, dry_run=plan.dry_run)
-    yield f"Default NCCL: {stock}. {plan.stock.note}"
+    default = plan.choices["default"]
+    basis = mark(simulated=plan.simulated, assumed=default.assumed, dry_run=plan.dry_run)
+    yield f"Default NCCL: {basis}. {default.note}"
     if contents.verification is not None and contents.verification.achieved:
         yield "Achieved rates: measured with NCCL (verify.json)."
     if contents.journal is not None:
@@ -242,7 +242,7 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
             "" if choice.rate_gbps is not None else "not rated",
             choice.note,
         ]
-        label, kind = CHOICE_WORDS[name], "plan" if recommended else "stock"
+        label, kind = CHOICE_WORDS[name], "plan" if recommended else "default"
         bar = Bar(label=f"{label}, {how}", gbps=choice.rate_gbps, kind=kind)
         bars.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
         if name in achieved:
@@ -261,7 +261,7 @@ def settings_bars(plan: Plan) -> list[Bar]:
         Bar(
             label=settings_words(alternative.settings),
             gbps=alternative.rate_gbps,
-            kind="plan" if alternative.settings == plan.settings else "stock",
+            kind="plan" if alternative.settings == plan.settings else "default",
             note=counted(alternative.rings_in_set, "ring"),
         )
         for alternative in plan.alternatives
