@@ -30,7 +30,7 @@ from tccl_py.model.cluster import Cluster, Host, SwitchTree
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.tables import HostTable, KeptTable
+from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.planning.request import PlanRequest
@@ -130,7 +130,7 @@ def job(nodes: int, classes: int) -> MergeRates:
     pairs = list(zip(node_classes, tables, strict=True))
     began = time.monotonic()
     plan = plan_over(
-        cluster, [HostTable(*pair) for pair in pairs], PlanRequest(strategy=made.strategy)
+        cluster, [ClassRates(*pair) for pair in pairs], PlanRequest(strategy=made.strategy)
     )
     nccl_files(plan, Path("/job"))
     seconds = time.monotonic() - began

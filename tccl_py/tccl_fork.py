@@ -20,7 +20,7 @@ from tccl_py.nccl.transport import blocks_of_ring, hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import PlanChain, SubsetRings
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import HostTable
+from tccl_py.plan.tables import ClassRates
 
 MOST_CHANNELS = 15  # Besides NCCL's own: the fork has 32 less one for both
 MOST_MEMORY, MUCH_MEMORY = 1 << 34, 1 << 30  # Of the fork's table: refused, noted
@@ -61,7 +61,7 @@ class ForkFile(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def fork_file(plan: Plan, tables: Sequence[HostTable] = ()) -> ForkFile:
+def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
     """Return the file with the rings of a machine's plan, or the chains of a cluster's tables.
 
     Raises InputError: hosts of several classes, no chain, or paths that the fork cannot have.
@@ -114,7 +114,7 @@ def plan_channels(plan: Plan) -> int:
     return blocks_of_ring(view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus), 1)
 
 
-def chains_of(tables: Sequence[HostTable]) -> ForkPaths:
+def chains_of(tables: Sequence[ClassRates]) -> ForkPaths:
     """Return the fastest chain over each set of GPUs of a cluster's tables.
 
     NIC, blocks and FIFOs are those with the most sets of GPUs, then the fastest chain over the most

@@ -23,7 +23,7 @@ from tccl_py.nccl.transport import final_channels
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import off_rails
 from tccl_py.plan.tables import KeptTable, OwnChains
-from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
+from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.grow import whole_ring
 from tccl_py.planning.host_rings import RingSearch, rail_tuples
 from tccl_py.planning.planner import make_cluster_plan, make_plan
@@ -73,7 +73,7 @@ def node_of(node_class, source, *, budget=SMALL):
         stock=OwnChains(settings=SETTINGS, distinct=1, chains=(), cross_nic=2, rate_gbps=1.0),
         plain="not asked",
     )
-    return ChainSearch(node_class, task, empty)
+    return ClassStudy(node_class, task, empty).rates
 
 
 @functools.cache
@@ -532,13 +532,14 @@ def test_few_sets_are_measured_where_few_are_allowed():
 def test_chains_between_given_nics_share_what_is_left_of_the_budget():
     machine = networked_machine(gpus=6, nics=4, numa_nodes=2)
     one = cluster_with([machine, machine]).classes[0]
-    node = ChainSearch(one, task_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40)))
-    before = node.task.source.sets_measured
+    study = ClassStudy(one, task_of(one, MadeUp(7), budget=Budget(sets=100, idle_sets=40)))
+    before = study.task.source.sets_measured
     ends = itertools.combinations(itertools.product(range(4), repeat=2), 2)
     pairs = [tuple(sorted(pair)) for pair in itertools.islice(ends, 40)]
-    found = [node.between(node.choices[0][0], each) for each in pairs]
+    rates = study.rates
+    found = [rates.between(rates.choices[0][0], each) for each in pairs]
     # A search that has nothing left measures one set, so that a plan is possible all the same.
-    assert node.task.source.sets_measured - before < 100 + len(pairs)
+    assert study.task.source.sets_measured - before < 100 + len(pairs)
     assert None not in found
 
 

@@ -21,7 +21,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, OwnChains, gpus_text, table_files
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, gpus_text, table_files
 from tccl_py.planning.chain_search import paired_chain_set
 from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.planning.join import plan_over
@@ -81,7 +81,7 @@ def table(number, gpus, rates):
         hops=tuple(hops),
         answers=tuple(marked if one is best else one for one in paired),
     )
-    return HostTable(NodeClass(name=kept.node_class, machine=MACHINE), kept)
+    return ClassRates(NodeClass(name=kept.node_class, machine=MACHINE), kept)
 
 
 def possible(gpus, pairs):
@@ -295,7 +295,7 @@ def test_no_rate_of_default_nccl_exceeds_the_bound_of_a_job_without_a_table(name
     def tables_for(sets):
         found = []
         make_cluster_plan(pair, [source], budget=Budget(sets=8), tables=found, gpus_per_job=sets)
-        return [HostTable(pair.classes[0], one) for one in found]
+        return [ClassRates(pair.classes[0], one) for one in found]
 
     model = load_machine(name)
     source = Simulator(model)

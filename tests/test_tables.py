@@ -16,7 +16,7 @@ from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.tables import (
-    HostTable,
+    ClassRates,
     KeptTable,
     job_gpus,
     read_tables,
@@ -84,7 +84,7 @@ def test_every_pair_of_hosts_gets_what_a_fresh_plan_of_the_pair_has(kinds, seed,
     for some in itertools.combinations(kinds, 2):
         pair = cluster_with(some, rails)
         nodes = [
-            HostTable(one, of_class[one.name, one.machine.gpu_indices]) for one in pair.classes
+            ClassRates(one, of_class[one.name, one.machine.gpu_indices]) for one in pair.classes
         ]
         by_tables = plan_over(pair, nodes, PlanRequest())
         fresh = make_cluster_plan(pair, sources_for(pair, seed), ring_counts=(1,), budget=EXACT)
@@ -112,7 +112,7 @@ def test_tables_are_read_back_from_a_plans_directory(tmp_path):
 def test_a_table_answers_as_the_search_did_and_nothing_else(tmp_path):
     plan, tables = planned(cluster_with([(2, 2), (2, 2)]), 2)
     (own,) = (one for one in tables if one.gpus == (0, 1))
-    node = HostTable(plan.cluster.classes[0], own)
+    node = ClassRates(plan.cluster.classes[0], own)
     again, found = node.choices[0]
     assert node.best_under(again, len(found.pairs)) == found
     assert [one.rate_gbps for _, one in node.choices] == sorted(
@@ -220,6 +220,6 @@ def test_gpus_that_a_symmetry_exchanges_get_the_table_that_measuring_them_gives(
     assert compared
     hosts = tuple(Host(name=f"h{n}", node_class=0, slots=2) for n in range(2))
     pair = Cluster(hosts=hosts, classes=cluster.classes)
-    check_plan(plan_over(pair, [HostTable(one, image)], PlanRequest()), where="job")
+    check_plan(plan_over(pair, [ClassRates(one, image)], PlanRequest()), where="job")
     assert image.stock.rate_gbps == known[2, 3].stock.rate_gbps
     assert image_of(image, one, (0, 1)).hops == known[0, 1].hops

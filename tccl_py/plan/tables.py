@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -87,82 +88,117 @@ class KeptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format_version: int = FORMAT_VERSION
 
 
-class HostTable:
-    """A class of hosts with the kept rates of chains on its hosts, and no others.
+class Study(Protocol):
+    """Answers further questions about a class of hosts; `cancelled` tells of an interruption."""
+
+    cancelled: bool
+    sets_by_symmetry: int
+
+    def best_under(self, settings: Settings, count: int) -> KeptChains | None:
+        """Return the best set of so many chains; None if there is none."""
+        ...
+
+    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
+        """Return the best chains between exactly these NICs; None if there are none."""
+        ...
+
+
+class ClassRates:
+    """The rates of chains on the hosts of a class: those of a table, and a study's, if any.
 
     `plain` is default NCCL, or the reason why it has no rate; `stock` has the variables without
-    which it has none. A search for chains is a table that `measures` further answers.
+    which it has none.
     """
 
-    measures = False
-    cancelled = False
-    sets_by_symmetry = 0
-
-    def __init__(self, node_class: NodeClass, kept: KeptTable) -> None:
-        self.node_class, self.kept = node_class, kept
+    def __init__(self, node_class: NodeClass, kept: KeptTable, study: Study | None = None) -> None:
+        self.node_class, self.kept, self.study = node_class, kept, study
         self.gpus, self.nics = kept.gpus, kept.nics
         self.stock, self.plain = kept.stock, kept.plain
-        self._settings = {one: number for number, one in enumerate(kept.settings)}
+        self._settings = {settings: number for number, settings in enumerate(kept.settings)}
         self._hops = {hop: number for number, hop in enumerate(kept.hops)}
         self._between: dict[tuple[Settings, NicPairs], KeptChains | None] = {
-            (kept.settings[one.under], one.pairs): one for one in kept.answers
+            (kept.settings[chains.under], chains.pairs): chains for chains in kept.answers
         }
         self._best: dict[tuple[Settings, int], KeptChains | None] = {
-            (kept.settings[one.under], len(one.pairs)): one for one in kept.answers if one.best
+            (kept.settings[chains.under], len(chains.pairs)): chains
+            for chains in kept.answers
+            if chains.best
         }
 
     def view(self, settings: Settings) -> NcclView:
         """Return NCCL's view of a host, with the GPUs of the table."""
-        one = self.node_class
-        return view(one.machine, one.knowledge, settings, gpus=self.gpus)
+        host = self.node_class
+        return view(host.machine, host.knowledge, settings, gpus=self.gpus)
 
     @cached_property
     def choices(self) -> Sequence[tuple[Settings, KeptChains]]:
         """Settings with the best chains that a search over settings found, best first."""
         first = {settings: at for at, (settings, _) in reversed(list(enumerate(self._best)))}
-        found = [(s, one) for (s, _), one in self._best.items() if one and one.chosen]
-        return sorted(found, key=lambda one: (-one[1].rate_gbps, first[one[0]]))
+        chosen = [(s, chains) for (s, _), chains in self._best.items() if chains and chains.chosen]
+        return sorted(chosen, key=lambda choice: (-choice[1].rate_gbps, first[choice[0]]))
 
     def may_answer(self, settings: Settings, count: int) -> bool:
         """Return whether `best_under` may find chains: they share the channels evenly."""
-        known = self._best.get((settings, count)) is not None
-        return known or (self.measures and settings.channels % count == 0)
+        stored = self._best.get((settings, count)) is not None
+        return stored or (self.study is not None and settings.channels % count == 0)
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
         """Return the best set of so many chains; None if there is none."""
-        return self._best.get((settings, count))
+        key = settings, count
+        if key not in self._best and self.study is not None:
+            self._best[key] = self.study.best_under(settings, count)
+        return self._best.get(key)
 
     def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
         """Return the best chains between exactly these NICs; None if there are none."""
-        return self._between.get((settings, pairs))
+        key = settings, pairs
+        if key not in self._between and self.study is not None:
+            self._between[key] = self.study.between(settings, pairs)
+        return self._between.get(key)
 
-    def plan_chains(self, found: KeptChains) -> tuple[PlanChain, ...]:
+    def add_best(self, settings: Settings, chains: KeptChains) -> None:
+        """Store the best set of so many chains."""
+        self._best[settings, len(chains.pairs)] = chains
+
+    def number_of(self, settings: Settings) -> int:
+        """Return the number of settings in the table."""
+        return self._settings.setdefault(settings, len(self._settings))
+
+    def hop_numbers(self, hops: Iterable[Hop]) -> tuple[int, ...]:
+        """Return the numbers of hops in the table."""
+        return tuple(self._hops.setdefault(hop, len(self._hops)) for hop in hops)
+
+    def hops_of(self, chains: KeptChains) -> list[list[Hop]]:
+        """Return the hops of each chain."""
+        hops = list(self._hops)
+        return [[hops[number] for number in chain] for chain in chains.chains]
+
+    def plan_chains(self, chains: KeptChains) -> tuple[PlanChain, ...]:
         """Return chains of the table with their hops."""
-        hops, rows = list(self._hops), zip(found.chains, found.gbps, strict=True)
-        return tuple(plan_chain([hops[n] for n in chain], gbps) for chain, gbps in rows)
+        return tuple(map(plan_chain, self.hops_of(chains), chains.gbps))
 
     def all_chains(self) -> Iterator[tuple[Settings, PlanChain]]:
         """Yield all chains of the table."""
-        for (settings, _), found in self._between.items():
-            for chain in self.plan_chains(found) if found is not None else ():
+        for (settings, _), chains in self._between.items():
+            for chain in self.plan_chains(chains) if chains is not None else ():
                 yield settings, chain
 
     def table(self) -> KeptTable:
         """Return the table with all answers so far."""
-        found: dict[tuple[Settings, NicPairs], KeptChains] = {}
+        answers: dict[tuple[Settings, NicPairs], KeptChains] = {}
         for (settings, _), best in self._best.items():
             if best is not None:
-                known = self._between.get((settings, best.pairs)) or best
+                chains = self._between.get((settings, best.pairs)) or best
                 marks = picked(best, "bound_gbps", "bound_assumptions", "best", "chosen")
-                found[settings, best.pairs] = msgspec.structs.replace(known, **marks)
-        for key, one in self._between.items():
-            if one is not None:
-                found.setdefault(key, one)
+                answers[settings, best.pairs] = msgspec.structs.replace(chains, **marks)
+        for key, other in self._between.items():
+            if other is not None:
+                answers.setdefault(key, other)
         return msgspec.structs.replace(
             self.kept,
             settings=tuple(self._settings),
             hops=tuple(self._hops),
-            answers=tuple(found.values()),
+            answers=tuple(answers.values()),
         )
 
 
@@ -204,7 +240,7 @@ def kept_files(directory: Path, classes: Iterable[str] | None = None) -> dict[st
     return {name: read_text(directory / name) for name in names}
 
 
-def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[HostTable]:
+def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[ClassRates]:
     """Read the tables of some classes in a plan's directory.
 
     Raises InputError: as `kept_files`; or a damaged table.
@@ -214,7 +250,7 @@ def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[HostTable
     for name, text in kept_files(directory, of_name).items():
         where = str(directory / name)
         kept = _checked(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
-        found.append(HostTable(of_name[kept.node_class], kept))
+        found.append(ClassRates(of_name[kept.node_class], kept))
     return found
 
 

@@ -30,7 +30,7 @@ from tccl_py.nccl.network import (
 )
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.tables import HostTable, KeptChains, KeptTable, NicPairs, OwnChains
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, NicPairs, OwnChains
 from tccl_py.planning.choices import WORTH, SettingsSearch, interval
 from tccl_py.planning.study import (
     Choice,
@@ -94,26 +94,29 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
 
-class ChainSearch(HostTable):
-    """A table that searches for chains on hosts of a class, and measures, when it is asked.
+class ClassStudy:
+    """A study of a class of hosts: it searches for chains, and measures, when `rates` are asked.
 
     Without a `kept` table NCCL's own chains are rated first, and settings and chains searched;
     `cancelled` tells of an interruption. Raises SearchError: no chains can be built.
     MeasurementError: the source cannot measure them.
     """
 
-    measures = True
-
     def __init__(
         self, node_class: NodeClass, task: HostTask, kept: KeptTable | None = None
     ) -> None:
         self.task = task
+        self.cancelled = False
+        self.sets_by_symmetry = 0
         self._left = task.budget.sets
         self._searched: list[Choice] = []
-        super().__init__(node_class, self._explored(node_class.name) if kept is None else kept)
-        for one in self._searched:
-            if (one.settings, len(one.rings.rings)) not in self._best:
-                self._note(one, chosen=True)
+        table = self._explored(node_class.name) if kept is None else kept
+        self.rates = ClassRates(node_class, table, self)
+        bests: dict[tuple[Settings, int], Choice] = {}
+        for choice in self._searched:
+            bests.setdefault((choice.settings, len(choice.rings.rings)), choice)
+        for choice in bests.values():
+            self.rates.add_best(choice.settings, self._best_of(choice, chosen=True))
 
     def _explored(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
@@ -198,26 +201,23 @@ class ChainSearch(HostTable):
         """The limit of sets for a further search: without any, there might be no plan."""
         return PAIRED_SETS if self._left is None else max(1, min(PAIRED_SETS, self._left))
 
-    def _note(self, found: Choice, *, chosen: bool = False) -> None:
-        """Remember the best chains under their settings."""
-        measurement = self.task.source.measure([found.rings.flows])[0]
-        best = self._kept(found.settings, found.rings, measurement)
-        marks = picked(found, "rate_gbps", "bound_gbps", "bound_assumptions")
-        best = msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
-        self._best[found.settings, len(best.pairs)] = best
+    def _best_of(self, choice: Choice, *, chosen: bool = False) -> KeptChains:
+        """Return the best chains under their settings."""
+        measurement = self.task.source.measure([choice.rings.flows])[0]
+        best = self._rated_chains(choice.settings, choice.rings, measurement)
+        marks = picked(choice, "rate_gbps", "bound_gbps", "bound_assumptions")
+        return msgspec.structs.replace(best, **marks, best=True, chosen=chosen)
 
     def best_under(self, settings: Settings, count: int) -> KeptChains | None:
-        """Return the best set of so many chains; search for it where none is known."""
-        key = settings, count
-        if key not in self._best and settings.channels % count == 0:
-            task = msgspec.structs.replace(self.task, ring_counts=(count,))
-            known = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
-            if not self._searched:
-                known = list(initial_chains(task.space(settings, count), task.nics, count))
-            result = self._search(task, settings, known)
-            if result is not None:
-                self._note(choice_found(settings, result))
-        return self._best.setdefault(key, None)
+        """Search for the best set of so many chains."""
+        if settings.channels % count:
+            return None
+        task = msgspec.structs.replace(self.task, ring_counts=(count,))
+        known = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
+        if not self._searched:
+            known = list(initial_chains(task.space(settings, count), task.nics, count))
+        result = self._search(task, settings, known)
+        return None if result is None else self._best_of(choice_found(settings, result))
 
     def _search(
         self, task: HostTask, settings: Settings, known: Sequence[Rings]
@@ -231,14 +231,11 @@ class ChainSearch(HostTable):
         return result
 
     def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
-        """Return the best chains between exactly these NICs; search for them if none are known."""
-        key = settings, pairs
-        if key not in self._between:
-            rings = self._rings_between(settings, pairs)
-            found = None if rings is None else measured_well(self.task.source, rings)
-            kept = self._kept(settings, rings, found) if rings and found else None
-            self._between[key] = kept
-        return self._between[key]
+        """Search for the best chains between exactly these NICs."""
+        rings = self._rings_between(settings, pairs)
+        if rings is None:
+            return None
+        return self._rated_chains(settings, rings, measured_well(self.task.source, rings))
 
     def _rings_between(self, settings: Settings, pairs: NicPairs) -> RingSet | None:
         task = self.task
@@ -246,10 +243,9 @@ class ChainSearch(HostTable):
             return None
         if task.same_nic and any(entered != left for entered, left in pairs):
             return None
-        best = self.best_under(settings, len(pairs))
+        best = self.rates.best_under(settings, len(pairs))
         if best is not None and best.pairs == pairs:
-            hops = list(self._hops)
-            return RingSet(tuple(Ring(tuple(hops[n] for n in chain)) for chain in best.chains))
+            return RingSet(tuple(Ring(tuple(hops)) for hops in self.rates.hops_of(best)))
         task = msgspec.structs.replace(
             task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
         )
@@ -258,20 +254,19 @@ class ChainSearch(HostTable):
         found = self._search(task, settings, known)
         return None if found is None else found.rings
 
-    def _kept(self, settings: Settings, rings: RingSet, found: Measurement) -> KeptChains:
+    def _rated_chains(
+        self, settings: Settings, rings: RingSet, measurement: Measurement
+    ) -> KeptChains:
         """Return measured chains by the table's numbers of settings and hops."""
-        rates = dealt(found.transfers.flows, found.gbps)
+        rates = dealt(measurement.transfers.flows, measurement.gbps)
         return KeptChains(
-            under=self._settings.setdefault(settings, len(self._settings)),
+            under=self.rates.number_of(settings),
             pairs=nic_pairs(rings),
-            chains=tuple(
-                tuple(self._hops.setdefault(hop, len(self._hops)) for hop in chain.hops)
-                for chain in rings.rings
-            ),
+            chains=tuple(self.rates.hop_numbers(chain.hops) for chain in rings.rings),
             gbps=tuple(tuple(rates[hop.flow].pop() for hop in one.hops) for one in rings.rings),
-            rate_gbps=rings.rate(found),
-            error=interval(found),
-            assumed=found.assumed,
+            rate_gbps=rings.rate(measurement),
+            error=interval(measurement),
+            assumed=measurement.assumed,
         )
 
 

@@ -14,8 +14,8 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import pinned_level
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import HostTable, KeptTable, gpus_text, job_gpus
-from tccl_py.planning.chain_search import ChainSearch, HostTask, used_nics
+from tccl_py.plan.tables import ClassRates, KeptTable, gpus_text, job_gpus
+from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Reporter
@@ -33,7 +33,7 @@ def plan_cluster(
     cluster: Cluster,
     sources: Sequence[BandwidthSource | None],
     *,
-    kept: Sequence[HostTable] = (),
+    kept: Sequence[ClassRates] = (),
     reporter: Reporter | None = None,
     tables: list[KeptTable] | None = None,
 ) -> Plan:
@@ -69,7 +69,7 @@ def plan_cluster(
     growing = not all(one.gpus in one.tables for one in classes)
     nodes = [one.node(one.gpus, growing) for one in classes]
     plan = plan_over(cluster, nodes, request)
-    cancelled = plan.cancelled or any(node.cancelled for node in nodes)
+    cancelled = plan.cancelled or any(map(_is_cancelled, nodes))
     notices = list(plan.notices)
     if tables is not None and not cancelled:
         try:
@@ -88,7 +88,7 @@ def plan_cluster(
         cancelled=cancelled,
         sets_measured=sum(source.sets_measured for source in used),
         sets_remembered=sum(source.sets_remembered for source in used),
-        sets_by_symmetry=sum(node.sets_by_symmetry for node in nodes),
+        sets_by_symmetry=sum(node.study.sets_by_symmetry for node in nodes if node.study),
     )
 
 
@@ -100,7 +100,7 @@ class _Class:
         node_class: NodeClass,
         gpus: tuple[int, ...],
         task: HostTask | None,
-        kept: Sequence[HostTable],
+        kept: Sequence[ClassRates],
     ) -> None:
         self.node_class, self.gpus, self.task = node_class, gpus, task
         self.tables = {one.gpus: one for one in kept if one.node_class.name == node_class.name}
@@ -108,7 +108,7 @@ class _Class:
             what, right = "has no table, and no host to measure", "start a rank on a host of it"
             raise InputError(f"class {node_class.name}", what, right)
 
-    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> HostTable:
+    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> ClassRates:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
 
         While the cluster is `growing`, tables may grow as well.
@@ -119,11 +119,11 @@ class _Class:
         sets = self.task.budget.sets
         few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
         task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
-        return ChainSearch(self.node_class, task, None if table is None else table.kept)
+        return ClassStudy(self.node_class, task, None if table is None else table.kept).rates
 
     def others(
         self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
-    ) -> Iterator[HostTable]:
+    ) -> Iterator[ClassRates]:
         """Yield nodes for other GPUs: `wanted` ones without table, whose search may fail, and kept.
 
         The notices get the reason where a search fails.
@@ -139,9 +139,13 @@ class _Class:
                 notices.append(f"{name}: no jobs can be planned ({error})")
                 continue
             yield node
-            if node.cancelled:
+            if _is_cancelled(node):
                 raise KeyboardInterrupt
         yield from (self.node(gpus, growing) for gpus in self.tables if gpus != self.gpus)
+
+
+def _is_cancelled(node: ClassRates) -> bool:
+    return node.study is not None and node.study.cancelled
 
 
 def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -164,13 +168,13 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _ask_for_pairs(cluster: Cluster, nodes: Sequence[HostTable]) -> None:
+def _ask_for_pairs(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:
     """Plan for two hosts of every pair of nodes, those with equal numbers of GPUs first.
 
     Two tables have answered already.
     """
     found = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in found if any(node.measures for node in pair)]
+    pairs = [pair for pair in found if any(node.study for node in pair)]
     pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
     for pair in islice(pairs, MAX_PAIRS):
         both = list(dict.fromkeys(pair))

@@ -17,7 +17,7 @@ from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
-from tccl_py.plan.tables import HostTable, KeptTable, read_tables
+from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
 from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.probes import (
@@ -50,7 +50,7 @@ class KnownPlan(msgspec.Struct, frozen=True):
     """A cluster's plan with its tables, by which it grows."""
 
     plan: Plan
-    tables: tuple[HostTable, ...]
+    tables: tuple[ClassRates, ...]
 
     def request(self, new: PlanRequest) -> PlanRequest:
         """Return a request for further hosts with what holds for all hosts of the plan."""

@@ -20,7 +20,7 @@ from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
 from tccl_py.plan.chains import PlanChain
-from tccl_py.plan.tables import HostTable, KeptChains, NicPairs
+from tccl_py.plan.tables import ClassRates, KeptChains, NicPairs
 from tccl_py.planning.study import JoinedRings
 
 Nics = tuple[int, ...]
@@ -120,7 +120,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     """The search for rings over all hosts, with a node for each class, under some settings."""
 
     cluster: Cluster
-    nodes: Sequence[HostTable]
+    nodes: Sequence[ClassRates]
     settings: Settings
     keep_order: bool = False
 

@@ -25,7 +25,7 @@ from tccl_py.plan.nccl_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
-from tccl_py.plan.tables import HostTable, KeptTable, OwnChains, gpus_text, read_tables
+from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, gpus_text, read_tables
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots
@@ -69,7 +69,7 @@ def plan_of_job(
     known = plan.cluster.classes
     tables = read_tables(directory, [known[number] for number in {number for number, _ in keys}])
     nodes = [
-        HostTable(one, _table(tables, known[number], some))
+        ClassRates(one, _table(tables, known[number], some))
         for one, (number, some) in zip(cluster.classes, keys, strict=True)
     ]
     request = PlanRequest(
@@ -174,7 +174,7 @@ def _class_and_gpus(plan: Plan, host: HostSlots, some: tuple[int, ...] | None) -
     return number, tuple(sorted(some))
 
 
-def _table(tables: Collection[HostTable], one: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
+def _table(tables: Collection[ClassRates], one: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
     """Return the table of a class for some GPUs, or that of GPUs which equal them."""
     of_class = [table.kept for table in tables if table.node_class.name == one.name]
     alike = [table for table in of_class if len(table.gpus) == len(gpus)]
@@ -315,7 +315,7 @@ def write_bounded_job(
 
 
 def bound_of(
-    cluster: Cluster, gpus: Sequence[tuple[int, ...]], tables: Sequence[Sequence[HostTable]]
+    cluster: Cluster, gpus: Sequence[tuple[int, ...]], tables: Sequence[Sequence[ClassRates]]
 ) -> float | None:
     """Return an upper bound on default NCCL's bandwidth in a job, GB/s; None if nothing bounds it.
 

@@ -24,7 +24,7 @@ from tccl_py.plan.chains import (
 )
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
-from tccl_py.plan.tables import HostTable, OwnChains
+from tccl_py.plan.tables import ClassRates, OwnChains
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import JoinedRings, assembled
@@ -33,7 +33,7 @@ CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""
 
 
-def plan_over(cluster: Cluster, nodes: Sequence[HostTable], request: PlanRequest) -> Plan:
+def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanRequest) -> Plan:
     """Return the best plan over a cluster's hosts, with a node for each of its classes.
 
     KeyboardInterrupt ends it with the best so far. The counts of sets are left 0.
@@ -61,7 +61,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[HostTable], request: PlanRequest
 
 
 def best_rings(
-    cluster: Cluster, nodes: Sequence[HostTable], *, keep_order: bool = False
+    cluster: Cluster, nodes: Sequence[ClassRates], *, keep_order: bool = False
 ) -> tuple[ClusterRings, bool]:
     """Return the best rings over all hosts, and whether KeyboardInterrupt ended the search.
 
@@ -92,7 +92,7 @@ def best_rings(
     return best, cancelled
 
 
-def _candidates(nodes: Sequence[HostTable]) -> Iterator[tuple[Settings, int, float]]:
+def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, float]]:
     """Yield settings and ring counts, each with an upper estimate of its rate, best first.
 
     A class that was not searched under them may still turn out to be slower.
@@ -130,7 +130,7 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
 
 
 def _with_nics(
-    joined: JoinedRings, nodes: Sequence[HostTable], ib_gid_index: int | None
+    joined: JoinedRings, nodes: Sequence[ClassRates], ib_gid_index: int | None
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
@@ -147,7 +147,7 @@ def _with_nics(
     )
 
 
-def _own_choices(cluster: Cluster, nodes: Sequence[HostTable]) -> tuple[PlanChoice, PlanChoice]:
+def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanChoice, PlanChoice]:
     """Return default NCCL, and NCCL with the variables without which its rings have no rate.
 
     The slowest class decides, and uplinks in the order given. Both are equal where all classes are
@@ -164,7 +164,7 @@ def _own_choices(cluster: Cluster, nodes: Sequence[HostTable]) -> tuple[PlanChoi
 
 
 def _own_choice(
-    cluster: Cluster, nodes: Sequence[HostTable], own: Sequence[OwnChains]
+    cluster: Cluster, nodes: Sequence[ClassRates], own: Sequence[OwnChains]
 ) -> PlanChoice:
     """Return NCCL's own rings over the hosts in the order given."""
     rate = min(stock.rate_gbps for stock in own)
@@ -207,7 +207,7 @@ def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     return tuple(own.chains[channel ^ swapped] for channel in range(count))
 
 
-def _notices(best: ClusterRings, nodes: Sequence[HostTable]) -> Iterator[str]:
+def _notices(best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:
     for node in nodes:
         yield from node.kept.notices
         machine = node.node_class.machine

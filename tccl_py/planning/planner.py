@@ -32,7 +32,7 @@ from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.bench import bench_for
 
 if TYPE_CHECKING:
-    from tccl_py.plan.tables import HostTable, KeptTable
+    from tccl_py.plan.tables import ClassRates, KeptTable
 
 
 def plan_hosts(
@@ -41,7 +41,7 @@ def plan_hosts(
     sources: Sequence[BandwidthSource | None],
     *,
     gpus: tuple[int, ...] | None = None,
-    kept: Sequence[HostTable] = (),
+    kept: Sequence[ClassRates] = (),
     own_rings: OwnRings | None = None,
     reporter: Reporter | None = None,
     tables: list[KeptTable] | None = None,
@@ -143,7 +143,7 @@ def make_cluster_plan(
     cluster: Cluster,
     sources: Sequence[BandwidthSource | None],
     *,
-    kept: Sequence[HostTable] = (),
+    kept: Sequence[ClassRates] = (),
     version: str = ASSUMED,
     ring_counts: Sequence[int] | None = None,
     strategy: str | Strategy = "best-first",
