@@ -42,14 +42,18 @@ def main(switches: Path | None, directory: Path | None) -> None:
                 f"{host.name}, ranks from {host.first_rank} on: from N{chain.entry_nic} over GPUs "
                 f"{chain.gpus} to N{chain.exit_nic}, slowest {slow.flow} with {slow.gbps:.2f} GB/s"
             )
-    for ring in plan.orders:
-        print(f"ring of global ranks: {ring}")
-    print(f"rate {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
-    print(f"default NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+    # The same questions as of one host's plan; rings name ranks.
+    for ring in plan.rings:
+        print(f"ring of global ranks: {ring.gpus}, slowest {ring.bottleneck.flow}")
+    for name, choice in plan.choices.items():
+        gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
+        print(f"{name}: {gain} ({plan.provenance})")
+    print(f"the rings once more: {plan.rate(plan.orders, source=sources):.2f} GB/s")
+    first, second, *others = plan.orders[0]
+    swapped = plan.what_if((second, first, *others), sources)
+    print(f"with ranks {second} and {first} swapped: {swapped:.2f} GB/s ({plan.provenance})")
     if directory is not None:
-        directory.mkdir()
-        named = {one.name: models[one.machine.name] for one in cluster.classes}
-        tccl_py.write_plan(plan, directory, models=named)
+        plan.write(directory, sources)
         print(f"wrote {directory}; nccl/order/launch.txt says how to start a job")
 
 

@@ -33,7 +33,11 @@ def main(path: Path | None) -> None:
     # The plan's rate is for all rings together, and predicts NCCL's bus bandwidth.
     bound = "none known" if plan.bound_gbps is None else f"{plan.bound_gbps:.2f} GB/s"
     print(f"rate {plan.rate_gbps:.2f} GB/s, bound {bound}, proven {plan.proven}")
-    print(f"default NCCL {plan.stock.rate_gbps:.2f} GB/s {plan.stock.note}".rstrip())
+
+    # Three ways to run NCCL, and what jobs get by each.
+    for name, choice in plan.choices.items():
+        gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
+        print(f"{name}: {gain}, {choice.environment or 'no variables'} {choice.note}".rstrip())
 
     # A communicator needs rings over exactly its GPUs.
     pair = plan.gpus[:2]

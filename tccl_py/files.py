@@ -239,8 +239,13 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
 
 def check_types(value: msgspec.Struct, *, where: str) -> None:
     """Check a structure made here against its fields' types, as decoding does (InputError)."""
+    check_value(msgspec.to_builtins(value), type(value), where=where)
+
+
+def check_value(value: object, kind: Any, *, where: str) -> None:
+    """Check a value against a type with bounds, as decoding does (InputError)."""
     try:
-        msgspec.convert(msgspec.to_builtins(value), type(value))
+        msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InputError(where, f"is out of bounds ({error})", "keep within the bounds") from error
 

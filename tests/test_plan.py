@@ -334,6 +334,27 @@ def test_an_unknown_strategy_lists_the_right_ones():
         make_plan(model.machine, model.knowledge, Simulator(model), strategy=3)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpus": 3.5},
+        {"version": 3},
+        {"ring_counts": 3},
+        {"ring_counts": "a"},
+        {"ring_counts": [0]},
+        {"budget": 5},
+        {"pinned_env": ["NCCL_P2P_DISABLE"]},
+        {"subsets": "all"},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_named(given):
+    model = load_bundled(SMALL)
+    (name,) = given
+    with pytest.raises(InputError, match=f"`{name}`"):
+        make_plan(model.machine, model.knowledge, Simulator(model), **given)
+
+
 def test_the_other_strategy_plans_too():
     plan = plan_of("intel-v100", strategy="nccl-order", ring_counts=(1,), gpus=(0, 1, 2))
     assert plan.strategy == "nccl-order"

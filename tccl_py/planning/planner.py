@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +28,7 @@ from tccl_py.planning.machine import plan_machine
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
 from tccl_py.planning.study import OwnRings, Task
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
-from tccl_py.search.strategies import Strategy, strategy_name
+from tccl_py.search.strategies import Strategy
 from tccl_py.sources.bench import bench_for
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def plan_hosts(
     pinned = pinned_values(request.pinned_env, where="pinned environment")
     version = request.version or ASSUMED
     check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
-    strategy_name(request.strategy)  # Raises InputError
     request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
     if len(cluster.hosts) > 1:
         from tccl_py.planning.cluster_planner import plan_cluster  # noqa: PLC0415 (not for one)
@@ -127,7 +126,7 @@ def make_plan(
     indices = chosen_gpus(machine, gpus)
     request = PlanRequest(
         version=version,
-        ring_counts=tuple(ring_counts) if ring_counts else None,
+        ring_counts=_tuple(ring_counts),
         strategy=strategy,
         budget=budget,
         pinned_env=pinned_env or {},
@@ -179,7 +178,7 @@ def make_cluster_plan(
     """
     request = PlanRequest(
         version=version,
-        ring_counts=tuple(ring_counts) if ring_counts else None,
+        ring_counts=_tuple(ring_counts),
         strategy=strategy,
         budget=budget,
         pinned_env=pinned_env or {},
@@ -190,11 +189,17 @@ def make_cluster_plan(
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 
 
+def _tuple(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
+    check_type(ring_counts, "ring_counts", Iterable, type(None))
+    return tuple(ring_counts) if ring_counts else None
+
+
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
     """Return GPUs to plan for in ascending order, given by indices or text; None is all.
 
     Raises InputError: unknown GPUs, or fewer than two.
     """
+    check_type(gpus, "gpus", Iterable, type(None))
     where = f"machine {machine.name}" if gpus is None else "`gpus`"
     gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
     indices = machine.gpu_indices if gpus is None else tuple(gpus)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import check_value
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.search.problem import Budget
-from tccl_py.search.strategies import Strategy
+from tccl_py.search.strategies import Strategy, strategy_name
 from tccl_py.sources.profiled import MeasurementOptions, search_options
 
 MOST_SETS = 2000
@@ -42,7 +44,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: str | None = None
     version: str | None = None
     pinned_env: Mapping[str, str] = {}
-    ring_counts: tuple[int, ...] | None = None
+    ring_counts: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
     strategy: str | Strategy = "best-first"
     budget: Budget = DEFAULT_BUDGET
     subsets: bool | None = None
@@ -51,6 +53,10 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_job: str | None = None
 
     def __post_init__(self) -> None:
+        strategy_name(self.strategy)  # Raises InputError
+        for field in msgspec.structs.fields(self):
+            if field.name != "strategy":
+                check_value(getattr(self, field.name), field.type, where=f"`{field.name}`")
         _ = self.options  # Raises InputError
 
     @property

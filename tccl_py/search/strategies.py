@@ -27,8 +27,6 @@ from tccl_py.search.problem import (
     random_rings,
 )
 
-Strategy = Callable[["Run"], None]
-
 FEW_RING_SETS = 150
 """So few ring sets are measured one by one: bounds would cost more."""
 SPOT_CHECKS = 2
@@ -118,6 +116,9 @@ class Run:
         symmetry = self.problem.symmetry
         identity = keeping(symmetry, np.zeros(len(symmetry.elements), dtype=bool))
         return HopIndex(self.problem.spaces[count], identity)
+
+
+Strategy = Callable[[Run], None]
 
 
 def find_rings(

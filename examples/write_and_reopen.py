@@ -1,0 +1,44 @@
+"""Plan, write a directory, and open, explain and check it again.
+
+python examples/write_and_reopen.py DIR     (new or empty)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import tccl_py
+
+
+def main(directory: Path) -> None:
+    """Write the plan of a bundled machine, then read it by Python and by commands."""
+    model = tccl_py.load_machine("amd-3090")
+    with tccl_py.open_source(model) as source:
+        plan = tccl_py.make_plan(model.machine, model.knowledge, source)
+        # What `tccl plan` writes: plan, model, measurements, and the files for NCCL.
+        plan.write(directory, source)
+
+        # What jobs get by each choice, without a directory.
+        for name, choice in plan.choices.items():
+            variables = " ".join(f"{key}={value}" for key, value in choice.environment.items())
+            gain = "not rated" if choice.gain is None else f"{choice.gain:.2f}x default NCCL"
+            print(f"{name}: {gain} ({plan.provenance}), {variables or 'no variables'}")
+            print(f"    files: {', '.join(sorted(choice.files(directory))[:3])}")
+
+    again = tccl_py.load_plan(directory)
+    print(f"differences: {tccl_py.diff(plan, again) or 'none'}")
+    print(tccl_py.explain(again, tccl_py.Simulator(model)))
+    for command in ("explain", "check"):
+        done = subprocess.run(
+            [sys.executable, "-m", "tccl_py", command, directory],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        print(f"tccl {command}: {done.stdout.splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
