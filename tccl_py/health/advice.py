@@ -12,7 +12,7 @@ import msgspec
 from tccl_py.errors import counted
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.settings import environment_text
+from tccl_py.nccl.settings import environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
@@ -40,7 +40,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     default_gbps: float | None
     recommended: str
     advice: str
-    environment: str
+    environment: dict[str, str]
     rate_gbps: float | None
     gain: float | None
     bound_gbps: float | None
@@ -101,7 +101,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
         default_gbps=plan.choices["default"].rate_gbps,
         recommended=plan.recommended,
         advice=plan.advice,
-        environment=environment_text(chosen.settings),
+        environment=environment(chosen.settings),
         rate_gbps=chosen.rate_gbps,
         gain=plan.gain(plan.recommended),
         bound_gbps=plan.bound_gbps,
