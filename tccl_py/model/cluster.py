@@ -46,15 +46,15 @@ def check_host_name(name: str, *, where: str) -> str:
 
 def check_host_names(names: Iterable[str], *, where: str, kind: str = "host") -> tuple[str, ...]:
     """Return the names of hosts (or another `kind`) if each is fit and none is doubled."""
-    seen: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for name in names:
-        if check_host_name(name, where=where) in seen:
+        if check_host_name(name, where=where) in unique:
             raise InputError(where, f"{kind} {name} is named twice", "once is right")
-        seen[name] = None
-    return tuple(seen)
+        unique[name] = None
+    return tuple(unique)
 
 
-def class_name(text: str, taken: Container[str] = ()) -> str:
+def class_name(text: str, used: Container[str] = ()) -> str:
     """Return a name for a class described by `text`, fit for a file name and not yet taken.
 
     >>> class_name("2x NVIDIA/H200"), class_name("box", {"box", "box-2"})
@@ -62,7 +62,7 @@ def class_name(text: str, taken: Container[str] = ()) -> str:
     """
     fit = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:MAX_CLASS_NAME].strip("-.") or "node"
     name, number = fit, 1
-    while name in taken:
+    while name in used:
         number += 1
         name = f"{fit}-{number}"
     return name
@@ -89,12 +89,12 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
             yield from switch.all_switches
 
 
-def check_hosts_once(tree: SwitchTree, wanted: set[str], where: str) -> None:
-    """Check that no wanted host is at two switches, or at a switch twice (InputError)."""
+def check_hosts_once(tree: SwitchTree, hosts_to_check: set[str], where: str) -> None:
+    """Check that none of some hosts is at two switches, or at a switch twice (InputError)."""
     switch_of: dict[str, str] = {}
     for switch in tree.all_switches:
         for host in switch.hosts:
-            if host in switch_of and host in wanted:
+            if host in switch_of and host in hosts_to_check:
                 fault = f"host {host} is at the switches {shown(switch_of[host])} and "
                 raise InputError(where, fault + shown(switch.name), "a host is at one switch, once")
             switch_of[host] = switch.name
@@ -185,13 +185,13 @@ def _check_host(host: Host, cluster: Cluster, where: str) -> None:
 def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
     named = [switch.name for switch in tree.all_switches if switch.name or switch is not tree]
     check_host_names(named, where=where, kind="switch")
-    there = set(tree.all_hosts)
-    for name in there.difference(cluster.host_classes):
+    names = set(tree.all_hosts)
+    for name in names.difference(cluster.host_classes):
         right = "cut the tree down to the cluster's hosts"
         raise InputError(where, f"host {shown(name)} of the switches is unknown", right)
-    check_hosts_once(tree, there, where)
+    check_hosts_once(tree, names, where)
     for name in cluster.names:
-        if name not in there:
+        if name not in names:
             right = "every host is at one of the switches"
             raise InputError(where, f"host {name} is at no switch", right)
 

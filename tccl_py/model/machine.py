@@ -339,9 +339,9 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         count = sum(not machine.nvlinked(*pair) for pair in pairs)
         if self.peer_access_provenance != "assumed" or not count:
             return ()
-        some = "" if self.peer_access_default else "no "
+        prefix = "" if self.peer_access_default else "no "
         how = "`nvidia-smi topo -p2p r` shows it, --p2p yes|no sets it"
-        return (f"{some}P2P between {count} ordered pairs of GPUs without NVLink ({how})",)
+        return (f"{prefix}P2P between {count} ordered pairs of GPUs without NVLink ({how})",)
 
     def with_p2p(self, machine: Machine, p2p: bool | None) -> Knowledge:
         """Return the knowledge with what the user says of P2P, None is nothing (InputError)."""

@@ -163,16 +163,16 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         noise = [f"noise {self.noise:g}, seed {self.seed}"] if self.noise else []
         return "; ".join([*hosts, self.identity, *noise])
 
-    def covers(self, wanted: JournalHeader) -> bool:
+    def covers(self, header: JournalHeader) -> bool:
         """Return whether measurements under this header hold for the wanted machine or hosts.
 
         Sets of several hosts name them, so measurements of further hosts do no harm.
         """
-        if not wanted.hosts:
-            return self == wanted
+        if not header.hosts:
+            return self == header
         hosts = self.hosts
-        same_options = msgspec.structs.replace(wanted, machine=self.machine, hosts=hosts) == self
-        return same_options and wanted.hosts.items() <= hosts.items()
+        same_options = msgspec.structs.replace(header, machine=self.machine, hosts=hosts) == self
+        return same_options and header.hosts.items() <= hosts.items()
 
     def joined(self, more: JournalHeader) -> JournalHeader:
         """Return the header of measurements of the hosts of both.
@@ -190,9 +190,9 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return header
 
 
-def _changed(where: str, here: str, there: str) -> InputError:
+def _changed(where: str, now_is: str, before: str) -> InputError:
     right = "measure as before, or plan into a new directory"
-    return InputError(where, f"is {here}, and was {there}", right)
+    return InputError(where, f"is {now_is}, and was {before}", right)
 
 
 @runtime_checkable

@@ -78,20 +78,22 @@ def cluster_of(
 
 
 def _joined(
-    known: SwitchTree, given: SwitchTree | None, hosts: Sequence[str], before: int
+    known: SwitchTree, tree: SwitchTree | None, hosts: Sequence[str], before: int
 ) -> SwitchTree:
     """Return the switches of hosts, of which so many were there before."""
-    if given is not None:
-        return _with_uplinks(given, {one.name: one.uplink_gbps for one in known.all_switches})
+    if tree is not None:
+        return _with_uplinks(
+            tree, {switch.name: switch.uplink_gbps for switch in known.all_switches}
+        )
     if len(hosts) > before:
         fault = f"is at no switch that is known: {hosts[-1]}"
         raise InputError("a new host", fault, "give switches (`switches`) with all hosts")
     return known
 
 
-def _with_uplinks(tree: SwitchTree, known: Mapping[str, float | None]) -> SwitchTree:
-    uplink = known.get(tree.name) if tree.uplink_gbps is None else tree.uplink_gbps
-    below = tuple(_with_uplinks(switch, known) for switch in tree.switches)
+def _with_uplinks(tree: SwitchTree, uplinks: Mapping[str, float | None]) -> SwitchTree:
+    uplink = uplinks.get(tree.name) if tree.uplink_gbps is None else tree.uplink_gbps
+    below = tuple(_with_uplinks(switch, uplinks) for switch in tree.switches)
     return msgspec.structs.replace(tree, uplink_gbps=uplink, switches=below)
 
 
@@ -125,7 +127,9 @@ def split(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
     for names in groups:
         old = numbers[names[0]]
         if sum(number == old for number in numbers.values()) > len(names):
-            name = class_name(f"{classes[old].name}-{names[0]}", {one.name for one in classes})
+            name = class_name(
+                f"{classes[old].name}-{names[0]}", {node_class.name for node_class in classes}
+            )
             numbers |= dict.fromkeys(names, len(classes))
             classes.append(msgspec.structs.replace(classes[old], name=name))
     hosts = (msgspec.structs.replace(host, node_class=numbers[host.name]) for host in cluster.hosts)
@@ -204,16 +208,16 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
             right = "every host of the job must be at one of the switches, named as the job does"
             raise InputError(where, f"host {name} is at no switch", right)
     check_hosts_once(tree, set(names), where)
-    kept = _kept(tree, set(names))
-    if kept.name == "" and not kept.hosts and len(kept.switches) == 1:
-        return kept.switches[0]
-    return kept
+    pruned = _pruned(tree, set(names))
+    if pruned.name == "" and not pruned.hosts and len(pruned.switches) == 1:
+        return pruned.switches[0]
+    return pruned
 
 
-def _kept(switch: SwitchTree, wanted: set[str]) -> SwitchTree:
-    below = (_kept(child, wanted) for child in switch.switches)
+def _pruned(switch: SwitchTree, hosts: set[str]) -> SwitchTree:
+    below = (_pruned(child, hosts) for child in switch.switches)
     return msgspec.structs.replace(
         switch,
-        hosts=tuple(host for host in switch.hosts if host in wanted),
+        hosts=tuple(host for host in switch.hosts if host in hosts),
         switches=tuple(child for child in below if child.hosts or child.switches),
     )

@@ -134,11 +134,11 @@ def _refined(graph: nx.Graph, fixed: Sequence[str]) -> dict[str, str]:
     return {node: hashes[-1] for node, hashes in rounds.items()}
 
 
-def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Permutation | None:
-    """Return an automorphism with these fixed devices that maps `one` to `other`, or None."""
+def _mapping(graph: nx.Graph, fixed: Sequence[str], point: str, image: str) -> Permutation | None:
+    """Return an automorphism with these fixed devices that maps `point` to `image`, or None."""
     import networkx as nx  # noqa: PLC0415
 
-    before, after = _refined(graph, [*fixed, one]), _refined(graph, [*fixed, other])
+    before, after = _refined(graph, [*fixed, point]), _refined(graph, [*fixed, image])
     if sorted(before.values()) != sorted(after.values()):
         return None
     # The matcher iterates over sets of devices. Sets of numbers have one order; the order of names
@@ -161,15 +161,15 @@ def _mapping(graph: nx.Graph, fixed: Sequence[str], one: str, other: str) -> Per
 def _transversal(
     point: str, generators: Iterable[Permutation], identity: Permutation
 ) -> dict[str, Permutation]:
-    found, queue = {point: identity}, [point]
+    moves_to, queue = {point: identity}, [point]
     moves = list(generators)
     while queue:
         at = queue.pop()
         for move in moves:
-            if move[at] not in found:
-                found[move[at]] = {start: move[image] for start, image in found[at].items()}
+            if move[at] not in moves_to:
+                moves_to[move[at]] = {start: move[image] for start, image in moves_to[at].items()}
                 queue.append(move[at])
-    return found
+    return moves_to
 
 
 def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
@@ -178,18 +178,18 @@ def _stabiliser_chain(graph: nx.Graph, base: Sequence[str]) -> list[_Level]:
     below: list[Permutation] = []  # generators that fix everything before this base point
     for depth in range(len(base) - 1, -1, -1):
         fixed, point = base[:depth], base[depth]
-        own: list[Permutation] = []
+        generators: list[Permutation] = []
         colours = _refined(graph, fixed)
         for candidate in base[depth + 1 :]:
             if colours[candidate] != colours[point]:
                 continue
-            if candidate in _transversal(point, [*below, *own], identity):
+            if candidate in _transversal(point, [*below, *generators], identity):
                 continue
-            found = _mapping(graph, fixed, point, candidate)
-            if found is not None:
-                own.append(found)
-        below = [*below, *own]
-        levels.append((own, _transversal(point, below, identity)))
+            automorphism = _mapping(graph, fixed, point, candidate)
+            if automorphism is not None:
+                generators.append(automorphism)
+        below = [*below, *generators]
+        levels.append((generators, _transversal(point, below, identity)))
     return levels
 
 
@@ -225,12 +225,12 @@ class FlowCodes:
         for at, flow in enumerate(flows):
             # A relabelling keeps the kinds of places and the options.
             form = (*(place.kind for place in flow.places), flow.blocks, flow.fifo, flow.buffer)
-            found = np.full(len(elements), self._forms.setdefault(form, len(self._forms) + 1))
+            code = np.full(len(elements), self._forms.setdefault(form, len(self._forms) + 1))
             for place in flow.places:
                 column = self._position.get(place.device)
-                found *= fixed + 1
-                found += fixed if column is None else columns[column]
-            codes[at] = found
+                code *= fixed + 1
+                code += fixed if column is None else columns[column]
+            codes[at] = code
         return np.ascontiguousarray(codes.T)
 
 

@@ -316,11 +316,11 @@ def listed_sets(sets: Sets) -> list[TransferSet]:
     return [_as_set(one) for one in listed]
 
 
-def _as_set(given: str | Flow | TransferSet) -> TransferSet:
-    if isinstance(given, TransferSet):
-        return given
-    check_type(given, "sets", str, Flow, TransferSet)
-    return parse_set(given) if isinstance(given, str) else transfer_set([given])
+def _as_set(transfers: str | Flow | TransferSet) -> TransferSet:
+    if isinstance(transfers, TransferSet):
+        return transfers
+    check_type(transfers, "sets", str, Flow, TransferSet)
+    return parse_set(transfers) if isinstance(transfers, str) else transfer_set([transfers])
 
 
 def flow_texts(text: str) -> list[str]:

@@ -92,10 +92,10 @@ class EvenUse(msgspec.Struct, frozen=True):
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
         """Return whether all NICs can still be used equally after these rings."""
         entries = [nic_of(ring[0]) for ring in rings if ring]
-        whole = [nic_pair(ring) for ring in rings if ring and ring[-1].target == WORLD]
-        if self.same and any(into != out for into, out in whole):
+        closed = [nic_pair(ring) for ring in rings if ring and ring[-1].target == WORLD]
+        if self.same and any(into != out for into, out in closed):
             return False
-        return self.even(entries) and self.even([out for _, out in whole])
+        return self.even(entries) and self.even([out for _, out in closed])
 
     def even(self, used: Sequence[int]) -> bool:
         """Return whether chains that use these NICs can still become even."""
@@ -112,16 +112,16 @@ class Pairing(msgspec.Struct, frozen=True):
 
     def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
         """Return whether these rings can be among the chains."""
-        left = Counter(self.pairs)
+        remaining = Counter(self.pairs)
         begun: list[int] = []
         for hops in filter(None, rings):
             if hops[-1].target == WORLD:
-                left[nic_pair(hops)] -= 1
+                remaining[nic_pair(hops)] -= 1
             else:
                 begun.append(nic_of(hops[0]))
-        if min(left.values()) < 0:
+        if min(remaining.values()) < 0:
             return False
-        open_ = Counter(pair[0] for pair in left.elements())
+        open_ = Counter(pair[0] for pair in remaining.elements())
         return all(count <= open_[nic] for nic, count in Counter(begun).items())
 
 
@@ -135,7 +135,7 @@ def symmetry_keeping(symmetry: Symmetry, pairing: Pairing) -> Symmetry:
     return symmetry if keep.all() else keeping(symmetry, keep)
 
 
-def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) -> int | None:
+def net_buffer_numa(topo: NcclView, gpu: int, nic: int, direction: Direction) -> int | None:
     """Return the NUMA node of the host buffer between a GPU and a NIC; None with GPU direct RDMA.
 
     GPU direct needs support of both, a path within NCCL_NET_GDR_LEVEL, and for sending
@@ -145,45 +145,45 @@ def net_buffer_numa(seen: NcclView, gpu: int, nic: int, direction: Direction) ->
     (ncclTopoGetCpuAffinity), so the buffer is on the GPU's own NUMA node (the relay's, if a relay
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
     """
-    ends = net_ends(seen, gpu, nic)
-    if reaches_gpu(seen.system, seen.paths, seen.settings, ends, direction):
+    ends = net_ends(topo, gpu, nic)
+    if reaches_gpu(topo.system, topo.paths, topo.settings, ends, direction):
         return None
-    over = relay(seen, gpu, nic)
+    over = relay(topo, gpu, nic)
     owner = gpu if over is None or direction == "receive" else over
-    return index_of(local_cpu(seen.system, seen.plain, f"G{owner}"))
+    return index_of(local_cpu(topo.system, topo.plain, f"G{owner}"))
 
 
-def relay(seen: NcclView, gpu: int, nic: int) -> int | None:
+def relay(topo: NcclView, gpu: int, nic: int) -> int | None:
     """Return the GPU that sends for `gpu` by this NIC (PXN); None if `gpu` sends by itself.
 
     The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
-    over = relay_of(seen.system, seen.paths[net_ends(seen, gpu, nic)])
+    over = relay_of(topo.system, topo.paths[net_ends(topo, gpu, nic)])
     return None if over is None else index_of(over)
 
 
-def exit_flow(seen: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:
+def exit_flow(topo: NcclView, gpu: int, nic: int, *, blocks: int) -> Flow:
     """Return the flow by which a ring leaves a node from GPU `gpu` by NIC `nic`.
 
     With a relay, the flow goes through the relay's memory, `G3->G3->G0->N0->N0`; a host buffer is
     the relay's, without its GPU memory.
     """
-    fifo = Fifo(bytes=check_settings(seen.settings).buffsize)
-    through, over = net_buffer_numa(seen, gpu, nic, "send"), relay(seen, gpu, nic)
+    fifo = Fifo(bytes=check_settings(topo.settings).buffsize)
+    through, over = net_buffer_numa(topo, gpu, nic, "send"), relay(topo, gpu, nic)
     return leaving(gpu, nic, through=through, relay=over, blocks=blocks, fifo=fifo)
 
 
-def entry_flow(seen: NcclView, nic: int, gpu: int, *, blocks: int) -> Flow:
+def entry_flow(topo: NcclView, nic: int, gpu: int, *, blocks: int) -> Flow:
     """Return the flow by which a ring enters a node by NIC `nic` at GPU `gpu`."""
-    fifo = Fifo(bytes=check_settings(seen.settings).buffsize)
-    through = net_buffer_numa(seen, gpu, nic, "receive")
+    fifo = Fifo(bytes=check_settings(topo.settings).buffsize)
+    through = net_buffer_numa(topo, gpu, nic, "receive")
     return entering(nic, gpu, through=through, blocks=blocks, fifo=fifo)
 
 
 # Hops of chains: inside a node, its entries and its exits.
 def chain_hop_space(
-    seen: NcclView, *, nics: Sequence[int] | None = None, chains_in_set: int = 1
+    topo: NcclView, *, nics: Sequence[int] | None = None, chains_in_set: int = 1
 ) -> HopSpace:
     """Return one hop per pair of GPUs, and one between each GPU and the world by every NIC.
 
@@ -191,21 +191,21 @@ def chain_hop_space(
     are shared evenly by the `chains_in_set` chains of a set. Raises InputError: settings the
     version does not have. SearchError: there is no NIC.
     """
-    inner = hop_space(seen, rings_in_set=chains_in_set)
-    blocks = blocks_of_ring(seen, chains_in_set)
-    ends = [(gpu, nic) for gpu in seen.gpus for nic in seen.nics if nics is None or nic in nics]
+    inner = hop_space(topo, rings_in_set=chains_in_set)
+    blocks = blocks_of_ring(topo, chains_in_set)
+    ends = [(gpu, nic) for gpu in topo.gpus for nic in topo.nics if nics is None or nic in nics]
     if not ends:
-        raise SearchError(f"machine {seen.machine.name} has no NIC for chains")
+        raise SearchError(f"machine {topo.machine.name} has no NIC for chains")
 
     def distance(end: tuple[int, int], direction: Direction) -> tuple[PathType, int, int]:
-        return net_path(seen, *end, direction), abs(end[0] - end[1]), end[1]
+        return net_path(topo, *end, direction), abs(end[0] - end[1]), end[1]
 
     into = sorted(ends, key=lambda end: distance(end, "receive"))
     out = sorted(ends, key=lambda end: distance(end, "send"))
     return chain_space(
         inner,
-        [(gpu, entry_flow(seen, nic, gpu, blocks=blocks)) for gpu, nic in into],
-        [(gpu, exit_flow(seen, gpu, nic, blocks=blocks)) for gpu, nic in out],
+        [(gpu, entry_flow(topo, nic, gpu, blocks=blocks)) for gpu, nic in into],
+        [(gpu, exit_flow(topo, gpu, nic, blocks=blocks)) for gpu, nic in out],
     )
 
 
@@ -217,26 +217,28 @@ def chains_as_rings(
     Raises SearchError: the space lacks a hop of a chain.
     """
     rings = []
-    for entered, gpus, left in chains:
-        into = [hop for hop in space.between(WORLD, gpus[0]) if nic_of(hop) == entered]
-        out = [hop for hop in space.between(gpus[-1], WORLD) if nic_of(hop) == left]
+    for enters_by, gpus, leaves_by in chains:
+        into = [hop for hop in space.between(WORLD, gpus[0]) if nic_of(hop) == enters_by]
+        out = [hop for hop in space.between(gpus[-1], WORLD) if nic_of(hop) == leaves_by]
         choices = [into, *(space.between(*pair) for pair in pairwise(gpus)), out]
         if not all(choices):
-            raise SearchError(f"{space.name}: no chain by NIC {entered}, GPUs {gpus}, NIC {left}")
+            raise SearchError(
+                f"{space.name}: no chain by NIC {enters_by}, GPUs {gpus}, NIC {leaves_by}"
+            )
         rings.append(ring([hops[0] for hops in choices]))
     return tuple(rings)
 
 
-def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]:
+def gdr_variants(topo: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]:
     """Return settings that differ from the view's in the placement of NIC buffers alone.
 
     Of settings with equal placements the first is returned, which departs least from the defaults.
     """
     distinct: dict[tuple[Flow, ...], Settings] = {}
     for changes in combinations("NIC buffers"):
-        changed = msgspec.structs.replace(seen.settings, **changes)
-        under = view(seen.machine, seen.knowledge, changed, gpus=seen.gpus)
-        ends = list(product(seen.gpus, nics))
+        changed = msgspec.structs.replace(topo.settings, **changes)
+        under = view(topo.machine, topo.knowledge, changed, gpus=topo.gpus)
+        ends = list(product(topo.gpus, nics))
         flows = [entry_flow(under, nic, gpu, blocks=1) for gpu, nic in ends]
         flows += [exit_flow(under, gpu, nic, blocks=1) for gpu, nic in ends]
         distinct.setdefault(tuple(flows), changed)
@@ -245,7 +247,7 @@ def gdr_variants(seen: NcclView, *, nics: Sequence[int]) -> tuple[Settings, ...]
 
 # Graph files of one node of several.
 def node_rings(
-    seen: NcclView,
+    topo: NcclView,
     orders: Sequence[tuple[int, ...]],
     ends: Sequence[tuple[int, int]],
     *,
@@ -256,19 +258,19 @@ def node_rings(
     The tree uses the ring's entry in both directions, as in NCCL's own dumps; it spreads to the
     second GPU where this GPU is as near to the NIC.
     """
-    settings = seen.settings
+    settings = topo.settings
     stays = settings.cross_nic != 0 or all(into == out for into, out in ends)
-    what = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
-    require(stays, "channels over several nodes", what, "choose cross_nic 1, 2 or None")
-    intra = PathType[seen.farthest(pair for order in orders for pair in pairwise(order))]
+    fault = "leave by other NICs than they enter by, with NCCL_CROSS_NIC=0"
+    require(stays, "channels over several nodes", fault, "choose cross_nic 1, 2 or None")
+    intra = PathType[topo.farthest(pair for order in orders for pair in pairwise(order))]
     channels = [(order, *pair) for order, pair in zip(orders, ends, strict=True)]
-    inter = farthest_end(seen, [(order[0], into, order[-1], out) for order, into, out in channels])
+    inter = farthest_end(topo, [(order[0], into, order[-1], out) for order, into, out in channels])
     # A tree's first GPU, and maybe its second, sends and receives by the entry.
     first, *second = (
-        farthest_end(seen, [(order[at], into, order[at], into) for order, into, _ in channels])
+        farthest_end(topo, [(order[at], into, order[at], into) for order, into, _ in channels])
         for at in range(min(2, len(orders[0])))
     )
-    device = net_devices(seen.machine, settings)
+    device = net_devices(topo.machine, settings)
     return GraphRings(
         orders=tuple(orders),
         speed_gbps=speed_gbps,
@@ -289,7 +291,7 @@ def _known_type(farthest: PathType, settings: Settings) -> str:
     raise InputError("channels over several nodes", "join devices without a path", "choose others")
 
 
-def farthest_end(seen: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
+def farthest_end(topo: NcclView, ends: Sequence[tuple[int, int, int, int]]) -> PathType:
     """Return the farthest path at chains' ends: (first GPU, entry NIC, last GPU, exit NIC)."""
-    into = [net_path(seen, first, nic, "receive") for first, nic, _, _ in ends]
-    return max(into + [net_path(seen, last, nic, "send") for _, _, last, nic in ends])
+    into = [net_path(topo, first, nic, "receive") for first, nic, _, _ in ends]
+    return max(into + [net_path(topo, last, nic, "send") for _, _, last, nic in ends])

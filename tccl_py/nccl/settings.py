@@ -107,20 +107,20 @@ def check_settings(settings: Settings) -> Settings:
     right = "the plugin places what the sender allocates: set shm_locality to sender"
     require(placed, where, "shm_placement is true", right)
     most = facts.max_channels
-    what = f"channels is {settings.channels}"
-    require(settings.channels <= most, where, what, f"1 to {most}")
+    fault = f"channels is {settings.channels}"
+    require(settings.channels <= most, where, fault, f"1 to {most}")
     most = facts.max_final_channels
     low, high = settings.min_channels or 1, settings.max_channels or most
-    what = f"channels are to be {low} to {high} in the end"
-    require(low <= high <= most, where, what, f"1 to {most}")
+    fault = f"channels are to be {low} to {high} in the end"
+    require(low <= high <= most, where, fault, f"1 to {most}")
     for name in ("p2p_level", "net_gdr_level"):
         level = getattr(settings, name)
-        known = level not in facts.unknown_levels
-        require(known, where, f"{name} is {level}", "this version takes it for LOC")
+        is_known = level not in facts.unknown_levels
+        require(is_known, where, f"{name} is {level}", "this version takes it for LOC")
     threads, sockets = settings.socket_threads or 1, settings.sockets_per_thread or 1
-    what = f"a connection has {threads} socket threads with {sockets} sockets each"
+    fault = f"a connection has {threads} socket threads with {sockets} sockets each"
     right = f"at most {_MAX_SOCKETS} sockets together"
-    require(threads * sockets <= _MAX_SOCKETS, where, what, right)
+    require(threads * sockets <= _MAX_SOCKETS, where, fault, right)
     return settings
 
 
@@ -198,23 +198,23 @@ def environment(settings: Settings) -> dict[str, str]:
     {'NCCL_P2P_DISABLE': '1', 'NCCL_BUFFSIZE': '524288'}
     """
     check_settings(settings)
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for field, (name, *_) in _VARIABLES.items():
         value = getattr(settings, field)
         if value == getattr(_DEFAULTS, field):
             continue
         if (field, value) == ("p2p_level", "LOC"):
-            found["NCCL_P2P_DISABLE"] = "1"
+            variables["NCCL_P2P_DISABLE"] = "1"
         elif field in _SWITCHES:
-            found[name] = _SWITCHES[field]
+            variables[name] = _SWITCHES[field]
         elif field == "shm_copy_engine":
             mode = next(code for code, side in _SHM_MODES.items() if side == value)
-            found |= {name: "1", _SHM_MODE: str(mode)}
+            variables |= {name: "1", _SHM_MODE: str(mode)}
         elif isinstance(value, tuple):
-            found[name] = f"={','.join(value)}"
+            variables[name] = f"={','.join(value)}"
         else:
-            found[name] = value if isinstance(value, str) else str(int(value))
-    return found
+            variables[name] = value if isinstance(value, str) else str(int(value))
+    return variables
 
 
 def environment_text(settings: Settings) -> str:
@@ -231,7 +231,7 @@ def settings_from_environment(
     exclusions depend on the host.
     """
     facts = version_facts(version)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     # Names of NCCL before 2.5.
     older = {f"NCCL_{end}_NCHANNELS": variables.get(f"NCCL_{end}_NRINGS") for end in _ENDS}
     variables = {name: text for name, text in older.items() if text} | dict(variables)
@@ -240,25 +240,25 @@ def settings_from_environment(
         value = None if text is None else read(text, integer(text))
         with suppress(msgspec.ValidationError):
             if value is not None:
-                found[field] = msgspec.convert(value, _FIELD_TYPES[field])
+                fields[field] = msgspec.convert(value, _FIELD_TYPES[field])
     if integer(variables.get("NCCL_P2P_DISABLE")) == 1:
-        found["p2p_level"] = "LOC"
-    if "shm_copy_engine" in found:
+        fields["p2p_level"] = "LOC"
+    if "shm_copy_engine" in fields:
         mode = _SHM_MODES.get(integer(variables.get(_SHM_MODE)), "sender")
-        found["shm_copy_engine"] = mode if facts.shm_copy_engine else None
-    if "shm_locality" not in found:
-        found.pop("shm_placement", None)
+        fields["shm_copy_engine"] = mode if facts.shm_copy_engine else None
+    if "shm_locality" not in fields:
+        fields.pop("shm_placement", None)
     least, most = (integer(variables.get(f"NCCL_{end}_CTAS")) for end in _ENDS)
     if most > 0:
-        found["max_channels"] = min(most, found.get("max_channels", most))
+        fields["max_channels"] = min(most, fields.get("max_channels", most))
     if least > 0:
         least = min(least, most) if most > 0 else least
-        found["min_channels"] = max(least, found.get("min_channels", least))
-    for end in found.keys() & {"min_channels", "max_channels"}:
-        found[end] = min(found[end], facts.max_final_channels)
-    if found.get("sockets_per_thread", 0) * found.get("socket_threads", 1) > _MAX_SOCKETS:
-        del found["sockets_per_thread"]
-    return Settings(version=version, channels=channels, **found)
+        fields["min_channels"] = max(least, fields.get("min_channels", least))
+    for end in fields.keys() & {"min_channels", "max_channels"}:
+        fields[end] = min(fields[end], facts.max_final_channels)
+    if fields.get("sockets_per_thread", 0) * fields.get("socket_threads", 1) > _MAX_SOCKETS:
+        del fields["sockets_per_thread"]
+    return Settings(version=version, channels=channels, **fields)
 
 
 # Texts of files: nccl.conf for a host, env.sh for a shell.
@@ -319,8 +319,8 @@ PINNABLE = tuple(_RIGHT)
 
 def check_pinnable(name: str, *, where: str) -> None:
     """Check that plans can be made under a variable."""
-    what, right = "is no variable that plans can be made under", " or ".join(PINNABLE)
-    require(name in PINNABLE, f"{where} {name[:40]!r}", what, right)
+    fault, right = "is no variable that plans can be made under", " or ".join(PINNABLE)
+    require(name in PINNABLE, f"{where} {name[:40]!r}", fault, right)
 
 
 def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]:
@@ -329,13 +329,13 @@ def pinned_values(variables: Mapping[str, str], *, where: str) -> dict[str, str]
     >>> pinned_values({"NCCL_P2P_LEVEL": "1"}, where="`pin_env`")
     {'NCCL_P2P_LEVEL': 'PIX'}
     """
-    found = {}
+    values = {}
     for name, value in sorted(variables.items()):
         check_pinnable(name, where=where)
-        level, what = pinned_level({name: value}), f"is {value[:20]!r}, which says nothing to NCCL"
-        require(level, f"{where} {name}", what, _RIGHT[name])
-        found[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
-    return found
+        level, fault = pinned_level({name: value}), f"is {value[:20]!r}, which says nothing to NCCL"
+        require(level, f"{where} {name}", fault, _RIGHT[name])
+        values[name] = "1" if name == "NCCL_P2P_DISABLE" else str(level)
+    return values
 
 
 def pinned_level(variables: Mapping[str, str]) -> Level | None:
@@ -346,12 +346,12 @@ def pinned_level(variables: Mapping[str, str]) -> Level | None:
 def check_pinned_env(pinned: Mapping[str, str], under: Iterable[Settings], where: str) -> None:
     """Check a plan's pinned environment against the plan's settings."""
     place, level = f"{where} pinned_env", pinned_level(pinned)
-    known = pinned_values(pinned, where=place) == pinned
-    require(known, place, "has values that no plan has", "plan it again")
+    is_read_so = pinned_values(pinned, where=place) == pinned
+    require(is_read_so, place, "has values that no plan has", "plan it again")
     for settings in under if pinned else ():
-        what = f"is for jobs with {shell_text(pinned)} and has p2p_level {settings.p2p_level}"
+        fault = f"is for jobs with {shell_text(pinned)} and has p2p_level {settings.p2p_level}"
         right = f"it is {level} there; plan it again"
-        require(settings.p2p_level == level, where, what, right)
+        require(settings.p2p_level == level, where, fault, right)
 
 
 def pinned_env_text(pinned: Mapping[str, str]) -> str:
@@ -363,17 +363,17 @@ def pinned_env_text(pinned: Mapping[str, str]) -> str:
     return f"for jobs with {shell_text(pinned)}, default NCCL included"
 
 
-def env_conflicts(settings: Settings, given: Mapping[str, str]) -> tuple[str, ...]:
+def env_conflicts(settings: Settings, variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of variables in an environment that contradict these settings.
 
     >>> env_conflicts(Settings(p2p_level="SYS"), {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"})
     ('NCCL_P2P_DISABLE',)
     """
-    wanted = environment(settings)
-    if not _differ(settings, {**wanted, **given}):
+    required = environment(settings)
+    if not _differ(settings, {**required, **variables}):
         return ()
-    nccl = (name for name in sorted(given) if name.startswith("NCCL_"))
-    named = [name for name in nccl if _differ(settings, {**wanted, name: given[name]})]
+    nccl = (name for name in sorted(variables) if name.startswith("NCCL_"))
+    named = [name for name in nccl if _differ(settings, {**required, name: variables[name]})]
     return tuple(named) or ("its NCCL variables",)
 
 
@@ -383,12 +383,12 @@ def env_rules(settings: Settings) -> tuple[dict[str, str], tuple[str, ...]]:
     Jobs that set a variable of the first part must give it this value, and must leave those of the
     second part alone.
     """
-    own = {name: value for name, _, value in _VARIABLES.values() if value is not None}
+    checked = {name: value for name, _, value in _VARIABLES.values() if value is not None}
     if settings.p2p_level == "LOC":
-        del own["NCCL_P2P_LEVEL"]
-    known = {name: value for name, value in own.items() if value}
-    must = {"NCCL_P2P_DISABLE": "0"} | known | environment(settings)
-    return must, tuple(name for name in own if name not in must)
+        del checked["NCCL_P2P_LEVEL"]
+    defaults = {name: value for name, value in checked.items() if value}
+    must = {"NCCL_P2P_DISABLE": "0"} | defaults | environment(settings)
+    return must, tuple(name for name in checked if name not in must)
 
 
 def _differ(settings: Settings, variables: Mapping[str, str]) -> bool:

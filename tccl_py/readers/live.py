@@ -183,8 +183,8 @@ class DriverFacts:
 def driver_facts(nvml: Any = None) -> DriverFacts:
     """Ask NVML (`pynvml`, or a substitute) for all GPUs, NVLinks, and peer access of GPU pairs."""
     with opened_nvml(nvml) as opened:
-        asked = opened.nvmlDeviceGetHandleByIndex
-        handles = [ask_nvml(opened, f"GPU {i}", asked, i) for i in range(_count(opened))]
+        handle_of = opened.nvmlDeviceGetHandleByIndex
+        handles = [ask_nvml(opened, f"GPU {i}", handle_of, i) for i in range(_count(opened))]
         return DriverFacts(
             driver=_text(ask_nvml(opened, "the driver", opened.nvmlSystemGetDriverVersion)),
             gpus=tuple(_gpu(opened, index, handle) for index, handle in enumerate(handles)),
@@ -259,10 +259,10 @@ def _count(nvml: Any) -> int:
 def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
     who = f"GPU {index}"
     ask = partial(ask_nvml, nvml, who)
-    found = _text(ask(nvml.nvmlDeviceGetPciInfo, handle).busId)
-    bus_id = normal_bus_id(found)
+    text = _text(ask(nvml.nvmlDeviceGetPciInfo, handle).busId)
+    bus_id = normal_bus_id(text)
     if bus_id is None:
-        raise InputError(who, f"has bus id {found[:40]!r}", "a bus id such as 00000000:1A:00.0")
+        raise InputError(who, f"has bus id {text[:40]!r}", "a bus id such as 00000000:1A:00.0")
     major, minor = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
     c2c_count = getattr(nvml, "NVML_FI_DEV_C2C_LINK_COUNT", _C2C_LINK_COUNT)
     c2c = ask(nvml.nvmlDeviceGetFieldValues, handle, [c2c_count], optional=True)
@@ -296,10 +296,10 @@ def _links(nvml: Any, maybe: Callable[..., Any], handle: Any) -> Counter[str]:
 
 def _peer_access(nvml: Any, handles: list[Any]) -> Iterator[PeerAccess]:
     for source, target in permutations(range(len(handles)), 2):
-        asked = nvml.nvmlDeviceGetP2PStatus, handles[source], handles[target]
+        question = nvml.nvmlDeviceGetP2PStatus, handles[source], handles[target]
         who = f"GPUs {source} and {target}"
         answers = [
-            ask_nvml(nvml, who, *asked, way, optional=True) for way in (_P2P_READ, _P2P_WRITE)
+            ask_nvml(nvml, who, *question, way, optional=True) for way in (_P2P_READ, _P2P_WRITE)
         ]
         if None not in answers:
             yield PeerAccess(
@@ -337,8 +337,8 @@ def visible_indices(machine: Machine, uuids: Sequence[str], text: str | None) ->
         if part.isascii() and part.isdigit() and len(part) < 6:
             named = [int(part)] if int(part) in machine.gpu_indices else []
         else:
-            known = zip(machine.gpu_indices, uuids, strict=False)
-            named = [index for index, uuid in known if len(part) > 4 and uuid.startswith(part)]
+            pairs = zip(machine.gpu_indices, uuids, strict=False)
+            named = [index for index, uuid in pairs if len(part) > 4 and uuid.startswith(part)]
         if len(named) != 1:
             break
         indices.update(named)

@@ -58,7 +58,7 @@ _FIRST = re.compile(r"^\s*(switchname|blockname)\s*=", re.IGNORECASE | re.MULTIL
 
 _Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Found = tuple[str, SwitchTree, tuple[str, ...]]
+_Part = tuple[str, SwitchTree, tuple[str, ...]]
 """The place of a switch in a file, the switch with its hosts, and the switches below by name."""
 
 
@@ -164,7 +164,7 @@ def _plain_yaml(text: str, where: str) -> Any:
     return yaml.load(text, Loader=_Texts)
 
 
-def _flat(switch: _Switch, where: str) -> Iterator[_Found]:
+def _flat(switch: _Switch, where: str) -> Iterator[_Part]:
     """Yield a switch, and then the switches described inside it."""
     hosts, below = (
         [names] if isinstance(names, str) else names for names in (switch.hosts, switch.switches)
@@ -191,10 +191,10 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
         begun.append(content.removesuffix("\\"))
         if content.endswith("\\"):
             continue
-        whole = " ".join(begun).strip()
+        joined = " ".join(begun).strip()
         begun.clear()
-        if whole:
-            yield f"{where}:{start}", whole
+        if joined:
+            yield f"{where}:{start}", joined
 
 
 def _slurm_switch(line: str, place: str) -> _Switch:
@@ -220,11 +220,11 @@ def _slurm_switch(line: str, place: str) -> _Switch:
     return _Switch(name=pairs["switchname"], hosts=nodes, switches=below)
 
 
-def _joined(found: Iterable[_Found], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
+def _joined(parts: Iterable[_Part], *, where: str, hosts: Iterable[str] | None) -> SwitchTree:
     """Return the tree of all these switches, or of the switches above `hosts`."""
-    by_name: dict[str, _Found] = {}
+    by_name: dict[str, _Part] = {}
     names = 0
-    for place, switch, below in found:
+    for place, switch, below in parts:
         names += 1 + len(switch.hosts) + len(below)
         if names > MAX_NAMES:
             raise InputError(place, f"makes it more than {MAX_NAMES} names", "describe one cluster")
@@ -246,7 +246,7 @@ def _joined(found: Iterable[_Found], *, where: str, hosts: Iterable[str] | None)
     return tree
 
 
-def _above(by_name: dict[str, _Found]) -> dict[str, str]:
+def _above(by_name: dict[str, _Part]) -> dict[str, str]:
     """Return the name of the switch above each switch."""
     above: dict[str, str] = {}
     for place, switch, below in by_name.values():
@@ -260,7 +260,7 @@ def _above(by_name: dict[str, _Found]) -> dict[str, str]:
     return above
 
 
-def _tree(by_name: dict[str, _Found], name: str, level: int) -> SwitchTree:
+def _tree(by_name: dict[str, _Part], name: str, level: int) -> SwitchTree:
     place, switch, below = by_name[name]
     fault = f"switch {shown(name)} is below {MAX_LEVELS} others or more"
     require(level <= MAX_LEVELS, place, fault, f"at most {MAX_LEVELS} levels are read")
