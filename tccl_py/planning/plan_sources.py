@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tccl_py.errors import InputError, MeasurementError
+from tccl_py.errors import InputError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
+from tccl_py.model.measurement import JournalHeader, Measurement
 from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
@@ -28,9 +28,6 @@ from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_o
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
-
-_MOST_TIMES = 64
-"""Measurements of a set that are taken from a journal, at most."""
 
 
 def journal_of(plan: Plan, directory: Path) -> JournalContents:
@@ -187,8 +184,8 @@ def journal_by_class(
             for place in chain([places[path.node_class]], others):
                 source = PlacedSource(base, place)
                 for transfers in dict.fromkeys(wanted):
-                    if transfers not in found and (known_there := _repeated(source, transfers)):
-                        found[transfers] = known_there
+                    if transfers not in found and (samples := source.stored(transfers)):
+                        found[transfers] = samples
                 if not found.keys().isdisjoint(wanted):
                     break
     return known
@@ -205,14 +202,3 @@ def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Ite
     for host, partner in product(own, measured[:MOST_SAMPLED]):
         if host != partner:
             yield part_of(cluster, (host, partner))
-
-
-def _repeated(source: BandwidthSource, transfers: TransferSet) -> list[Measurement]:
-    """Return all measurements of a set; the n-th time it is asked for gives the n-th."""
-    found: list[Measurement] = []
-    with suppress(MeasurementError):
-        while len(found) < _MOST_TIMES:
-            found += source.measure([transfers])
-            if found[-1].assumed:
-                break  # Assumed rates have no end.
-    return found

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -104,43 +105,52 @@ class PlacedSource:
 
         Raises MeasurementError: a set cannot be measured.
         """
-        return [self._answer(one) for one in sets]
+        return [self._of_class(transfers, self._next)[0] for transfers in sets]
 
-    def _answer(self, wanted: TransferSet) -> Measurement:
-        taken = self._taken(wanted)
-        left = [one for one in wanted.flows if one not in taken]
-        if not left:
-            rates = tuple((taken[flow],) for flow in wanted.flows)
-            return Measurement(
-                transfers=wanted, samples_gbps=rates, simulated=self.simulated, assumed=True
-            )
-        flows = [self._placed(one, left) for one in left]
-        placed = transfer_set(flows)
+    def stored(self, transfers: TransferSet) -> list[Measurement]:
+        """Return the samples that the bench has of a set, or its rates where all are assumed."""
+        return self._of_class(transfers, self._bench.stored)
+
+    def _next(self, placed: TransferSet) -> Sequence[Measurement]:
         number = self._asked[placed]
         answer = self._bench.again(placed) if self._anew else self._bench.sample(placed, number)
         self._asked[placed] += 1
-        # Equal flows share their rates out.
-        rows = dealt(answer.transfers.flows, answer.samples_gbps)
-        there, repeats = iter(flows), len(answer.samples_gbps[0])
-        samples = tuple(
-            (taken[flow],) * repeats if flow in taken else rows[next(there)].pop(0)
-            for flow in wanted.flows
-        )
-        assumed = answer.assumed or bool(taken)
-        return msgspec.structs.replace(
-            answer, transfers=wanted, samples_gbps=samples, assumed=assumed
-        )
+        return [answer]
 
-    def _taken(self, wanted: TransferSet) -> dict[Flow, float]:
+    def _of_class(
+        self, transfers: TransferSet, ask: Callable[[TransferSet], Sequence[Measurement]]
+    ) -> list[Measurement]:
+        """Return samples of a set of the class, from those that `ask` gives of it on its hosts."""
+        assumed = self._assumed_rates(transfers)
+        measured = [flow for flow in transfers.flows if flow not in assumed]
+        if not measured:
+            rates = tuple((assumed[flow],) for flow in transfers.flows)
+            basis: dict[str, Any] = {"simulated": self.simulated, "assumed": True}
+            return [Measurement(transfers=transfers, samples_gbps=rates, **basis)]
+        flows = [self._placed(flow, measured) for flow in measured]
+        answers = []
+        for answer in ask(transfer_set(flows)):
+            # Equal flows share their rates out.
+            rows = dealt(answer.transfers.flows, answer.samples_gbps)
+            placed, repeats = iter(flows), len(answer.samples_gbps[0])
+            samples = tuple(
+                (assumed[flow],) * repeats if flow in assumed else rows[next(placed)].pop(0)
+                for flow in transfers.flows
+            )
+            more = {"samples_gbps": samples, "assumed": answer.assumed or bool(assumed)}
+            answers.append(msgspec.structs.replace(answer, transfers=transfers, **more))
+        return answers
+
+    def _assumed_rates(self, transfers: TransferSet) -> dict[Flow, float]:
         """Return the assumed rates of flows without measurement: they share their NIC's port."""
-        found = {
+        ports = {
             flow: (gbps, way, nic)
-            for flow in wanted.flows
+            for flow in transfers.flows
             for way, nic in (("out", sending_nic(flow)), ("in", receiving_nic(flow)))
             if nic is not None and (gbps := self.placement.assumed(flow, nic)) is not None
         }
-        users = Counter(found[flow][1:] for flow in wanted.flows if flow in found)
-        return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in found.items()}
+        users = Counter(ports[flow][1:] for flow in transfers.flows if flow in ports)
+        return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in ports.items()}
 
     def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
         here = self.placement

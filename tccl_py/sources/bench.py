@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from tccl_py.sources.profiled import ProfilerSource
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_SPENT = "as many sets were measured, or as long, as is allowed"
 Samples = Mapping[TransferSet, Sequence[Measurement]]
 
 
@@ -83,10 +84,10 @@ class Allowance:
         """Return whether so many more sets are allowed now."""
         return self.spent + sets <= self._most and not self.out_of_time
 
-    def check(self, sets: int = 1) -> None:
-        """Raise BudgetSpentError unless so many more sets are allowed now."""
-        if not self.covers(sets):
-            raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
+    def check(self) -> None:
+        """Raise BudgetSpentError unless one more set is allowed now."""
+        if not self.covers():
+            raise BudgetSpentError(_SPENT)
 
     def spend(self, sets: int = 1) -> None:
         """Count sets that were measured."""
@@ -123,9 +124,8 @@ class Bench:
     memory has answers. New samples are appended to the journal, which is closed with the bench.
     `times_measured` counts new samples, `sets_remembered` answers from memory.
 
-    Any object with `simulated` and `measure(sets)` is a source; what else it may have is in
-    the properties here that read it, and in `ProfilerSource`. An answer that does not fit its set,
-    and an exception of the source's own, are a MeasurementError of that set.
+    Any object with `simulated` and `measure(sets)` is a source. An answer that does not fit its
+    set, and an exception of the source's own, are a MeasurementError of that set.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class Bench:
         if source is not None:
             check_source(source)
         self._source = source
+        self._hardware = source if isinstance(source, ProfilerSource) else None
         self._journal, self._journal_notices = journal, journal.notices if journal else ()
         self._stored: Samples = (stored or {}) if journal is None else journal.measurements
         self._new: dict[TransferSet, list[Measurement]] = {}
@@ -146,7 +147,7 @@ class Bench:
         self._allowance = Allowance()
         self._measuring_s = 0.0
         self._on_set: Callable[[int], None] = lambda _: None
-        self.cut_short = False
+        self.cut_short = self._is_begun = False
         self.times_measured = 0
         self.sets_remembered = 0
 
@@ -154,10 +155,6 @@ class Bench:
 
     def _of_source(self, name: str, default: Any) -> Any:
         return getattr(self._source, name, default)
-
-    @property
-    def _hardware(self) -> ProfilerSource | None:
-        return self._source if isinstance(self._source, ProfilerSource) else None
 
     @property
     def simulated(self) -> bool:
@@ -243,7 +240,7 @@ class Bench:
         for key in missing:
             self._refuse_unless(self.has_time())
             self.again(key)
-        return [self._sample(key, 0) for key in keys]
+        return [self.stored(key)[0] for key in keys]
 
     def sample(self, transfers: TransferSet, number: int) -> Measurement:
         """Return a set's sample of this number, from memory or, if it is the next, by the source.
@@ -254,18 +251,14 @@ class Bench:
         while number >= len(self.stored(transfers)):
             self._refuse_unless(self.has_time())
             self.again(transfers)
-        return self._sample(transfers, number)
+        return self.stored(transfers)[number]
 
     def samples(self, transfers: TransferSet, count: int) -> Sequence[Measurement]:
         """Return a set's first samples, as `sample` does, or fewer if the time is up."""
-        samples: list[Measurement] = []
-        for number in range(count):
-            try:
+        samples = [self.sample(transfers, 0)]
+        with suppress(BudgetSpentError):
+            for number in range(1, count):
                 samples.append(self.sample(transfers, number))
-            except BudgetSpentError:
-                if not samples:
-                    raise
-                break
         return samples
 
     def again(self, transfers: TransferSet) -> Measurement:
@@ -274,7 +267,7 @@ class Bench:
         if hardware is not None:
             self._on_set(self.sets_measured)
             hardware.start()
-            hardware.deadline = self._allowance.deadline if self._has_answers else inf
+            hardware.deadline = self._allowance.deadline if self._is_begun else inf
         begun = time.monotonic()
         try:
             measurement = self._measured(transfers)
@@ -286,6 +279,7 @@ class Bench:
             self._journal.append(measurement)
         self._new.setdefault(transfers, []).append(measurement)
         self.times_measured += 1
+        self._is_begun = True
         if hardware is not None:
             self._on_set(self.sets_measured)
         return measurement
@@ -300,16 +294,13 @@ class Bench:
         self._allowance.spend(len(new))
         missing = [key for key in keys if number >= len(self.stored(key))]
         self.sets_remembered += len(keys) - len(missing)
+        self._is_begun |= len(missing) < len(keys)
         return list(dict.fromkeys(missing))
-
-    def _sample(self, key: TransferSet, number: int) -> Measurement:
-        stored = self._stored.get(key, ())
-        return stored[number] if number < len(stored) else self._new[key][number - len(stored)]
 
     def _measured(self, transfers: TransferSet) -> Measurement:
         if self._source is None:
             raise MeasurementError(f"{transfers} is not in the journal")
-        method = f"{type(self._source).__name__}.measure"
+        where = f"{transfers}: {type(self._source).__name__}.measure"
         try:
             answers = self._source.measure([transfers])
             fault = answer_fault(answers, transfers, simulated=self.simulated)
@@ -318,10 +309,9 @@ class Bench:
         except Exception as error:
             if limit_reached(error):
                 raise
-            text = f"{transfers}: {method} raised {type(error).__name__}: {error}"
-            raise MeasurementError(text) from error
+            raise MeasurementError(f"{where} raised {type(error).__name__}: {error}") from error
         if fault:
-            raise MeasurementError(f"{transfers}: {method} {fault}")
+            raise MeasurementError(f"{where} {fault}")
         (measurement,) = answers
         if not measurement.is_together:
             share = f"{measurement.overlap:.0%}"
@@ -351,18 +341,14 @@ class Bench:
         """
         usual_s = self._measuring_s / max(1, self.times_measured)
         late = time.monotonic() + usual_s > self._allowance.deadline
-        over = self._has_answers and (self._allowance.out_of_time or late)
+        over = self._is_begun and (self._allowance.out_of_time or late)
         self.cut_short |= over
         return not over
-
-    @property
-    def _has_answers(self) -> bool:
-        return self.times_measured + self.sets_remembered > 0
 
     def _refuse_unless(self, allowed: bool) -> None:
         if not allowed:
             self.cut_short = True
-            raise BudgetSpentError("as many sets were measured, or as long, as is allowed")
+            raise BudgetSpentError(_SPENT)
 
     # The journal, and what a user is told.
 
