@@ -54,7 +54,7 @@ COLUMNS = {
 """Headings and widths of the table."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table; rates in GB/s. `whole` is false if a budget cut a run short.
 
     `seconds` is wall time; if `cpu_seconds` is much less, the machine was busy.
@@ -96,7 +96,7 @@ class MachineRuns:
         self.counts = RING_COUNTS if self.few else FEW_RING_COUNTS
         self.tccl_seconds = tccl_seconds
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Entry]:
         """Yield the rows of this machine as they are ready."""
         default = self._default()
         mark = "assumed" if default.measurement.assumed else "simulated"
@@ -110,8 +110,8 @@ class MachineRuns:
             yield self._search("brute-force", counts, default, Budget())
         yield self._search("nccl-order", self.counts, default, Budget())
 
-    def _row(self, **facts: object) -> Row:
-        return msgspec.convert({"machine": self.name, "gpus": len(self.gpus), **facts}, Row)
+    def _row(self, **facts: object) -> Entry:
+        return msgspec.convert({"machine": self.name, "gpus": len(self.gpus), **facts}, Entry)
 
     def _default(self) -> Stock:
         task = Task(
@@ -126,7 +126,7 @@ class MachineRuns:
         )
         return rated_choices(task).by_default
 
-    def _plan(self) -> Row:
+    def _plan(self) -> Entry:
         source = Bench(Simulator(self.model))
         began, cpu = time.monotonic(), time.process_time()
         plan = make_plan(self.model.machine, self.model.knowledge, source)
@@ -143,7 +143,7 @@ class MachineRuns:
             + (", assumed" if plan.assumed else ""),
         )
 
-    def _tccl(self, default: Stock) -> Row:
+    def _tccl(self, default: Stock) -> Entry:
         # With 16 GPUs `tccl` reaches no ring in a minute: among equally fast prefixes, a priority
         # queue of measured prefixes is nearly a breadth-first search.
         if self.few:
@@ -164,7 +164,9 @@ class MachineRuns:
             budget=budget,
         )
 
-    def _search(self, strategy: str, counts: Sequence[int], default: Stock, budget: Budget) -> Row:
+    def _search(
+        self, strategy: str, counts: Sequence[int], default: Stock, budget: Budget
+    ) -> Entry:
         row = {"strategy": strategy, "rings": _text(counts)}
         began, cpu = time.monotonic(), time.process_time()
         problem = self._problem(counts, default, budget)
@@ -200,9 +202,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
 
 
-def checks(rows: Sequence[Row]) -> Iterator[Check]:
+def checks(rows: Sequence[Entry]) -> Iterator[Check]:
     """Yield the requirements that the rows cover."""
-    by_name: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Entry]] = {}
     for row in rows:
         by_name.setdefault(row.machine, []).append(row)
     for name, mine in by_name.items():
@@ -223,7 +225,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
     yield Check(wanted="peak memory under 1 GB", found=f"{used:.0f} MiB", met=used < 1e9 / 2**20)
 
 
-def _few(name: str, mine: Sequence[Row]) -> Iterator[Check]:
+def _few(name: str, mine: Sequence[Entry]) -> Iterator[Check]:
     single, tccl, all_counts = _pick(mine, "best-first"), _pick(mine, "tccl"), _all_counts(mine)
     yield Check(
         wanted=f"{name}: best-first, 1 ring, at most a tenth of tccl's sets",
@@ -237,7 +239,7 @@ def _few(name: str, mine: Sequence[Row]) -> Iterator[Check]:
     )
 
 
-def _many(name: str, mine: Sequence[Row]) -> Check:
+def _many(name: str, mine: Sequence[Entry]) -> Check:
     """Require search and plan within 120 s, each with its bound."""
     runs = [_all_counts(mine), _pick(mine, "plan")]
     bounds = [f"{run.bound:.2f}" if run.bound is not None else "no" for run in runs]
@@ -248,16 +250,16 @@ def _many(name: str, mine: Sequence[Row]) -> Check:
     )
 
 
-def _took(row: Row) -> str:
+def _took(row: Entry) -> str:
     return f"{row.seconds:.1f} s ({row.cpu_seconds:.1f} s of CPU)"
 
 
-def _pick(rows: Sequence[Row], strategy: str) -> Row:
+def _pick(rows: Sequence[Entry], strategy: str) -> Entry:
     """Return the first row of a strategy."""
     return next(row for row in rows if row.strategy == strategy)
 
 
-def _all_counts(rows: Sequence[Row]) -> Row:
+def _all_counts(rows: Sequence[Entry]) -> Entry:
     """Return the row of best-first over all ring counts."""
     return [row for row in rows if row.strategy == "best-first"][-1]
 
@@ -273,7 +275,7 @@ def main() -> int:
         benches = [MachineRuns(name, arguments.tccl_seconds) for name in names]
     except InputError as error:
         parser.error(str(error))
-    rows: list[Row] = []
+    rows: list[Entry] = []
     print(_line(COLUMNS), _line(["-" * width for width in COLUMNS.values()]), sep="\n")
     for bench in benches:
         for row in bench.rows():

@@ -75,7 +75,7 @@ MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
 """Seeds of the machines whose files are mutated."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class NcclLine(msgspec.Struct, frozen=True):
     """One answer of NCCL, or the error in place of it, for a machine or a plan's graph file."""
 
     release: str
@@ -166,24 +166,24 @@ def ask(path: Path, seeds: Sequence[int], until: float) -> None:
             print(f"{part}: {time.monotonic() - begun:.1f} s, {errors[:2]}", flush=True)
 
 
-def _machine_lines(seeds: Sequence[int], *, connect: bool) -> list[Line]:
+def _machine_lines(seeds: Sequence[int], *, connect: bool) -> list[NcclLine]:
     questions = [Question(gpus=GPUS, topology=pcie_machine(seed)) for seed in seeds]
     try:
         release, logs = _logs(questions, VARIABLES, connect=connect)
     except MeasurementError as error:
         # One of them may be at fault.
         if len(seeds) == 1:
-            return [Line("", seeds[0], error=str(error)[:400])]
+            return [NcclLine("", seeds[0], error=str(error)[:400])]
         halves = seeds[: len(seeds) // 2], seeds[len(seeds) // 2 :]
         return [line for half in halves for line in _machine_lines(half, connect=connect)]
     return [_line(release, seed, answers) for seed, answers in zip(seeds, logs, strict=True)]
 
 
-def _line(release: str, seed: int, logs: Sequence[CommunicatorLog], plan: str = "") -> Line:
+def _line(release: str, seed: int, logs: Sequence[CommunicatorLog], plan: str = "") -> NcclLine:
     try:
-        return Line(release, seed, _answer(logs, release), plan=plan)
+        return NcclLine(release, seed, _answer(logs, release), plan=plan)
     except (InputError, KeyError) as error:
-        return Line(release, seed, error=f"incomplete: {error}", plan=plan)
+        return NcclLine(release, seed, error=f"incomplete: {error}", plan=plan)
 
 
 def _logs(
@@ -235,14 +235,14 @@ def _plans() -> Iterator[tuple[str, Question, tuple[tuple[int, ...], ...]]]:
         yield path.stem, question, plan.choices["graph"].rings
 
 
-def _plan_lines() -> list[Line]:
+def _plan_lines() -> list[NcclLine]:
     """Return a line for each plan; its error says what NCCL did not run as planned."""
     plans = list(_plans())
     variables = {**VARIABLES, "NCCL_P2P_LEVEL": "SYS"}
     try:
         release, logs = _logs([plan[1] for plan in plans], variables, connect=True)
     except MeasurementError as error:
-        return [Line("", -1, error=str(error)[:400], plan="all")]
+        return [NcclLine("", -1, error=str(error)[:400], plan="all")]
     lines = []
     for (name, question, rings), logs_of_plan in zip(plans, logs, strict=True):
         line = _line(release, -1, logs_of_plan, name)
@@ -268,7 +268,7 @@ def _answers(
             yield from (((code.version, seed), code.answer(pcie_machine(seed))) for seed in new)
             continue
         for data in path.read_bytes().splitlines():
-            line = msgspec.json.decode(data, type=Line)
+            line = msgspec.json.decode(data, type=NcclLine)
             if line.answer is not None and not line.plan:
                 yield (line.release, line.seed), line.answer
 

@@ -38,7 +38,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.predicted_gbps / self.achieved_gbps - 1
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All results of a run; see the functions below."""
 
     predictions: tuple[Prediction, ...]
@@ -70,7 +70,7 @@ def load(folder: Path) -> tuple[list[Journal], dict[str, object], dict[str, list
     return journals, nccl, json.loads((folder / "plain-copies.json").read_text())
 
 
-def figures(folder: Path) -> Figures:
+def figures(folder: Path) -> RunFigures:
     """Compute all results of the run in `folder`."""
     journals, nccl, plain = load(folder)
     predictions = tuple(predicted(journals[0], row) for row in nccl["rows"])
@@ -79,7 +79,7 @@ def figures(folder: Path) -> Figures:
     measured = [row for journal in journals for key in rings for row in journal.get(key, ())]
     recorded = recorded_copies()
     earlier = optional(folder / "sweep-medians.json").get("copies", {})
-    return Figures(
+    return RunFigures(
         predictions=predictions,
         rank_correlation=float(
             stats.spearmanr(
@@ -218,7 +218,7 @@ def recorded_copies() -> dict[str, tuple[float, ...]]:
     return {" ".join(row["set"]): tuple(row["each_gbps"]) for row in sets}
 
 
-def report(run: Figures) -> str:
+def report(run: RunFigures) -> str:
     """Return the results as text."""
     lines = ["predicted / NCCL's bus bandwidth, GB/s", ""]
     direct = [row for row in run.predictions if row.direct]

@@ -28,7 +28,7 @@ PAGE = ROOT / "docs/results.md"
 _SHOWN = 60
 
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True):
+class ArmRow(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of an arm that the page shows."""
 
     name: ChoiceName
@@ -46,7 +46,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of `verify --json` that the page shows."""
 
     winner: ChoiceName
-    arms: list[Arm]
+    arms: list[ArmRow]
     collective: str
     backend: str
     devices: list[str]

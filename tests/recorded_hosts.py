@@ -8,7 +8,7 @@ its group.
 
 import struct
 
-from tccl_py.health.host import Host
+from tccl_py.health.host import HostState
 from tests.nccl_cases import CASES
 
 RECORDED = CASES / "doctor"
@@ -34,7 +34,7 @@ def recorded(name, root, **more):
         elif line and not line.startswith("#"):
             path, _, text = line.partition(" = ")
             write(root, path, text.encode().decode("unicode_escape") + "\n")
-    return Host(root=root, **more)
+    return HostState(root=root, **more)
 
 
 def write(root, path, content):

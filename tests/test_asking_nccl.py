@@ -18,7 +18,7 @@ from tccl_py.cli.main import app
 from tccl_py.errors import MeasurementError
 from tccl_py.files import decode_json, encode_json
 from tccl_py.health.doctor import check_own_rings
-from tccl_py.health.host import Host
+from tccl_py.health.host import HostState
 from tccl_py.nccl import asked
 from tccl_py.nccl import asked as installed_rings
 from tccl_py.nccl.asked import InstalledRings, NcclAnswer, RefusedError, ask_each, ask_nccl, judged
@@ -415,16 +415,16 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
 
 
 def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):
-    (found,) = check_own_rings(Host(own_rings=answer([(0, 2, 1, 3)])))
+    (found,) = check_own_rings(HostState(own_rings=answer([(0, 2, 1, 3)])))
     assert found.severity == "note"
     assert "24 channels over 0 2 1 3" in found.what
     assert "4 by P2P/CUMEM" in found.what
-    (found,) = check_own_rings(Host(own_rings=answer([(0, 1)], channels=1, fallback=True)))
+    (found,) = check_own_rings(HostState(own_rings=answer([(0, 1)], channels=1, fallback=True)))
     assert found.severity == "slow"
     assert "in its simple order" in found.what
-    (unseen,) = check_own_rings(Host(own_rings="process 7 (x) uses GPU 0"))
+    (unseen,) = check_own_rings(HostState(own_rings="process 7 (x) uses GPU 0"))
     assert unseen.why == "process 7 (x) uses GPU 0"
-    assert not list(check_own_rings(Host()))
+    assert not list(check_own_rings(HostState()))
 
 
 # Libraries that fail

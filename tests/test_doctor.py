@@ -10,7 +10,7 @@ import pytest
 from tccl_profiler.watch import GpuConditions
 from tccl_py.health.checks import acs_control
 from tccl_py.health.doctor import examine
-from tccl_py.health.host import DriverState, Host, rules
+from tccl_py.health.host import DriverState, HostState, rules
 from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.plan.directory import write_plan
@@ -122,7 +122,7 @@ def test_a_container_as_docker_makes_it_is_too_small(tmp_path):
 
 
 def test_an_empty_directory_is_a_host_of_which_nothing_is_seen(tmp_path):
-    host = Host(root=tmp_path)
+    host = HostState(root=tmp_path)
     assert found(host) == []
     assert unseen(host) == ["gpus", "numa", "shared memory", "limits"]
 
@@ -154,7 +154,7 @@ def two_gpus(root, *, control, group=None):
     more = () if group is None else (f"iommu={group}",)
     for i in (3, 4):
         pci(root, f"{ROOT}/0000:0{i}:00.0", *GPU, *more)
-    return Host(root=root)
+    return HostState(root=root)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_only_redirecting_bits_count_and_an_idle_iommu_makes_them_slow(tmp_path,
 def test_a_lone_gpu_has_nobody_to_be_kept_from(tmp_path):
     pci(tmp_path, ROOT, "acs=001d")
     pci(tmp_path, f"{ROOT}/0000:03:00.0", *GPU)
-    assert found(Host(root=tmp_path)) == []
+    assert found(HostState(root=tmp_path)) == []
 
 
 @pytest.mark.parametrize(("shown", "by_root"), [(64, True), (0, False), (260, False)])
@@ -230,7 +230,7 @@ def test_a_full_dev_shm_is_found(tmp_path):
 
 def settings(tmp_path, text="", **environment):
     write(tmp_path, "etc/nccl.conf", text)
-    host = Host(root=tmp_path, environment=environment)
+    host = HostState(root=tmp_path, environment=environment)
     return [(one.severity, one.what.split()[0], one.where) for one in examine(host).findings]
 
 
@@ -340,7 +340,7 @@ def test_hmm_is_noted_unless_it_or_address_randomisation_is_disabled(tmp_path, v
 )
 def test_lines_that_nccl_reads_otherwise_are_told(tmp_path, line, what):
     write(tmp_path, "etc/nccl.conf", f"{line}\n")
-    (misread,) = examine(Host(root=tmp_path)).findings
+    (misread,) = examine(HostState(root=tmp_path)).findings
     assert (misread.severity, misread.where) == ("slow", "/etc/nccl.conf:1")
     assert what in misread.what
 
@@ -371,7 +371,7 @@ def test_an_installed_plugin_that_does_nothing_is_told(tmp_path, change, word):
     (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
     write(tmp_path, "etc/nccl.conf", INSTALLED)
     change(tmp_path / "plan" / "nccl")
-    findings = [one for one in examine(Host(root=tmp_path)).findings if one.check == "plugin"]
+    findings = [one for one in examine(HostState(root=tmp_path)).findings if one.check == "plugin"]
     assert len(findings) == bool(word)
     assert all(word in one.what for one in findings)
 
@@ -380,7 +380,7 @@ def test_other_plugins_and_older_versions_are_told(tmp_path):
     write(tmp_path, "etc/nccl.conf", LIBRARY_LINE)
     nccl = (InstalledNccl(version="2.27.3", source="torch"),)
     env = {"NCCL_ENV_PLUGIN": "/their/plugin.so", "NCCL_TUNER_PLUGIN": "theirs"}
-    host = Host(root=tmp_path, environment=env, nccl=nccl)
+    host = HostState(root=tmp_path, environment=env, nccl=nccl)
     found = [one for one in examine(host).findings if one.check == "plugin"]
     words = ["another plugin", "TCCL_INDEX", "NCCL_TUNER_PLUGIN", "2.27.3"]
     assert all(word in one.what for word, one in zip(words, found, strict=True))
@@ -412,7 +412,7 @@ def test_a_fifo_a_loop_and_a_way_out_are_not_read(tmp_path):
     (root / "root" / ".nccl.conf").symlink_to(tmp_path / "secret")
     (root / "proc" / "mounts").symlink_to("mounts")
     link(root, "sys/bus/pci/devices/0000:03:00.0", "../../../etc")
-    assert found(Host(root=root)) == []
+    assert found(HostState(root=root)) == []
 
 
 def test_huge_and_binary_files_are_cut(tmp_path):
@@ -429,7 +429,7 @@ def test_huge_and_binary_files_are_cut(tmp_path):
     for name in ("vendor", "class", "config", "numa_node", "current_link_width"):
         write(tmp_path, f"sys/devices/pci0000:00/{ROOT}/{name}", noise)
     link(tmp_path, f"sys/bus/pci/devices/{ROOT}", f"sys/devices/pci0000:00/{ROOT}")
-    diagnosis = examine(Host(root=tmp_path))
+    diagnosis = examine(HostState(root=tmp_path))
     assert len(diagnosis.findings) < 500
     assert all(len(one.what) < 300 for one in diagnosis.findings)
 

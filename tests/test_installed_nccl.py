@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.health.doctor import examine
-from tccl_py.health.host import Host
+from tccl_py.health.host import HostState
 from tccl_py.nccl_library import InstalledNccl, installed_nccls
 from tccl_py.planning.installed_nccl import version_to_plan
 
@@ -155,7 +155,7 @@ def test_the_doctor_says_which_versions_are_there():
         InstalledNccl(version="2.30.7", source="another"),
         InstalledNccl(version="2.21.4", source="the same to a plan"),
     )
-    notes = [one for one in examine(Host(nccl=found)).findings if one.check == "nccl"]
+    notes = [one for one in examine(HostState(nccl=found)).findings if one.check == "nccl"]
     assert [(one.severity, one.what.split()[1], one.where) for one in notes] == [
         ("note", "2.21.5", "of one"),
         ("note", "2.30.7", "another"),
@@ -165,6 +165,6 @@ def test_the_doctor_says_which_versions_are_there():
 
 
 def test_the_doctor_says_where_no_nccl_was_found():
-    unseen = [one for one in examine(Host(nccl=())).unseen if one.check == "nccl"]
+    unseen = [one for one in examine(HostState(nccl=())).unseen if one.check == "nccl"]
     assert len(unseen) == 1
     assert "--nccl" in unseen[0].why

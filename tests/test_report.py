@@ -12,7 +12,7 @@ from tccl_py.experiments.rounds import RunBudget
 from tccl_py.explanation.findings import Explanation, Finding, RingExplanation
 from tccl_py.explanation.paths import Paths
 from tccl_py.health.checks import links_now
-from tccl_py.health.host import Host
+from tccl_py.health.host import HostState
 from tccl_py.model.machine import Fingerprint, Knowledge, NvLink, PciLink, check
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import bounce
@@ -436,10 +436,10 @@ def test_links_as_they_are_now_are_shown_on_the_machine_of_the_plan_only(tmp_pat
         place = tmp_path / f"proc/driver/nvidia/gpus/{gpu.bus_id}/information"
         place.parent.mkdir(parents=True)
         place.write_text(f"GPU UUID: {uuid}\n")
-    found = links_now(machine, known, Host(root=tmp_path))
+    found = links_now(machine, known, HostState(root=tmp_path))
     assert {found[gpu.id] for gpu in machine.gpus} == {PciLink(speed_gts=16.0, width=8)}
     other = msgspec.structs.replace(known, gpu_uuids=("GPU-9", *uuids[1:]))
-    assert links_now(machine, other, Host(root=tmp_path)) == {}
+    assert links_now(machine, other, HostState(root=tmp_path)) == {}
 
 
 def test_a_clusters_page_has_its_hosts_and_the_chains_of_each_class(tmp_path):

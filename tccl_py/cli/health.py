@@ -40,7 +40,7 @@ from tccl_py.files import encode_json
 from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.host import DriverState, Host
+from tccl_py.health.host import DriverState, HostState
 from tccl_py.plan.chains import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -214,7 +214,7 @@ def doctor(
     if root is not None and not any((root / name).is_dir() for name in ("sys", "proc", "etc")):
         right = "name one with sys, proc, etc and dev in it"
         raise InputError(str(root), "is no directory with sys, proc or etc in it", right)
-    host = this_host() if root is None else Host(root=root, driver=_COPIED)
+    host = this_host() if root is None else HostState(root=root, driver=_COPIED)
     diagnosis = examine(host)
     if json:
         print_json(diagnosis)

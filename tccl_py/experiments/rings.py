@@ -12,7 +12,7 @@ import msgspec
 
 from tccl_py.errors import InputError, counted
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.communicators import Connection, parse_log, same_rings, transport_of
+from tccl_py.nccl.communicators import LoggedConnection, parse_log, same_rings, transport_of
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
@@ -187,7 +187,7 @@ def _transports(
 
 
 def _nics(
-    seats: Mapping[int, _Seat], judged: Verdict, connections: Iterable[Connection]
+    seats: Mapping[int, _Seat], judged: Verdict, connections: Iterable[LoggedConnection]
 ) -> Iterator[str]:
     """Yield crossings of hosts by other NICs: each end of a crossing logs its own NIC."""
     logged: dict[tuple[int, int, int], set[int]] = {}

@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from tccl_py.health.host import Defect, Host, Results, Unseen, defect, listed
+from tccl_py.health.host import Defect, HostState, Results, Unseen, defect, listed
 from tccl_py.model.machine import Fingerprint, Machine, PciLink
 
 _UNPRIVILEGED, _EXTENDED, _LENGTH = 0x40, 0x100, 4096
@@ -40,7 +40,7 @@ def acs_control(config: bytes) -> int | None:
     return None
 
 
-def check_acs(host: Host) -> Results:
+def check_acs(host: HostState) -> Results:
     """Find bridges above GPUs that redirect peer traffic to the CPU."""
     ports = dict.fromkeys(port for gpu in host.gpus for port in host.ports_above(gpu))
     hidden: dict[str, list[str]] = {}
@@ -73,7 +73,7 @@ def check_acs(host: Host) -> Results:
         )
 
 
-def translating(host: Host) -> bool | None:
+def translating(host: HostState) -> bool | None:
     """Return whether an IOMMU translates GPUs' addresses; None if unknown."""
     if types := [kind for gpu in host.gpus if (kind := _group_type(host, gpu))]:
         return any(kind.startswith("DMA") for kind in types)
@@ -82,12 +82,12 @@ def translating(host: Host) -> bool | None:
     return None
 
 
-def _group_type(host: Host, bus_id: str) -> str:
+def _group_type(host: HostState, bus_id: str) -> str:
     link = host.real(f"sys/bus/pci/devices/{bus_id}/iommu_group")
     return host.text(f"sys/kernel/iommu_groups/{link.name}/type") if link else ""
 
 
-def check_iommu(host: Host) -> Results:
+def check_iommu(host: HostState) -> Results:
     """Find an IOMMU that translates GPUs' addresses."""
     state = translating(host)
     if state:
@@ -98,7 +98,7 @@ def check_iommu(host: Host) -> Results:
         yield Unseen(what="whether the IOMMU translates the addresses of GPUs", why=why)
 
 
-def check_links(host: Host) -> Results:
+def check_links(host: HostState) -> Results:
     """Find links of GPUs, and of switches above GPUs, with low width or speed."""
     for gpu in host.gpus:
         above = host.ports_above(gpu)
@@ -127,7 +127,7 @@ def check_links(host: Host) -> Results:
         )
 
 
-def _width(host: Host, device: str, above: str, who: str) -> Iterator[Defect]:
+def _width(host: HostState, device: str, above: str, who: str) -> Iterator[Defect]:
     width = host.pci_link(device, "current").width
     widths = [host.pci_link(end, "max").width for end in (device, above)]
     best = min(filter(None, widths), default=0)
@@ -136,7 +136,7 @@ def _width(host: Host, device: str, above: str, who: str) -> Iterator[Defect]:
         yield defect("narrow", who, measured=f"x{width}", expected=f"x{best}", why=why)
 
 
-def links_now(machine: Machine, fingerprint: Fingerprint, host: Host) -> dict[str, PciLink]:
+def links_now(machine: Machine, fingerprint: Fingerprint, host: HostState) -> dict[str, PciLink]:
     """Return the present PCIe links of a machine's devices; none on another host."""
     uuids = fingerprint.uuids(machine)
     for gpu in machine.gpus:
@@ -147,7 +147,7 @@ def links_now(machine: Machine, fingerprint: Fingerprint, host: Host) -> dict[st
     return {device: link for device, link in links.items() if link.speed_gts and link.width}
 
 
-def check_peers(host: Host) -> Results:
+def check_peers(host: HostState) -> Results:
     """Find pairs of GPUs without P2P, and RDMA NICs without GPUDirect."""
     if host.driver.unseen and len(host.gpus) > 1:
         yield Unseen(what="pairs of GPUs with P2P", why=host.driver.unseen)
@@ -172,7 +172,7 @@ _NO_HMM = "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 _REGISTRY = re.compile(r'^RegistryDwords: "(.*)"$', re.MULTILINE)
 
 
-def _driver_options(host: Host) -> Iterator[Defect]:
+def _driver_options(host: HostState) -> Iterator[Defect]:
     """Find options of the driver's modules that decide on P2P, or on CUDA's start."""
     if len(host.gpus) < 2:
         return
@@ -193,7 +193,7 @@ def _disables_p2p(option: str) -> bool:
     return not bits & 0x03 or not bits & 0x30
 
 
-def check_gpus(host: Host) -> Results:
+def check_gpus(host: HostState) -> Results:
     """Find GPUs without persistence mode, with fixed clocks, or with complaints from NVML."""
     state = host.driver
     if not host.gpus:
@@ -236,7 +236,7 @@ def _mib(count: int) -> str:
     return f"{count / 1024**2:,.6g} MiB"
 
 
-def check_shared_memory(host: Host) -> Results:
+def check_shared_memory(host: HostState) -> Results:
     """Check the size and the free space of /dev/shm."""
     size = shared_memory_size(host)
     if size is None:
@@ -261,7 +261,7 @@ def check_shared_memory(host: Host) -> Results:
         yield defect("full-shm", "/dev/shm", measured=measured, expected=expected, why=why)
 
 
-def shared_memory_size(host: Host) -> int | None:
+def shared_memory_size(host: HostState) -> int | None:
     """Return the bytes that /dev/shm may hold, by default half of the memory; None if no mount."""
     mounts = [line.split() for line in host.text("proc/mounts").splitlines()]
     options = [fields[3] for fields in mounts if len(fields) > 3 and fields[1] == "/dev/shm"]
@@ -275,7 +275,7 @@ def shared_memory_size(host: Host) -> int | None:
     return int(memory[1]) * 1024 * percent // 100 if memory else None
 
 
-def check_limits(host: Host) -> Results:
+def check_limits(host: HostState) -> Results:
     """Check the limits of locked and of virtual memory."""
     limits = host.text(_LIMITS)
     if not limits:
@@ -303,7 +303,7 @@ def _limit(limits: str, name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def check_numa(host: Host) -> Results:
+def check_numa(host: HostState) -> Results:
     """Check the NUMA nodes of each socket, GPUs without a node, and the moving of pages."""
     nodes = {node: set(host.sockets_of(node)) for node in host.numa_nodes()}
     if not nodes:
@@ -331,7 +331,7 @@ def check_numa(host: Host) -> Results:
         yield defect("balancing", "/proc/sys/kernel/numa_balancing", measured="1", expected="0")
 
 
-def _lost_gpus(host: Host) -> Iterator[Defect]:
+def _lost_gpus(host: HostState) -> Iterator[Defect]:
     lost = [host.gpu_name(gpu) for gpu in host.gpus if host.pci(gpu, "numa_node") == "-1"]
     if not lost:
         return
@@ -349,7 +349,7 @@ _CUMEM_HOST_SINCE = 560
 """The driver branch of CUDA 12.6."""
 
 
-def check_container(host: Host) -> Results:
+def check_container(host: HostState) -> Results:
     """Report devices hidden by a container, and host buffers that need forbidden calls."""
     if not host.container:
         return
@@ -362,7 +362,7 @@ def check_container(host: Host) -> Results:
         yield defect("cumem-host", f"a container with driver {host.driver_version()}")
 
 
-def check_virtual(host: Host) -> Results:
+def check_virtual(host: HostState) -> Results:
     """Report devices hidden by a virtual machine."""
     if host.virtual and host.gpus:
         facts = "PCI switches, ACS and the IOMMU of the physical machine"
@@ -370,7 +370,7 @@ def check_virtual(host: Host) -> Results:
         yield Unseen(what=facts, why=why)
 
 
-HOST_CHECKS: Mapping[str, Callable[[Host], Results]] = {
+HOST_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "acs": check_acs,
     "iommu": check_iommu,
     "links": check_links,

@@ -23,7 +23,7 @@ from tccl_py.health.host import (
     SEVERITIES,
     Defect,
     DriverState,
-    Host,
+    HostState,
     Results,
     Unseen,
     defect,
@@ -65,23 +65,24 @@ _AGAIN = "tccl install DIR, after `tccl plan --force` where the machine or tccl-
 _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 
 
-def lines_of(host: Host) -> list[ConfLine]:
+def lines_of(host: HostState) -> list[ConfLine]:
     """Return the lines of NCCL's files, the user's first."""
     paths = (host.environment.get(CONF_VARIABLE) or f"{host.home}/.nccl.conf", str(HOST_FILE))
     return [line for path in paths for line in conf_lines(host.data(path) or b"", where=path)]
 
 
-def in_force(host: Host) -> dict[str, ConfLine]:
+def in_force(host: HostState) -> dict[str, ConfLine]:
     """Return the variables of jobs by name: the environment's, then the first of the files."""
-    variables: dict[str, ConfLine] = {}
-    for name, value in host.environment.items():
-        variables[name] = ConfLine(name=name, value=value, where=ENVIRONMENT)
+    settings = host.environment.items()
+    variables = {
+        name: ConfLine(name=name, value=text, where=ENVIRONMENT) for name, text in settings
+    }
     for line in lines_of(host):
         variables.setdefault(line.name, line)
     return variables
 
 
-def check_plugin(host: Host) -> Results:
+def check_plugin(host: HostState) -> Results:
     """Report a plugin that is installed and does not work, or not for every NCCL here."""
     variables, files = in_force(host), lines_of(host)
     installed = [line for line in files if line.name in (PLUGIN_VARIABLE, INDEX_VARIABLE)]
@@ -90,7 +91,7 @@ def check_plugin(host: Host) -> Results:
     if not ours and index is None:
         return
     place = named or index or installed[0]
-    for fault, fix in _wrong(host, named, index):
+    for fault, fix in _plugin_faults(host):
         yield defect("plugin", place.where, what=fault, fix=fix)
     for name, effect in _CONFLICTING.items():
         line = variables.get(name)
@@ -105,13 +106,15 @@ def check_plugin(host: Host) -> Results:
 
 def plugin_complaints() -> list[str]:
     """Return what keeps an installed plugin from its plan on this host, as sentences."""
-    host = Host(home=str(home()), environment=dict(os.environ))
+    host = HostState(home=str(home()), environment=dict(os.environ))
     results = [result for result in check_plugin(host) if isinstance(result, Defect)]
     return [f"{bad.where}: {bad.what}" for bad in results if bad.severity != "note"]
 
 
-def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterator[tuple[str, str]]:
+def _plugin_faults(host: HostState) -> Iterator[tuple[str, str]]:
     """Yield what keeps the plugin from working, and the remedy."""
+    variables = in_force(host)
+    named, index = variables.get(PLUGIN_VARIABLE), variables.get(INDEX_VARIABLE)
     if named is None or Path(named.value).name != LIBRARY:
         state = "is not set" if named is None else f"names another plugin, {named.value[:60]}"
         fix = f"unset it; TCCL_ENV_PLUGIN_NEXT=PATH loads another plugin behind {LIBRARY}"
@@ -125,7 +128,7 @@ def _wrong(host: Host, named: ConfLine | None, index: ConfLine | None) -> Iterat
     elif why := _why_unusable(host, Path(index.value)):
         yield f"the plugin does not use {index.value}: {why}", _AGAIN
     else:
-        variables, data = in_force(host), host.data(index.value, limit=MAX_INDEX_BYTES) or b""
+        data = host.data(index.value, limit=MAX_INDEX_BYTES) or b""
         for name, value in re.findall(r"^need (\S+) (\S+)$", data.decode("ascii", "replace"), re.M):
             line = variables.get(name)
             if line is None or line.value.lower() != value.lower():
@@ -141,7 +144,7 @@ def _why_not_loadable(path: str) -> str:
     return ""
 
 
-def _why_unusable(host: Host, path: Path) -> str:
+def _why_unusable(host: HostState, path: Path) -> str:
     """Return why an index is damaged or stale, as a clause; "" if nothing speaks against it."""
     data = host.data(str(path), limit=MAX_INDEX_BYTES)
     if data is None:
@@ -166,7 +169,7 @@ def _why_unusable(host: Host, path: Path) -> str:
     return next((why for words in fields if (why := _why_not(host, path.parent, words))), "")
 
 
-def _why_not(host: Host, folder: Path, words: list[str]) -> str:
+def _why_not(host: HostState, folder: Path, words: list[str]) -> str:
     """Return why a line of an index does not hold on a host, as a clause."""
     kind, value = words[0], words[1] if len(words) > 1 else "-"
     driver = host.driver_version().partition(".")[0]
@@ -196,7 +199,7 @@ _BUS_IDS = re.compile(r'busid="([0-9A-Fa-f:.]{1,20})"', re.ASCII)
 _HOST_FIX = "remove the line; `tccl env DIR --gpus LIST` sets it for one job"
 
 
-def this_host() -> Host:
+def this_host() -> HostState:
     """Return this host, with the answers of its driver and of the installed NCCL."""
     free = None
     with suppress(OSError):
@@ -208,7 +211,7 @@ def this_host() -> Host:
     except (InputError, MeasurementError) as error:
         driver = DriverState(unseen=error.what if isinstance(error, InputError) else str(error))
     gpus = [gpu.index for gpu in driver.gpus]
-    return Host(
+    return HostState(
         home=str(home()),
         environment=dict(os.environ),
         driver=driver,
@@ -219,7 +222,7 @@ def this_host() -> Host:
 
 
 # Checks of NCCL: variables in force, lines of nccl.conf that NCCL misreads, version and rings.
-def check_settings(host: Host) -> Results:
+def check_settings(host: HostState) -> Results:
     """Report variables in force and misread lines of NCCL's files."""
     for line in lines_of(host):
         yield from _misread(line)
@@ -254,14 +257,14 @@ def _undo(line: ConfLine) -> str:
 
 
 # Values that do not fit this host, often from another one: fields of the finding, or none.
-def _unfit_graph(host: Host, value: str) -> dict[str, Any]:
+def _unfit_graph(host: HostState, value: str) -> dict[str, Any]:
     if value and (not value.startswith("/") or host.has(value)):
         return {}
     fault = "names a file that is not here" if value else "is set, with no file"
     return {"rule": "no-graph-file", "what": fault}
 
 
-def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
+def _unfit_topology(host: HostState, value: str) -> dict[str, Any]:
     if not value.startswith("/"):
         return {}
     data = host.data(value, limit=_MAX_TOPOLOGY)
@@ -274,7 +277,7 @@ def _unfit_topology(host: Host, value: str) -> dict[str, Any]:
     return {"rule": "foreign", "what": f"lacks {listed(lost)}"} if lost else {}
 
 
-def _unfit_nics(host: Host, value: str) -> dict[str, Any]:
+def _unfit_nics(host: HostState, value: str) -> dict[str, Any]:
     exact, nics = value.startswith("="), host.rdma_nics()
     names = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
     fits = str.__eq__ if exact else str.startswith
@@ -288,7 +291,7 @@ def _unfit_nics(host: Host, value: str) -> dict[str, Any]:
     return fields | {"why": "NCCL uses none of the NICs here, but sockets"}
 
 
-def _unfit_protocol(host: Host, value: str) -> dict[str, Any]:
+def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
     lists = [part.rpartition(":")[2] for part in value.upper().split(";")]
     forced = any("LL128" in part.split(",") for part in lists if not part.startswith("^"))
     ids = {gpu.bus_id for gpu in host.driver.gpus}
@@ -299,7 +302,7 @@ def _unfit_protocol(host: Host, value: str) -> dict[str, Any]:
     return {"rule": "forced-ll128", "what": fault} if forced and separate else {}
 
 
-_CHECKED_VALUES: Mapping[str, Callable[[Host, str], dict[str, Any]]] = {
+_CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
     "NCCL_GRAPH_FILE": _unfit_graph,
     "NCCL_TOPO_FILE": _unfit_topology,
     "NCCL_IB_HCA": _unfit_nics,
@@ -330,7 +333,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def check_nccl(host: Host) -> Results:
+def check_nccl(host: HostState) -> Results:
     """Report the versions of NCCL that programs load here, torch's first."""
     if host.nccl == ():
         yield Unseen(what="the NCCL of jobs", why="none was found; `tccl plan --nccl` names one")
@@ -347,7 +350,7 @@ def check_nccl(host: Host) -> Results:
             yield defect("second", second.source, what=installed, fix=fix)
 
 
-def check_own_rings(host: Host) -> Results:
+def check_own_rings(host: HostState) -> Results:
     """Report the rings, channels and transports that the installed NCCL takes by default."""
     answer = host.own_rings
     if isinstance(answer, str):
@@ -366,7 +369,7 @@ def check_own_rings(host: Host) -> Results:
     yield defect("own-rings", where, what=text, **fields)
 
 
-_NCCL_CHECKS: Mapping[str, Callable[[Host], Results]] = {
+_NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
     "settings": check_settings,
     "nccl": check_nccl,
     "plugin": check_plugin,
@@ -386,7 +389,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return all(finding.severity == "note" for finding in self.findings)
 
 
-def examine(host: Host) -> Diagnosis:
+def examine(host: HostState) -> Diagnosis:
     """Run all checks; nothing is changed."""
     results = [
         msgspec.structs.replace(result, check=name)

@@ -115,7 +115,7 @@ class DriverState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host(HostFiles):
+class HostState(HostFiles):
     """A host to examine; `home` is a path of its files.
 
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of

@@ -146,7 +146,7 @@ def transport_of(via: str) -> str:
     return via.split("/", maxsplit=1)[0]
 
 
-class Connection(msgspec.Struct, frozen=True, order=True):
+class LoggedConnection(msgspec.Struct, frozen=True, order=True):
     """One connection: channel, ranks, and NCCL's name for it (`P2P/CUMEM`, `SHM/direct`)."""
 
     channel: int
@@ -160,7 +160,7 @@ class InitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str | None
     communicators: tuple[tuple[tuple[int, ...], ...], ...]
-    connections: tuple[Connection, ...]
+    connections: tuple[LoggedConnection, ...]
 
     def rings_over(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """Return the first rings over this many ranks; () unless every ring has each rank once."""
@@ -184,7 +184,7 @@ def parse_log(text: str, *, where: str) -> InitLog:
             _add(channel, begun, f"{where}:{number}")
         elif link := _LINK.search(line):
             ends = int(link["number"]), int(link["source"]), int(link["target"])
-            connections.add(Connection(*ends, link["via"]))
+            connections.add(LoggedConnection(*ends, link["via"]))
     for count, rings in begun:
         fault = f"shows {len(rings)} of {count} channels"
         require(len(rings) == count, where, fault, "give the whole log")

@@ -21,7 +21,7 @@ from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import SizeTunings, load_sizes
 from tccl_py.explanation.findings import Explanation
 from tccl_py.health.checks import links_now
-from tccl_py.health.host import Host
+from tccl_py.health.host import HostState
 from tccl_py.model.machine import PciLink
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.rings import bounce
@@ -113,7 +113,7 @@ def read_contents(directory: Path) -> Contents:
         pairs=simulated_pairs(plan, directory),
         planned=f"{day:%Y-%m-%d}",
         driver=fingerprint.driver if fingerprint is not None else "",
-        now=links_now(plan.machine, fingerprint, Host()) if fingerprint is not None else {},
+        now=links_now(plan.machine, fingerprint, HostState()) if fingerprint is not None else {},
         sizes=sizes,
         notices=tuple(notices),
     )

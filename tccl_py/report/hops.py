@@ -211,7 +211,7 @@ def drawn_kinds(rings: Sequence[HopsView]) -> set[str]:
     return {hop.kind for hop in hops} | slow
 
 
-class Load(msgspec.Struct, frozen=True):
+class LinkLoad(msgspec.Struct, frozen=True):
     """The rate over a PCIe link in the busier direction, and the link's bandwidth, GB/s.
 
     `capacity` is None where speed or width are not reported; `slowest` marks the fullest link of
@@ -247,7 +247,7 @@ def pcie_gbps(link: PciLink) -> float | None:
     return link.speed_gts * link.lanes / 8 * coding
 
 
-def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Load]:
+def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, LinkLoad]:
     """Return the load of each PCIe link, by the device below it, while all of `hops` run."""
     totals: dict[str, Counter[str]] = {"up": Counter(), "down": Counter()}
     slowest = min((gbps for _, gbps in hops), default=0.0)
@@ -265,4 +265,4 @@ def link_loads(paths: Paths, hops: Sequence[tuple[Flow, float]]) -> dict[str, Lo
     capacities = {device: pcie_gbps(paths.machine.links[device]) for device in used}
     shares = {device: used[device] / (capacities[device] or math.inf) for device in used}
     fullest = {max(devices, key=lambda device: shares[device]) for devices in limiting if devices}
-    return {device: Load(used[device], capacities[device], device in fullest) for device in used}
+    return {key: LinkLoad(used[key], capacities[key], key in fullest) for key in used}

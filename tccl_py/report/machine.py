@@ -54,7 +54,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
         return self.y + self.height
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class Stroke(msgspec.Struct, frozen=True, kw_only=True):
     """A vertical link of a kind, with words to its left and right."""
 
     kind: str
@@ -83,7 +83,7 @@ class Layout(msgspec.Struct, frozen=True):
     id: str
     name: str
     frames: tuple[Box, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Stroke, ...]
     boxes: dict[str, Box]
     width: float
     bottom: float
@@ -129,7 +129,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
     top = _BUS_HEIGHT + _LINK / 2 + 2 if several else 2.0
     bottom = top + _HEADER + tree.row_y(tree.depth) + _HEIGHTS["gpu"] + _PAD
     frames: list[Box] = []
-    lines: list[Line] = []
+    lines: list[Stroke] = []
     x = 2.0
     for label, nodes in groups.items():
         start, x = x, x + _PAD
@@ -139,7 +139,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
         words = fitted(label, width - 20, 11)
         frames.append(Box(kind="socket", x=start, y=top, width=width, height=height, label=words))
         if several:
-            lines.append(Line(kind="smp", x=start + width / 2, top=_BUS_HEIGHT + 2, bottom=top))
+            lines.append(Stroke(kind="smp", x=start + width / 2, top=_BUS_HEIGHT + 2, bottom=top))
         x += _PAD + _GAP
     width = x - _GAP * 2 + 2
     if several:
@@ -152,7 +152,7 @@ def lay_out(machine: Machine, gpus: Collection[int] | None = None, *, number: in
             generation, right = link_words(machine.links[device])
             top = tree.boxes[parent].bottom
             x, y = box.middle, box.y
-            lines.append(Line(kind="pci", x=x, top=top, bottom=y, left=generation, right=right))
+            lines.append(Stroke(kind="pci", x=x, top=top, bottom=y, left=generation, right=right))
     drawing = f"machine-{number}"
     return Layout(drawing, machine.name, tuple(frames), tuple(lines), tree.boxes, width, bottom)
 
@@ -276,7 +276,7 @@ class NvLinks(msgspec.Struct, frozen=True):
     """The NVLinks of a machine below its drawing: between GPUs in lanes, to CPUs and switches."""
 
     wires: tuple[tuple[Wire, int], ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Stroke, ...]
     switches: tuple[Box, ...]
     top: float
     bottom: float
@@ -285,7 +285,7 @@ class NvLinks(msgspec.Struct, frozen=True):
 def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
     """Place the NVLinks of a machine, each pair of GPUs once with its number of links."""
     counts: dict[tuple[str, str], int] = {}
-    lines: list[Line] = []
+    lines: list[Stroke] = []
     for link in machine.nvlinks:
         box = layout.boxes.get(link.source)
         if link.source[0] == link.target[0] == "G":
@@ -293,7 +293,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
             counts[ends[0], ends[1]] = max(counts.get((ends[0], ends[1]), 0), link.count)
         elif box is not None and link.target in machine.ancestors(link.source):
             cpu = layout.boxes[link.target]
-            lines.append(Line(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
+            lines.append(Stroke(kind="nvlink", x=box.x + 5, top=cpu.bottom, bottom=box.y))
     ports = _ports(list(counts), layout)
     lanes = wires(
         [(ports[pair, pair[0]], ports[pair, pair[1]]) for pair in counts], layout.gaps("G")
@@ -306,7 +306,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
             box = layout.boxes.get(link.source)
             if link.target == switch.id and box is not None:
                 count, x = f"{link.count}x", box.middle
-                lines.append(Line(kind="nvlink", x=x, top=box.bottom, bottom=top, right=count))
+                lines.append(Stroke(kind="nvlink", x=x, top=box.bottom, bottom=top, right=count))
         label = f"{switch.id} · NVLink switch"
         switches.append(Box(kind="nvswitch", x=2, y=top, width=width, height=height, label=label))
         y = switches[-1].bottom

@@ -45,7 +45,7 @@ from tccl_py.plan.text import (
 from tccl_py.report.contents import Contents, HeatMap, cell_style, cell_text, heat_maps, viridis
 from tccl_py.report.hops import (
     HopsView,
-    Load,
+    LinkLoad,
     cause_view,
     cause_words,
     drawn_kinds,
@@ -76,7 +76,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     rings: list[HopsView]
     name: str = ""
     gpus: tuple[int, ...] = ()
-    loads: dict[str, Load] = {}
+    loads: dict[str, LinkLoad] = {}
     maps: list[HeatMap] = []
 
 
