@@ -12,7 +12,7 @@ from pathlib import Path
 from tccl_py.nccl.versions import unchecked, version_facts, why_no_plugin
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
-MARK = "<!-- tables by scripts/support_page.py -->\n"
+MARK = "<!-- tables by python -m scripts.support_page -->\n"
 RELEASES = (
     "2.18.3", "2.21.5", "2.27.7", "2.28.3", "2.28.9", "2.29.7", "2.30.7", "2.31.2",
     "2.32.3", "2.33.1",
