@@ -43,17 +43,30 @@ def subset_file(gpus: Sequence[int]) -> str:
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
+def plugin_sets(plan: Plan) -> tuple[IndexedSet, ...]:
+    """Return what the plugin gives communicators over sets of a host's GPUs, without files' texts.
+
+    These sets gain by the recommended choice: by a graph file, or by variables alone.
+    """
+    if plan.is_cluster:
+        return ()
+    gaining = (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
+    if plan.recommended == "variables" and plugin_variables(plan)[1]:
+        return tuple(IndexedSet(gpus=gpus) for gpus in gaining)
+    return tuple(
+        IndexedSet(
+            gpus=gpus,
+            file=GRAPH_FILE if gpus == plan.gpus else subset_file(gpus),
+            nodes=placement(plan, gpus),
+        )
+        for gpus in gaining
+        if plan.recommended == "graph" and plan.subset(gpus)
+    )
+
+
 def graph_files(plan: Plan) -> dict[tuple[int, ...], str]:
     """Return the graph file (below `nccl/`) of each set of GPUs that the plugin gives one to."""
-    if plan.is_cluster or plan.recommended != "graph":
-        return {}
-    planned = filter(plan.subset, gaining_sets(plan))
-    return {gpus: subset_file(gpus) for gpus in planned} | {plan.gpus: GRAPH_FILE}
-
-
-def gaining_sets(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of GPUs whose communicators gain by the recommended choice."""
-    return (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
+    return {part.gpus: part.file for part in plugin_sets(plan) if part.file is not None}
 
 
 def placement(plan: Plan, gpus: Sequence[int]) -> dict[int, int]:
@@ -172,13 +185,11 @@ def plugin_files(
     uuids = {} if known is None else known.uuids(plan.machine)
     if not (plan.simulated or set(plan.gpus) <= set(uuids)):
         return files
-    named = {gpus: name for gpus, name in graph_files(plan).items() if name in texts}
     sets = [
-        IndexedSet(gpus=gpus, file=name, text=texts[name].encode(), nodes=placement(plan, gpus))
-        for gpus, name in named.items()
+        msgspec.structs.replace(part, text=texts[part.file].encode()) if part.file else part
+        for part in plugin_sets(plan)
+        if part.file is None or part.file in texts
     ]
-    if plan.recommended == "variables" and plugin_variables(plan)[1]:
-        sets = [IndexedSet(gpus=gpus) for gpus in gaining_sets(plan)]
     with suppress(InputError):
         index = plugin_index(plan, 0, sets, known)
         index = msgspec.structs.replace(index, tables=tables or {})

@@ -22,7 +22,7 @@ from tccl_py.nccl.settings import (
     shell_words,
 )
 from tccl_py.plan.chains import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
-from tccl_py.plan.nccl_files import gaining_sets, graph_files, plugin_variables
+from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32
@@ -190,7 +190,7 @@ def _plugin_text(plan: Plan) -> str:
     needed, given = map(shell_text, plugin_variables(plan))
     rest = f"default NCCL with {needed}" if needed else "default NCCL"
     if given and plan.recommended == "variables":
-        count = counted(len(gaining_sets(plan)), "set")
+        count = counted(len(plugin_sets(plan)), "set")
         return f"{given} for communicators over {count} of GPUs; {rest} for others"
     rates = [found.rate_gbps for _, _, found in subset_files(plan)]
     if not rates:
