@@ -280,7 +280,6 @@ def answer(rings, *, version="2.28.9", via="P2P/CUMEM", channels=12, fallback=Fa
         nchannels=channels,
         speedintra=30.0,
         speedinter=30.0,
-        latencyinter=0.0,
         typeintra="NVL",
         typeinter="PIX",
         samechannels=1,

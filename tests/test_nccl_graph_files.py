@@ -304,7 +304,7 @@ def test_what_is_written_is_used_by_every_version(version):
     read = parse_graph_file(text, where="graph.xml", version=version)
     ring, tree = read[0], read[1]
     assert (ring.pattern, tree.pattern, ring.channels) == (4, 1, tree.channels)
-    assert (ring.speedintra, ring.typeintra, ring.latencyinter) == (12.5, "PHB", 0)
+    assert (ring.speedintra, ring.typeintra) == (12.5, "PHB")
 
 
 def test_what_is_written_has_no_rank_no_tab_and_no_prolog():

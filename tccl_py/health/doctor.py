@@ -178,8 +178,7 @@ def _why_not(host: HostState, folder: Path, words: list[str]) -> str:
     if kind == "numa" and value not in ("-", str(len(host.numa_nodes()))):
         return f"it is for {value} NUMA nodes, and this host has {len(host.numa_nodes())}"
     if kind == "gpu":
-        text = host.text(f"proc/driver/nvidia/gpus/{words[2]}/information") + "\n"
-        uuid = _UUID.search(text)
+        uuid = _UUID.search(host.text(f"proc/driver/nvidia/gpus/{words[2]}/information") + "\n")
         if uuid is not None and words[3] not in ("-", uuid[1]):
             return f"GPU {value} was {words[3]} and is {uuid[1]}"
         if host.gpus and words[2] not in host.gpus:
@@ -340,9 +339,8 @@ def check_nccl(host: HostState) -> Results:
     if not host.nccl:
         return
     first, *further = host.nccl
-    doubt = unchecked(first.version)
-    installed = f"NCCL {first.version} is installed" + (f"; {doubt}" if doubt else "")
-    yield defect("version", first.source, what=installed)
+    facts = filter(None, (f"NCCL {first.version} is installed", unchecked(first.version)))
+    yield defect("version", first.source, what="; ".join(facts))
     for second in further:
         if second.minor != first.minor:
             installed = f"NCCL {second.version} is installed as well"
@@ -357,8 +355,7 @@ def check_own_rings(host: HostState) -> Results:
         if answer:
             yield Unseen(what="the rings of default NCCL", why=answer)
         return
-    counts = Counter(answer.via.values())
-    ways = ", ".join(f"{count} by {via}" for via, count in counts.most_common())
+    ways = ", ".join(f"{n} by {via}" for via, n in Counter(answer.via.values()).most_common())
     runs = ring_words(answer.rings, fallback=answer.fallback)
     text = f"NCCL {answer.version} runs {runs}; of its hops {ways}"
     where = f"a communicator over GPUs {', '.join(map(str, answer.gpus))}"

@@ -44,7 +44,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     nchannels: int
     speedintra: float
     speedinter: float
-    latencyinter: float | None
     typeintra: str
     typeinter: str
     samechannels: int
@@ -90,7 +89,6 @@ def parse_graph_file(
 
 
 def _graph(element: XmlElement, facts: VersionFacts) -> Graph:
-    latency = "latencyinter" in element.attributes
     return Graph(
         id=element.integer("id"),
         pattern=element.integer("pattern"),
@@ -98,7 +96,6 @@ def _graph(element: XmlElement, facts: VersionFacts) -> Graph:
         nchannels=element.integer("nchannels"),
         speedintra=element.number("speedintra"),
         speedinter=element.number("speedinter"),
-        latencyinter=element.number("latencyinter") if latency else None,
         typeintra=_path_type(element, "typeintra"),
         typeinter=_path_type(element, "typeinter"),
         samechannels=element.integer("samechannels"),
