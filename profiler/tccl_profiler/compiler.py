@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Literal
 
 import msgspec
 
@@ -25,11 +24,9 @@ from tccl_profiler.program import (
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
+from tccl_py.model.measurement import FlowCoupling
 from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
-
-FlowCoupling = Literal["pass-on", "independent"]
-"""Flows through one GPU: forwarded from one to the next as in a ring, or each at its own pace."""
 
 FREE_BLOCKS = 32  # thread blocks of a flow that names no number: enough for NVLink, cheap for PCIe
 FEW_BLOCKS = 4  # blocks of a check, and FIFOs of a copy engine, if a flow names no number

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from tccl_profiler import rates
-from tccl_profiler.compiler import FlowCoupling, checkable, program_for
+from tccl_profiler.compiler import checkable, program_for
 from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
 from tccl_profiler.precision import (
@@ -30,7 +30,7 @@ from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_profiler.retries import RETRIES
 from tccl_py.errors import BudgetSpentError, MeasurementError
-from tccl_py.model.measurement import TOGETHER, Measurement
+from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement
 from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets, transfer_set
 
 _TRIALS = (0.5, 4.0, 20.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from tccl_profiler import linux
 from tccl_profiler.linux import cpus_of_devices
@@ -13,10 +13,8 @@ from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
 from tccl_py.model.machine import Fingerprint, Machine
-from tccl_py.model.measurement import JournalHeader
+from tccl_py.model.measurement import Backend, JournalHeader
 from tccl_py.model.transfer import index_of, parse_set
-
-Backend = Literal["cuda", "host"]
 
 HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
 """The memory of the host backend's devices, which have none of their own."""

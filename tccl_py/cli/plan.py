@@ -45,8 +45,8 @@ from tccl_py.sources.bench import Bench
 from tccl_py.sources.opening import HostsSource, in_job
 
 if TYPE_CHECKING:
+    from tccl_py.model.measurement import Backend
     from tccl_py.sources.opening import Job
-    from tccl_py.sources.profiled import Backend
 
 _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250

@@ -29,6 +29,7 @@ from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import ELEMENT_BYTES, Dtype, parse_sizes
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
+from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -51,7 +52,7 @@ from tccl_py.report.verification import (
     verification_json,
 )
 from tccl_py.sources.opening import in_job
-from tccl_py.sources.profiled import Backend, check_backend
+from tccl_py.sources.profiled import check_backend
 
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job

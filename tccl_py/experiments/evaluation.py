@@ -17,10 +17,10 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
-from tccl_py.experiments.spec import KIB, MIB, Backend, Dtype, JobSpec, WrongValue
+from tccl_py.experiments.spec import KIB, MIB, Dtype, JobSpec, WrongValue
 from tccl_py.experiments.table import LEAST_ROUNDS
 from tccl_py.files import picked
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import Backend, BandwidthSource
 from tccl_py.model.rings import Hop, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level

@@ -13,8 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.spec import Backend, JobResult, JobSpec, WrongValue
+from tccl_py.experiments.spec import JobResult, JobSpec, WrongValue
 from tccl_py.files import encode_json
+from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.nccl_files import GRAPH_FILE

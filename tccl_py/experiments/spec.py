@@ -12,11 +12,10 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective, bus_gbps
+from tccl_py.model.measurement import Backend
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
 
-Backend = Literal["cuda", "host"]
-"""NCCL on GPUs, or gloo in host memory as a dry run."""
 Dtype = Literal["float32", "bfloat16"]
 """Elements of timed collectives."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Annotated, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -13,6 +13,10 @@ from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.model.transfer import Flow, TransferSet
 
 Value = TypeVar("Value")
+Backend = Literal["cuda", "host"]
+"""What is measured: GPUs, or as a dry run host memory in their place."""
+FlowCoupling = Literal["pass-on", "independent"]
+"""Flows through one GPU: forwarded from one to the next as in a ring, or each at its own pace."""
 
 MAX_GBPS = 1e6  # A petabyte a second, far above any memory or link; a higher rate is damage
 TOGETHER = 0.9  # The least overlap of a set's measurement

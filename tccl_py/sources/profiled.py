@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SourceLostError
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine
-from tccl_py.model.measurement import JournalHeader, Measurement
+from tccl_py.model.measurement import Backend, FlowCoupling, JournalHeader, Measurement
 from tccl_py.model.transfer import TransferSet, index_of
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     GpuState = tuple[GpuConditions, tuple[str, ...]]
     """A GPU's clocks, links and processes, and sentences on what would spoil measurements."""
 
-Backend = Literal["cuda", "host"]
-Meeting = Literal["pass-on", "independent"]
 DEFAULT_TARGET = 0.01
 REPEATS = 30
 _SEARCH_REPEATS = 10
@@ -81,9 +79,9 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
         # The comparison is written so that NaN fails it.
         if not 0 < self.target <= 1:
             raise InputError("target", f"is {self.target:g}", "above 0 and at most 1, as 0.01")
-        if self.meeting not in get_args(Meeting):
+        if self.meeting not in get_args(FlowCoupling):
             where = f"meeting {self.meeting[:20]!r}"
-            raise InputError(where, "is not known", f"one of {', '.join(get_args(Meeting))}")
+            raise InputError(where, "is not known", f"one of {', '.join(get_args(FlowCoupling))}")
 
     @property
     def for_profiler(self) -> Options:
@@ -93,7 +91,7 @@ class MeasurementOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         return Options(
             stopping=Stopping(target=self.target, limit=self.repeats),
-            meeting=msgspec.convert(self.meeting, Meeting),
+            meeting=msgspec.convert(self.meeting, FlowCoupling),
             check="every" if self.check else "once",
         )
 

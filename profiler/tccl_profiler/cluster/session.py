@@ -18,9 +18,8 @@ from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.program import is_nic
 from tccl_profiler.rates import Clock, ClockReading
-from tccl_profiler.session import Backend
 from tccl_py.errors import SourceLostError
-from tccl_py.model.measurement import JournalHeader
+from tccl_py.model.measurement import Backend, JournalHeader
 from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.transfer import TransferSet
 
