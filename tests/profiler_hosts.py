@@ -9,7 +9,7 @@ from tccl_profiler.host_device import host_machine
 from tccl_profiler.linux import cpus_of_devices
 from tccl_profiler.messages import DeviceSpec, LinkStep
 from tccl_profiler.pool import Pool
-from tccl_profiler.program import host_of
+from tccl_py.model.transfer import place_named
 from tests.profiler_pools import SMALL
 
 LINK_S = 2.0
@@ -82,7 +82,7 @@ class Hosts:
         return [
             link
             for link in program.links
-            if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
+            if any(link not in have[place_named(end).host] for end in (link.sender, link.receiver))
         ]
 
     def link(self, program):
@@ -90,14 +90,14 @@ class Hosts:
         missing = self.missing(program)
         ends = {}
         for host, pool in self.pools.items():
-            here = [one for one in missing if host_of(one.receiver) == host]
+            here = [one for one in missing if place_named(one.receiver).host == host]
             ends |= step(pool, "listen", here)
         ends = {link: self.relay(link, end) for link, end in ends.items()}
         for host, pool in self.pools.items():
-            there = {one: end for one, end in ends.items() if host_of(one.sender) == host}
+            there = {one: end for one, end in ends.items() if place_named(one.sender).host == host}
             step(pool, "connect", there)
         for host, pool in self.pools.items():
-            step(pool, "accept", [one for one in missing if host_of(one.receiver) == host])
+            step(pool, "accept", [one for one in missing if place_named(one.receiver).host == host])
         self.made += missing
         return len(missing)
 

@@ -14,11 +14,11 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import Communicators, graph_text, process_variables
 from tccl_profiler.precision import Stopping, WindowLimits
 from tccl_profiler.profiler import Options
-from tccl_profiler.program import Carrier, Link, is_nic
+from tccl_profiler.program import Carrier, Link
 from tccl_profiler.workers import without_disturbance
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import entering, joined, leaving
-from tccl_py.model.transfer import parse_set, transfer_set
+from tccl_py.model.transfer import parse_set, place_named, transfer_set
 from tccl_py.nccl_library import Library
 from tccl_py.planning.grow import cluster_of_job, plan_job
 from tccl_py.planning.request import PlanRequest
@@ -62,7 +62,7 @@ def test_a_flow_is_a_copy_at_each_of_its_two_gpus_joined_by_a_link():
 
 def test_without_nccl_the_same_flow_is_the_nics():
     program = program_for(parse_set(STAGED), lanes=LANES, network="tcp")
-    assert {one for one in program.devices if is_nic(one)} == {"h0.N0", "h1.N0"}
+    assert {one for one in program.devices if place_named(one).kind == "N"} == {"h0.N0", "h1.N0"}
     assert all(link.carrier is None for link in program.links)
 
 

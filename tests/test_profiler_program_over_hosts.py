@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_profiler.compiler import NETWORK_BLOCKS, checkable, program_for
-from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link, host_of, is_nic, local
+from tccl_profiler.program import COUNTER_AREA_BYTES, HostProgram, Link
 from tccl_py.errors import MeasurementError
 from tccl_py.model.rings import bounce, direct_write, entering, joined, leaving, on_host
-from tccl_py.model.transfer import Fifo, parse_set, transfer_set
+from tccl_py.model.transfer import Fifo, Place, parse_set, place_named, transfer_set
 
 HOSTS, GPUS, NICS = ("h0", "node-1.rack"), 3, 2
 LANES = {
@@ -94,7 +94,7 @@ def test_every_link_has_one_sending_and_one_receiving_lane_that_agree(transfers)
     sends, receives = {}, {}
     for device, share in program.devices.items():
         for lane in share.lanes:
-            assert (lane.link is not None) == is_nic(device)
+            assert (lane.link is not None) == (place_named(device).kind == "N")
             if lane.link is None:
                 continue
             assert (lane.incoming is None) != (lane.outgoing is None)
@@ -178,7 +178,7 @@ def test_a_ring_over_hosts_passes_on_by_cycles_of_its_gpus(through):
     lanes = {f"{host}.{name}": 64 for host in hosts for name in ("G0", "G1", "N0")}
     program = program_for(transfer_set(ring), lanes=lanes, network=TCP)
     for device, share in program.devices.items():
-        if is_nic(device):
+        if place_named(device).kind == "N":
             assert [lane.cycle for lane in share.lanes] == [0] * 4
             # Two lanes send, two receive.
             assert Counter(lane.incoming is None for lane in share.lanes) == {True: 2, False: 2}
@@ -221,6 +221,6 @@ def test_a_nic_with_too_many_lanes_is_refused():
 
 
 def test_names_have_a_host_and_a_local_part():
-    assert (host_of("a.b-c.N0"), local("a.b-c.N0")) == ("a.b-c", "N0")
-    assert (host_of("N0"), local("N0")) == ("", "N0")
-    assert [is_nic(name) for name in ("N0", "N.G0", "h.N3", "C1")] == [True, False, True, False]
+    assert place_named("a.b-c.N0") == Place("N", 0, "a.b-c")
+    assert place_named("N0") == Place("N", 0)
+    assert [place_named(name).kind for name in ("N0", "N.G0", "h.N3", "C1")] == [*"NGNC"]

@@ -18,15 +18,20 @@ from tccl_profiler.program import (
     FlowEndpoint,
     Lane,
     Program,
-    host_of,
-    is_nic,
-    local,
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import FlowCoupling
 from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
-from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
+from tccl_py.model.transfer import (
+    Fifo,
+    Flow,
+    Place,
+    Transfer,
+    TransferSet,
+    place_named,
+    transfer_set,
+)
 
 FREE_BLOCKS = 32  # thread blocks of a flow that names no number: enough for NVLink, cheap for PCIe
 FEW_BLOCKS = 4  # blocks of a check, and FIFOs of a copy engine, if a flow names no number
@@ -59,7 +64,7 @@ def program_for(
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
         if len(program.lanes) > lanes[device]:
-            unit = "lanes" if is_nic(device) else "blocks"
+            unit = "lanes" if place_named(device).kind == "N" else "blocks"
             raise MeasurementError(
                 f"{device} would run {len(program.lanes)} {unit} at once, it can run "
                 f"{lanes[device]}: give the flows fewer blocks"
@@ -101,7 +106,7 @@ def devices_used(
             for place, device in _places(flow, NIC_TRANSPORTS[network]):
                 if device is not None:
                     # Memory that is used has a worker, though another device may move the bytes.
-                    used.setdefault(place.host, set()).add(local(device))
+                    used.setdefault(place.host, set()).add(place_named(device).device)
                 elif str(place) not in others:
                     listed = ", ".join(sorted(others))
                     raise MeasurementError(
@@ -165,13 +170,12 @@ def _checkable(flow: Flow) -> Flow:
 
 
 def _known(host: str, lanes: Mapping[str, int]) -> str:
-    devices = [device for device in lanes if host_of(device) == host]
-    if devices:
-        ordered = sorted(devices, key=lambda device: (local(device)[0], index_of(local(device))))
-        return f"there are {', '.join(ordered)}"
+    devices = sorted(map(place_named, lanes))
+    if any(device.host == host for device in devices):
+        return f"there are {', '.join(str(device) for device in devices if device.host == host)}"
     if host:
         return f"no device of host {host} is"
-    return f"name its host, of {', '.join(sorted({host_of(device) for device in lanes}))}"
+    return f"name its host, of {', '.join(sorted({device.host for device in devices}))}"
 
 
 def _blocks(transfers: TransferSet, lanes: Mapping[str, int], transport: NicTransport) -> list[int]:

@@ -20,8 +20,7 @@ from tccl_profiler.program import (
     DeviceProgram,
     HostProgram,
     Program,
-    host_of,
-    local,
+    on_host,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
 from tccl_profiler.workers import WorkerProcess
@@ -48,8 +47,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def on(self, host: str) -> RunSpec:
         """Return the same for one host's devices, under local names."""
-        paces = {local(name): pace for name, pace in self.paces.items() if host_of(name) == host}
-        return msgspec.structs.replace(self, paces=paces)
+        return msgspec.structs.replace(self, paces=on_host(self.paces, host))
 
     @property
     def lasting_s(self) -> float:

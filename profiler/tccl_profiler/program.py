@@ -8,11 +8,13 @@ NIC's lane moves slices between a FIFO and a link. Devices have the names of pla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.transfer import TransferSet, place_named
+
+T = TypeVar("T")
 
 COUNTER_BYTES = 128  # a counter has its own cache line and the line that is prefetched with it
 MAX_REPEATS = 12  # repeats that are queued together
@@ -21,29 +23,6 @@ COUNTER_AREA_BYTES = COUNTERS * COUNTER_BYTES * MAX_REPEATS
 """Offset of a space's first FIFO: the counters come first."""
 MAX_COPIES = 16
 """Concurrent copies of a device; each has a stream, and a GPU's streams share 32 queues."""
-
-
-def host_of(name: str) -> str:
-    """Return the host of a device or space, "" for a name without host.
-
-    >>> host_of("node-1.rack.G0"), host_of("G0")
-    ('node-1.rack', '')
-    """
-    return name.rpartition(".")[0]
-
-
-def local(name: str) -> str:
-    """Return the name of a device or space on its own host.
-
-    >>> local("node-1.rack.G0"), local("G0")
-    ('G0', 'G0')
-    """
-    return name.rpartition(".")[2]
-
-
-def is_nic(device: str) -> bool:
-    """Return whether a device name is a NIC's."""
-    return local(device).startswith("N")
 
 
 class Address(msgspec.Struct, frozen=True, order=True):
@@ -119,6 +98,12 @@ class DeviceProgram(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[Lane, ...] = ()
 
 
+def on_host(values: Mapping[str, T], host: str) -> dict[str, T]:
+    """Return what belongs to a host's devices or spaces, under their local names."""
+    places = ((place_named(name), value) for name, value in values.items())
+    return {place.device: value for place, value in places if place.host == host}
+
+
 class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One end of a flow on one device, which counts the slices; `ends[b]` is of block b.
 
@@ -153,25 +138,19 @@ class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts of the devices, sorted; "" for devices without host."""
-        return tuple(sorted({host_of(device) for device in self.devices}))
+        return tuple(sorted({place_named(device).host for device in self.devices}))
 
     def on(self, host: str) -> HostProgram:
         """Return one host's share under local names; links keep full names at both ends."""
         return HostProgram(
             devices={
-                local(device): _localized(share)
-                for device, share in self.devices.items()
-                if host_of(device) == host
+                name: _localized(share) for name, share in on_host(self.devices, host).items()
             },
-            space_bytes={
-                local(space): size
-                for space, size in self.space_bytes.items()
-                if host_of(space) == host
-            },
+            space_bytes=on_host(self.space_bytes, host),
             links=tuple(
                 link
                 for link in self.links
-                if host in (host_of(link.sender), host_of(link.receiver))
+                if any(place_named(end).host == host for end in (link.sender, link.receiver))
             ),
         )
 
@@ -189,7 +168,7 @@ class Program(HostProgram, frozen=True, kw_only=True):
 
 def _localized(value: Any) -> Any:
     if isinstance(value, Address):
-        return Address(local(value.space), value.offset)
+        return Address(place_named(value.space).device, value.offset)
     if isinstance(value, tuple):
         return tuple(map(_localized, value))
     if isinstance(value, DeviceProgram | Lane | End):

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.precision import ChannelRate
-from tccl_profiler.program import FlowEndpoint, Program, is_nic
+from tccl_profiler.program import FlowEndpoint, Program
 from tccl_py.errors import MeasurementError
 from tccl_py.model.measurement import TOGETHER
-from tccl_py.model.transfer import Flow
+from tccl_py.model.transfer import Flow, place_named
 
 FEW_CHANNELS = 4
 """Channels of an uncontended flow: even of eight between two H200, each had 20.6 GB/s or more."""
@@ -266,7 +266,7 @@ def _overlap(
 
 def _wrong(part: FlowEndpoint, result: RunResult) -> int:
     """Return the wrong packs: the reading kernel compares, or a receiving NIC without a kernel."""
-    if part.engine or not (part.incoming or is_nic(part.device)):
+    if part.engine or not (part.incoming or place_named(part.device).kind == "N"):
         return 0
     return int(result.records[part.device][list(part.numbers)]["errors"].sum())
 

@@ -135,6 +135,11 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     kind: Literal["nvlink", "xgmi", "c2c"] = "nvlink"
 
+    @property
+    def joins_gpus(self) -> bool:
+        """Return whether a GPU is at both ends."""
+        return self.source[0] == self.target[0] == "G"
+
 
 PciDevice = PciBridge | Gpu | Nic
 Device = NumaNode | PciBridge | Gpu | Nic | NvSwitch

@@ -268,7 +268,7 @@ def natural_cuts(
         together = set().union(*(below.get(part, set()) for part in chip))
         below.setdefault(" ".join(chip), set()).update(together)
     groups = {frozenset(group) for group in below.values()}
-    links = [link for link in machine.nvlinks if link.source[0] == link.target[0] == "G"]
+    links = [link for link in machine.nvlinks if link.joins_gpus]
     bridged = joined_groups((index_of(link.source), index_of(link.target)) for link in links)
     groups |= {frozenset(group) & set(gpus) for group in bridged}
     proper = [group for group in groups if 1 < len(group) < len(gpus)]

@@ -69,13 +69,25 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return f"{prefix}{self.kind}{self.index}"
 
 
+@functools.lru_cache(maxsize=4096)
+def place_named(name: str) -> Place:
+    """Return the device or space with a name: the one parser of names.
+
+    >>> place_named("node-1.rack.G12")
+    Place(kind='G', index=12, host='node-1.rack')
+
+    Raises InputError: the text names no place.
+    """
+    return _parse_place(name, "device")
+
+
 def index_of(device: str) -> int:
-    """Return the index in the id of a device of a Machine.
+    """Return the index of a device of a Machine.
 
     >>> index_of("G12"), index_of(Place("D", 3).device)
     (12, 3)
     """
-    return int(device[1:])
+    return place_named(device).index
 
 
 class Transfer(msgspec.Struct, frozen=True, order=True):

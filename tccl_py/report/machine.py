@@ -288,7 +288,7 @@ def nvlinks(machine: Machine, layout: Layout) -> NvLinks:
     lines: list[Stroke] = []
     for link in machine.nvlinks:
         box = layout.boxes.get(link.source)
-        if link.source[0] == link.target[0] == "G":
+        if link.joins_gpus:
             ends = sorted((link.source, link.target), key=lambda gpu: layout.boxes[gpu].middle)
             counts[ends[0], ends[1]] = max(counts.get((ends[0], ends[1]), 0), link.count)
         elif box is not None and link.target in machine.ancestors(link.source):

@@ -34,12 +34,12 @@ from tccl_profiler.messages import (
     Stop,
 )
 from tccl_profiler.pool import Pool
-from tccl_profiler.program import HostProgram, is_nic, local
+from tccl_profiler.program import HostProgram
 from tccl_profiler.session import pool_of
 from tccl_profiler.watch import warnings, watching
 from tccl_py.children import search_path
 from tccl_py.errors import MeasurementError, TcclError
-from tccl_py.model.transfer import index_of
+from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
@@ -230,8 +230,10 @@ class Agent:
             if self._interfaces:
                 variables["NCCL_SOCKET_IFNAME"] = "=" + ",".join(self._interfaces)
         nics = {}
-        for name in filter(is_nic, devices):
-            nic = self._facts.addresses[index_of(name)]
+        for name, place in ((name, place_named(name)) for name in devices):
+            if place.kind != "N":
+                continue
+            nic = self._facts.addresses[place.index]
             nics[name] = DeviceSpec(
                 device=name, address=nic.address, interface=nic.name, network=network
             )
@@ -250,7 +252,7 @@ class Agent:
         return take_step(self._opened(), step)
 
     def _warnings(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        gpus = [index_of(name) for name in devices if name.startswith("G")]
+        gpus = [place.index for place in map(place_named, devices) if place.kind == "G"]
         if self._backend != "cuda" or not gpus:
             return ()
         with watching(gpus, self._opened().pids) as look:
@@ -343,7 +345,8 @@ CALLED: Mapping[str, Callable[..., Any]] = {m.__name__: m for m in (*_METHODS, *
 def take_step(pool: Pool, step: LinkStep) -> LinkEnds:
     """Take one step for links with ends at devices of this host."""
     all_workers = step.step == "usable"
-    shares = dict.fromkeys(pool.lanes, step) if all_workers else step.shares(local)
+    by_worker = step.shares(lambda name: place_named(name).device)
+    shares = dict.fromkeys(pool.lanes, step) if all_workers else by_worker
     return LinkEnds.joined(pool.ask(shares, LinkEnds, step.limit_s).values())
 
 

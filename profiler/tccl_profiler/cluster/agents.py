@@ -32,10 +32,11 @@ from tccl_profiler.messages import (
     WorkerLost,
 )
 from tccl_profiler.nccl_links import process_variables
-from tccl_profiler.program import Link, Program, host_of
+from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_profiler.retries import RETRIES
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.model.transfer import place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
@@ -293,12 +294,14 @@ class ClusterPool:
             # NCCL reads them once in a process.
             self._variables = variables
             self.restart()
-        hosts = {host_of(end) for link in program.links for end in (link.sender, link.receiver)}
+        hosts = {
+            place_named(end).host for link in program.links for end in (link.sender, link.receiver)
+        }
         have = self._usable(hosts)
         missing = [
             link
             for link in program.links
-            if link not in have[host_of(link.sender)] or link not in have[host_of(link.receiver)]
+            if any(link not in have[place_named(end).host] for end in (link.sender, link.receiver))
         ]
         by_nics = [link for link in missing if link.carrier is None]
         if by_nics:
@@ -307,7 +310,7 @@ class ClusterPool:
             if link.carrier is not None:
                 self._make([link])
                 # Its sender has only begun.
-                self._usable([host_of(link.sender)])
+                self._usable([place_named(link.sender).host])
 
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
         arguments = dict.fromkeys(hosts, (LinkStep(step="usable"),))
@@ -318,7 +321,7 @@ class ClusterPool:
         """Open links in three phases: receivers listen, senders connect, receivers accept."""
         made = LinkEnds(ends=dict.fromkeys(links))
         for step in MAKING:
-            shares = LinkStep(step=step, ends=made.ends).shares(host_of)
+            shares = LinkStep(step=step, ends=made.ends).shares(lambda name: place_named(name).host)
             arguments = {host: (share,) for host, share in shares.items()}
             made = LinkEnds.joined(self._agents.ask(Agent.take, arguments).values())
 

@@ -16,12 +16,11 @@ from tccl_profiler.host_device import shared_cores
 from tccl_profiler.messages import Pinged
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
-from tccl_profiler.program import is_nic
 from tccl_profiler.rates import Clock, ClockReading
 from tccl_py.errors import SourceLostError
 from tccl_py.model.measurement import Backend, JournalHeader
 from tccl_py.model.nic_transports import NIC_TRANSPORTS
-from tccl_py.model.transfer import TransferSet
+from tccl_py.model.transfer import TransferSet, place_named
 
 LIMITS = WindowLimits(
     minimum_ms=20.0,
@@ -134,8 +133,8 @@ class ClusterSession:
     def _devices(self, host: HostFacts) -> Collection[str]:
         if self.only is not None:
             return self.only.get(host.name, frozenset())
-        without_nics = self.transport.joins_gpus
-        return [name for name in host.devices if not (without_nics and is_nic(name))]
+        kinds = "G" if self.transport.joins_gpus else "GN"
+        return [name for name in host.devices if place_named(name).kind in kinds]
 
     @property
     def conditions(self) -> str:
