@@ -200,3 +200,19 @@ def test_the_tables_of_versions_are_those_of_the_code(monkeypatch):
     assert pages.page(text) == text
     rules = {pages.version_facts(release).name for release in pages.RELEASES}
     assert rules == set(known_versions())
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of paragraphs and lists, code as single words; no tables, no blocks."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"^(\||#).*$", "", text, flags=re.M)
+    text = re.sub(r"`[^`]*`", "C", re.sub(r"\]\([^)]*\)", "]", text))
+    parts = re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )", text)
+    return [one for part in parts for one in re.split(r"(?<=[.!?])\s+(?=[A-Z*\[])", part)]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "tutorial").rglob("*.md")), ids=lambda page: page.stem
+)
+def test_no_sentence_of_a_tutorial_is_longer_than_30_words(page):
+    assert [one for one in sentences(page.read_text()) if len(one.split()) > 30] == []
