@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from command_pages import arguments_and_options, commands, description, help_text, synopsis, term
 
-from tccl_py.cli.main import _frame
+from tccl_py.cli.main import _frame, app
 
 FILE = Path(__file__).resolve().parent.parent / "man" / "tccl.1"
 
@@ -67,6 +67,7 @@ def manual() -> str:
         r".B tccl\fR COMMAND [OPTIONS] [ARGUMENTS]",
         ".SH DESCRIPTION",
         *roff(help_text(_frame)),
+        *roff(str(app.info.epilog)),
         ".SH COMMANDS",
     ]
     for name, command in commands().items():
