@@ -15,9 +15,7 @@ import msgspec
 from tccl_py.errors import InputError, counted
 from tccl_py.files import check_path, encode_json
 from tccl_py.nccl.plugin import LIBRARY, found_library
-from tccl_py.nccl.plugin.index import (
-    IndexedSet,
-)
+from tccl_py.nccl.plugin.index import IndexedSet
 from tccl_py.nccl.settings import env_sh
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.nccl_files import class_view, env_text, noted_graph, plugin_index

@@ -20,13 +20,7 @@ from tccl_py.nccl.plugin.index import (
     PluginIndex,
     plugin_environment,
 )
-from tccl_py.nccl.settings import (
-    Settings,
-    env_rules,
-    env_sh,
-    environment,
-    nccl_conf,
-)
+from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.plan.chains import SubsetRings, per_channel
 from tccl_py.plan.plan import Plan

@@ -7,20 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tccl_py.errors import InputError
-from tccl_py.files import (
-    check_path,
-    missing,
-    refused,
-)
+from tccl_py.files import check_path, missing, refused
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import (
-    FOLDERS,
-    JOURNAL_FILE,
-    PLAN_FILE,
-    locked,
-    make,
-    unmake,
-)
+from tccl_py.plan.staging import FOLDERS, JOURNAL_FILE, PLAN_FILE, locked, make, unmake
 
 
 @contextmanager

@@ -17,11 +17,7 @@ from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import (
-    PlanChain,
-    PlanChoice,
-    preferred,
-)
+from tccl_py.plan.chains import PlanChain, PlanChoice, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import ClassRates, OwnChains

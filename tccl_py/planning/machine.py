@@ -9,10 +9,7 @@ from math import inf
 
 import msgspec
 
-from tccl_py.errors import (
-    BudgetSpentError,
-    MeasurementError,
-)
+from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -20,10 +17,7 @@ from tccl_py.model.rings import RingSet
 from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, index_of, transfer_set
 from tccl_py.nccl.plugin.index import plugin_environment
-from tccl_py.nccl.settings import (
-    Settings,
-    pinned_level,
-)
+from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.chains import (
     AS_GOOD,

@@ -103,12 +103,12 @@ def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
 
 def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
-    from tccl_py.planning import installed_nccl as nccl_here  # noqa: PLC0415 (asks the NCCL here)
+    from tccl_py.planning import installed_nccl  # noqa: PLC0415 (asks the NCCL here)
 
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
     if request.backend != "host":
-        version = request.version or nccl_here.version_to_plan(say)
+        version = request.version or installed_nccl.version_to_plan(say)
         request = msgspec.structs.replace(request, version=version)
         for text in not_pinned(request.pinned_env):
             say(text)
@@ -117,7 +117,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            rings = nccl_here.rings_here(place, named)
+            rings = installed_nccl.rings_here(place, named)
             gpus = named or chosen_gpus(place.machine, None)
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(
@@ -126,7 +126,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
             conditions = source.conditions
         noticed = source.summary(conditions)
         if rings is not None:
-            tried = () if made.cancelled else nccl_here.graph_file_notices(made, rings)
+            tried = () if made.cancelled else installed_nccl.graph_file_notices(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 

@@ -7,21 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tccl_py.errors import (
-    InputError,
-    check_type,
-    counted,
-    require,
-)
+from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine, parse_gpus
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.settings import (
-    Settings,
-    check_settings,
-    pinned_level,
-    pinned_values,
-)
+from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.machine import plan_machine
