@@ -40,7 +40,7 @@ def main(switches: Path | None, directory: Path | None) -> None:
             slow = chain.bottleneck
             print(
                 f"{host.name}, ranks from {host.first_rank} on: from N{chain.entry_nic} over GPUs "
-                f"{chain.gpus} to N{chain.exit_nic}, slowest {slow.flow} with {slow.gbps:.2f} GB/s"
+                f"{chain.gpus} to N{chain.exit_nic}, slowest {slow.flow}: {slow.rate_gbps:.2f} GB/s"
             )
     # The same questions as of one host's plan; rings name ranks.
     for ring in plan.rings:

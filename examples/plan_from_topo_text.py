@@ -51,7 +51,7 @@ def main(text: Path, output: Path | None) -> None:
     plan = msgspec.structs.replace(plan, notices=notices)
 
     for ring in plan.rings:
-        print(f"ring {ring.gpus}: {ring.rate:.2f} GB/s, {plan.provenance}")
+        print(f"ring {ring.gpus}: {ring.rate_gbps:.2f} GB/s, {plan.provenance}")
     print(f"together {plan.rate_gbps:.2f} GB/s, {plan.provenance}")
     for notice in plan.notices:
         print(notice)

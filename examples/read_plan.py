@@ -25,10 +25,10 @@ def main(path: Path | None) -> None:
 
     # A ring is a closed sequence of hops; its rate is that of its slowest hop.
     for number, ring in enumerate(plan.rings):
-        print(f"ring {number}: {ring.gpus} at {ring.rate:.2f} GB/s")
+        print(f"ring {number}: {ring.gpus} at {ring.rate_gbps:.2f} GB/s")
         for hop in ring.hops:
             mark = "  <- slowest" if hop is ring.bottleneck else ""
-            print(f"    G{hop.source} to G{hop.target} {hop.gbps:6.2f} GB/s  {hop.flow}{mark}")
+            print(f"    G{hop.source} to G{hop.target} {hop.rate_gbps:6.2f} GB/s  {hop.flow}{mark}")
 
     # The plan's rate is for all rings together, and predicts NCCL's bus bandwidth.
     bound = "none known" if plan.bound_gbps is None else f"{plan.bound_gbps:.2f} GB/s"

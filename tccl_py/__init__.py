@@ -10,7 +10,7 @@ The names below suffice for most programs; each is loaded at first use.
 (2.7, True)
 >>> plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus=[0, 1, 2, 3])
 >>> ring = plan.rings[0]
->>> ring.gpus, round(ring.rate, 1), ring.bottleneck.source
+>>> ring.gpus, round(ring.rate_gbps, 1), ring.bottleneck.source
 ((0, 1, 2, 3), 50.6, 0)
 >>> str(ring.hops[0].flow)
 'G0->G0->G1{blocks=4}'

@@ -97,8 +97,8 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
 
 def rings_of(plan: Plan) -> ForkPaths:
     """Return a plan's fastest ring over its GPUs, and the first over each smaller set."""
-    whole = max(plan.rings, key=lambda ring: ring.rate)
-    rings = [(plan.gpus, [hop.flow for hop in whole.hops], whole.rate)]
+    whole = max(plan.rings, key=lambda ring: ring.rate_gbps)
+    rings = [(plan.gpus, [hop.flow for hop in whole.hops], whole.rate_gbps)]
     planned = [subset for subset in plan.subsets if subset.rings]
     rings += [(s.gpus, _flows(plan, s), s.rate_gbps / len(s.rings)) for s in planned]
     paths = tuple(
@@ -167,7 +167,7 @@ def _through_node(gpus: tuple[int, ...], chain: PlanChain) -> ForkPath | None:
     is_usable = transfers and not any(typed(transfer) == _COPIED for transfer in transfers)
     if not is_usable or is_relayed or chain.entry_nic != chain.exit_nic:
         return None
-    return ForkPath(gpus=gpus, rate_gbps=chain.rate, transfers=transfers, ends=ends)
+    return ForkPath(gpus=gpus, rate_gbps=chain.rate_gbps, transfers=transfers, ends=ends)
 
 
 def numa_ids(machine: Machine) -> dict[int, int]:

@@ -31,7 +31,7 @@ def path_of(number, machine, chains, settings, *, gpus=None):
         zip(chains, chains_as_rings(space, chains), strict=True)
     ):
         hops = tuple(
-            PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=20.0 + n + place)
+            PlanHop(source=hop.source, target=hop.target, flow=hop.flow, rate_gbps=20.0 + n + place)
             for n, hop in enumerate(found.hops)
         )
         made.append(PlanChain(hops=hops, entry_nic=chain[0], exit_nic=chain[2]))

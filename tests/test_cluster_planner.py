@@ -139,7 +139,7 @@ def test_rings_over_nodes_equal_brute_force_over_chains_crossings_and_orders(cas
     assert (found.rate_gbps if found is not None else 0.0) == best
     if found is not None:
         assert sorted(found.hosts) == sorted(cluster.names)
-        assert min(chain.rate for (chain,) in found.chains) == found.rate_gbps
+        assert min(chain.rate_gbps for (chain,) in found.chains) == found.rate_gbps
         for number, (chain,) in enumerate(found.chains):
             into, out = found.nic_maps[number - 1], found.nic_maps[number]
             assert nic_pair(chain.hops) == (into.entries[0], out.exits[0])

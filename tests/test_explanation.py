@@ -51,7 +51,7 @@ def test_a_source_of_another_machine_is_refused():
 def with_ring(plan, order):
     """The plan with one ring of direct writes in its rings' place."""
     hops = tuple(
-        PlanHop(source=one, target=other, flow=direct_write(one, other, blocks=2), gbps=1.0)
+        PlanHop(source=one, target=other, flow=direct_write(one, other, blocks=2), rate_gbps=1.0)
         for one, other in zip(order, [*order[1:], order[0]], strict=True)
     )
     return with_parts(plan, rings=(PlanChain(hops=hops),))

@@ -89,13 +89,15 @@ def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(nam
     plan = plan_of(name)
     assert plan.rate_gbps >= plan.stock.rate_gbps
     assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
-    slowest = min(ring.rate for ring in plan.rings)
+    slowest = min(ring.rate_gbps for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
     for ring in plan.rings:
         assert sorted(ring.gpus) == list(plan.gpus) == list(plan.machine.gpu_indices)
         assert [hop.target for hop in ring.hops] == [*ring.gpus[1:], ring.gpus[0]]
         assert ring.bottleneck in ring.hops
-        assert ring.rate == ring.bottleneck.gbps == min(hop.gbps for hop in ring.hops)
+        assert (
+            ring.rate_gbps == ring.bottleneck.rate_gbps == min(hop.rate_gbps for hop in ring.hops)
+        )
 
 
 @pytest.mark.parametrize("name", bundled_names())
@@ -103,7 +105,7 @@ def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
     plan = plan_of(name)
     wanted = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
     (measured,) = Simulator(load_bundled(name)).measure([wanted])
-    rates = sorted((str(hop.flow), hop.gbps) for ring in plan.rings for hop in ring.hops)
+    rates = sorted((str(hop.flow), hop.rate_gbps) for ring in plan.rings for hop in ring.hops)
     expected = sorted(zip(map(str, wanted.flows), measured.gbps, strict=True))
     assert [flow for flow, _ in rates] == [flow for flow, _ in expected]
     assert [rate for _, rate in rates] == pytest.approx([rate for _, rate in expected])
@@ -287,7 +289,7 @@ def test_with_noise_a_plan_is_neither_below_stock_nor_far_from_the_best(seed):
     noisy = Simulator(model, noise=0.05, seed=seed)
     plan = make_plan(model.machine, model.knowledge, noisy, ring_counts=(1, 2))
     assert plan.rate_gbps >= plan.stock.rate_gbps
-    slowest = min(ring.rate for ring in plan.rings)
+    slowest = min(ring.rate_gbps for ring in plan.rings)
     assert plan.rate_gbps == pytest.approx(len(plan.rings) * slowest)
     flows = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
     (truth,) = Simulator(model).measure([flows])

@@ -50,7 +50,7 @@ def test_rows_and_edges_are_the_hops():
     rows = plan.hop_rows()
     hops = [hop for ring in plan.rings for hop in ring.hops]
     assert [(row["from"], row["to"], row["gbps"]) for row in rows] == [
-        (hop.source, hop.target, hop.gbps) for hop in hops
+        (hop.source, hop.target, hop.rate_gbps) for hop in hops
     ]
     graph = plan.to_networkx()
     assert graph.number_of_edges() == len(hops)
@@ -63,7 +63,7 @@ def test_rows_and_edges_are_the_hops():
 def test_a_plan_of_hosts_answers_what_a_plan_of_one_answers():
     plan = hosts_plan()
     assert tuple(ring.gpus for ring in plan.rings) == plan.orders
-    assert min(ring.rate for ring in plan.rings) * plan.ring_count == plan.rate_gbps
+    assert min(ring.rate_gbps for ring in plan.rings) * plan.ring_count == plan.rate_gbps
     hops = [hop for ring in plan.rings for hop in ring.hops]
     hosts = {number: host.name for host in plan.hosts for number in plan.numbers_of(host).values()}
     for hop, row in zip(hops, plan.hop_rows(), strict=True):
@@ -289,8 +289,8 @@ def test_a_ring_is_drawn_with_an_arrow_for_each_hop_and_its_slowest_marked(monke
     bare = Ring(hops=tuple(Hop(hop.source, hop.target, hop.flow) for hop in ring.hops))
     assert html.unescape(bare._repr_html_()).count('class="head') == len(ring.hops)
     hops = (
-        PlanHop(source=WORLD, target=0, flow=parse_flow("N0->N0->G0"), gbps=2.0),
-        PlanHop(source=0, target=WORLD, flow=parse_flow("G0->N1->N1"), gbps=3.0),
+        PlanHop(source=WORLD, target=0, flow=parse_flow("N0->N0->G0"), rate_gbps=2.0),
+        PlanHop(source=0, target=WORLD, flow=parse_flow("G0->N1->N1"), rate_gbps=3.0),
     )
     chain = PlanChain(hops=hops, entry_nic=0, exit_nic=1)
     page = html.unescape(tccl_py.drawing(chain))

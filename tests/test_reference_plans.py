@@ -68,7 +68,9 @@ def test_the_simulator_still_gives_the_stored_rings_their_rate(machine):
     (measurement,) = Simulator(load_bundled(machine)).measure([flows])
     assert measurement.assumed == plan.assumed
     assert len(plan.rings) * measurement.rate_gbps == pytest.approx(plan.rate_gbps, rel=SAME)
-    assert sorted(measurement.gbps) == pytest.approx(sorted(hop.gbps for hop in hops), rel=SAME)
+    assert sorted(measurement.gbps) == pytest.approx(
+        sorted(hop.rate_gbps for hop in hops), rel=SAME
+    )
 
 
 @pytest.mark.parametrize("machine", [name for name in bundled_names() if name not in SLOW])

@@ -161,12 +161,12 @@ def test_hops_are_marked_slowest_only_where_others_are_faster():
     layout = lay_out(plan.machine)
 
     def slowest(hops):
-        ends = flow_ends((hop.flow, hop.gbps) for hop in hops)
+        ends = flow_ends((hop.flow, hop.rate_gbps) for hop in hops)
         return [hop.slowest for hop in hops_view("", "", plan.machine, ends, layout).hops]
 
     assert slowest(ring.hops) == [False] * 8
     first, *others = ring.hops
-    assert slowest((msgspec.structs.replace(first, gbps=1.0), *others)) == [True] + [False] * 7
+    assert slowest((msgspec.structs.replace(first, rate_gbps=1.0), *others)) == [True] + [False] * 7
 
 
 # the page

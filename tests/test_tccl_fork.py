@@ -73,9 +73,9 @@ def moved(flows, numa):
 @pytest.mark.parametrize("name", [PCIE, "amd-v100", "intel-v100", SMALL, EIGHT, ASUS])
 def test_the_runtime_takes_the_plans_fastest_ring_as_it_is(name):
     plan = plan_of(name)
-    ring = max(plan.rings, key=lambda ring: ring.rate)
+    ring = max(plan.rings, key=lambda ring: ring.rate_gbps)
     found = found_ring(exported(name), [mask_of(plan.gpus)])
-    assert found.gbps == pytest.approx(ring.rate, rel=1e-5)
+    assert found.gbps == pytest.approx(ring.rate_gbps, rel=1e-5)
     (part,) = found.nodes
     assert part.gpus == ring.gpus
     assert part.transfers == moved((hop.flow for hop in ring.hops), numa_ids(plan.machine))
@@ -162,7 +162,7 @@ def chain(*flows, nics=(0, 0), gbps=10.0):
     ends = [(flow.source.index, flow.destination.index) for flow in parsed]
     ends[0], ends[-1] = (-1, ends[0][1]), (ends[-1][0], -1)
     hops = [
-        PlanHop(source=source, target=target, flow=flow, gbps=gbps)
+        PlanHop(source=source, target=target, flow=flow, rate_gbps=gbps)
         for (source, target), flow in zip(ends, parsed, strict=True)
     ]
     return PlanChain(hops=tuple(hops), entry_nic=nics[0], exit_nic=nics[1])

@@ -274,7 +274,9 @@ def _of_the_plan(plan: Plan, number: int) -> Iterator[TransferSet]:
             rings = [[hop.flow for hop in chain.hops] for chain in path.chains]
             yield transfer_set(flow for ring in rings for flow in ring)
             yield from map(transfer_set, rings)
-            slowest = min((chain.bottleneck for chain in path.chains), key=lambda hop: hop.gbps)
+            slowest = min(
+                (chain.bottleneck for chain in path.chains), key=lambda hop: hop.rate_gbps
+            )
             yield transfer_set([slowest.flow])
 
 

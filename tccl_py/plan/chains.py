@@ -66,7 +66,7 @@ class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     source: Gpu
     target: Gpu
     flow: Flow
-    gbps: Rate
+    rate_gbps: Rate = msgspec.field(name="gbps")
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -98,12 +98,12 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def bottleneck(self) -> PlanHop:
         """The slowest hop."""
-        return min(self.hops, key=lambda hop: slowest_first(hop.gbps, hop.flow))
+        return min(self.hops, key=lambda hop: slowest_first(hop.rate_gbps, hop.flow))
 
     @property
-    def rate(self) -> float:
+    def rate_gbps(self) -> float:
         """The bandwidth of this ring beside the others, GB/s: that of its slowest hop."""
-        return min(hop.gbps for hop in self.hops)
+        return min(hop.rate_gbps for hop in self.hops)
 
 
 def slowest_first(gbps: float, flow: Flow) -> tuple[float, Flow]:
@@ -126,7 +126,7 @@ class HostPath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def rate_gbps(self) -> float:
         """The bandwidth of all rings together on this host, GB/s."""
-        return len(self.chains) * min(chain.rate for chain in self.chains)
+        return len(self.chains) * min(chain.rate_gbps for chain in self.chains)
 
 
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,7 +193,7 @@ class SubsetRings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def plan_chain(hops: Sequence[Hop], rates: Sequence[float]) -> PlanChain:
     """Return a ring, or a chain between NICs, of hops with these rates."""
     planned = tuple(
-        PlanHop(source=hop.source, target=hop.target, flow=hop.flow, gbps=rate)
+        PlanHop(source=hop.source, target=hop.target, flow=hop.flow, rate_gbps=rate)
         for hop, rate in zip(hops, rates, strict=True)
     )
     into, out = receiving_nic(hops[0].flow), sending_nic(hops[-1].flow)
@@ -309,7 +309,7 @@ def ring_over_hosts(
             source=numbers[out.source],
             target=others[into.target],
             flow=joined(out.flow, into.flow, sender=host, receiver=receiver),
-            gbps=min(out.gbps, into.gbps),
+            rate_gbps=min(out.rate_gbps, into.rate_gbps),
         )
         hops.append(between)
     return PlanChain(hops=tuple(hops))

@@ -198,7 +198,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 numa = [device for device in links if device.rpartition(".")[2].startswith("C")]
                 kind, operation = hop.flow.kind, hop.flow.transfers[0].operation
                 how = kind if kind in ("bounce", "network") else operation
-                row = {"ring": number, "from": hop.source, "to": hop.target, "gbps": hop.gbps}
+                row = {"ring": number, "from": hop.source, "to": hop.target, "gbps": hop.rate_gbps}
                 more = {"slowest": hop == ring.bottleneck, "how": how, "flow": str(hop.flow)}
                 rows.append({**row, **more, "links": links, "numa": numa})
         return rows
@@ -310,7 +310,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
         slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
-        number, hop = min(slowest, key=lambda found: slowest_first(found[1].gbps, found[1].flow))
+        number, hop = min(
+            slowest, key=lambda found: slowest_first(found[1].rate_gbps, found[1].flow)
+        )
         return self.cluster.classes[number].name, hop
 
     @property

@@ -126,7 +126,7 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         rings = f"{counted(plan.ring_count, 'ring')} over {_channels(plan.settings)}"
         yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {rings}"
         name, hop = plan.bottleneck
-        yield "slowest flow", f"{hop.gbps:.2f} GB/s: {hop.flow} on {name}"
+        yield "slowest flow", f"{hop.rate_gbps:.2f} GB/s: {hop.flow} on {name}"
         if plan.whole_ring_gbps is not None:
             yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
     for choice in plan.choices:
@@ -265,7 +265,7 @@ def ring_table(plan: Plan) -> Iterator[Cells]:
                 first = (f"{_class_name(plan, number)} ({number})", str(hosts))
                 way = str(ring), f"N{chain.entry_nic}", order, f"N{chain.exit_nic}"
                 cells = (*(first if ring == 0 else ("", "")), *way)
-            yield *cells, f"{chain.rate:.2f}", slowest
+            yield *cells, f"{chain.rate_gbps:.2f}", slowest
 
 
 def hop_table(plan: Plan) -> Iterator[Cells]:
@@ -274,7 +274,11 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
     yield *first, "GB/s", "flow"
     for number in used_paths(plan):
         for ring, chain in enumerate(plan.paths[number].chains):
-            slow = [hop for hop in chain.hops if math.isclose(hop.gbps, chain.rate, rel_tol=_ALIKE)]
+            slow = [
+                hop
+                for hop in chain.hops
+                if math.isclose(hop.rate_gbps, chain.rate_gbps, rel_tol=_ALIKE)
+            ]
             for hop in chain.hops:
                 # No hop is marked where all are alike.
                 marked = hop in slow and len(slow) < len(chain.hops)
@@ -282,7 +286,7 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
                 ends: Cells = str(ring), f"G{hop.source}", f"G{hop.target}"
                 if plan.is_cluster:
                     ends = _class_name(plan, number), str(number), str(ring)
-                yield *ends, f"{hop.gbps:.2f}", flow
+                yield *ends, f"{hop.rate_gbps:.2f}", flow
 
 
 def set_table(plan: Plan) -> Iterator[Cells]:

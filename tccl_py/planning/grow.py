@@ -320,7 +320,7 @@ def _odd_in_classes(
 
 def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
     flows = transfer_set(hop.flow for chain in chains for hop in chain.hops)
-    return Sample(flows, min(chain.rate for chain in chains), error / _95_PERCENT)
+    return Sample(flows, min(chain.rate_gbps for chain in chains), error / _95_PERCENT)
 
 
 def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:

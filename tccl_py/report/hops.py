@@ -110,8 +110,8 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
             title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
-            hops = flow_ends((hop.flow, hop.gbps) for hop in chain.hops)
-            shown = {"order": order, "rate": chain.rate}
+            hops = flow_ends((hop.flow, hop.rate_gbps) for hop in chain.hops)
+            shown = {"order": order, "rate": chain.rate_gbps}
             views.append(hops_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
     return views if plan.is_cluster else [*views, *_default_views(plan, layout)]
 

@@ -186,7 +186,7 @@ def _node(contents: Contents, number: int) -> NodeView:
     # Hosts of a class may have different paths: the first one's is drawn.
     path = next((path for path in plan.paths if path.node_class == number), None)
     chains = path.chains if path is not None else ()
-    hops = [(hop.flow, hop.gbps) for chain in chains for hop in chain.hops]
+    hops = [(hop.flow, hop.rate_gbps) for chain in chains for hop in chain.hops]
     numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
     return msgspec.structs.replace(
         node_view(part.machine, plan, number),
@@ -335,10 +335,11 @@ def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
     if isinstance(subject, MachineModel):
         subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):
-        ring = ring_view((hop.flow, getattr(hop, "gbps", None)) for hop in subject.hops)
+        ring = ring_view((hop.flow, getattr(hop, "rate_gbps", None)) for hop in subject.hops)
         height = ring.bottom + 90
         lines = [" → ".join(ring.layout.boxes)]
-        lines += [f"{subject.rate:.2f} GB/s by the plan"] if isinstance(subject, PlanChain) else []
+        if isinstance(subject, PlanChain):
+            lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
     elif isinstance(subject, Plan):
         classes = enumerate(subject.cluster.classes)
         nodes = [node_view(part.machine, subject, number) for number, part in classes]
