@@ -28,8 +28,8 @@ OPTIONS = {
 }
 OPTION = r"(?<![\w-])--?[a-z][a-z0-9-]*"
 OTHERS = r"docker|mpirun|numactl|nvidia-smi|srun|systemctl|torchrun"
-"""Programs whose options are their own; so are those of launchers' lines in `plan/writing`."""
-EXEMPT = {"plan/writing.py", "nccl/plugin/build.py", "cli/main.py", "cli/verify.py"}
+"""Programs whose options are their own; so are those of launchers' lines in `plan/host_files`."""
+EXEMPT = {"plan/host_files.py", "nccl/plugin/build.py", "cli/main.py", "cli/verify.py"}
 
 
 def texts(path: Path) -> Iterator[str]:
