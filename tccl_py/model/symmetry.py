@@ -248,7 +248,8 @@ def relabelled(flow: Flow, names: Mapping[str, str]) -> Flow:
 
 def relabelled_hop(hop: Hop, names: Mapping[str, str]) -> Hop:
     """Return the hop under a relabelling; an end without a name (the world, of chains) stays."""
-    source, target = (index_of(names.get(f"G{gpu}", f"G{gpu}")) for gpu in (hop.source, hop.target))
+    ends = hop.source, hop.target
+    source, target = (index_of(names[f"G{n}"]) if f"G{n}" in names else n for n in ends)
     return Hop(source, target, relabelled(hop.flow, names))
 
 
