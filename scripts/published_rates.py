@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py import Plan, Simulator, bundled_names, load_machine, make_plan
+from tccl_py.plan.chains import ChoiceName
 
 PUBLISHED = Path("tests/cases/published/all-reduce.json")
 TOPOLOGIES = Path("tests/cases/topologies")
@@ -26,7 +27,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     machine: str
     gpus: str
-    choice: str
+    choice: ChoiceName
     size: str
     gbps: float
     source: str
@@ -48,9 +49,7 @@ def planned(machine: str, gpus: str) -> Plan:
 
 def modelled_gbps(row: Published) -> float:
     """Return what the model says of the row's choice, in GB/s."""
-    plan = planned(row.machine, row.gpus)
-    rates = {"default": plan.stock, "variables": plan.variables}
-    return rates[row.choice].rate_gbps if row.choice in rates else plan.rate_gbps
+    return planned(row.machine, row.gpus).choices[row.choice].rate_gbps
 
 
 def table() -> str:
