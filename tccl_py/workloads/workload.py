@@ -1,0 +1,98 @@
+"""A workload: the collectives that a job runs in a step, as data and as a JSON file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from tccl_py.errors import require
+from tccl_py.files import check_version, decode_json, encode_json, read_text, write_atomically
+
+FORMAT_VERSION = 1
+MAX_RANKS, MAX_ROWS = 1 << 16, 10_000
+
+WorkloadCollective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all",
+    "send_recv", "send",
+]  # fmt: skip
+"""The collectives of `experiments.collectives`. In a group of `send_recv` each rank sends to the
+next and the last to the first, all at once; in a group of `send` the first rank sends to the second
+and nothing comes back."""
+WorkloadDtype = Literal[
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
+    "bfloat16", "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+"""NCCL's datatypes, in the order of its numbers, by the names of torch."""
+ELEMENT_BYTES: dict[WorkloadDtype, int] = dict(
+    zip(get_args(WorkloadDtype), (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1), strict=True)
+)
+TIMES_RANKS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
+"""Collectives whose larger buffer has a block for each rank."""
+
+_Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+_Group = Annotated[tuple[_Rank, ...], Meta(min_length=2)]
+_Text = Annotated[str, Meta(max_length=2000)]
+
+
+class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal calls of a step.
+
+    `bytes` are of the larger buffer of one rank, as in rows of experiments and in nccl-tests:
+    elements times the `count` of NCCL's call, for all-gather, reduce-scatter and all-to-all times
+    the ranks of the group as well; where ranks or blocks differ, of the largest rank. Each of
+    `groups`, which are disjoint, makes `calls` calls a step. Ranks are in the communicator's order,
+    and those of the job. Rows of the same `stream` run one after the other, those of different
+    streams may run at the same time.
+    """
+
+    collective: WorkloadCollective
+    dtype: WorkloadDtype
+    bytes: Annotated[int, Meta(ge=1, le=1 << 50)]
+    groups: Annotated[tuple[_Group, ...], Meta(min_length=1)]
+    calls: Annotated[float, Meta(gt=0, le=1e9)]
+    stream: Annotated[int, Meta(ge=0, le=1000)] = 0
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The collectives of a job of `ranks` ranks in a step.
+
+    `source` is a sentence that says where the rows came from: a formula, or a recording of `steps`
+    steady steps (0: none was told from another, and a step is all that was recorded). `notices` are
+    sentences on what the rows leave out or could not tell.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    source: _Text
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    rows: Annotated[tuple[WorkloadRow, ...], Meta(max_length=MAX_ROWS)]
+    steps: Annotated[int, Meta(ge=0)] = 0
+    notices: tuple[_Text, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+
+def check_workload(workload: Workload, where: str | Path) -> Workload:
+    """Return the workload if its rows fit its ranks (InputError)."""
+    check_version(workload.format_version, FORMAT_VERSION, where)
+    for number, row in enumerate(workload.rows, 1):
+        place = f"{where} row {number}"
+        ranks = [rank for group in row.groups for rank in group]
+        right = f"name ranks below {workload.ranks}, each in one group"
+        require(len(set(ranks)) == len(ranks), place, "has a rank twice", right)
+        require(max(ranks) < workload.ranks, place, f"has rank {max(ranks)}", right)
+        if row.collective == "send":
+            pairs = all(len(group) == 2 for group in row.groups)
+            require(pairs, place, "sends in a group that is no pair", "name source and destination")
+    return workload
+
+
+def read_workload(path: Path) -> Workload:
+    """Read the file of a workload; InputError for a file that is none."""
+    return check_workload(decode_json(read_text(path), Workload, where=str(path)), path)
+
+
+def write_workload(workload: Workload, path: Path) -> None:
+    """Write a workload, whole or not at all."""
+    write_atomically(path, encode_json(check_workload(workload, path)))
