@@ -85,7 +85,7 @@ class FakeGpu:
             barrier=lambda: None, all_reduce=lambda *_, **__: None, ReduceOp=operations
         )
         device = SimpleNamespace(type="cuda")
-        return Communicator(torch=self, dist=dist, rank=0, world=1, device=device)
+        return Communicator(torch=self, dist=dist, rank=0, members=(0,), device=device)
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_training_values_are_those_of_the_first_weights_however_many_steps_ran()
     device = torch.device("cpu")
     alone = SimpleNamespace(all_reduce=lambda *_, **__: None)
     whole, half = (
-        Communicator(torch=torch, dist=alone, rank=0, world=world, device=device)
-        for world in (1, 2)
+        Communicator(torch=torch, dist=alone, rank=0, members=members, device=device)
+        for members in ((0,), (0, 1))
     )
     step = TrainingStep(whole, half)
     values = step.values(step)

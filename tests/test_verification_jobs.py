@@ -246,6 +246,26 @@ def test_wrong_values_are_found_and_told_by_their_place(server):
 
 
 @needs_torch
+def test_values_are_checked_in_groups_of_ranks_of_any_order_and_size(server):
+    unequal = ((0,), (3, 1, 2))
+    spec = JobSpec(checks=True, check_groups=(((0, 1), (3, 2)), ((2, 0),), unequal))
+    right = run_job(spec, 4, server=server)
+    assert [answer.wrong for answer in right.results] == [()] * 4
+    counts = [answer.checked for answer in right.results]
+    # Rank 2 is in a group each time, the others twice.
+    assert counts[0] == counts[1] == counts[3] < counts[2]
+    spoilt = {"NCCL_TEST_WRONG": "reduce all_to_all_single"}
+    wrong = run_job(spec, 4, spoilt, server=server, program="tests.wrong_ranks").results
+    cases = [value.case for value in wrong[3].wrong]
+    assert {case.partition(" over ")[2] for case in cases} == {
+        "", "ranks (2, 3)", "ranks (1, 2, 3)",
+    }  # fmt: skip
+    assert not any(answer.wrong for answer in wrong[:3])
+    under_graph_file = run_job(spec, 4, {"NCCL_GRAPH_FILE": "/none"}, server=server).results
+    assert len({answer.checked for answer in under_graph_file}) == 1
+
+
+@needs_torch
 def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_times(server):
     row = Row(collective="all_gather", dtype="bfloat16", bytes=4096)
     choice = Choice(algorithm="ring", protocol="ll", channels=2)

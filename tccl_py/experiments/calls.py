@@ -27,6 +27,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8"
 _LARGE = 100_000
 """From this many elements on, two dtypes suffice."""
 _LARGE_DTYPES = ("float32", "bfloat16")
+_COUNTS_OF_GROUPS = (3, 1027, 65_537)
 _ABSENT = ("not support", "not implemented", "unsupported", "not currently supported")
 """Words of torch's errors for a collective or dtype that the backend lacks."""
 _Pairs = Sequence[tuple[Any, Any]]
@@ -52,13 +53,14 @@ Call = Callable[[], Any]
 def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
     """Run all cases of all collectives, and add the findings to this rank's result.
 
-    A wrong case does not end the rest.
+    Groups of ranks have fewer cases. A wrong case does not end the rest.
     """
-    checked, wrong, left_out = 0, [], set()
+    checked, wrong, left_out = result.checked, list(result.wrong), set(result.left_out)
+    over = "" if communicator.group is None else f" over ranks {communicator.members}"
     cases = [
         (dtype, count, asynchronous)
-        for count in COUNTS
-        for dtype in (DTYPES if count < _LARGE else _LARGE_DTYPES)
+        for count in (_COUNTS_OF_GROUPS if over else COUNTS)
+        for dtype in (DTYPES if count < _LARGE and not over else _LARGE_DTYPES)
         for asynchronous in (False, True)
     ]
     for (name, check), case in itertools.product(COLLECTIVE_CHECKS.items(), cases):
@@ -75,7 +77,7 @@ def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
             fault = text.splitlines()[0][:300]
         checked += 1
         if fault:
-            named = f"{name}, {dtype} x {count}{', async' if asynchronous else ''}"
+            named = f"{name}, {dtype} x {count}{', async' if asynchronous else ''}{over}"
             wrong.append(WrongValue(case=named, rank=communicator.rank, what=fault))
     return msgspec.structs.replace(
         result, checked=checked, wrong=tuple(wrong), left_out=tuple(sorted(left_out))
@@ -91,7 +93,7 @@ class Tensors(NamedTuple):
     asynchronous: bool
 
     def of(self, rank: int, *, block: int = 0) -> Any:
-        """Return the contribution of `rank`, for rank `block` where blocks differ: 0 to 7."""
+        """Return what member `rank` contributes, for member `block` where blocks differ: 0 to 7."""
         torch = self.on.torch
         index = torch.arange(self.length, dtype=torch.int64, device=self.on.device)
         index = index + (rank * 1_000_003 + block * 500_009)
@@ -100,7 +102,7 @@ class Tensors(NamedTuple):
 
     def own(self, *, block: int = 0) -> Any:
         """Return this rank's contribution in the case's dtype."""
-        return self.of(self.on.rank, block=block).to(self.dtype)
+        return self.of(self.on.place, block=block).to(self.dtype)
 
     def own_blocks(self) -> list[Any]:
         """Return this rank's block for every rank."""
@@ -117,7 +119,8 @@ class Tensors(NamedTuple):
 
     def run(self, function: str, *arguments: Any, **more: Any) -> None:
         """Run a collective, and wait for it."""
-        work = getattr(self.on.dist, function)(*arguments, async_op=self.asynchronous, **more)
+        more |= {"group": self.on.group, "async_op": self.asynchronous}
+        work = getattr(self.on.dist, function)(*arguments, **more)
         if self.asynchronous:
             work.wait()
 
@@ -138,9 +141,9 @@ class Tensors(NamedTuple):
 
 
 def _called(collective: Collective, tensors: Tensors) -> _Pairs:
-    """Check a collective of the table; the last rank is the root."""
+    """Check a collective of the table; the last member is the root."""
     facts = COLLECTIVES[collective]
-    root = tensors.on.world - 1
+    root = tensors.on.members[-1]
     is_root = tensors.on.rank == root
     if len(facts.buffers) == 2:
         received, sent = facts.buffers
@@ -156,14 +159,14 @@ def _called(collective: Collective, tensors: Tensors) -> _Pairs:
 
 def _scatter(tensors: Tensors) -> _Pairs:
     got = tensors.empty()
-    blocks = tensors.own_blocks() if tensors.on.rank == 0 else None
-    tensors.run("scatter", got, blocks, src=0)
-    return [(got, tensors.of(0, block=tensors.on.rank))]
+    blocks = None if tensors.on.place else tensors.own_blocks()
+    tensors.run("scatter", got, blocks, src=tensors.on.members[0])
+    return [(got, tensors.of(0, block=tensors.on.place))]
 
 
 def _gather(tensors: Tensors) -> _Pairs:
-    parts = [tensors.empty() for _ in range(tensors.on.world)] if tensors.on.rank == 0 else None
-    tensors.run("gather", tensors.own(), parts, dst=0)
+    parts = None if tensors.on.place else [tensors.empty() for _ in tensors.on.members]
+    tensors.run("gather", tensors.own(), parts, dst=tensors.on.members[0])
     return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
@@ -175,17 +178,14 @@ def _largest(tensors: Tensors) -> _Pairs:
 
 def _send_receive(tensors: Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
-    dist, rank = tensors.on.dist, tensors.on.rank
-    after, before = (rank + 1) % tensors.on.world, (rank - 1) % tensors.on.world
+    dist, (before, after) = tensors.on.dist, tensors.on.neighbours
     sent, received = tensors.own(), tensors.empty()
+    steps = [(dist.recv, received, before), (dist.send, sent, after)]
     if tensors.asynchronous:
         send_to_next(tensors.on, sent, received)()
-    elif rank == 0:
-        dist.send(sent, after)
-        dist.recv(received, before)
     else:
-        dist.recv(received, before)
-        dist.send(sent, after)
+        for step, tensor, peer in steps if tensors.on.place else reversed(steps):
+            step(tensor, peer, group=tensors.on.group)
     return [(received, COLLECTIVES["send_recv"].expected(tensors))]
 
 
@@ -284,20 +284,18 @@ def row_call(communicator: Communicator, row: Row) -> Call:
     held = [zeros(world if blocks else 1, shares=shares) for blocks in facts.buffers]
     if row.collective == "send_recv":
         return send_to_next(communicator, *held)
-    more = {facts.root: communicator.root} if facts.root else {}
+    more = {facts.root: communicator.members[0]} if facts.root else {}
     call = getattr(communicator.dist, facts.function or row.collective)
     return partial(call, *held, group=communicator.group, **more)
 
 
 def send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
     """Return a call that sends to the next rank of the communicator and receives from the last."""
-    dist, group = communicator.dist, communicator.group
-    ranks = dist.get_process_group_ranks(group)
-    at = ranks.index(communicator.rank)
-    ends = (dist.isend, sent, ranks[(at + 1) % len(ranks)]), (dist.irecv, received, ranks[at - 1])
+    dist, (before, after) = communicator.dist, communicator.neighbours
+    ends = (dist.isend, sent, after), (dist.irecv, received, before)
 
     def exchange() -> None:
-        operations = [dist.P2POp(*end, group) for end in ends]
+        operations = [dist.P2POp(*end, communicator.group) for end in ends]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 

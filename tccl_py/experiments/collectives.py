@@ -53,7 +53,7 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
     ),
     "reduce_scatter": CollectiveFacts(
         program="reduce_scatter_perf",
-        expected=lambda tensors: sum(tensors.of_all(block=tensors.on.rank)),
+        expected=lambda tensors: sum(tensors.of_all(block=tensors.on.place)),
         times=1,
         function="reduce_scatter_tensor",
         buffers=(False, True),
@@ -72,7 +72,7 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
     ),
     "all_to_all": CollectiveFacts(
         program="alltoall_perf",
-        expected=lambda tensors: tensors.on.torch.cat(tensors.of_all(block=tensors.on.rank)),
+        expected=lambda tensors: tensors.on.torch.cat(tensors.of_all(block=tensors.on.place)),
         pattern="to all",
         times=1,
         function="all_to_all_single",
@@ -83,7 +83,7 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
     # Not one function: `calls.send_to_next`.
     "send_recv": CollectiveFacts(
         program="sendrecv_perf",
-        expected=lambda tensors: tensors.of((tensors.on.rank - 1) % tensors.on.world),
+        expected=lambda tensors: tensors.of((tensors.on.place - 1) % tensors.on.world),
         pattern="to next",
         buffers=(False, False),
         algorithms=(),

@@ -138,6 +138,11 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of ranks."""
         return sum(len(host.ranks) for host in self.hosts)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return what names each rank: its GPU on a single host, else the rank itself."""
+        return self.hosts[0].gpus if len(self.hosts) == 1 else tuple(range(self.world))
+
     def over(self, gpus: tuple[int, ...]) -> Launcher:
         """Return a launcher over these GPUs of a single host."""
         host = replace(self.hosts[0], ranks=tuple(range(len(gpus))), gpus=gpus)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -65,11 +65,19 @@ def main() -> None:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if communicator.cuda else "",
         device=communicator.device_name,
     )
-    if spec.checks:
-        result = run_checks(communicator, result)
+
+    @cache
+    def over(groups: Groups) -> Communicator:
+        # A graph file fails every communicator over fewer GPUs.
+        graph_file = "NCCL_GRAPH_FILE" in os.environ
+        return communicator.split(() if graph_file else groups) if groups else communicator
+
+    for groups in ((), *spec.check_groups) if spec.checks else ():
+        if over(groups).world > 1 or not groups:
+            result = run_checks(over(groups), result)
     if spec.rows:
         warm_up(communicator)
-        timings = tuple(_timings(spec, communicator, slot))
+        timings = tuple(_timings(spec, over, slot))
         result = msgspec.structs.replace(result, timings=timings)
     if spec.contests:
         warm_up(communicator)
@@ -87,23 +95,18 @@ def main() -> None:
 
 
 def _timings(
-    spec: JobSpec, communicator: Communicator, slot: TimeSlot
+    spec: JobSpec, over: Callable[[Groups], Communicator], slot: TimeSlot
 ) -> Iterator[tuple[float, ...]]:
     """Yield each row's seconds per call of BATCHES batches that together take about `seconds`.
 
     The set-up and every batch have a time slot each. Ranks outside a row's communicator join the
     barriers of the whole job, and have no times.
     """
-    made: dict[Groups, Communicator] = {(): communicator}
     for row in spec.rows:
-        if row.groups not in made:
-            # A graph file fails every communicator over fewer GPUs.
-            groups = () if "NCCL_GRAPH_FILE" in os.environ else row.groups
-            with slot():
-                made[row.groups] = communicator.split(groups)
-        group, batches = made[row.groups], []
+        batches = []
         with ExitStack() as stack:
             with slot():
+                group = over(row.groups)
                 call = row_call(group, row)
                 batch = timed_batch(group, call, row.bytes, spec.seconds / BATCHES, stack)
             for _ in range(BATCHES):

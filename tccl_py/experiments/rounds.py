@@ -106,7 +106,9 @@ def run_rounds(
         running[:] = [arm for arm in arms if arm.name not in failures]
 
     launcher.watch("checking values" if budget.checks else "starting")
-    checked = dict(sound(ConcurrentJobs(launcher, JobSpec(checks=budget.checks)).run(arms)))
+    groups = tuple(dict.fromkeys(row.groups for row in spec.rows if row.groups))
+    first = JobSpec(checks=budget.checks, check_groups=groups)
+    checked = dict(sound(ConcurrentJobs(launcher, first).run(arms)))
     jobs, outcomes = ConcurrentJobs(launcher, spec), list[tuple[ChoiceName, Outcome]]()
     table: Table = {}
     # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.

@@ -33,7 +33,7 @@ FINAL_ROUNDS = 16
 """Of NCCL's own choice and of a contest's finalists, besides rounds that chose the finalists."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""Disjoint communicators that run at once, by ranks or GPUs; () is one over all."""
+"""Disjoint communicators that run at once, by ranks or, of one host, GPUs; () is one over all."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def bus_gbps(self, world: int, seconds: float) -> float:
         """Return the bus bandwidth, GB/s, of a call in a job of `world` ranks; see `bus_gbps`."""
-        ranks = len(self.groups[0]) if self.groups else world
+        ranks = max(map(len, self.groups), default=world)
         return bus_gbps(self.collective, ranks, self.bytes, seconds)
 
 
@@ -126,8 +126,9 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Work of a job's ranks, in this order: checks, timings of rows, contests, training steps.
 
-    Each of `rows` is timed for about `seconds`; rows in groups have no times under a graph file,
-    which fails communicators over fewer GPUs. No contest begins after `contest_seconds`; all ranks
+    Values are checked over all ranks and in `check_groups`. Each of `rows` is timed for about
+    `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no checks
+    and no times. No contest begins after `contest_seconds`; all ranks
     have the same times of contests. Over several hosts, `first_rank` is the host's and all meet at
     `rendezvous`. Concurrent jobs have a `slot` each. `nccl_tests` is the path of a program of
     nccl-tests that does the work.
@@ -139,6 +140,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rendezvous: Rendezvous | None = None
     slot: JobSlot | None = None
     checks: bool = False
+    check_groups: tuple[Groups, ...] = ()
     rows: tuple[Row, ...] = ()
     seconds: float = 0.08
     training: bool = False

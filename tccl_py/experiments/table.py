@@ -96,7 +96,8 @@ def compare(
 class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row in an arm: seconds in each round, and the speed over the baseline's.
 
-    Its groups are of GPUs. `gbps` is the median bus bandwidth, 0 of a training step.
+    Its groups are of GPUs, over several hosts of ranks. `gbps` is the median bus bandwidth, 0 of a
+    training step.
     """
 
     seconds: tuple[float, ...]
@@ -120,12 +121,12 @@ def table_of(
         rows = times[name]
         ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=len(names) - 1)
         compared[name] = dict(zip(rows, ratios, strict=True))
-    gpus = launcher.hosts[0].gpus
+    named = launcher.members
     return {
         name: {
             row: Timed(
                 **picked(row, "collective", "dtype", "bytes", "mode"),
-                groups=tuple(tuple(gpus[rank] for rank in group) for group in row.groups),
+                groups=tuple(tuple(named[rank] for rank in group) for group in row.groups),
                 seconds=times[name][row],
                 gbps=row.bus_gbps(launcher.world, statistics.median(times[name][row])),
                 compared=ratio,

@@ -70,19 +70,33 @@ def read_spec(kind: type[T]) -> tuple[T, int, Path]:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator of `world` ranks as one rank sees it; `world` is 1 for a rank outside.
+    """A communicator over `members`, ranks of the job, as `rank` sees it; alone if outside.
 
     `torch` and `dist` are torch and torch.distributed, `group` the process group (None over all
-    ranks of the job), `root` its first rank.
+    ranks of the job).
     """
 
     torch: Any
     dist: Any
     rank: int
-    world: int
+    members: tuple[int, ...]
     device: Any
     group: Any = None
-    root: int = 0
+
+    @property
+    def world(self) -> int:
+        """Return the number of members."""
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        """Return this rank's place among the members."""
+        return self.members.index(self.rank)
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Return the ranks of the members before and after this one, around the ring."""
+        return self.members[self.place - 1], self.members[(self.place + 1) % self.world]
 
     @property
     def cuda(self) -> bool:
@@ -100,12 +114,15 @@ class Communicator:
             self.torch.cuda.synchronize(self.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """Make all of `groups`, as every rank must, and return this rank's communicator."""
-        subgroup = replace(self, world=1)
-        for members in groups:
-            group = self.dist.new_group(list(members))
+        """Make all of `groups`, as every rank must, and return this rank's communicator.
+
+        Members are in ascending order, whatever their order in a group.
+        """
+        subgroup = replace(self, members=(self.rank,))
+        for members in map(sorted, groups):
+            group = self.dist.new_group(members)
             if self.rank in members:
-                subgroup = replace(self, world=len(members), group=group, root=members[0])
+                subgroup = replace(self, members=tuple(members), group=group)
         return subgroup
 
     def maxima(self, values: Sequence[float]) -> list[float]:
@@ -144,7 +161,8 @@ def join(
     dist.init_process_group(
         backend, rank=rank, world_size=world, timeout=_RENDEZVOUS_TIMEOUT, **more
     )
-    return Communicator(torch=torch, dist=dist, rank=rank, world=world, device=device)
+    members = tuple(range(world))
+    return Communicator(torch=torch, dist=dist, rank=rank, members=members, device=device)
 
 
 def _store(dist: Any, rendezvous: Rendezvous, rank: int, world: int) -> Any:
