@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tccl_py import Simulator, bundled_names, make_plan
-from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.evaluation import EVALUATED, Evaluation, Summary
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import evaluate_plan
@@ -45,9 +45,10 @@ def tables(evaluations: list[Evaluation]) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += map(machine_row, evaluations)
-    lines += ["", f"| machine | {' | '.join(COLLECTIVES)} |", "|---" * (1 + len(COLLECTIVES)) + "|"]
+    names = tuple(PROGRAMS.values())
+    lines += ["", f"| machine | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for evaluation in evaluations:
-        cells = [_cell(evaluation.summary(evaluation.recommended, name)) for name in COLLECTIVES]
+        cells = [_cell(evaluation.summary(evaluation.recommended, name)) for name in names]
         lines.append(f"| {evaluation.machine} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from scripts.evaluate_machines import evaluated as evaluated_machine
 from scripts.evaluate_machines import tables
 from tccl_py.cli.main import app
 from tccl_py.experiments import plans as module
-from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.evaluation import Evaluation
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.model.transfer import transfer_set
@@ -77,7 +77,7 @@ def test_large_messages_of_a_simulated_plan_have_the_rates_of_rings_and_of_pairs
     plan, model = load_plan(place), load_bundled(NAME)
     cells = {(tuple(c["gpus"]), c["collective"], c["arm"]): c for c in found["cells"]}
     assert found["simulated"] and {c["bytes"] for c in found["cells"]} == {0}
-    assert len(cells) == 11 * len(COLLECTIVES) * 3
+    assert len(cells) == 11 * len(PROGRAMS) * 3
     for name, choice in plan.choices.items():
         for collective in ("all_reduce", "all_gather", "reduce_scatter"):
             cell = cells[plan.gpus, collective, name]
@@ -129,7 +129,7 @@ def test_jobs_have_a_cell_for_every_set_collective_size_and_arm(place, jobs, tmp
     found, _ = evaluated(place, "--backend", "host", *words)
     assert (found["simulated"], found["wrong"], found["failures"]) == (False, {}, [])
     keys = [(tuple(c["gpus"]), c["collective"], c["bytes"], c["arm"]) for c in found["cells"]]
-    assert len(keys) == len(set(keys)) == 3 * len(COLLECTIVES) * 2 * 3
+    assert len(keys) == len(set(keys)) == 3 * len(PROGRAMS) * 2 * 3
     assert {key[0] for key in keys} == {(0, 1, 2, 3), (0, 1), (1, 2, 3)}
     for cell in found["cells"]:
         expected = {"default": 1.0, "variables": 1.0 + 0.3 * (cell["bytes"] > 4096), "graph": 1.1}

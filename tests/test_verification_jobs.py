@@ -10,17 +10,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
+import msgspec
 import pytest
 
 from tccl_py.errors import MeasurementError
+from tccl_py.experiments.calls import transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, rows_of
+from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
+from tccl_py.rank_processes.rank import Communicator
+from tccl_py.workloads.workload import Workload, WorkloadDtype, WorkloadRow
 
 REPOSITORY = Path(__file__).parent.parent
 needs_torch = pytest.mark.skipif(
@@ -223,7 +228,7 @@ def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(ser
         rows += rows_of((1000,), COLLECTIVES, dtype, groups=[((2, 0),)])
     world, spec = 3, JobSpec(rows=rows, seconds=0.005)
     found = run_job(spec, world, server=server)
-    assert len(set(spec.rows)) == len(spec.rows) == 7 * 2 * 3
+    assert len(set(spec.rows)) == len(spec.rows) == len(COLLECTIVES) * 2 * 3
     assert {row.collective for row in spec.rows} == set(COLLECTIVES)
     for rank, answer in enumerate(found.results):
         counts = [0 if row.groups and rank == 1 else 9 for row in spec.rows]
@@ -243,6 +248,47 @@ def test_wrong_values_are_found_and_told_by_their_place(server):
     }  # fmt: skip
     assert {one.rank for one in wrong} == {1}
     assert any("the first at 2: " in one.what for one in wrong)
+
+
+@needs_torch
+def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
+    groups = ((1, 0), (2, 3))
+    rows = tuple(
+        WorkloadRow(collective=name, dtype=dtype, bytes=96, groups=groups, calls=2.0, stream=at)
+        for dtype in get_args(WorkloadDtype)
+        for at, name in enumerate(("all_reduce", "send", "all_to_all", "all_reduce"))
+    )
+    rows += (msgspec.structs.replace(rows[0], groups=((0, 1, 2, 3),)),)
+    calls = calls_of(Workload(name="all", source="a formula", ranks=4, rows=rows))
+    assert len(calls) == 3 * len(get_args(WorkloadDtype)) + 1
+    assert {row.groups for row in calls} == {groups, ()}
+    # Rows of two streams are the same calls.
+    assert {count for row, count in calls.items() if row.collective == "all_reduce"} == {2.0, 4.0}
+    result = run_job(JobSpec(rows=tuple(calls), seconds=0.001), 4, server=server)
+    assert all(all(map(len, rank.timings)) for rank in result.results)
+
+
+@pytest.mark.parametrize(
+    ("collective", "rank", "ends"),
+    [
+        ("send", 2, [("send", 0)]),
+        ("send", 0, [("recv", 2)]),
+        ("send", 1, []),
+        ("send_recv", 2, [("send", 0), ("recv", 1)]),
+        ("send_recv", 1, [("send", 2), ("recv", 0)]),
+    ],
+)
+def test_transfers_follow_the_order_of_a_groups_ranks(collective, rank, ends):
+    made = []
+    dist = SimpleNamespace(
+        isend="send", irecv="recv",
+        P2POp=lambda kind, tensor, peer, group: (kind, peer),
+        batch_isend_irecv=lambda operations: made.extend(operations) or (),
+    )  # fmt: skip
+    device = SimpleNamespace(type="cpu")
+    own = Communicator(torch=None, dist=dist, rank=rank, members=(0, 1, 2), device=device)
+    transfers(own, collective, (2, 0, 1), None, None)()
+    assert made == ends
 
 
 @needs_torch
@@ -295,7 +341,7 @@ def test_no_contest_begins_after_its_time(server):
 
 def test_a_collective_is_a_name_and_a_row_of_one_table():
     assert tuple(COLLECTIVES) == get_args(Collective)
-    programs = [facts.program for facts in COLLECTIVES.values()]
+    programs = [facts.program for facts in COLLECTIVES.values() if facts.program]
     assert len(set(programs)) == len(programs)
     # NCCL asks its tuner for these alone.
     assert {name for name, facts in COLLECTIVES.items() if facts.algorithms} == set(TUNED)

@@ -18,7 +18,7 @@ from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
-from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
+from tccl_py.experiments.collectives import PROGRAMS, Collective
 from tccl_py.experiments.evaluation import EVALUATED, csv_text
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
@@ -27,7 +27,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
-from tccl_py.experiments.spec import ELEMENT_BYTES, Dtype, parse_sizes
+from tccl_py.experiments.spec import Dtype, parse_sizes
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
@@ -57,6 +57,7 @@ from tccl_py.sources.profiled import check_backend
 if TYPE_CHECKING:
     from tccl_py.sources.opening import Job
 
+_COLLECTIVES = tuple(PROGRAMS.values())
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _OF_ONE = ("is the plan of one machine", "start the command by itself there")
 _OF_SEVERAL = (
@@ -72,7 +73,7 @@ def verify(
     rounds: int = opt("N", "Rounds with a job of each choice.", default=RunBudget().rounds),
     sizes: str | None = opt("LIST", "As 4K,1M,256M; 1K to 1G if not given, in a dry run to 4M."),
     seconds: float | None = opt("S", "After this no round begins; 300, in a dry run 30."),
-    collective: str = opt("NAME", f"One of {', '.join(COLLECTIVES)}.", default="all_reduce"),
+    collective: str = opt("NAME", f"One of {', '.join(_COLLECTIVES)}.", default="all_reduce"),
     training: bool = flag("--training", "Also time steps of a small GPT."),
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
     no_checks: bool = flag("--no-checks", "Do not compare results' values."),
@@ -100,7 +101,7 @@ def verify(
     usual = budget_of(backend)
     seconds = usual.seconds if seconds is None else seconds
     in_range("--seconds", seconds, 86_400, least=0)
-    one_of("--collective", collective, COLLECTIVES)
+    one_of("--collective", collective, _COLLECTIVES)
     program = None
     if with_ is not None:
         program = find_program(with_)
@@ -153,7 +154,7 @@ def evaluate(
     directory: Path = options.DIRECTORY,
     *,
     gpus_per_job: str | None = opt("LIST", "Beside all GPUs: numbers and sets, as 4,2,4-7,0+2."),
-    collectives: str | None = opt("LIST", f"Of {', '.join(COLLECTIVES)}."),
+    collectives: str | None = opt("LIST", f"Of {', '.join(_COLLECTIVES)}."),
     sizes: str | None = opt("LIST", "64K,1M,16M,256M if not given."),
     dtype: str = opt("NAME", "float32 or bfloat16.", default="float32"),
     rounds: int = opt("N", "Rounds over each set of GPUs.", default=LEAST_ROUNDS),
@@ -178,10 +179,10 @@ def evaluate(
     """
     in_range("--rounds", rounds, MAX_ROUNDS // 2, least=LEAST_ROUNDS)
     in_range("--seconds", seconds, 86_400, least=0)
-    one_of("--dtype", dtype, ELEMENT_BYTES)
-    listed = COLLECTIVES if collectives is None else tuple(collectives.split(","))
+    one_of("--dtype", dtype, ("float32", "bfloat16"))
+    listed = _COLLECTIVES if collectives is None else tuple(collectives.split(","))
     for name in listed:
-        one_of("--collectives", name, COLLECTIVES)
+        one_of("--collectives", name, _COLLECTIVES)
     budget = replace(
         EVALUATED,
         collectives=cast("tuple[Collective, ...]", tuple(dict.fromkeys(listed))),

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
-from tccl_py.experiments.spec import ELEMENT_BYTES, MIB, JobResult, Row, WrongValue
+from tccl_py.experiments.spec import MIB, JobResult, Row, WrongValue
 from tccl_py.rank_processes.rank import Communicator
+from tccl_py.workloads.workload import ELEMENT_BYTES
 
 COUNTS = (1, 3, 1027, 65_537, 1_048_583)
 """Elements per rank; odd, so that no protocol's block is full, and in the range of every one."""
@@ -31,6 +32,10 @@ _COUNTS_OF_GROUPS = (3, 1027, 65_537)
 _ABSENT = ("not support", "not implemented", "unsupported", "not currently supported")
 """Words of torch's errors for a collective or dtype that the backend lacks."""
 _Pairs = Sequence[tuple[Any, Any]]
+_HELD_AS = {
+    "uint32": "int32", "uint64": "int64", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8",
+}  # fmt: skip
+"""Elements of the same size, in the place of those that torch does not add up."""
 MAX_CALLS = 200
 """Largest number of calls per batch; more calls add no information."""
 GRAPH_CALLS = 50
@@ -178,27 +183,36 @@ def _largest(tensors: Tensors) -> _Pairs:
 
 def _send_receive(tensors: Tensors) -> _Pairs:
     """Send from each rank to the next: blocking in turn, or all at once."""
-    dist, (before, after) = tensors.on.dist, tensors.on.neighbours
+    dist, members, at = tensors.on.dist, tensors.on.members, tensors.on.place
+    before, after = members[at - 1], members[(at + 1) % len(members)]
     sent, received = tensors.own(), tensors.empty()
     steps = [(dist.recv, received, before), (dist.send, sent, after)]
     if tensors.asynchronous:
-        send_to_next(tensors.on, sent, received)()
+        transfers(tensors.on, "send_recv", tensors.on.members, sent, received)()
     else:
-        for step, tensor, peer in steps if tensors.on.place else reversed(steps):
+        for step, tensor, peer in steps if at else reversed(steps):
             step(tensor, peer, group=tensors.on.group)
     return [(received, COLLECTIVES["send_recv"].expected(tensors))]
+
+
+def _send(tensors: Tensors) -> _Pairs:
+    """Send from the first member to the second."""
+    received = tensors.empty()
+    transfers(tensors.on, "send", tensors.on.members, tensors.own(), received)()
+    return [(received, COLLECTIVES["send"].expected(tensors))] if tensors.on.place == 1 else []
 
 
 COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
     **{
         name.replace("_", "-"): partial(_called, name)
         for name in COLLECTIVES
-        if name != "send_recv"
+        if name not in ("send_recv", "send")
     },
     "all-reduce of maxima": _largest,
     "scatter": _scatter,
     "gather": _gather,
     "send/recv": _send_receive,
+    "send": _send,
 }
 
 
@@ -275,28 +289,41 @@ def row_call(communicator: Communicator, row: Row) -> Call:
     def zeros(parts: int, *, shares: int = 1) -> Any:
         # Repeated sums of other values overflow.
         count = max(1, -(-row.bytes // (ELEMENT_BYTES[row.dtype] * shares)))
-        kind = getattr(torch, row.dtype)
+        kind = getattr(torch, _HELD_AS.get(row.dtype, row.dtype))
         return torch.zeros(count * parts, dtype=kind, device=communicator.device)
 
     if world == 1:
         return zeros(1).zero_  # type: ignore[no-any-return]
     shares = world if any(facts.buffers) else 1
     held = [zeros(world if blocks else 1, shares=shares) for blocks in facts.buffers]
-    if row.collective == "send_recv":
-        return send_to_next(communicator, *held)
+    if row.collective in ("send_recv", "send"):
+        # Transfers follow a group's own order of ranks.
+        mine = (group for group in row.groups if communicator.rank in group)
+        ranks = next(mine, communicator.members)
+        return transfers(communicator, row.collective, ranks, *held)
     more = {facts.root: communicator.members[0]} if facts.root else {}
     call = getattr(communicator.dist, facts.function or row.collective)
     return partial(call, *held, group=communicator.group, **more)
 
 
-def send_to_next(communicator: Communicator, sent: Any, received: Any) -> Call:
-    """Return a call that sends to the next rank of the communicator and receives from the last."""
-    dist, (before, after) = communicator.dist, communicator.neighbours
-    ends = (dist.isend, sent, after), (dist.irecv, received, before)
+def transfers(
+    communicator: Communicator,
+    collective: Collective,
+    ranks: Sequence[int],
+    sent: Any,
+    received: Any,
+) -> Call:
+    """Return a call that sends to the next of `ranks` and receives from the one before.
+
+    That is `send_recv`; by `send` just the first one sends, and the second receives.
+    """
+    dist, at = communicator.dist, ranks.index(communicator.rank)
+    ends = (dist.isend, sent, ranks[(at + 1) % len(ranks)]), (dist.irecv, received, ranks[at - 1])
+    parts = ends if collective == "send_recv" else ends[at : at + 1]
 
     def exchange() -> None:
-        operations = [dist.P2POp(*end, communicator.group) for end in ends]
-        for work in dist.batch_isend_irecv(operations):
+        operations = [dist.P2POp(*end, communicator.group) for end in parts]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
     return exchange

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from tccl_py.nccl.tuner import Algorithm
+from tccl_py.workloads.workload import WorkloadCollective
 
-Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv"
-]
-"""Collectives that can be timed; `send_recv` sends from each rank to the next, all at once."""
+Collective = WorkloadCollective
 Pattern = Literal["ring", "from root", "to root", "to next", "to all"]
 """Transfers of a large message: around rings, around them from or to a root, or between ranks."""
 
@@ -18,16 +16,16 @@ Pattern = Literal["ring", "from root", "to root", "to next", "to all"]
 class CollectiveFacts(NamedTuple):
     """How a collective is called, checked and rated.
 
-    `function` of torch.distributed, by default of the collective's name, has the buffers as
-    arguments: one, or a received and a sent one, `buffers` True for those with a block for every
-    rank; `root` is the name of the root's argument. `program` is that of nccl-tests, and `in_place`
-    whether it times calls in place as well. `expected` returns the values that a rank gets, by
-    `calls.Tensors`. The slowest link carries the buffer without one rank's share so many `times`,
-    or the whole buffer once (0). NCCL's tuner chooses among `algorithms`, if any.
+    `expected` returns the values that a rank gets, by `calls.Tensors`. `function` of
+    torch.distributed, by default of the collective's name, has the buffers as arguments: one, or a
+    received and a sent one, `buffers` True for those with a block for every rank; `root` is the
+    name of the root's argument. `program` is that of nccl-tests, if any, and `in_place` whether it
+    times calls in place as well. The slowest link carries the buffer without one rank's share so
+    many `times`, or the whole buffer once (0). NCCL's tuner chooses among `algorithms`, if any.
     """
 
-    program: str
     expected: Callable[[Any], Any]
+    program: str = ""
     pattern: Pattern = "ring"
     times: int = 0
     function: str = ""
@@ -80,7 +78,7 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
         in_place=False,
         algorithms=(),
     ),
-    # Not one function: `calls.send_to_next`.
+    # Not one function: `calls.transfers`.
     "send_recv": CollectiveFacts(
         program="sendrecv_perf",
         expected=lambda tensors: tensors.of((tensors.on.place - 1) % tensors.on.world),
@@ -88,10 +86,18 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
         buffers=(False, False),
         algorithms=(),
     ),
+    "send": CollectiveFacts(
+        expected=lambda tensors: tensors.of(0),
+        pattern="to next",
+        buffers=(False, False),
+        algorithms=(),
+    ),
 }
-"""To add a collective, add its name above and its row here."""
-PROGRAMS: dict[str, Collective] = {facts.program: name for name, facts in COLLECTIVES.items()}
-"""Collectives by their programs of nccl-tests."""
+"""To add a collective, add its name to `WorkloadCollective` and its row here."""
+PROGRAMS: dict[str, Collective] = {
+    facts.program: name for name, facts in COLLECTIVES.items() if facts.program
+}
+"""Collectives of all GPUs by their programs of nccl-tests."""
 
 
 def bus_gbps(collective: Collective, world: int, size: int, seconds: float) -> float:

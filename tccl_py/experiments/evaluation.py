@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import KIB, MIB, Dtype, JobSpec, WrongValue
@@ -39,7 +39,7 @@ _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 
 
 EVALUATED = RunBudget(
-    collectives=tuple(COLLECTIVES),
+    collectives=tuple(PROGRAMS.values()),
     sizes=(64 * KIB, MIB, 16 * MIB, 256 * MIB),
     rounds=LEAST_ROUNDS,
     seconds=1200.0,

@@ -6,7 +6,6 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -15,16 +14,15 @@ from tccl_py.experiments.collectives import Collective, bus_gbps
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
+from tccl_py.workloads.workload import ELEMENT_BYTES, Workload, WorkloadDtype
 
-Dtype = Literal["float32", "bfloat16"]
-"""Elements of timed collectives."""
+Dtype = WorkloadDtype
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
 """1 KiB to 1 GiB in factors of four."""
 _LARGE_BYTES = 64 * MIB
 """Predictions are compared with bus bandwidths from this size on, else with the largest size."""
-ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 _SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
 _MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
@@ -68,6 +66,21 @@ def rows_of(
         Row(collective=collective, dtype=dtype, bytes=size, groups=members)
         for collective, members, size in itertools.product(collectives, groups, sizes)
     )
+
+
+def calls_of(workload: Workload) -> dict[Row, float]:
+    """Return the rows of a workload, each with the number of its calls in a step."""
+    calls: dict[Row, float] = {}
+    for row in workload.rows:
+        over_all = row.groups == (tuple(range(workload.ranks)),)
+        own = Row(
+            collective=row.collective,
+            dtype=row.dtype,
+            bytes=row.bytes,
+            groups=() if over_all else row.groups,
+        )
+        calls[own] = calls.get(own, 0.0) + row.calls
+    return calls
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

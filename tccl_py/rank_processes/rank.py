@@ -94,11 +94,6 @@ class Communicator:
         return self.members.index(self.rank)
 
     @property
-    def neighbours(self) -> tuple[int, int]:
-        """Return the ranks of the members before and after this one, around the ring."""
-        return self.members[self.place - 1], self.members[(self.place + 1) % self.world]
-
-    @property
     def cuda(self) -> bool:
         """Return whether the group uses NCCL."""
         return bool(self.device.type == "cuda")

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tccl_py.experiments.collectives import COLLECTIVES
+from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.rank import PARALLEL
 from tccl_py.experiments.spec import JobSpec
@@ -44,7 +44,7 @@ def test_every_collective_has_a_ratio_at_every_size_and_no_value_is_wrong(withou
     print(json.dumps(found["arms"], indent=1), found["seconds"], "s")
     cells = list(csv.DictReader(rows.open()))
     arms = {cell["arm"] for cell in cells}
-    assert len(cells) == len(COLLECTIVES) * len(SIZES.split(",")) * len(arms)
+    assert len(cells) == len(PROGRAMS) * len(SIZES.split(",")) * len(arms)
     for cell in cells:
         if cell["arm"] != "default":
             print(*(cell[name] for name in ("arm", "collective", "bytes", "us", "gbps", "ratio")))
