@@ -1,0 +1,170 @@
+"""The decision between choices: harm in a row, a step's communication, and trade-offs."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.decision import LEAST_RATIO, best_for, harm, step_times, undominated
+from tccl_py.plan.chains import CHOICES
+
+SECONDS = st.floats(1e-6, 1.0)
+SPEEDS = st.floats(0.5, 2.0)
+
+
+def jobs(random, noise, rounds):
+    """Seconds of jobs; of two kinds, as small messages have them, where `noise` is None."""
+    if noise is None:
+        kinds = np.where(random.random(rounds) < 0.25, 15.0, 17.3)
+        return kinds * np.exp(random.normal(0, 0.01, rounds))
+    return np.exp(random.normal(0, noise, rounds))
+
+
+def verdicts(speed, noise, rounds, *, runs=200):
+    random = np.random.default_rng(1)
+    found = [
+        harm(jobs(random, noise, rounds) / speed, *(jobs(random, noise, rounds) for _ in range(2)))
+        for _ in range(runs)
+    ]
+    return {kind: found.count(kind) / runs for kind in ("none", "open", "loses")}
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(0.005, 7), (0.02, 10), (0.05, 20), (None, 40)])
+def test_equal_arms_are_harmless_and_a_loss_of_five_percent_is_seen_in_four_of_five(noise, rounds):
+    assert verdicts(1.0, noise, rounds)["none"] >= 0.8
+    assert verdicts(0.95, noise, rounds)["none"] <= 0.2
+    assert verdicts(0.75, noise, rounds)["loses"] >= 0.95
+
+
+def test_where_default_nccl_differs_from_itself_few_rounds_show_nothing():
+    assert verdicts(1.0, 0.08, 7)["open"] >= 0.8
+    assert verdicts(0.9, 0.08, 7)["none"] <= 0.05
+
+
+def test_a_row_that_runs_evenly_needs_its_whole_interval():
+    even = [1.0] * 8
+    slow = [1 / 0.94] * 3 + [1 / 0.985] * 5
+    assert harm(slow, even, even) == "open"
+    assert harm([1 / 0.975] * 8, even, even) == "none"
+    assert harm([1 / 0.96] * 8, even, even) == "loses"
+
+
+@given(st.lists(SECONDS, min_size=6, max_size=12), st.floats(1e-3, 1e3), SPEEDS)
+def test_units_of_time_do_not_matter_for_harm(seconds, unit, speed):
+    arm = [value / speed for value in seconds]
+    rows = [arm, seconds, seconds]
+    assert harm(*rows) == ("none" if speed >= LEAST_RATIO * (1 + 1e-9) else harm(*rows))
+    if abs(speed / LEAST_RATIO - 1) > 1e-6:
+        assert harm(*[[unit * value for value in row] for row in rows]) == harm(*rows)
+
+
+# A step's communication.
+
+
+def test_a_step_by_hand():
+    """8 all-reduces and 3 all-to-alls: 8 x 1.5 + 3 x 0.1 = 12.3, and 8 x 1.05 + 3 x 0.16 = 8.88."""
+    times = {
+        "default": {"all-reduce": [1.5] * 6, "all-to-all": [0.1] * 6},
+        "variables": {"all-reduce": [1.05] * 6, "all-to-all": [0.16] * 6},
+        "graph": {"all-reduce": [1.047] * 6},
+    }
+    steps = step_times({"all-reduce": 8, "all-to-all": 3}, times)
+    assert {name: step.seconds for name, step in steps.items()} == pytest.approx(
+        {"default": 12.3, "variables": 8.88}
+    )
+    assert steps["variables"].speed.middle == pytest.approx(12.3 / 8.88)
+    assert best_for(steps) == "variables"
+    assert best_for(step_times({"all-to-all": 3}, times)) == "default"
+    # A graph file has no times in the groups of all-to-all; for 0.3 % it is not worth it.
+    assert best_for(step_times({"all-reduce": 8}, times)) == "variables"
+
+
+def test_a_gain_that_may_be_chance_leaves_default_nccl():
+    noisy = [0.5, 0.5, 0.5, 0.5, 0.5, 1.1]
+    times = {"default": {"row": [1.0] * 6}, "variables": {"row": noisy}}
+    assert best_for(step_times({"row": 1}, times)) == "default"
+    # A model's times have no rounds.
+    times = {"default": {"row": [1.0]}, "variables": {"row": [0.5]}}
+    assert best_for(step_times({"row": 1}, times)) == "variables"
+
+
+@st.composite
+def tables(draw, *, arms=CHOICES, rows="abcd", rounds=6, noise=True):
+    """Calls of rows, and seconds of each row in each arm."""
+
+    def seconds():
+        return draw(st.lists(SECONDS, min_size=rounds, max_size=rounds))
+
+    def equal():
+        return [draw(SECONDS)] * rounds
+
+    times = {arm: {row: (seconds if noise else equal)() for row in rows} for arm in arms}
+    calls = {row: draw(st.floats(0.1, 100)) for row in draw(st.sets(st.sampled_from(rows[:-1])))}
+    return calls or {rows[0]: 1.0}, times
+
+
+def won_by(name, times, row, *, extra=1.0):
+    """Whether a choice is the fastest of all in each round of a row, as the decision counts."""
+
+    def counted(arm):
+        return [value * 1.01 ** CHOICES.index(arm) for value in times[arm][row]]
+
+    others = [counted(arm) for arm in times if arm != name]
+    return all(own * extra < min(them) for own, *them in zip(counted(name), *others, strict=True))
+
+
+@given(tables(), st.floats(0.1, 1000))
+def test_calls_of_a_row_that_a_choice_wins_never_turn_the_decision_against_it(table, count):
+    calls, times = table
+    before = best_for(step_times(calls, times))
+    for row in "abcd":
+        if won_by(before, times, row):
+            more = {**calls, row: calls.get(row, 0.0) + count}
+            after = best_for(step_times(more, times))
+            assert (after == "default") == (before == "default")
+
+
+@given(tables(noise=False), st.floats(0.1, 1000))
+def test_without_noise_the_decision_stays_with_the_choice_exactly(table, count):
+    calls, times = table
+    before = best_for(step_times(calls, times))
+    for row in "abcd":
+        if won_by(before, times, row, extra=1 + 1e-9):
+            more = {**calls, row: calls.get(row, 0.0) + count}
+            assert best_for(step_times(more, times)) == before
+
+
+@given(tables(noise=False), st.sampled_from([1e-3, 8.0, 1e6]))
+def test_neither_the_unit_of_time_nor_of_a_step_changes_the_decision(table, unit):
+    calls, times = table
+    scaled = {
+        arm: {row: [unit * value for value in seconds] for row, seconds in rows.items()}
+        for arm, rows in times.items()
+    }
+    longer = {row: unit * count for row, count in calls.items()}
+    steps = step_times(calls, times)
+    best = best_for(steps)
+    for other in (step_times(calls, scaled), step_times(longer, times)):
+        assert other["default"].seconds == pytest.approx(unit * steps["default"].seconds)
+        again = best_for(other)
+        assert again == best or steps[again].seconds == pytest.approx(steps[best].seconds, rel=0.03)
+
+
+# Trade-offs.
+
+
+@given(st.dictionaries(st.integers(), st.lists(SPEEDS, min_size=3, max_size=3), min_size=1))
+def test_a_dominated_choice_never_appears_and_each_left_out_has_one_that_dominates(table):
+    speeds = {name: dict(zip("xyz", row, strict=True)) for name, row in table.items()}
+    shown = undominated(speeds)
+
+    def dominates(ours, theirs):
+        return all(ours[key] >= theirs[key] for key in "xyz")
+
+    assert shown
+    for one, other in itertools.permutations(shown, 2):
+        assert not dominates(speeds[one], speeds[other])
+    for name in speeds.keys() - set(shown):
+        assert any(dominates(speeds[one], speeds[name]) for one in shown)
