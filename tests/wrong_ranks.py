@@ -17,13 +17,15 @@ def spoil(name):
 
     def wrong(*arguments, **more):
         work = right(*arguments, **more)
-        if work is not None:
-            work.wait()
+        for one in work if isinstance(work, list) else filter(None, [work]):
+            one.wait()
         held = arguments[0]
         held = held[-1] if isinstance(held, list) else held
+        held = getattr(held, "tensor", held)
         if dist.get_rank() == dist.get_world_size() - 1 and held is not None and len(held) > 3:
             held[2] += 1
-        return work
+        # A transfer cannot be awaited twice.
+        return [] if isinstance(work, list) else work
 
     setattr(dist, name, wrong)
 

@@ -14,7 +14,7 @@ from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.experiments.overlap import Backend, Row, Span, default_sets, parse_sets, time_overlap
+from tccl_py.experiments.overlap import Backend, Line, Span, default_sets, parse_sets, time_overlap
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 
 MIB = 1024 * 1024
@@ -92,7 +92,7 @@ def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int,
     return chosen
 
 
-def _print(head: Mapping[str, Any], pairs: Sequence[Row], products: Sequence[Row]) -> None:
+def _print(head: Mapping[str, Any], pairs: Sequence[Line], products: Sequence[Line]) -> None:
     out = results()
     where = head["gpu"] or "host memory, a DRY RUN"
     out.print(

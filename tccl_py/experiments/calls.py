@@ -258,26 +258,26 @@ def timed_batch(
     if all(communicator.maximum(single()) > seconds for _ in range(2)):
         return single
     # 3. Choose the number of calls from a probe.
-    probed = communicator.maximum(time_calls(communicator, call, _times(call, _PROBED))) / _PROBED
+    probed = communicator.maximum(time_calls(communicator, call, repeated(call, _PROBED))) / _PROBED
     calls = max(1, min(MAX_CALLS, int(seconds / max(probed, 1e-7))))
     if not communicator.cuda or size > GRAPHED_BYTES:
-        several = _times(call, calls)
+        several = repeated(call, calls)
         return lambda: time_calls(communicator, call, several) / calls
     # 4. Replay CUDA graphs of small calls; the first replay covers the launch of the timed ones.
     calls = min(calls, GRAPH_CALLS)
     if stack is None:
         return partial(_graphed_batch, communicator, call, calls)
-    replay = stack.enter_context(graphed(communicator, _times(call, calls)))
+    replay = stack.enter_context(graphed(communicator, repeated(call, calls)))
     probed = communicator.maximum(time_calls(communicator, replay, replay))
     replays = max(1, int(seconds / max(probed, 1e-7)))
-    again = _times(replay, replays)
+    again = repeated(replay, replays)
     return lambda: time_calls(communicator, replay, again) / (calls * replays)
 
 
 def _graphed_batch(communicator: Communicator, call: Call, calls: int) -> float:
     """Return the seconds per call in a new CUDA graph."""
-    with graphed(communicator, _times(call, calls)) as replay:
-        again = _times(replay, _REPLAYS)
+    with graphed(communicator, repeated(call, calls)) as replay:
+        again = repeated(replay, _REPLAYS)
         return time_calls(communicator, replay, again) / (calls * _REPLAYS)
 
 
@@ -329,7 +329,9 @@ def transfers(
     return exchange
 
 
-def _times(call: Call, count: int) -> Callable[[], None]:
+def repeated(call: Call, count: int) -> Call:
+    """Return a call that makes `count` calls."""
+
     def several() -> None:
         for _ in range(count):
             call()

@@ -1,97 +1,33 @@
-"""A job of `tccl overlap`: the sets of transfers, the specification, the run, and the table."""
+"""`tccl overlap` as rows: sets of transfers, and transfers beside a GEMM; its tables."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require
-from tccl_py.files import encode_json
+from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, Outcome
+from tccl_py.experiments.spec import JobResult, JobSpec, Mode, Row, RowSet, RowTimes, SetTimes
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
+from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
-from tccl_py.rank_processes.tasks import (
-    TORCH,
-    RanksError,
-    Task,
-    decoded,
-    run_tasks,
-    torch_environment,
-)
+from tccl_py.rank_processes.tasks import RanksError
 from tccl_py.statistics import median_interval
 
 Backend = Literal["nccl", "gloo"]
-Kind = Literal["messages", "copies"]
-"""Messages between ranks, one rank a GPU; or copies by one process between all GPUs."""
-Mode = Literal["sequential", "concurrent"]
-Works = tuple[tuple[float, ...], ...]
-"""One rank's times: ms of each repeat by work, () for other ranks' work. The works are a set's
-pairs, or a GEMM and the transfer beside it."""
-Timings = dict[Mode, Works]
+Pair = tuple[int, int]
+"""A transfer between two of the job's GPUs, numbered from 0."""
+Pairs = tuple[Pair, ...]
 _TOTAL: dict[Mode, Callable[[tuple[float, ...]], float]] = {"sequential": sum, "concurrent": max}
-ALL_REDUCE = "all-reduce"
+_GEMM = Row(mode="gemm")
 _PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
-
-
-class Pair(NamedTuple):
-    """A transfer between two of the job's GPUs, numbered from 0."""
-
-    source: int
-    target: int
-
-    def text(self, gpus: Sequence[int]) -> str:
-        """Return the pair by indices of GPUs, as `G4->G6`."""
-        return f"G{gpus[self.source]}->G{gpus[self.target]}"
-
-
-Pairs = tuple[Pair, ...]
-
-
-class OverlapSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Specification of a job: each set of pairs, then transfers beside a GEMM.
-
-    `places` is the number of GPUs. A transfer is `messages` of `message_bytes`, and everything is
-    timed `repeats` times.
-    """
-
-    backend: Backend
-    kind: Kind
-    places: int
-    sets: tuple[Pairs, ...]
-    message_bytes: int
-    messages: int
-    repeats: int
-
-    @property
-    def world(self) -> int:
-        """Return the number of processes."""
-        return self.places if self.kind == "messages" else 1
-
-    @property
-    def beside_gemm(self) -> tuple[Pair | None, ...]:
-        """Return the transfers beside a GEMM; None is an all-reduce."""
-        first = self.sets[0][0]
-        return (first, None) if self.kind == "messages" else (first,)
-
-
-class OverlapResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one rank: each set's timings, and those of each of `beside_gemm` with a GEMM.
-
-    `right` is false if received bytes differ from sent bytes.
-    """
-
-    rank: int
-    torch: str
-    device: str
-    right: bool
-    sets: tuple[Timings, ...]
-    products: tuple[Timings, ...]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +38,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     high_ms: float
 
 
-Row = dict[str, Any]
-"""A row of a table, with the keys of `--json`."""
+Line = dict[str, Any]
+"""A line of a table, with the keys of `--json`."""
 
 
 def default_sets(places: int) -> tuple[Pairs, ...]:
@@ -112,19 +48,19 @@ def default_sets(places: int) -> tuple[Pairs, ...]:
     >>> [len(default_sets(places)) for places in (2, 3, 4)]
     [2, 5, 6]
     """
-    chosen = [((0, 1), (1, 0)), ((0, 1), (0, 1))]
+    chosen: list[Pairs] = [((0, 1), (1, 0)), ((0, 1), (0, 1))]
     if places > 2:
         chosen += [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((1, 0), (0, 2))]
     if places > 3:
         chosen.append(((0, 1), (2, 3)))
-    return tuple(tuple(itertools.starmap(Pair, pairs)) for pairs in chosen)
+    return tuple(chosen)
 
 
 def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
     """Return sets such as `G0->G2 G0->G3`, by places in `gpus`.
 
     >>> parse_sets(["G4->G6"], (4, 6))
-    ((Pair(source=0, target=1),),)
+    (((0, 1),),)
     """
     parsed = []
     for text in texts:
@@ -137,86 +73,104 @@ def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
 
 def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
     flow = parse_flow(_PAIR.sub(r"\1:\2", word))
-    ends = flow.source.index, flow.destination.index
-    if str(flow) != str(direct_write(*ends)):
+    source, target = flow.source.index, flow.destination.index
+    if str(flow) != str(direct_write(source, target)):
         raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
-    if unknown := [gpu for gpu in ends if gpu not in gpus]:
+    if unknown := [gpu for gpu in (source, target) if gpu not in gpus]:
         right = f"the job has {', '.join(map(str, gpus))}"
         raise InputError(where, f"names GPU {unknown[0]}", right)
-    return Pair(*map(gpus.index, ends))
+    return gpus.index(source), gpus.index(target)
+
+
+def row_sets(
+    sets: Sequence[Pairs], *, copies: bool, message_bytes: int, messages: int, repeats: int
+) -> tuple[RowSet, ...]:
+    """Return each set of pairs as rows, then the first pair and an all-reduce beside a GEMM.
+
+    Pairs are messages between ranks or, by one process between all GPUs, `copies`.
+    """
+    pair_row = Row(collective="send", dtype="uint8", bytes=message_bytes)
+    pair_row = replace(pair_row, mode="copy" if copies else "")
+    rows = [tuple(replace(pair_row, groups=(pair,)) for pair in pairs) for pairs in sets]
+    rows += [(_GEMM, rows[0][0])]
+    rows += [] if copies else [(_GEMM, Row(bytes=message_bytes))]
+    return tuple(RowSet(rows=of_set, calls=messages, repeats=repeats) for of_set in rows)
 
 
 def time_overlap(
     backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
-) -> tuple[list[Row], list[Row], OverlapResult]:
-    """Run a job of messages and one of copies here; return their rows, and a rank's result.
+) -> tuple[list[Line], list[Line], JobResult]:
+    """Run a job of messages and one of copies here; return their lines, and a rank's result.
 
-    `counts` are as in OverlapSpec. Raises MeasurementError: a rank fails, or as `rows_of`.
+    `counts` are as in `row_sets`. Raises MeasurementError: a rank fails, or as `lines_of`.
     """
-    environment = torch_environment(os.environ, gpus if backend == "nccl" else None)
-    pairs: list[Row] = []
-    products: list[Row] = []
-    kinds: tuple[tuple[str, Kind], ...] = ((backend, "messages"), ("memcpy", "copies"))
+    host = HostRanks(ranks=tuple(range(len(gpus))), gpus=tuple(gpus), environment=dict(os.environ))
+    # NCCL's variables, and its file, are the caller's.
+    keep = tuple(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
+    variables = {"NCCL_CONF_FILE": os.environ.get("NCCL_CONF_FILE", "")}
+    arm = Arm(name="default", variables=variables, settings=Settings())
+    pairs, products = list[Line](), list[Line]()
     with ForkServer() as server:
-        for by, kind in kinds:
-            spec = OverlapSpec(backend=backend, kind=kind, places=len(gpus), sets=sets, **counts)
-            task = Task(
-                program="tccl_py.experiments.overlap_rank",
-                spec=encode_json(spec),
-                ranks=tuple(range(spec.world)),
-                environment=environment,
+        for by, ranks in ((backend, host.ranks), ("memcpy", (0,))):
+            launcher = Launcher(
+                backend="cuda" if backend == "nccl" else "host",
+                hosts=(replace(host, ranks=ranks),),
+                runner=LocalRunner(server),
+                keep=keep,
                 timeout=timeout,
-                imports=TORCH,
             )
+            spec = JobSpec(sets=row_sets(sets, copies=by == "memcpy", **counts))
             try:
-                (output,) = run_tasks([task], server=server)
+                (outcome,) = launcher.run([arm], spec)
             except RanksError as error:
                 if error.late:
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
-            results = decoded(output, task.ranks, OverlapResult)
-            tables = rows_of(by, spec, results, gpus)
-            pairs += tables[0]
-            products += tables[1]
-    return pairs, products, results[0]
+            lines = lines_of(by, spec.sets, outcome, gpus)
+            pairs += lines[0]
+            products += lines[1]
+    return pairs, products, outcome.results[0]
 
 
-def span(samples: Iterable[float]) -> Span:
+def span(seconds: Iterable[float]) -> Span:
     """Return the median of times in ms, and the interval."""
-    interval = median_interval(list(samples))
+    interval = median_interval([1e3 * value for value in seconds])
     return Span(median_ms=interval.middle, low_ms=interval.low, high_ms=interval.high)
 
 
-def rows_of(
-    by: str, spec: OverlapSpec, results: Sequence[OverlapResult], gpus: Sequence[int]
-) -> tuple[list[Row], list[Row]]:
-    """Return a job's rows; `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place.
+def lines_of(
+    by: str, sets: Sequence[RowSet], outcome: Outcome, gpus: Sequence[int]
+) -> tuple[list[Line], list[Line]]:
+    """Return a job's lines of pairs, and of transfers beside a GEMM.
 
-    Wrong bytes are a MeasurementError.
+    `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place. Wrong bytes are a
+    MeasurementError.
     """
-    wrong = [str(result.rank) for result in results if not result.right]
-    if wrong:
-        what = f"gave rank {', '.join(wrong)} wrong bytes: times are void"
-        raise MeasurementError(f"transfers by {by}: {what}")
-    pairs, products = [], []
-    for at, places in enumerate(spec.sets):
-        for mode, times in _slowest([result.sets[at] for result in results]):
-            row: Row = {"by": by, "mode": mode, "set": [pair.text(gpus) for pair in places]}
-            row["message"] = [span(ms / spec.messages for ms in work) for work in times]
-            row["total"] = span(map(_TOTAL[mode], zip(*times, strict=True)))
-            pairs.append(row)
-    for at, transfer in enumerate(spec.beside_gemm):
-        name = ALL_REDUCE if transfer is None else transfer.text(gpus)
-        for mode, times in _slowest([result.products[at] for result in results]):
-            row = {"by": by, "mode": mode, "transfer": name}
-            row["transfer_time"], row["product_time"] = span(times[1]), span(times[0])
-            row["total"] = span(map(_TOTAL[mode], zip(*times, strict=True)))
-            products.append(row)
+    if outcome.wrong:
+        wrong = ", ".join(sorted({str(value.rank) for value in outcome.wrong}))
+        raise MeasurementError(f"transfers by {by}: gave rank {wrong} wrong bytes: times are void")
+    pairs, products = list[Line](), list[Line]()
+    for at, of_set in enumerate(sets):
+        names = [
+            "->".join(f"G{gpus[place]}" for place in row.groups[0]) if row.groups else "all-reduce"
+            for row in of_set.rows
+            if row != _GEMM
+        ]
+        for mode, times in _slowest([result.sets[at] for result in outcome.results]):
+            total = span(map(_TOTAL[mode], zip(*times, strict=True)))
+            line: Line = {"by": by, "mode": mode}
+            if of_set.rows[0] == _GEMM:
+                line |= {"transfer": names[0]}
+                line |= {"transfer_time": span(times[1]), "product_time": span(times[0])}
+                products.append({**line, "total": total})
+            else:
+                messages = [span(value / of_set.calls for value in work) for work in times]
+                pairs.append({**line, "set": names, "message": messages, "total": total})
     return pairs, products
 
 
-def _slowest(ranks: Sequence[Timings]) -> Iterator[tuple[Mode, Works]]:
-    """Yield each mode, and the times of each work on the slowest rank that reports it."""
+def _slowest(ranks: Sequence[SetTimes]) -> Iterator[tuple[Mode, RowTimes]]:
+    """Yield each mode, and the times of each row on the slowest rank that reports it."""
     for mode in ranks[0]:
-        works = zip(*(rank[mode] for rank in ranks), strict=True)
-        yield mode, tuple(tuple(map(max, zip(*filter(None, work), strict=True))) for work in works)
+        rows = zip(*(rank[mode] for rank in ranks), strict=True)
+        yield mode, tuple(tuple(map(max, zip(*filter(None, row), strict=True))) for row in rows)

@@ -6,6 +6,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -35,7 +36,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of an experiment: a collective of `bytes` over all ranks or in `groups`, or a step."""
+    """A row of an experiment: a collective of `bytes` over all ranks or in `groups`.
+
+    Of another `mode` it is a training step, a "gemm" (matrix multiplications that take as long as
+    the other row of its set), or a "copy" between two devices of one process.
+    """
 
     collective: Collective = "all_reduce"
     dtype: Dtype = "float32"
@@ -91,6 +96,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     channels: int = 0
 
 
+class RowSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows to time `repeats` times, `calls` of each, one after the other and all at once."""
+
+    rows: tuple[Row, ...]
+    calls: int
+    repeats: int
+
+
+Mode = Literal["sequential", "concurrent"]
+RowTimes = tuple[tuple[float, ...], ...]
+"""Seconds of each repeat by row, () where other ranks report them."""
+SetTimes = dict[Mode, RowTimes]
+
+
 class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row to time under NCCL's own choice and under `choices`.
 
@@ -137,7 +156,7 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work of a job's ranks, in this order: checks, timings of rows, contests, training steps.
+    """Work of a job's ranks, in this order: checks, timings of rows and sets, contests, training.
 
     Values are checked over all ranks and in `check_groups`. Each of `rows` is timed for about
     `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no checks
@@ -156,6 +175,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     check_groups: tuple[Groups, ...] = ()
     rows: tuple[Row, ...] = ()
     seconds: float = 0.08
+    sets: tuple[RowSet, ...] = ()
     training: bool = False
     contests: tuple[Contest, ...] = ()
     contest_seconds: float = 0.0
@@ -187,6 +207,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wrong: tuple[WrongValue, ...] = ()
     left_out: tuple[str, ...] = ()
     timings: tuple[tuple[float, ...], ...] = ()
+    sets: tuple[SetTimes, ...] = ()
     training: dict[str, tuple[float, ...]] = {}
     trained: dict[str, tuple[float | None, ...]] = {}
     contests: tuple[ContestTimes, ...] = ()

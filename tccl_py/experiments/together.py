@@ -1,0 +1,167 @@
+"""Rows of a set on a rank, one after the other and at once: transfers, copies, collectives, GEMMs.
+
+Each row has a communicator of its own: in one, NCCL would queue transfers one behind the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from tccl_py.experiments.calls import Call, gemms, repeated, row_call, transfers
+from tccl_py.experiments.spec import Mode, Row, RowSet, SetTimes, WrongValue
+from tccl_py.rank_processes.rank import Communicator
+
+_WARM_UPS = 2
+_MOST_GEMMS = 10_000
+
+
+class CudaStopwatch:
+    """Stopwatch with streams for each call, on every device, and the first device's clock.
+
+    Launched operations must use, or wait for, the current streams, as torch's do. torch queues a
+    copy between devices on both: on shared streams two opposite copies would wait for each other.
+    """
+
+    def __init__(self, torch: Any, devices: Sequence[int]) -> None:
+        self._torch, self._devices = torch, devices
+        self._streams: list[list[Any]] = []
+
+    def together(self, calls: Sequence[Call]) -> tuple[float, ...]:
+        """Begin all calls at the same time; return the seconds of each when all are done."""
+        cuda = self._torch.cuda
+        while len(self._streams) < len(calls):
+            self._streams.append([cuda.Stream(device) for device in self._devices])
+        self._wait()
+        begun = cuda.Event(enable_timing=True)
+        begun.record(cuda.current_stream(self._devices[0]))
+        ends = []
+        for streams, call in zip(self._streams, calls, strict=False):
+            with contextlib.ExitStack() as current:
+                # Entered last, so that the first device is the current one.
+                for stream in reversed(streams):
+                    stream.wait_event(begun)
+                    current.enter_context(cuda.stream(stream))
+                call()
+            first, *further = streams
+            for stream in further:
+                first.wait_stream(stream)
+            ends.append(cuda.Event(enable_timing=True))
+            ends[-1].record(first)
+        self._wait()
+        return tuple(begun.elapsed_time(end) / 1e3 for end in ends)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            self._torch.cuda.synchronize(device)
+
+
+class ThreadStopwatch:
+    """Stopwatch with a thread for each call; copies, GEMMs and sockets release Python's lock."""
+
+    def together(self, calls: Sequence[Call]) -> tuple[float, ...]:
+        """Begin all calls at the same time; return the seconds of each when all are done."""
+        gate = threading.Barrier(len(calls) + 1)
+
+        def run(call: Call) -> float:
+            gate.wait()
+            call()
+            return time.perf_counter()
+
+        with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
+            ends = [pool.submit(run, call) for call in calls]
+            # Before the gate opens: the thread that opens it may get the processor back last.
+            begun = time.perf_counter()
+            gate.wait()
+            return tuple(end.result() - begun for end in ends)
+
+
+class Part(NamedTuple):
+    """This rank's part of a row: its calls, whether their time counts, and how they are wrong."""
+
+    call: Call
+    counts: bool = True
+    fault: Callable[[], str] = str
+
+
+def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[WrongValue, ...]]:
+    """Return the times of a set's rows on this rank, and what it received wrong.
+
+    Rows are timed alone and together in turn, so that drift favours neither.
+    """
+    cuda, devices = communicator.cuda, [communicator.device.index]
+    copied = [place for row in rows.rows if row.mode == "copy" for place in row.groups[0]]
+    if copied and cuda:
+        devices = list(dict.fromkeys(copied))
+        device = communicator.torch.device("cuda", devices[0])
+        communicator = replace(communicator, device=device)
+    watch = CudaStopwatch(communicator.torch, devices) if cuda else ThreadStopwatch()
+
+    def single(part: Part | None) -> float:
+        communicator.dist.barrier()  # A stopwatch waits for its devices first.
+        return max(watch.together([part.call] if part else []), default=0.0)
+
+    parts = [_part(communicator, row, rows.calls) for row in rows.rows if row.mode != "gemm"]
+    if len(parts) < len(rows.rows):
+        multiply, (other,) = gemms(communicator, 4096 if cuda else 256), parts
+        for _ in range(_WARM_UPS + 1):
+            seconds, of_one = single(other), single(Part(multiply))
+        count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
+        count = int(communicator.maximum(count))
+        parts.insert(0, Part(partial(multiply, count), counts=other is not None))
+    alone, together = list[list[float]](), list[list[float]]()
+    for _ in range(_WARM_UPS + rows.repeats):
+        alone.append([single(part) for part in parts])
+        communicator.dist.barrier()
+        times = iter(watch.together([part.call for part in parts if part]))
+        together.append([next(times) if part else 0.0 for part in parts])
+    modes: dict[Mode, list[list[float]]] = {"sequential": alone, "concurrent": together}
+    timed = {
+        mode: tuple(
+            tuple(seconds[at] for seconds in repeats[_WARM_UPS:]) if part and part.counts else ()
+            for at, part in enumerate(parts)
+        )
+        for mode, repeats in modes.items()
+    }
+    return timed, tuple(_wrong(communicator.rank, parts))
+
+
+def _wrong(rank: int, parts: Sequence[Part | None]) -> Iterator[WrongValue]:
+    for part in filter(None, parts):
+        if fault := part.fault():
+            yield WrongValue(case="transfers at once", rank=rank, what=fault)
+
+
+def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
+    """Return this rank's part of a row but a GEMM; None if it has none.
+
+    A transfer's time is its receiver's. Bytes are checked: each is the number of the source.
+    """
+    if not row.groups:
+        return Part(repeated(row_call(communicator, row), calls))
+    torch, ((source, target),) = communicator.torch, row.groups
+
+    def filled(place: int, value: int) -> Any:
+        across = communicator.cuda and row.mode == "copy"
+        device = torch.device("cuda", place) if across else communicator.device
+        return torch.full((row.bytes,), value, dtype=torch.uint8, device=device)
+
+    def fault() -> str:
+        right = bool((received == source + 1).all())
+        return "" if right else f"received other bytes than place {source} sent"
+
+    if row.mode == "copy":
+        sent, received = filled(source, source + 1), filled(target, 0)
+        return Part(repeated(partial(received.copy_, sent, non_blocking=True), calls), fault=fault)
+    group = communicator.split(row.groups)
+    if group.world == 1:
+        return None
+    sent, received = filled(source, source + 1), filled(target, 0)
+    call = repeated(transfers(group, row.collective, (source, target), sent, received), calls)
+    return Part(call, fault=fault) if communicator.rank == target else Part(call, counts=False)
