@@ -74,7 +74,7 @@ class Communicator(Keys, kw_only=True):
 
 
 class BySize(Keys, kw_only=True):
-    """NCCL's choice for a message size, by its cost model."""
+    """NCCL's choice for a message size."""
 
     choice: ChoiceName
     collective: str
@@ -82,7 +82,9 @@ class BySize(Keys, kw_only=True):
     algorithm: str
     protocol: str
     channels: int
-    estimated_us: Annotated[float, says("the time that NCCL itself expects")]
+    estimated_us: Annotated[
+        float | None, says("the time that NCCL itself expects; null where NCCL itself was asked")
+    ]
 
 
 class Entry(Keys, kw_only=True):

@@ -36,6 +36,15 @@ _NUMBER = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?", re.ASCII)
 _TIMEOUT_S = 60.0  # To import torch from a cold network file system takes long
 _TORCH = "torch"  # Stands for torch's NCCL in place of a library
 _UINT8 = 1
+_SUM_OR_ROOT = {
+    "ncclBroadcast": 1,
+    "ncclReduce": 2,
+    "ncclAllGather": 0,
+    "ncclReduceScatter": 1,
+    "ncclAllReduce": 1,
+}
+"""The operation and root of each collective, how many of them it has."""
+_NOT_READY = 600
 _UNDEFINED = -(1 << 31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800  # NCCL 2.18 and later read a configuration by its own size and version
@@ -83,10 +92,7 @@ class Library:
         if runtime is not None:
             _check_cuda("cudaSetDevice", runtime(ctypes.c_int(number)))
             return
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise MeasurementError(f"the NVIDIA driver does not load ({error})") from error
+        driver = _driver()
         device, context = ctypes.c_int(), ctypes.c_void_p()
         _check_cuda("cuInit", driver.cuInit(0))
         _check_cuda("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
@@ -128,16 +134,36 @@ class Library:
 
     def broadcast(self, pointer: int, size: int, communicator: int, stream: int) -> None:
         """Queue `size` bytes from rank 0's `pointer` to rank 1's, in the order of the stream."""
+        self.collective("ncclBroadcast", pointer, size, communicator, stream)
+
+    def collective(
+        self, name: str, pointer: int, count: int, communicator: int, stream: int | None = None
+    ) -> None:
+        """Queue a collective of `count` bytes in place: a sum, and root 0."""
         self._call(
-            "ncclBroadcast",
+            name,
             ctypes.c_void_p(pointer),
             ctypes.c_void_p(pointer),
-            ctypes.c_size_t(size),
+            ctypes.c_size_t(count),
             ctypes.c_int(_UINT8),
-            ctypes.c_int(0),
+            *[ctypes.c_int(0)] * _SUM_OR_ROOT[name],
             ctypes.c_void_p(communicator),
             ctypes.c_void_p(stream),
         )
+
+    def allocate(self, size: int) -> int:
+        """Return memory of the current GPU, which the end of the process frees."""
+        pointer = ctypes.c_void_p()
+        self._call("ncclMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(size))
+        return int(pointer.value or 0)
+
+    def is_busy(self) -> bool:
+        """Return whether the current GPU has yet to end what was queued."""
+        query = getattr(self._library, "cudaStreamQuery", None) or _driver().cuStreamQuery
+        code = query(ctypes.c_void_p())
+        if code != _NOT_READY:
+            _check_cuda("cuStreamQuery", code)
+        return bool(code)
 
     def failure(self, communicator: int) -> str:
         """Return a communicator's asynchronous error, or ""."""
@@ -161,6 +187,13 @@ class Library:
             function.restype = ctypes.c_char_p
             texts.append((function(argument) or b"").decode(errors="replace").strip())
         return ": ".join(filter(None, texts)) or f"error {code}"
+
+
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MeasurementError(f"the NVIDIA driver does not load ({error})") from error
 
 
 def _check_cuda(name: str, code: int) -> None:

@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -27,12 +28,14 @@ from tccl_py.nccl.communicators import (
     CommunicatorsSpec,
     Question,
     RankResult,
+    logged_choices,
     same_rings,
     transport_of,
 )
 from tccl_py.nccl.graph_file import Channel, Graph, parse_graph_file
 from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.tuner import COLLECTIVES
 from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -93,6 +96,10 @@ def ranks_of_2_28_9(monkeypatch, graphs=()):
                 + " ".join(str(question.gpus.index(gpu)) for gpu in from_first(ring, question))
                 + "\n"
                 for channel, ring in enumerate(rings * 2)
+            ) + "".join(
+                f"h:1:1 [0] NCCL INFO {name.title().replace('_', '')}: {count} Bytes -> "
+                "Algo RING proto LL channel{Lo..Hi}={0..1}\n"
+                for name, _, count in question.calls
             )
             for gpu in question.gpus:
                 first = gpu == question.gpus[0]
@@ -202,6 +209,22 @@ def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
     monkeypatch.setattr(nccl_here, "nccl_files", lambda plan, folder: files)
     with pytest.raises(MeasurementError, match=r"nccl/graph.xml: .* dev 2 not found"):
         nccl_here.graph_file_notices(plan, rings)
+
+
+def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_choice(monkeypatch):
+    ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
+    plan = needing_a_graph(small_plan())
+    rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
+    found = nccl_here.with_sizes(plan, rings)
+    assert found.sizes.keys() == {"default", "graph"}
+    assert {len(rows) for rows in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
+    assert {(row.algorithm, row.channels) for row in found.sizes["graph"]} == {("ring", 2)}
+    ranks_of_2_28_9(monkeypatch, [pair_graph(1, 2)])
+    failed = nccl_here.with_sizes(plan, rings)
+    assert failed.sizes == {}
+    assert "message size are computed" in failed.notices[-1]
+    rings.unable("GPU 0 is busy")
+    assert nccl_here.with_sizes(plan, rings) == plan
 
 
 def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
@@ -451,7 +474,7 @@ def failing(failing_library, monkeypatch, tmp_path):
         monkeypatch.setenv("TCCL_FAILING_NCCL", how)
         monkeypatch.setenv("LD_LIBRARY_PATH", str(failing_library.parent))
         monkeypatch.setattr(asked, "TIMEOUT_S", timeout)
-        return ask_nccl({}, [0, 1], **more)
+        return ask_each({}, [Question(gpus=(0, 1), **more)])[0]
 
     yield ask
     started = [int(path.name) for path in pids.iterdir()]
@@ -470,6 +493,42 @@ def failing(failing_library, monkeypatch, tmp_path):
 def test_a_failing_nccl_is_no_answer_and_leaves_no_process(failing, how, why):
     with pytest.raises(MeasurementError, match=why):
         failing(how)
+
+
+def test_collectives_run_and_show_nccls_choice_at_each_size(failing):
+    sizes = (4096, 4 << 20)
+    found = failing("choose", graph=pair_graph(0, 1), sizes=sizes).choices
+    assert [(row.collective, row.bytes) for row in found] == list(product(COLLECTIVES, sizes))
+    kinds = {(row.bytes, row.algorithm, row.protocol, row.channels) for row in found}
+    assert kinds == {(4096, "ring", "ll", 1), (4 << 20, "ring", "simple", 4)}
+    assert failing("choose", graph=pair_graph(0, 1)).choices == ()
+
+
+CHOICE = "h:1:2 [0] NCCL INFO {}: 1024 Bytes -> Algo {} proto SIMPLE channel{{Lo..Hi}}={{0..15}}\n"
+CALLS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
+
+
+def choices_log(algorithm="NVLS", calls=CALLS):
+    lines = [CHOICE.format(name, algorithm) for name in calls]
+    return (
+        "".join(lines)
+        .replace("AllGather: 1024", "AllGather: 512")
+        .replace("ReduceScatter: 1024", "ReduceScatter: 512")
+    )
+
+
+def test_choices_that_the_cost_model_does_not_have_are_read_too():
+    question = Question(gpus=(0, 1), sizes=(1024,))
+    found = logged_choices(question, choices_log())
+    assert {(row.bytes, row.algorithm, row.channels) for row in found} == {(1024, "nvls", 16)}
+
+
+@pytest.mark.parametrize(
+    "log", ["", choices_log(calls=CALLS[1:]), choices_log("MAGIC"), choices_log() * 2]
+)
+def test_of_a_log_with_other_collectives_no_choices_are_made(log):
+    with pytest.raises(MeasurementError, match="NCCL's log"):
+        logged_choices(Question(gpus=(0, 1), sizes=(1024,)), log)
 
 
 def test_an_nccl_that_hangs_is_ended_in_time(failing):

@@ -1,18 +1,24 @@
 """NCCL's choices by message size for a plan: JSON, tables, and why they are poor."""
 
 import json
+from itertools import product
 
+import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
-from tccl_py.files import encode_json
+from tccl_py.errors import InputError
+from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.cost_model import cost_model
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.tuner import COLLECTIVES, SizeChoice
 from tccl_py.nccl.view import view
-from tccl_py.plan.load import load_plan
+from tccl_py.plan.load import check_plan, load_plan
+from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import SIZES, size_choices, size_json, size_notes, size_table
+from tests.cluster_plans import equal_hosts
 from tests.test_reference_plans import PLANS
 
 
@@ -55,28 +61,60 @@ def test_trees_are_only_called_unused_where_no_size_takes_one(monkeypatch):
     tree = search_tree(seen, channels=1)
     fine = replace(tree, fallback=False, rate_intra=20.0, rate_inter=20.0)
     half = cost_model(seen, (search_ring(seen), fine))
-    monkeypatch.setattr("tccl_py.plan.size_choices._searched", lambda *_: half)
+    monkeypatch.setattr("tccl_py.plan.size_choices.size_model", lambda *_: half)
     (note,) = size_notes(plan)
     assert "graph search fails" in note
     assert "never" not in note
 
 
-def test_nothing_is_said_where_no_model_is_known_or_variables_replace_it():
+def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
     plan = plan_of("amd-3090")
-    old = replace(
-        plan, stock=replace(plan.stock, settings=replace(plan.stock.settings, version="2.27.7"))
-    )
-    forced = replace(plan, pinned_env={"NCCL_PROTO": "Simple"})
-    for other in (old, forced):
+    settings = replace(plan.stock.settings, version="2.27.7")
+    unknown = {
+        "of NCCL 2.27.7": replace(plan, stock=replace(plan.stock, settings=settings)),
+        "NVLS": plan_of("nvswitch-8gpu-8nic"),
+        "several hosts": equal_hosts(2),
+        "rings are not": replace(plan, stock=replace(plan.stock, rings=())),
+    }
+    for why, other in unknown.items():
         assert size_choices(other) == {}
         assert list(size_table(other)) == [("collective", "sizes")]
-        assert size_notes(other) == []
+        (note,) = size_notes(other)
+        assert why in note
 
 
-def test_nvls_is_named_as_missing_unless_it_is_off():
-    plan = plan_of("nvswitch-8gpu-8nic")
-    assert "NVLS" in size_notes(plan)[0]
-    assert size_notes(replace(plan, pinned_env={"NCCL_NVLS_ENABLE": "0"})) == []
+def asked(plan, algorithm="nvls"):
+    """The plan with answers of NCCL: 16 channels of one kind at every size."""
+    row = {"algorithm": algorithm, "protocol": "simple", "channels": 16}
+    rows = tuple(
+        SizeChoice(collective=collective, bytes=size, **row)
+        for collective, size in product(COLLECTIVES, SIZES)
+    )
+    return replace(plan, sizes=dict.fromkeys(("default", plan.recommended), rows))
+
+
+def test_answers_of_nccl_are_the_table_wherever_it_was_asked():
+    plan = asked(plan_of("nvswitch-8gpu-8nic"))
+    header, *rows = size_table(plan)
+    assert header == ("collective", "sizes", "default NCCL")
+    assert rows[0] == ("broadcast", "4 KiB to 1 GiB", "nvls simple, 16 channels")
+    assert {row["estimated_us"] for row in size_json(plan)} == {None}
+    assert size_notes(plan) == []
+    assert decode_json(encode_json(plan), Plan, where="plan.json") == plan
+
+
+def test_no_reason_is_named_for_choices_that_nccl_did_not_make():
+    plan = plan_of("asus-esc8000a-e13p")
+    assert size_notes(asked(plan, "tree")) == []
+    same = {name: tuple(rows) for name, rows in size_choices(plan).items()}
+    assert size_notes(replace(plan, sizes=same)) == size_notes(plan) != []
+
+
+def test_answers_of_other_sizes_are_no_plan():
+    plan = asked(plan_of("asus-esc8000a-e13p"))
+    fewer = replace(plan, sizes=plan.sizes | {"default": plan.sizes["default"][1:]})
+    with pytest.raises(InputError, match="different message sizes"):
+        check_plan(fewer, where="plan.json")
 
 
 def test_show_and_advise_have_the_table(tmp_path):

@@ -49,7 +49,11 @@ def show(
         return
     from tccl_py.experiments.record import Verification  # noqa: PLC0415
     from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
-    from tccl_py.plan.size_choices import size_notes, size_table  # noqa: PLC0415 (not for a plan)
+    from tccl_py.plan.size_choices import (  # noqa: PLC0415 (not for a plan)
+        size_basis,
+        size_notes,
+        size_table,
+    )
     from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415
 
     console = results()
@@ -58,7 +62,7 @@ def show(
         verified = Verification.load(directory)
         for text in verified.transfer_notices if verified is not None else ():
             console.print(f"note: {text}")
-    title = "NCCL's choices by its cost model (--json has all collectives)"
+    title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):
         console.print(f"note: {text}")

@@ -16,7 +16,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.size_choices import size_json, size_lines, size_notes
+from tccl_py.plan.size_choices import size_basis, size_json, size_lines, size_notes
 from tccl_py.plan.text import assumptions
 from tccl_py.planning.opening import Subject
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
@@ -31,8 +31,8 @@ _PLAN_FIRST = "tccl plan my-plan && tccl verify my-plan"
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The answer; rates are GB/s, `gain` is relative to default NCCL, None where not known.
 
-    `by_size` are NCCL's choices by its cost model, `sizes` those of all-reduce in a line for each
-    choice, and `poor` what is to be known of them.
+    `by_size` are NCCL's choices by message size, `sizes` those for all-reduce in a line for each of
+    the plan's choices, and `poor` what is to be known of them.
     """
 
     machine: str
@@ -47,6 +47,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool
     sure: str
     sizes: dict[str, str]
+    size_basis: str
     by_size: tuple[dict[str, Any], ...]
     poor: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -59,12 +60,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         yield "NCCL now", self.default
         default = self.sizes.get("default", "")
         if default:
-            yield "By size", f"all-reduce by NCCL's cost model: {default}"
+            yield "By size", f"all-reduce {self.size_basis}: {default}"
         for text in self.poor:
             yield "Note", text
         yield "Try first", self.advice
         if (chosen_sizes := self.sizes.get(self.recommended, default)) != default:
-            yield "By size", f"all-reduce by NCCL's cost model: {chosen_sizes}"
+            yield "By size", f"all-reduce {self.size_basis}: {chosen_sizes}"
         if self.gain is not None and self.rate_gbps is not None and self.gain != 1:
             rates = f"{self.rate_gbps:.1f} in place of {self.default_gbps or 0:.1f} GB/s"
             yield "Gain", f"{self.gain:.2f}x: {rates}"
@@ -108,6 +109,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
         simulated=plan.simulated,
         sure=_sure(plan, subject),
         sizes=size_lines(plan),
+        size_basis=size_basis(plan),
         by_size=tuple(size_json(plan)),
         poor=tuple(size_notes(plan)),
         assumptions=tuple(assumptions(plan)),

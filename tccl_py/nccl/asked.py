@@ -21,6 +21,7 @@ from tccl_py.nccl.communicators import (
     CommunicatorsSpec,
     Question,
     RankResult,
+    logged_choices,
     parse_log,
     same_rings,
     transport_of,
@@ -29,6 +30,7 @@ from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
+from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict, VerdictKind
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
@@ -37,7 +39,7 @@ from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decoded, 
 PROGRAM = "tccl_py.nccl.communicators"
 TIMEOUT_S, _EACH_S = 60.0, 10.0
 """Seconds for the first communicator, and for each further one."""
-_LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET"
+_LOGGED = "INIT,GRAPH,ENV,P2P,SHM,NET,TUNING"
 _FALLBACK = re.compile(r"Could not find a path for pattern 4, falling back to simple order")
 _NUMBERED = re.compile(r"(?:error: )?communicator (?P<number>\d{1,6})(?:: (?P<words>.*))?")
 _SPEED = 0.01
@@ -51,7 +53,8 @@ class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     `rings` has each final channel's GPU order, `graph` the ring graph searched or loaded, before
     channels are doubled. `via` has NCCL's name (`P2P/CUMEM`) for each hop of the rings; nothing
-    without connections. `fallback` is true where NCCL took its simple order.
+    without connections. `fallback` is true where NCCL took its simple order. `choices` are those of
+    the collectives that ran.
     """
 
     version: str
@@ -60,6 +63,7 @@ class NcclAnswer(msgspec.Struct, frozen=True, kw_only=True):
     graph: Graph
     via: Mapping[tuple[int, int], str]
     fallback: bool
+    choices: tuple[SizeChoice, ...] = ()
 
 
 class RefusedError(MeasurementError):
@@ -195,6 +199,7 @@ def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: st
         graph=graph,
         via={hop: via[hop] for hop in sorted(hops & via.keys())},
         fallback=_FALLBACK.search(text) is not None,
+        choices=logged_choices(question, logs[0].log),
     )
 
 

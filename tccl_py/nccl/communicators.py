@@ -14,13 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import TcclError, require
+from tccl_py.errors import MeasurementError, TcclError, require
 from tccl_py.files import write_atomically
+from tccl_py.nccl.tuner import COLLECTIVES, PARTED, SizeChoice, TunedCollective
 from tccl_py.nccl_library import Library, version_text
 from tccl_py.rank_processes.rank import read_spec, write_result
 
 _POLL_S = 0.005
-_ABORT_S = 5.0
+_ABORT_S, _COLLECTIVES_S = 5.0, 20.0
 # Numbers are bounded, because a torn log joins digits of several.
 _CHANNEL = re.compile(
     r"NCCL INFO Channel (?P<number>\d{2,3})/(?P<count>\d{2,3}) :(?P<ranks>(?: +\d{1,7})+) *$",
@@ -32,6 +33,12 @@ _LINK = re.compile(
     r"(?: \[(?:send|receive)\])? via (?P<via>\S+)",
     re.ASCII,
 )
+_CHOICE = re.compile(
+    r"NCCL INFO (?P<name>\w{1,16}): (?P<bytes>\d{1,16}) Bytes -> Algo (?P<algorithm>\w{1,16}) "
+    r"proto (?P<protocol>\w{1,16}) "
+    r"channel\{Lo\.\.Hi\}=\{(?P<first>\d{1,3})\.\.(?P<last>\d{1,3})\}",
+    re.ASCII,
+)
 _VERSION = re.compile(r"NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})", re.ASCII)
 MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 
@@ -39,12 +46,23 @@ MAX_LOG_CHARACTERS = 512 * 1024 * 1024
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A communicator over GPUs in rank order, with the text of a graph file (None: no file).
 
-    `topology` is the text of a topology file; without one the process's variables hold.
+    `topology` is the text of a topology file; without one the process's variables hold. Collectives
+    run in it for messages of `sizes` bytes.
     """
 
     gpus: tuple[int, ...]
     graph: str | None = None
     topology: str | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def calls(self) -> list[tuple[TunedCollective, int, int]]:
+        """The collectives in their order: name, bytes of the message, bytes of a rank's part."""
+        return [
+            (name, size, size // len(self.gpus) if name in PARTED else size)
+            for name in COLLECTIVES
+            for size in self.sizes
+        ]
 
 
 class CommunicatorsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +136,7 @@ def _made(
     begun = log.stat().st_size if log.exists() else 0
     unique_id = bytes.fromhex(id_file.read_text())
     made = library.communicator(unique_id, rank=place, ranks=len(question.gpus))
+    _run_collectives(library, question, made)
     # 3. Abort once all ranks have it: until then they need this rank.
     (folder / f"made-{number}-{rank}").touch()
     for gpu in question.gpus:
@@ -128,6 +147,28 @@ def _made(
     text = log.read_bytes()[begun:].decode(errors="replace")
     dumped = dump.read_text(errors="replace") if place == 0 and dump.exists() else ""
     return CommunicatorLog(log=text, dump=dumped)
+
+
+def _run_collectives(library: Library, question: Question, communicator: int) -> None:
+    """Run the collectives of a question, which NCCL's log then shows.
+
+    Kernels of virtual GPUs may wait for each other forever: the abort ends them.
+    """
+    buffer = library.allocate(max(question.sizes)) if question.sizes else 0
+    for name, _, count in question.calls:
+        library.collective(f"nccl{_nccl_name(name)}", buffer, count, communicator)
+    end = time.monotonic() + _COLLECTIVES_S
+    while question.sizes and library.is_busy() and time.monotonic() < end:
+        time.sleep(_POLL_S)
+
+
+def _nccl_name(collective: TunedCollective) -> str:
+    """Return NCCL's own name.
+
+    >>> _nccl_name("all_reduce")
+    'AllReduce'
+    """
+    return collective.title().replace("_", "")
 
 
 def _wait_for(path: Path) -> None:
@@ -204,6 +245,33 @@ def _add(match: re.Match[str], begun: list[tuple[int, list[tuple[int, ...]]]], w
     fault = f"channel {number} of {count} comes out of turn"
     require(in_turn, where, fault, "give the log of one job")
     begun[-1][1].append(tuple(int(rank) for rank in match["ranks"].split()))
+
+
+def logged_choices(question: Question, log: str) -> tuple[SizeChoice, ...]:
+    """Return NCCL's choice for each collective of a question, of rank 0's log.
+
+    Raises MeasurementError: the log has other collectives, or a choice that is not known.
+    """
+    found = list(_CHOICE.finditer(log))
+    expected = [(_nccl_name(name), str(count)) for name, _, count in question.calls]
+    if [match.group("name", "bytes") for match in found] != expected:
+        raise MeasurementError("NCCL's log does not show the collectives that ran")
+    try:
+        return tuple(
+            msgspec.convert(
+                {
+                    "collective": name,
+                    "bytes": size,
+                    "algorithm": match["algorithm"].lower(),
+                    "protocol": match["protocol"].lower(),
+                    "channels": int(match["last"]) - int(match["first"]) + 1,
+                },
+                SizeChoice,
+            )
+            for (name, size, _), match in zip(question.calls, found, strict=True)
+        )
+    except msgspec.ValidationError as error:
+        raise MeasurementError(f"NCCL's log has a choice that is not known: {error}") from error
 
 
 def same_rings(ring: tuple[int, ...], other: tuple[int, ...]) -> bool:

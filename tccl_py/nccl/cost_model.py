@@ -13,13 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import msgspec
-
 from tccl_py.nccl.channel_search import SearchGraph, single, total_gbps
 from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import final_channels
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, Algorithm, Protocol, TunedCollective
+from tccl_py.nccl.tuner import (
+    ALGORITHMS,
+    PARTED,
+    PROTOCOLS,
+    Algorithm,
+    Protocol,
+    SizeChoice,
+    TunedCollective,
+)
 from tccl_py.nccl.versions import VersionFacts
 from tccl_py.nccl.view import NcclView
 
@@ -54,17 +60,6 @@ _THREAD_BYTES = {"ll": 8, "ll128": 8, "simple": 64}
 _SLOW_RING_GBPS, _SLOW_RING_THREADS = 12.0, 256
 _PLATEAU, _PLATEAU_BYTES, _LONG_BYTES = 0.4, 64, 256 << 10
 _CELL_BYTES = 16
-
-
-class SizeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """NCCL's choice for a collective of so many bytes, and the time that it expects."""
-
-    collective: TunedCollective
-    bytes: int
-    algorithm: Algorithm
-    protocol: Protocol
-    channels: int
-    estimated_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +183,7 @@ class CostModel:
         """Return the steps of a ring."""
         if collective == "all_reduce":
             return 2 * (self.ranks - 1)
-        return self.ranks - 1 if collective in ("all_gather", "reduce_scatter") else self.ranks
+        return self.ranks - 1 if collective in PARTED else self.ranks
 
     def _enables_ll128(self, graph: SearchGraph) -> bool:
         """Return whether NCCL trusts LL128 over all paths of a graph."""
@@ -222,7 +217,7 @@ class CostModel:
 
         Parts are whole cells, of at least `channel_bytes` of traffic.
         """
-        gathers = collective in ("all_gather", "reduce_scatter")
+        gathers = collective in PARTED
         bytes_of_rank = size // self.ranks if gathers else size
         weight = self.ranks if gathers else 1 + (collective == "all_reduce")
         cost = weight * (4 if protocol == "ll" else 1)

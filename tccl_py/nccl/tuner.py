@@ -22,9 +22,13 @@ from tccl_py.files import check_types
 
 TunedCollective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
 Algorithm = Literal["tree", "ring"]
+OtherAlgorithm = Literal["collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"]
+"""Algorithms that tables do not name, and the cost model here does not have."""
 Protocol = Literal["ll", "ll128", "simple"]
 COLLECTIVES: tuple[TunedCollective, ...] = get_args(TunedCollective)
 """In the order of NCCL's ncclFunc_t."""
+PARTED: tuple[TunedCollective, ...] = ("all_gather", "reduce_scatter")
+"""Collectives whose message is in parts, one for each rank."""
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 """In the order of NCCL's cost tables."""
@@ -37,6 +41,17 @@ PROTOCOL_BYTES: dict[Protocol, tuple[float, float]] = {
 fences in each step."""
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Channels = Annotated[int, Meta(ge=0, le=64)]
+
+
+class SizeChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NCCL's choice for a collective of so many bytes; the time is that of the cost model."""
+
+    collective: TunedCollective
+    bytes: _Bytes
+    algorithm: Algorithm | OtherAlgorithm
+    protocol: Protocol
+    channels: _Channels
+    estimated_us: float | None = None
 
 
 class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

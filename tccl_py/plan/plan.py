@@ -18,6 +18,7 @@ from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.settings import Settings, environment, environment_text
+from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.chains import (
     AS_GOOD,
@@ -72,9 +73,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     were not checked for all sets; a plan is `proven` best without any. `limit_gbps` is the rate of
     bare concurrent copies over the hops of the recommended choice, and `whole_ring_gbps` that of
     all rings measured at once over all hosts; None is not measured. `pinned_env` are NCCL variables
-    that all jobs have, with the plan or without. `simulated` and `assumed` say what the rates rest
-    on; in a `dry_run` transfers or jobs ran in host memory. `winner` is the choice that jobs found
-    best.
+    that all jobs have, with the plan or without. `sizes` are the answers of NCCL, where it was
+    asked, on its choices by message size: default NCCL's and the recommended choice's. `simulated`
+    and `assumed` say what the rates rest on; in a `dry_run` transfers or jobs ran in host memory.
+    `winner` is the choice that jobs found best.
     """
 
     format_version: int = FORMAT_VERSION
@@ -105,6 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
     pinned_env: dict[str, str] = {}
+    sizes: dict[ChoiceName, tuple[SizeChoice, ...]] = {}
     cancelled: bool = False
     winner: ChoiceName | None = None
 

@@ -1,7 +1,8 @@
 """NCCL's choices at each message size under default NCCL and the recommended choice of a plan.
 
-They follow from NCCL's cost model and are not measured. Where they are poor for a reason that has a
-name, a sentence names it with the variable that changes it.
+A plan made on the machine has the installed NCCL's answers; else they follow from its cost model.
+Where they are poor for a reason that has a name, a sentence names it with the variable that changes
+it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tccl_py.files import picked
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.channel_search import SearchGraph
-from tccl_py.nccl.cost_model import CostModel, SizeChoice, cost_model
+from tccl_py.nccl.cost_model import CostModel, cost_model
 from tccl_py.nccl.graph_search import FALLBACK_GBPS
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, environment_text
 from tccl_py.nccl.system import PathType
-from tccl_py.nccl.tuner import COLLECTIVES
+from tccl_py.nccl.tuner import COLLECTIVES, SizeChoice
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.plan import Plan
@@ -31,25 +32,33 @@ from tccl_py.plan.text import CHOICE_WORDS
 SIZES = tuple(4096 << doublings for doublings in range(0, 19, 2))
 """Bytes of the rows: 4 KiB to 1 GiB."""
 _SMALL = 64 << 10
-_FORCED = (
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NTHREADS",
-    "NCCL_LL128_NTHREADS",
-    "NCCL_THREAD_THRESHOLDS",
-    "NCCL_TUNER_PLUGIN",
-)
-"""Variables that replace parts of the cost model."""
 _FIRST_NVLS = 90
 Cells = tuple[str, ...]
 
 
 def size_choices(plan: Plan) -> dict[ChoiceName, list[SizeChoice]]:
-    """Return NCCL's choices for each collective and size; {} where no model is known."""
+    """Return NCCL's choices for each collective and size; {} where they are not known."""
+    if _was_asked(plan):
+        return {name: list(plan.sizes[name]) for name in compared_choices(plan)}
     return {
         name: [model.choice(collective, size) for collective in COLLECTIVES for size in SIZES]
         for name, model in _models(plan).items()
     }
+
+
+def size_basis(plan: Plan) -> str:
+    """Return what the choices follow from, as part of a sentence."""
+    return "as NCCL ran it" if _was_asked(plan) else "by NCCL's cost model"
+
+
+def _was_asked(plan: Plan) -> bool:
+    return plan.sizes.keys() >= set(compared_choices(plan))
+
+
+def compared_choices(plan: Plan) -> list[ChoiceName]:
+    """Return the choices of the table: default NCCL and the recommended one."""
+    names: tuple[ChoiceName, ...] = ("default", plan.recommended)
+    return list(dict.fromkeys(names))
 
 
 def size_json(plan: Plan) -> list[dict[str, Any]]:
@@ -74,7 +83,7 @@ def size_table(plan: Plan, collectives: Sequence[str] = COLLECTIVES) -> Iterator
 
 
 def size_lines(plan: Plan) -> dict[str, str]:
-    """Return NCCL's choices for all-reduce in a line each; {} where no model is known."""
+    """Return NCCL's choices for all-reduce in a line each; {} where they are not known."""
     lines: dict[str, str] = {}
     for name, choices in size_choices(plan).items():
         rows = [row for row in choices if row.collective == "all_reduce"]
@@ -90,9 +99,10 @@ def _kinds(rows: Sequence[SizeChoice]) -> tuple[str, ...]:
 def _words(rows: Sequence[SizeChoice]) -> str:
     first = rows[0]
     channels = _span(str(row.channels) for row in rows)
-    times = _span(f"{row.estimated_us:.0f}" for row in rows)
     noun = "channel" if channels == "1" else "channels"
-    return f"{first.algorithm} {first.protocol}, {channels} {noun}, {times} us"
+    words = f"{first.algorithm} {first.protocol}, {channels} {noun}"
+    times = [f"{row.estimated_us:.0f}" for row in rows if row.estimated_us is not None]
+    return f"{words}, {_span(times)} us" if times else words
 
 
 def _span(values: Iterable[str]) -> str:
@@ -101,57 +111,67 @@ def _span(values: Iterable[str]) -> str:
 
 
 def size_notes(plan: Plan) -> list[str]:
-    """Return sentences on what the table rests on, and on poor choices with their reason."""
-    models = _models(plan)
-    if not models:
-        return []
-    default = models["default"]
-    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    notes = []
-    if seen.system.nvs and default.sm[0] >= _FIRST_NVLS and not _without_nvls(plan):
-        notes.append(
-            "NVLS is not in the table by message size: where the driver offers multicast, NCCL "
-            "takes it for large messages, unless NCCL_NVLS_ENABLE=0"
-        )
-    return notes + list(_poor(default))
+    """Return why there is no table, or why default NCCL's choices are poor."""
+    why = "" if _was_asked(plan) else _why_none(plan)
+    return [f"NCCL's choices by message size are not known {why}"] if why else list(_poor(plan))
 
 
-def _poor(default: CostModel) -> Iterator[str]:
+def _poor(plan: Plan) -> Iterator[str]:
     """Yield why default NCCL's choices are poor, and the variable that changes it."""
-    if not (default.ring.fallback or default.tree.fallback):
+    if _why_none(plan):
         return
-    failed = "graph search" if default.ring.fallback else "search for trees"
-    rings, trees = len(default.ring.orders), len(default.tree.orders)
+    model = size_model(plan, "default")
+    rows = [row for row in size_choices(plan)["default"] if row.collective == "all_reduce"]
+    small = next((row for row in rows if row.bytes == _SMALL), None)
+    computed = model.choice("all_reduce", _SMALL)
+    if not (model.ring.fallback or model.tree.fallback) or small is None:
+        return
+    if _kinds([small]) != _kinds([computed]):
+        return  # NCCL has other graphs than are computed.
+    failed = "graph search" if model.ring.fallback else "search for trees"
+    rings, trees = len(model.ring.orders), len(model.tree.orders)
     cut = f", {trees} of {rings} rings is used" if trees < rings else ""
-    chosen = {default.choice("all_reduce", size).algorithm for size in SIZES}
-    never = "" if "tree" in chosen else ", tree is never taken"
-    small = default.choice("all_reduce", _SMALL)
+    never = "" if "tree" in {row.algorithm for row in rows} else ", tree is never taken"
+    better = size_model(plan, "variables")
+    finds = not (better.ring.fallback or better.tree.fallback)
+    file = "a graph file (NCCL_GRAPH_FILE, `tccl env DIR --choice graph`)"
+    remedy = environment_text(plan.variables.settings) if finds else file
     yield (
         f"NCCL's {failed} fails and takes its simple order, with a bandwidth of "
         f"{FALLBACK_GBPS} GB/s{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
-        f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}; a graph file "
-        "(NCCL_GRAPH_FILE, `tccl env DIR --choice graph`) changes that"
+        f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}; {remedy} "
+        "changes that"
     )
+
+
+def _why_none(plan: Plan) -> str:
+    """Return where NCCL's cost model has no answer here, as the end of a sentence."""
+    if plan.is_cluster:
+        return "over several hosts"
+    if not plan.stock.rings:
+        return "where default NCCL's rings are not"
+    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    if not seen.system.rules.has_cost_model:
+        return f"of NCCL {plan.stock.settings.version}"
+    if seen.by_network:
+        return "where NCCL may cut the node in parts, as GPUs reach each other by the network"
+    if seen.system.nvs and min(seen.system.sm.values()) >= _FIRST_NVLS:
+        return "where NCCL may take NVLS: a plan made on the machine asks NCCL"
+    return ""
 
 
 def _models(plan: Plan) -> dict[ChoiceName, CostModel]:
     """Return the models of default NCCL and of the recommended choice."""
-    forced = any(name in plan.pinned_env for name in _FORCED)
-    if plan.is_cluster or forced or not plan.stock.rings:
+    if _why_none(plan):
         return {}
-    if view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus).by_network:
-        return {}  # NCCL may cut the node in parts
-    models: dict[ChoiceName, CostModel] = {"default": _searched(plan, plan.stock.settings)}
-    if not models["default"].rules.has_cost_model:
-        return {}
-    if plan.recommended == "variables":
-        models["variables"] = _searched(plan, plan.variables.settings)
-    if plan.recommended == "graph":
-        models["graph"] = _from_file(plan)
-    return models
+    return {name: size_model(plan, name) for name in compared_choices(plan)}
 
 
-def _searched(plan: Plan, settings: Settings) -> CostModel:
+def size_model(plan: Plan, name: ChoiceName) -> CostModel:
+    """Return the cost model under a choice of the plan."""
+    if name == "graph":
+        return _from_file(plan)
+    settings = plan.choices[name].settings
     return _model(plan.machine, plan.knowledge, settings, plan.gpus)
 
 
@@ -178,7 +198,3 @@ def _from_file(plan: Plan) -> CostModel:
         orders=orders,
     )
     return cost_model(seen, (ring, replace(ring, pattern="balanced tree")))
-
-
-def _without_nvls(plan: Plan) -> bool:
-    return plan.pinned_env.get("NCCL_NVLS_ENABLE") == "0"

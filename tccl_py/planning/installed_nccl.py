@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import (
     InstalledRings,
@@ -17,12 +19,15 @@ from tccl_py.nccl.asked import (
 )
 from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.settings import environment
+from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.size_choices import SIZES, compared_choices
 from tccl_py.readers.live import gpu_count
 from tccl_py.sources.profiled import MeasuredMachine, users_of
 
@@ -96,6 +101,25 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
         if found.verdict != "used":
             notices.append(f"nccl/{name}: {found.verdict} by the NCCL here: {found.reason}")
     return tuple(notices)
+
+
+def with_sizes(plan: Plan, rings: InstalledRings) -> Plan:
+    """Return a plan with the choices by message size of the NCCL here, if it can be asked."""
+    if not rings.able:
+        return plan
+    sizes: dict[ChoiceName, tuple[SizeChoice, ...]] = {}
+    for name in compared_choices(plan):
+        graph = nccl_files(plan, Path())["graph.xml"] if name == "graph" else None
+        question = Question(gpus=plan.gpus, graph=graph, sizes=SIZES)
+        try:
+            (answer,) = ask_each(
+                environment(plan.choices[name].settings), [question], connect=False
+            )
+        except MeasurementError as error:
+            notice = f"NCCL's choices by message size are computed, as the NCCL here fails: {error}"
+            return replace(plan, notices=(*plan.notices, notice))
+        sizes[name] = answer.choices
+    return replace(plan, sizes=sizes)
 
 
 def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:

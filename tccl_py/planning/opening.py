@@ -126,7 +126,10 @@ def _here(request: PlanRequest, say: Say) -> Subject:
             conditions = source.conditions
         noticed = source.summary(conditions)
         if rings is not None:
-            tried = () if made.cancelled else installed_nccl.graph_file_notices(made, rings)
+            tried: tuple[str, ...] = ()
+            if not made.cancelled:
+                tried = installed_nccl.graph_file_notices(made, rings)
+                made = installed_nccl.with_sizes(made, rings)
             noticed = (*rings.notices, *tried, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 

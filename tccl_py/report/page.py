@@ -28,7 +28,7 @@ from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
 from tccl_py.plan.chains import IN_DRY_RUN, ChoiceName, PlanChain, mark
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.size_choices import size_notes, size_table
+from tccl_py.plan.size_choices import size_basis, size_notes, size_table
 from tccl_py.plan.text import (
     CHOICE_WORDS,
     assumptions,
@@ -123,6 +123,7 @@ def report_html(contents: Contents) -> str:
             searched=settings_bars(plan),
             ratios=[ratio_map(timed, arm) for arm in timed.summaries] if timed else [],
             sizes=list(size_table(plan)),
+            size_basis=size_basis(plan),
             size_notes=size_notes(plan),
             charts=list(size_charts(contents.sizes)),
             entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],

@@ -12,12 +12,15 @@ import pytest
 
 from tccl_py.nccl.asked import InstalledRings, RefusedError, ask_each, ask_nccl, judged, verdict_on
 from tccl_py.nccl.communicators import Question, same_rings, transport_of
+from tccl_py.nccl.cost_model import cost_model
 from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.view import view
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_files import graph_text
+from tccl_py.plan.size_choices import SIZES, size_model
 from tccl_py.planning.installed_nccl import why_not_asked
 from tccl_py.readers.live import discover_machine
-from tests.gpu.ranks import SHARE
+from tests.gpu.ranks import REAL, SHARE
 from tests.gpu.test_nccl_loads_plans import all_reduce, in_ranks, tccl
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
@@ -79,6 +82,42 @@ def test_asked_rings_are_compared_with_the_emulation(gpus):
     assert all(found.rings for found in rings(choices))
     print(f"two questions: {time.monotonic() - begun:.1f} s;", rings.notices)
     assert rings.able
+
+
+@pytest.mark.parametrize("name", ["default", "graph", "pair"])
+def test_nccl_chooses_by_size_as_its_cost_model_says(simulated, gpus, name):
+    """Over all GPUs with and without the plan's graph file, and over two GPUs."""
+    plan = load_plan(simulated)
+    of, graph = plan.gpus, None
+    settings = plan.settings if name == "graph" else plan.stock.settings
+    if name == "pair":
+        of = tuple(gpus[:2])
+        model = cost_model(view(plan.machine, plan.knowledge, settings, gpus=of))
+    else:
+        model = size_model(plan, name)
+    if name == "graph":
+        graph = (simulated / "nccl" / "graph.xml").read_text()
+    variables = environment(settings)
+    if not REAL:
+        variables |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    begun = time.monotonic()
+    (answer,) = ask_each(variables, [Question(gpus=of, graph=graph, sizes=SIZES)], connect=False)
+    seconds = time.monotonic() - begun
+    expected = [model.choice(row.collective, row.bytes) for row in answer.choices]
+    different = [
+        f"{row.collective} of {row.bytes}: {kind_of(row)}, not {kind_of(computed)}"
+        for row, computed in zip(answer.choices, expected, strict=True)
+        if kind_of(row) != kind_of(computed)
+    ]
+    equal = len(expected) - len(different)
+    print(f"{name}, NCCL {answer.version}: {equal} of {len(expected)} equal, {seconds:.1f} s")
+    if any(row.algorithm.startswith("nvls") for row in answer.choices):
+        pytest.skip("NVLS works here, which the cost model does not have")
+    assert len(different) <= 0.02 * len(expected), different
+
+
+def kind_of(row):
+    return row.algorithm, row.protocol, row.channels
 
 
 def test_the_graph_files_of_a_plan_are_used(simulated):
