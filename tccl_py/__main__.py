@@ -11,10 +11,9 @@ import os  # noqa: E402
 import sys  # noqa: E402
 
 from tccl_py.children import search_path  # noqa: E402
+from tccl_py.launchers import only_serves  # noqa: E402
 
 NOT_USABLE = 2
-_OF_RANKS = ("evaluate", "measure", "plan", "verify")
-"""Commands that the ranks of an MPI job do together."""
 
 # Started by `python -m`, what is imported from here on could be files of the current directory.
 sys.path[:] = search_path()
@@ -51,11 +50,10 @@ def _run() -> None:
     except InputError as error:
         sys.stderr.write(f"tccl: {error}\n")
         sys.exit(NOT_USABLE)
-    if sys.argv[1:2] and sys.argv[1] in _OF_RANKS:
-        from tccl_profiler.cluster.mpi import only_serves, served  # noqa: PLC0415
+    if only_serves(sys.argv[1:], os.environ):
+        from tccl_profiler.cluster.mpi import served  # noqa: PLC0415 (in jobs alone)
 
-        if only_serves(sys.argv[1:], os.environ):
-            sys.exit(served())
+        sys.exit(served())
     if sys.argv[1:] == ["--version"]:
         # Scripts ask each host for it, and typer takes a tenth of a second to load.
         from tccl_py.cli.process import print_version  # noqa: PLC0415

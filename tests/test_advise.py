@@ -61,7 +61,7 @@ def test_when_the_time_is_up_the_advice_says_that_a_full_plan_may_find_more():
 
 def test_this_machine_is_measured_as_its_plan_measures_it(monkeypatch):
     host = measured_machine("host", 2)
-    monkeypatch.setattr("tccl_py.planning.opening.measured_machine", lambda *_: host)
+    monkeypatch.setattr("tccl_py.sources.profiled.measured_machine", lambda *_: host)
     found = advise(machine_subject(advice_request(None, seconds=-1.0), lambda _: None))
     assert (found.simulated, found.assumptions) == (False, ())
     assert found.default_gbps > 0

@@ -53,7 +53,7 @@ def fake(monkeypatch):
 
 
 def faked(monkeypatch, session):
-    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.planning.opening")
+    return measures_by(monkeypatch, session, "tccl_py.cli.measure", "tccl_py.sources.profiled")
 
 
 # options

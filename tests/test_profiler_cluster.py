@@ -25,7 +25,6 @@ from tccl_profiler.cluster.facts import (
 )
 from tccl_profiler.cluster.job import Job, PeerInfo, own_info, rendezvous
 from tccl_profiler.cluster.messages import Envelope, Messenger, checked
-from tccl_profiler.cluster.mpi import in_mpi_job, only_serves
 from tccl_profiler.cluster.session import ClusterSession, HostClock
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.messages import (
@@ -43,6 +42,7 @@ from tccl_profiler.profiler import Options
 from tccl_profiler.rates import ClockReading
 from tccl_profiler.shared_memory import RECORD
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
+from tccl_py.launchers import in_job, only_serves
 from tccl_py.model.machine import Fingerprint, Knowledge, Nic
 from tccl_py.model.transfer import parse_set
 from tests.processes import children
@@ -68,7 +68,7 @@ from tests.toy import toy_machine
     ],
 )
 def test_launchers_are_known_by_what_they_set(environment, answer):
-    assert in_mpi_job(environment) is answer
+    assert in_job(environment) is answer
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tccl_py.nccl_library import Library
 from tccl_py.planning.grow import cluster_of_job, plan_job
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget
-from tccl_py.sources.opening import HostsSource
+from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.profiled import MeasurementOptions
 from tests.nccl_cases import read_graph_file
 from tests.profiler_clusters import Checked, agents_in_processes

@@ -38,7 +38,6 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import index_of
 
 NAMES = ("pump", "pump_check", "echo", "stamp")
-SOURCE_NAME = "pump.cu"
 OPTIONS = ("-std=c++17",)
 _WORKERS = 512
 _THREADS = _WORKERS + 32  # NCCL's Simple protocol: 512 threads that copy, and a warp that posts
@@ -51,14 +50,14 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _MAPPED = 2  # cudaHostRegisterMapped
 _PORTABLE = 1  # cudaHostRegisterPortable
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
-_OUT_OF_MEMORY = 2
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MIB = 1 << 20
 
 
 def kernel_source() -> str:
     """Return the CUDA C++ source of all kernels."""
-    return resources.files(__package__).joinpath(SOURCE_NAME).read_text("utf-8")
+    return resources.files(__package__).joinpath("pump.cu").read_text("utf-8")
 
 
 def load_kernels(cupy: Any) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from tccl_profiler.program import MAX_REPEATS, Program
 from tccl_profiler.rates import Clock, offset_from_pings
 from tccl_profiler.retries import RETRIES
 from tccl_py.errors import BudgetSpentError, MeasurementError
-from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement
-from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets, transfer_set
+from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets
+from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 
 _TRIALS = (0.5, 4.0, 20.0)
 """Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""

@@ -12,7 +12,8 @@ from tccl_py.cli.output import BAD, GOOD, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.files import picked, read_bytes, read_text
-from tccl_py.model.machine import Knowledge, Machine, description_to_json, parse_gpus
+from tccl_py.model.cluster import parse_gpus
+from tccl_py.model.machine import Knowledge, Machine, description_to_json
 from tccl_py.nccl import validator
 from tccl_py.nccl.variables import given_variables, notices, unfollowed
 from tccl_py.nccl.versions import ASSUMED, asked_version, known_versions, unchecked

@@ -18,6 +18,7 @@ from tccl_py.cli.output import ProgressLine, heat, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
+from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Measurement
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow, parse_set
 from tccl_py.plan.chains import IN_DRY_RUN
@@ -26,7 +27,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
-from tccl_py.sources.opening import in_job, join_job, open_hosts, open_source
+from tccl_py.sources.hosts import join_job, open_hosts
+from tccl_py.sources.opening import open_source
 from tccl_py.sources.pairs import Pair, matrix, pairs_csv
 from tccl_py.sources.pairs import all_pairs as all_pairs_of
 from tccl_py.sources.profiled import (
@@ -39,7 +41,7 @@ from tccl_py.sources.profiled import (
 )
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 Texts = Sequence[str]
 """The flows of a set as the user gave them: a TransferSet has an order of its own."""

@@ -137,7 +137,7 @@ def gpus_argument(text: str | None, machine: Machine) -> tuple[int, ...] | None:
     """Parse a list of a machine's GPUs, in the order given; None stays None."""
     if text is None:
         return None
-    from tccl_py.model.machine import parse_gpus  # noqa: PLC0415 (slow)
+    from tccl_py.model.cluster import parse_gpus  # noqa: PLC0415 (slow)
 
     indices = parse_gpus(text, "--gpus")
     for index in indices:

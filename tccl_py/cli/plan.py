@@ -32,21 +32,26 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.interrupts import INTERRUPTED
+from tccl_py.launchers import in_job
 from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.output import holds_measurements, output_directory
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.opening import UNDER_MPI, ring_counts_of, subject_of
+from tccl_py.planning.opening import (
+    UNDER_MPI,
+    holds_measurements,
+    output_directory,
+    ring_counts_of,
+    subject_of,
+)
 from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest, pinned_here
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.bench import Bench
-from tccl_py.sources.opening import HostsSource, in_job
 
 if TYPE_CHECKING:
     from tccl_py.model.measurement import Backend
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250
@@ -235,8 +240,11 @@ def _tuned(
     made: Plan, output: Path, hosts: Bench | None, job: Job | None, tune: bool | None
 ) -> Plan:
     """Verify and tune a written plan if asked; between sockets jobs alone tell the bandwidth."""
-    if not isinstance(hosts, HostsSource) or job is None:
+    if job is None:
         return _tuned_now(output) if tune else made
+    from tccl_py.sources.hosts import HostsSource  # noqa: PLC0415 (under MPI alone)
+
+    assert isinstance(hosts, HostsSource)
     if tune is None and not hosts.dry_run and made.settings.socket_ifname:
         try:
             absent = sorted(set(made.cluster.names) - {host.name for host in hosts.session.hosts})

@@ -29,6 +29,7 @@ from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import Dtype, parse_sizes
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
+from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.load import load_plan
@@ -51,11 +52,10 @@ from tccl_py.report.verification import (
     size_rows,
     verification_json,
 )
-from tccl_py.sources.opening import in_job
 from tccl_py.sources.profiled import check_backend
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 _COLLECTIVES = tuple(PROGRAMS.values())
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)

@@ -16,7 +16,8 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.spec import JobResult, JobSpec, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
-from tccl_py.nccl.settings import HOST_VARIABLES, Settings
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.nccl_files import GRAPH_FILE
 from tccl_py.rank_processes.forkserver import ForkServer

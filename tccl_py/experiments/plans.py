@@ -51,11 +51,11 @@ from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.opening import rank_jobs
+from tccl_py.sources.hosts import rank_jobs
 from tccl_py.sources.profiled import measured_machine
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import HostFacts, Job
+    from tccl_py.sources.hosts import HostFacts, Job
 
 _SYSTEM_CONF = Path("/etc/nccl.conf")
 _LONGEST_S, _TUNING_S = 0.1, 90.0

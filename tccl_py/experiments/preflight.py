@@ -48,8 +48,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.planning.plan_sources import class_sources, hosts_again, journal_by_class, journal_of
 from tccl_py.sources.bench import Bench
+from tccl_py.sources.hosts import HostsSource
 from tccl_py.sources.journal import JournalFile
-from tccl_py.sources.opening import HostsSource
 from tccl_py.sources.profiled import users_of
 from tccl_py.statistics import holm
 

@@ -30,7 +30,6 @@ from tccl_py.health.host import (
     listed,
     rules,
 )
-from tccl_py.model.machine import normal_bus_id
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import (
@@ -53,6 +52,7 @@ from tccl_py.nccl_library import (
 from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.planning.installed_nccl import asked_here
 from tccl_py.readers.live import driver_facts
+from tccl_py.readers.sysfs import normal_bus_id
 from tccl_py.sources.profiled import conditions_of
 
 # The NCCL plugin on a host: the variables that load it, and what keeps jobs from their plan.

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from tccl_py.model.machine import PeerAccess, bus_order, normal_bus_id
+from tccl_py.model.machine import PeerAccess
 from tccl_py.nccl.asked import NcclAnswer
 from tccl_py.nccl_library import InstalledNccl
 from tccl_py.readers.live import GpuFacts
-from tccl_py.readers.sysfs import DEVICES, HostFiles
+from tccl_py.readers.sysfs import DEVICES, HostFiles, bus_order, normal_bus_id
 
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import GpuState

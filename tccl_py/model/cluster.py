@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
@@ -15,7 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import check_version
-from tccl_py.model.machine import Knowledge, Machine, check, check_knowledge
+from tccl_py.model.machine import MAX_GPUS, Knowledge, Machine, check, check_knowledge
 
 FORMAT_VERSION = 1
 MAX_HOSTS = 65_536  # As many as SLURM takes in one range (MAX_RANGE)
@@ -25,6 +26,7 @@ Rails = Literal["any", "only"]  # only: NIC i reaches NIC i of another host
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _SHOWN = 40
+_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]{1,18})?", re.ASCII)
 
 
@@ -202,6 +204,28 @@ def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> 
     host = Host(name=name, node_class=0, slots=len(tuple(gpus)))
     node_class = NodeClass(name=name, machine=machine, knowledge=knowledge)
     return check_cluster(Cluster(hosts=(host,), classes=(node_class,)), where="cluster")
+
+
+def parse_gpus(text: str, where: str = "GPU list") -> tuple[int, ...]:
+    """Parse a list of GPU indices and ranges of them.
+
+    >>> parse_gpus("4,0-2")
+    (4, 0, 1, 2)
+    """
+    where = f"{where} {text[:60]!r}"
+    indices: list[int] = []
+    for part in map(str.strip, text.split(",")):
+        match = _GPU_RANGE.fullmatch(part)
+        if match is None:
+            raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        require(last >= first, where, f"{part!r} goes down", f"write {last}-{first}")
+        if last - first >= MAX_GPUS:
+            raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
+        indices += range(first, last + 1)
+    for index, times in Counter(indices).items():
+        require(times == 1, where, f"names GPU {index} twice", "every GPU stands once")
+    return tuple(indices)
 
 
 def compress(names: Iterable[str]) -> str:

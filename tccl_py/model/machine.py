@@ -6,7 +6,6 @@ Ids name devices everywhere: `G2` a GPU, `C1` a NUMA node (its CPU and host memo
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from functools import cached_property
 from itertools import combinations, permutations
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MAX_GPUS = 64  # NCCL's own limit a node; more is a malformed file
-_BUS_ID = re.compile(
-    r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
-)
-
-
 _MOST_LANES = 32
 
 
@@ -283,20 +277,6 @@ def _check_nvlinks(machine: Machine, where: str) -> None:
         require({nvlink.source, nvlink.target} <= ends, where, fault, right)
 
 
-def normal_bus_id(text: str) -> str | None:
-    """Return the canonical spelling of a bus id (domains of any width); None for other text."""
-    match = _BUS_ID.fullmatch(text)
-    if match is None:
-        return None
-    domain, bus, device, function = match.groups()
-    return f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower()
-
-
-def bus_order(bus_id: str) -> tuple[int, ...]:
-    """Return the sort key of a bus id: NVML counts GPUs in this order."""
-    return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))
-
-
 # Knowledge, with provenance, and the machine file.
 
 
@@ -400,28 +380,3 @@ def description_to_json(
         **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
     )
     return encode_json(description)
-
-
-_GPU_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
-
-
-def parse_gpus(text: str, where: str = "GPU list") -> tuple[int, ...]:
-    """Parse a list of GPU indices and ranges of them.
-
-    >>> parse_gpus("4,0-2")
-    (4, 0, 1, 2)
-    """
-    where = f"{where} {text[:60]!r}"
-    indices: list[int] = []
-    for part in map(str.strip, text.split(",")):
-        match = _GPU_RANGE.fullmatch(part)
-        if match is None:
-            raise InputError(where, f"{part[:20]!r} is no GPU", "write indices, as 0,2,5 or 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
-        require(last >= first, where, f"{part!r} goes down", f"write {last}-{first}")
-        if last - first >= MAX_GPUS:
-            raise InputError(where, f"{part!r} is too long", f"a node has at most {MAX_GPUS} GPUs")
-        indices += range(first, last + 1)
-    for index, times in Counter(indices).items():
-        require(times == 1, where, f"names GPU {index} twice", "every GPU stands once")
-    return tuple(indices)

@@ -9,10 +9,12 @@ from typing import Annotated, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, require
-from tccl_py.model.transfer import Flow, TransferSet
+from tccl_py.errors import InputError, MeasurementError, check_type, require
+from tccl_py.model.transfer import Flow, TransferSet, parse_set, transfer_set
 
 Value = TypeVar("Value")
+Sets = str | Flow | TransferSet | Iterable[str | Flow | TransferSet]
+"""What a source measures: sets, flows or texts of sets, one or several."""
 Backend = Literal["cuda", "host"]
 """What is measured: GPUs, or as a dry run host memory in their place."""
 FlowCoupling = Literal["pass-on", "independent"]
@@ -212,6 +214,44 @@ class BandwidthSource(Protocol):
 
         Raises MeasurementError: a set cannot be measured.
         """
+
+
+@runtime_checkable
+class StartedSource(BandwidthSource, Protocol):
+    """A source that is started before it measures, and begins no set that ends too late."""
+
+    deadline: float
+
+    def start(self) -> None:
+        """Start what measures."""
+
+    def stop(self, *exception: object) -> None:
+        """End what measures."""
+
+    def summary(
+        self, measured: Mapping[TransferSet, Sequence[Measurement]], conditions: str
+    ) -> tuple[str, ...]:
+        """Return notices for a plan of what was measured."""
+
+
+def listed_sets(sets: Sets) -> list[TransferSet]:
+    """Return sets that are given as sets, flows or texts, one or several.
+
+    >>> listed_sets("0:1") == listed_sets([parse_set("0:1")])
+    True
+
+    Raises InputError: of another type, or as `parse_set`.
+    """
+    listed = [sets] if isinstance(sets, (str, Flow, TransferSet)) else sets
+    check_type(listed, "sets", Iterable)
+    return [_as_set(one) for one in listed]
+
+
+def _as_set(transfers: str | Flow | TransferSet) -> TransferSet:
+    if isinstance(transfers, TransferSet):
+        return transfers
+    check_type(transfers, "sets", str, Flow, TransferSet)
+    return parse_set(transfers) if isinstance(transfers, str) else transfer_set([transfers])
 
 
 def check_source(source: BandwidthSource) -> None:

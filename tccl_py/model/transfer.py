@@ -34,7 +34,6 @@ from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.files import TextValue
 
 Side = Literal["sender", "receiver"]
-
 _Kind = Literal["bounce", "direct", "plain", "network"]
 
 DEFAULT_FIFO_BYTES = 4 * 1024 * 1024  # NCCL_BUFFSIZE's default for the Simple protocol
@@ -224,10 +223,6 @@ class TransferSet(TextValue):
         return len(self.flows)
 
 
-Sets = str | Flow | TransferSet | Iterable[str | Flow | TransferSet]
-"""What a source measures: sets, flows or texts of sets, one or several."""
-
-
 def transfer_set(flows: Iterable[Flow]) -> TransferSet:
     """Return the set of these flows, in canonical order."""
     return TransferSet(tuple(sorted(flows, key=str)))
@@ -274,8 +269,8 @@ def parse_flow(text: str) -> Flow:
     check_type(text, "text", str)
     where = f"flow {text[:60]!r}"
     body, brace, options = _long_form(text).partition("{")
-    closed = not brace or options.endswith("}")
-    require(closed, where, "the options do not end", "close them with }")
+    right = "close them with }"
+    require(not brace or options.endswith("}"), where, "the options do not end", right)
     places = [_parse_place(part, where) for part in body.split("->")]
     network = any(place.kind == "N" for place in places)
     if network:
@@ -308,31 +303,10 @@ def parse_set(text: str) -> TransferSet:
     Raises InputError: empty, too long, or a part is not a flow.
     """
     check_type(text, "text", str)
-    fault = f"has {len(text)} characters"
-    require(len(text) <= _MAX_TEXT, "transfer set", fault, "name at most a few flows")
+    require(len(text) <= _MAX_TEXT, "transfer set", f"has {len(text)} characters", "name fewer")
     parts = flow_texts(text)
     require(parts, "transfer set", "is empty", "name at least one flow, as G0->G0->G1")
     return transfer_set(map(parse_flow, parts))
-
-
-def listed_sets(sets: Sets) -> list[TransferSet]:
-    """Return sets that are given as sets, flows or texts, one or several.
-
-    >>> listed_sets("0:1") == listed_sets([parse_flow("0:1")]) == [parse_set("0:1")]
-    True
-
-    Raises InputError: of another type, or as `parse_set`.
-    """
-    listed = [sets] if isinstance(sets, (str, Flow, TransferSet)) else sets
-    check_type(listed, "sets", Iterable)
-    return [_as_set(one) for one in listed]
-
-
-def _as_set(transfers: str | Flow | TransferSet) -> TransferSet:
-    if isinstance(transfers, TransferSet):
-        return transfers
-    check_type(transfers, "sets", str, Flow, TransferSet)
-    return parse_set(transfers) if isinstance(transfers, str) else transfer_set([transfers])
 
 
 def flow_texts(text: str) -> list[str]:
@@ -369,8 +343,7 @@ def _check_transfer(transfer: Transfer, where: str) -> None:
     source, executor, destination = transfer.source, transfer.executor, transfer.destination
     for end in (source, destination):
         require(end.kind != "D", where, f"{end} holds no bytes", "bytes lie in G, C or N places")
-    right = "source and destination differ"
-    require(source != destination, where, f"{source} sends to itself", right)
+    require(source != destination, where, f"{source} sends to itself", "the two ends differ")
     ends = [(end.device, end.host) for end in (source, destination)]
     at_an_end = executor.kind != "C" and (executor.device, executor.host) in ends
     right = "the executor is the G or D of one of the two ends"
@@ -387,9 +360,8 @@ def _check_network(places: Sequence[Place], where: str) -> None:
     out, into = ({place.host for place in part} for part in (places[:cut], places[cut:]))
     right = "a NIC is on the host it serves"
     require(max(len(out), len(into)) == 1, where, "changes hosts without a NIC", right)
-    right = "one GPU fills or empties the FIFO"
     same_gpu = kinds[:2] != "GG" or places[0] == places[1]
-    require(same_gpu, where, "changes GPUs on its way", right)
+    require(same_gpu, where, "changes GPUs on its way", "one GPU fills or empties the FIFO")
     right = "name each NIC twice, as G0->N0->N0"
     require(nics[-2] == nics[-1], where, "changes NICs on its way", right)
     require(out != into, where, "stays on its host", "the two NICs are on different hosts")
@@ -397,9 +369,9 @@ def _check_network(places: Sequence[Place], where: str) -> None:
 
 def _with_options(transfers: tuple[Transfer, ...], text: str, where: str) -> Flow:
     kind = _kind(transfers)
-    fifos = {"fifo": MAX_FIFO_BYTES, "slots": 1024}
-    limits = {"buffer": MAX_FIFO_BYTES} if kind == "plain" else fifos
-    numbers = {**limits, "blocks": MAX_BLOCKS}
+    numbers = {"fifo": MAX_FIFO_BYTES, "slots": 1024, "blocks": MAX_BLOCKS}
+    if kind == "plain":
+        numbers = {"buffer": MAX_FIFO_BYTES, "blocks": MAX_BLOCKS}
     values: dict[str, int] = {}
     side = Fifo().side
     for item in text.split(",") if text else ():

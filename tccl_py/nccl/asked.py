@@ -28,10 +28,11 @@ from tccl_py.nccl.communicators import (
 )
 from tccl_py.nccl.graph_file import Graph, parse_graph_file
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
-from tccl_py.nccl.settings import HOST_VARIABLES, Settings, environment, environment_text
+from tccl_py.nccl.settings import Settings, environment, environment_text
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
 from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict, VerdictKind
+from tccl_py.nccl.variables import HOST_VARIABLES
 from tccl_py.nccl.versions import RING
 from tccl_py.nccl.view import NcclView, view
 from tccl_py.rank_processes.tasks import RankOutput, RanksError, Task, decoded, run_tasks

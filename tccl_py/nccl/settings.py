@@ -24,14 +24,6 @@ from tccl_py.nccl.versions import ASSUMED, LEVELS, Level, version_facts
 CopyEngineSide = Literal["sender", "receiver", "both"]
 CrossNic = Literal[0, 1, 2]
 
-HOST_VARIABLES = (
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_IB_DISABLE",
-    "NCCL_HOSTID",
-)
-"""Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
 _ENDS = ("MIN", "MAX")
 _SHM_MODE = "NCCL_SHM_MEMCPY_MODE"
 _SHM_MODES: dict[int, CopyEngineSide] = {1: "sender", 2: "receiver", 3: "both"}

@@ -16,6 +16,14 @@ from tccl_py.errors import InputError
 from tccl_py.nccl.c_numbers import c_integer
 from tccl_py.nccl.versions import LEVELS
 
+HOST_VARIABLES = (
+    "NCCL_NVLS_ENABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_IB_DISABLE",
+    "NCCL_HOSTID",
+)
+"""Variables for what a host has or forbids; the jobs of `tccl verify` inherit them."""
 _SET = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=(.*)", re.ASCII | re.DOTALL)
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
 _UNFOLLOWED = (

@@ -141,7 +141,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: the directory has other files, or cannot be written; or as `rate`.
         """
-        from tccl_py.plan.rating import write_directory  # noqa: PLC0415 (is above)
+        from tccl_py.planning.rating import write_directory  # noqa: PLC0415 (is above)
 
         write_directory(self, Path(directory), source, tables)
 
@@ -166,7 +166,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         not share the channels evenly; no source, or one of another machine. SearchError: the
         settings give two neighbours no hop.
         """
-        from tccl_py.plan.rating import rate_of_rings  # noqa: PLC0415 (is above)
+        from tccl_py.planning.rating import rate_of_rings  # noqa: PLC0415 (is above)
 
         return rate_of_rings(self, rings, settings, source)
 

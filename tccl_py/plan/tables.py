@@ -16,8 +16,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_version, decode_json, encode_line, picked, read_text
-from tccl_py.model.cluster import NodeClass, shown
-from tccl_py.model.machine import parse_gpus
+from tccl_py.model.cluster import NodeClass, parse_gpus, shown
 from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair

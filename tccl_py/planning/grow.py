@@ -35,7 +35,7 @@ from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
 from tccl_py.search.strategies import STRATEGIES
 from tccl_py.simulator.model import MachineModel
-from tccl_py.sources.opening import HostsSource
+from tccl_py.sources.hosts import HostsSource
 
 Say = Callable[[Iterable[str]], None]
 MANY_NODES = 16_384

@@ -1,31 +1,33 @@
-"""What a request names, opened: a source, and the search by it."""
+"""What a request names, opened: a source with the search by it, and a directory for the plan."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Fingerprint
+from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.staging import FOLDERS, JOURNAL_FILE, PLAN_FILE, locked, make, unmake
 from tccl_py.planning.planner import chosen_gpus, plan_hosts
 from tccl_py.planning.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
+from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal, widen_journal
-from tccl_py.sources.opening import open_source
-from tccl_py.sources.profiled import measured_machine
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 Say = Callable[[str], None]
 _MAX_RINGS = 16
@@ -98,12 +100,14 @@ def machine_subject(request: PlanRequest, say: Say) -> Subject:
 def simulated(request: PlanRequest, name: str) -> tuple[MachineModel, Bench]:
     """Open the model that a request names."""
     model = load_machine(name, p2p=request.p2p)
-    return model, open_source(model, noise=request.noise or 0.0, seed=request.seed or 0)
+    return model, Bench(Simulator(model, noise=request.noise or 0.0, seed=request.seed or 0))
 
 
 def _here(request: PlanRequest, say: Say) -> Subject:
     """Open this machine; the plan has the notices of measuring."""
     from tccl_py.planning import installed_nccl  # noqa: PLC0415 (asks the NCCL here)
+    from tccl_py.sources.opening import open_source  # noqa: PLC0415 (loads the profiler)
+    from tccl_py.sources.profiled import measured_machine  # noqa: PLC0415
 
     place = measured_machine(request.backend, request.devices)
     # No NCCL runs where the host's memory is measured.
@@ -150,3 +154,68 @@ def ring_counts_of(text: str | None) -> tuple[int, ...] | None:
 
 
 # A directory that takes a plan and its journal.
+
+
+@contextmanager
+def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
+    """Make `directory` ready to take a plan and a journal; yield the journal's path.
+
+    A directory with a journal and no plan, or the plan of an interrupted search, is resumed. If an
+    error ends the block, the directories made by this call are removed, unless the journal has
+    measurements of hardware. Until the block ends no other run gets the directory: two would mix
+    their lines in the journal. Raises InputError: a plan or other files are in it and `force` is
+    not given, another run has it, or it cannot be made.
+    """
+    made: list[Path] = []
+    unusable = "cannot be made", "name a writable place"
+    with _taken_away(made), refused(directory, *unusable):
+        check_path(directory.absolute())
+        if not directory.is_dir() and (directory.exists() or directory.is_symlink()):
+            what = missing(directory, "is no directory")
+            raise InputError(str(directory), what, "name a new or empty one")
+        make(directory, made)
+    # Not taken away if another run has it by now.
+    journal = directory / JOURNAL_FILE
+    with locked(directory), _taken_away(made, journal):
+        with refused(directory, *unusable):
+            _check_held(directory, force=force)
+        yield journal
+
+
+@contextmanager
+def _taken_away(made: Sequence[Path], journal: Path | None = None) -> Iterator[None]:
+    """Remove the directories made if an error, not an interruption, ends the block."""
+    try:
+        yield
+    except Exception:
+        if journal is None or not holds_measurements(journal):
+            unmake(made)
+        raise
+
+
+def holds_measurements(journal: Path) -> bool:
+    """Return whether a file is a journal with measurements of hardware."""
+    with suppress(InputError, OSError):
+        contents = read_journal(journal)
+        return not contents.header.simulated and bool(contents.measurements)
+    return False
+
+
+def _check_held(directory: Path, *, force: bool) -> None:
+    held = {entry.name for entry in directory.iterdir()}
+    where = str(directory)
+    if PLAN_FILE in held:
+        # The search of an interrupted plan goes on.
+        resumed = False
+        with suppress(InputError):
+            resumed = load_plan(directory).cancelled
+        if not force and not resumed:
+            raise InputError(where, "already holds a plan", "add `force` to replace it")
+        return
+    if held - {JOURNAL_FILE} and not force:
+        right = "name a new directory, or add `force` to use this one"
+        raise InputError(where, "is not empty", right)
+    # Without a plan beside them these are not ours to replace.
+    for name in sorted(held & set(FOLDERS)):
+        where = str(directory / name)
+        raise InputError(where, "belongs to no plan", "name a directory without it")

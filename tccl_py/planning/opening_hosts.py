@@ -30,10 +30,10 @@ from tccl_py.readers.hosts import listed_hosts
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.opening import open_hosts
+from tccl_py.sources.hosts import open_hosts
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 Models = Mapping[str, MachineModel | None]
 

@@ -22,12 +22,13 @@ from tccl_py.planning.probes import MOST_ODD, MOST_SAMPLED, PlacedSource, placem
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
+from tccl_py.sources.hosts import HostsSource, open_hosts
 from tccl_py.sources.journal import JournalContents, read_journal
-from tccl_py.sources.opening import HostsSource, open_hosts, open_source
+from tccl_py.sources.opening import open_source
 from tccl_py.sources.profiled import MeasuredMachine, measured_machine, search_options
 
 if TYPE_CHECKING:
-    from tccl_py.sources.opening import Job
+    from tccl_py.sources.hosts import Job
 
 
 def journal_of(plan: Plan, directory: Path) -> JournalContents:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tccl_py.errors import InputError, check_type, counted, require
-from tccl_py.model.cluster import Cluster, single_host
-from tccl_py.model.machine import Knowledge, Machine, parse_gpus
+from tccl_py.model.cluster import Cluster, parse_gpus, single_host
+from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED

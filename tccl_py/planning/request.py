@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -14,7 +14,9 @@ from tccl_py.files import check_value
 from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
 from tccl_py.search.problem import Budget
 from tccl_py.search.strategies import Strategy, strategy_name
-from tccl_py.sources.profiled import MeasurementOptions, search_options
+
+if TYPE_CHECKING:
+    from tccl_py.sources.profiled import MeasurementOptions
 
 MOST_SETS = 2000
 DEFAULT_BUDGET = Budget(sets=MOST_SETS, idle_sets=100)
@@ -57,11 +59,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         for field in msgspec.structs.fields(self):
             if field.name != "strategy":
                 check_value(getattr(self, field.name), field.type, where=f"`{field.name}`")
-        _ = self.options  # Raises InputError
+        if self.target is not None:
+            _ = self.options  # Raises InputError
 
     @property
     def options(self) -> MeasurementOptions:
         """The options of measurements."""
+        from tccl_py.sources.profiled import search_options  # noqa: PLC0415 (of hardware)
+
         return search_options(self.backend, self.target)
 
     @property

@@ -21,8 +21,7 @@ import msgspec
 
 from tccl_py.errors import InputError, require
 from tccl_py.files import read_text
-from tccl_py.model.cluster import MAX_HOSTS, check_host_name, shown
-from tccl_py.model.machine import parse_gpus
+from tccl_py.model.cluster import MAX_HOSTS, check_host_name, parse_gpus, shown
 
 MAX_PARTS = 64  # Parts of one name: brackets, and texts between them
 MAX_SLOTS = 4_096

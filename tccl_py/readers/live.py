@@ -32,9 +32,8 @@ from tccl_py.model.machine import (
     PeerAccess,
     check,
     check_knowledge,
-    normal_bus_id,
 )
-from tccl_py.readers.sysfs import HostFiles, PciTree, network_ports, numa_nodes
+from tccl_py.readers.sysfs import HostFiles, PciTree, network_ports, normal_bus_id, numa_nodes
 
 WITHOUT_P2P = ("GeForce", "TITAN")
 """Product lines without GPU-direct RDMA (docs.nvidia.com/cuda/gpudirect-rdma) and P2P over PCIe."""

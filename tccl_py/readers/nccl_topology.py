@@ -26,10 +26,9 @@ from tccl_py.model.machine import (
     NvSwitch,
     PciBridge,
     PciLink,
-    bus_order,
     check,
-    normal_bus_id,
 )
+from tccl_py.readers.sysfs import bus_order, normal_bus_id
 
 MAX_DEPTH = 64
 MAX_ELEMENTS = 10_000  # NCCL itself stops at 256 elements in a topology and 4096 in a graph

@@ -16,8 +16,11 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import reading
-from tccl_py.model.machine import Nic, NumaNode, PciBridge, PciLink, normal_bus_id
+from tccl_py.model.machine import Nic, NumaNode, PciBridge, PciLink
 
+_BUS_ID = re.compile(
+    r"([0-9a-fA-F]{1,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])", re.ASCII
+)
 _SHORT_BUS_ID = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.ASCII)
 """NCCL's bus ids in a path; longer domains look to it like the CPU."""
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,3})?) GT/s", re.ASCII)
@@ -28,6 +31,20 @@ _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # Kernel's -> NCCL's
 _DMA_BUF_SINCE = (5, 12)
 DEVICES = "sys/bus/pci/devices"
 _NODES = "sys/devices/system/node"
+
+
+def normal_bus_id(text: str) -> str | None:
+    """Return the canonical spelling of a bus id (domains of any width); None for other text."""
+    match = _BUS_ID.fullmatch(text)
+    if match is None:
+        return None
+    domain, bus, device, function = match.groups()
+    return f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower()
+
+
+def bus_order(bus_id: str) -> tuple[int, ...]:
+    """Return the sort key of a bus id: NVML counts GPUs in this order."""
+    return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))
 
 
 @dataclass(frozen=True, kw_only=True)

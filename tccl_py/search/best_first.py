@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tccl_py.errors import BudgetSpentError
 from tccl_py.model.rings import RingSet
 from tccl_py.search.bounds import (
+    DIFFERENCE,
     Bounds,
     Evaluator,
     Floats,
@@ -40,8 +41,6 @@ MAX_PAIR_KINDS = 64
 CROSSING_SETS = 64
 """Sets measured at most to bound one group of GPUs."""
 
-DIFFERENCE = 0.05
-"""Rates that a symmetry calls equal may differ this much (relative)."""
 MAX_FINALISTS = 64
 """Runners-up kept; more matter only where measurements are very noisy."""
 Sequences = tuple[tuple[int, ...], ...]

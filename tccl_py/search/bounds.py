@@ -17,12 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.symmetry import smallest_row
+from tccl_py.model.rings import HopSpace
+from tccl_py.model.symmetry import Symmetry, keeping, smallest_row
 from tccl_py.search.problem import Budget, HopIndex
 from tccl_py.sources.bench import Allowance, bench_of
 
 SAFETY = 3.0
 """Standard errors by which a noisy rate is raised before it counts as an upper bound."""
+DIFFERENCE = 0.05
+"""Rates that a symmetry calls equal may differ this much (relative)."""
 
 IsSlow = Callable[[Sequence[int]], bool]
 """Tells whether hops are slow together; supersets of slow sets are slow."""
@@ -107,6 +110,51 @@ class Evaluator:
         rates = [self._bench.sample(transfers, number).rate_gbps for number in numbers]
         self.allowance.spend(len(numbers))
         return rates
+
+
+# The symmetry check: symmetries are spot-checked by measurements before they are used.
+def checked_index(
+    space: HopSpace, symmetry: Symmetry, evaluator: Evaluator, *, checks: int | None
+) -> HopIndex:
+    """Index the space under the part of the symmetry that measurements of single hops confirm.
+
+    One hop of each class is measured, and `checks` more members of the class (None: all).
+    """
+    index = HopIndex(space, symmetry)
+    rates = np.full(len(index.hops), np.nan)
+    errors = [0.0]
+    for smallest in np.unique(index.images.min(axis=0)):
+        orbit = np.unique(index.images[:, smallest])
+        for hop in _spread(orbit, checks):
+            measurement = evaluator.measurement_as_is(index, [hop])
+            rates[hop] = measurement.rate_gbps
+            errors.append(evaluator.relative_error(measurement))
+        rates[orbit] = np.where(np.isnan(rates[orbit]), rates[orbit[0]], rates[orbit])
+    classes = _classes(rates, max(DIFFERENCE, 2 * SAFETY * max(errors)))
+    confirmed = (classes[index.images] == classes[None, :]).all(axis=1)
+    if confirmed.all():
+        return index
+    # Elements that take a hop out of the space have no row in `images`, and are dropped too.
+    keep = np.zeros(len(symmetry.elements), dtype=bool)
+    keep[np.flatnonzero(index.inside)] = confirmed
+    return HopIndex(space, keeping(symmetry, keep))
+
+
+def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
+    """Return the first member and `checks` others, evenly spread."""
+    count = len(orbit) if checks is None else min(checks + 1, len(orbit))
+    picked: list[int] = orbit[np.linspace(0, len(orbit) - 1, count).astype(int)].tolist()
+    return picked
+
+
+def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.int64]:
+    """Number rates so that neighbours in size, closer than `allowed`, have one number."""
+    order = np.argsort(rates)
+    ordered = rates[order]
+    jumps = ordered[1:] > ordered[:-1] * (1 + allowed)
+    classes = np.empty(len(rates), dtype=np.int64)
+    classes[order] = np.concatenate([[0], np.cumsum(jumps)])
+    return classes
 
 
 # QuickXplain (Junker 2004): the smallest slow part of a slow set, with few measurements.

@@ -7,13 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
-from tccl_py.model.rings import HopSpace, Ring, ring_like
+from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
-from tccl_py.search.best_first import DIFFERENCE, Candidate, Incumbent, RingSetSearch
-from tccl_py.search.bounds import SAFETY, Evaluator, distinct_cuts
+from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
+from tccl_py.search.bounds import DIFFERENCE, Evaluator, checked_index, distinct_cuts
 from tccl_py.search.problem import (
     HopIndex,
     Progress,
@@ -253,51 +252,6 @@ def _checked_indices(run: Run, symmetry: Symmetry, checks: int | None) -> dict[i
         symmetry = index.symmetry
         indices[count] = index
     return indices
-
-
-# The symmetry check: symmetries are spot-checked by measurements before they are used.
-def checked_index(
-    space: HopSpace, symmetry: Symmetry, evaluator: Evaluator, *, checks: int | None
-) -> HopIndex:
-    """Index the space under the part of the symmetry that measurements of single hops confirm.
-
-    One hop of each class is measured, and `checks` more members of the class (None: all).
-    """
-    index = HopIndex(space, symmetry)
-    rates = np.full(len(index.hops), np.nan)
-    errors = [0.0]
-    for smallest in np.unique(index.images.min(axis=0)):
-        orbit = np.unique(index.images[:, smallest])
-        for hop in _spread(orbit, checks):
-            measurement = evaluator.measurement_as_is(index, [hop])
-            rates[hop] = measurement.rate_gbps
-            errors.append(evaluator.relative_error(measurement))
-        rates[orbit] = np.where(np.isnan(rates[orbit]), rates[orbit[0]], rates[orbit])
-    classes = _classes(rates, max(DIFFERENCE, 2 * SAFETY * max(errors)))
-    confirmed = (classes[index.images] == classes[None, :]).all(axis=1)
-    if confirmed.all():
-        return index
-    # Elements that take a hop out of the space have no row in `images`, and are dropped too.
-    keep = np.zeros(len(symmetry.elements), dtype=bool)
-    keep[np.flatnonzero(index.inside)] = confirmed
-    return HopIndex(space, keeping(symmetry, keep))
-
-
-def _spread(orbit: npt.NDArray[np.int32], checks: int | None) -> list[int]:
-    """Return the first member and `checks` others, evenly spread."""
-    count = len(orbit) if checks is None else min(checks + 1, len(orbit))
-    picked: list[int] = orbit[np.linspace(0, len(orbit) - 1, count).astype(int)].tolist()
-    return picked
-
-
-def _classes(rates: npt.NDArray[np.float64], allowed: float) -> npt.NDArray[np.int64]:
-    """Number rates so that neighbours in size, closer than `allowed`, have one number."""
-    order = np.argsort(rates)
-    ordered = rates[order]
-    jumps = ordered[1:] > ordered[:-1] * (1 + allowed)
-    classes = np.empty(len(rates), dtype=np.int64)
-    classes[order] = np.concatenate([[0], np.cumsum(jumps)])
-    return classes
 
 
 def _search_all_counts(run: Run, indices: dict[int, HopIndex]) -> list[RingSetSearch]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from tccl_py.errors import MeasurementError, check_type, require
 from tccl_py.files import encode_json
-from tccl_py.model.measurement import JournalHeader, Measurement
-from tccl_py.model.transfer import Flow, Sets, TransferSet, listed_sets
+from tccl_py.model.measurement import JournalHeader, Measurement, Sets, listed_sets
+from tccl_py.model.transfer import Flow, TransferSet
 from tccl_py.simulator.model import (
     Capacity,
     Figures,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tccl_py.errors import (
     BudgetSpentError,
@@ -24,16 +24,15 @@ from tccl_py.model.measurement import (
     BandwidthSource,
     JournalHeader,
     Measurement,
+    Sets,
+    StartedSource,
     answer_fault,
     check_source,
+    listed_sets,
 )
-from tccl_py.model.transfer import Sets, TransferSet, listed_sets
+from tccl_py.model.transfer import TransferSet
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.journal import JournalContents, JournalFile, read_journal
-from tccl_py.sources.profiled import ProfilerSource
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _SPENT = "as many sets were measured, or as long, as is allowed"
 Samples = Mapping[TransferSet, Sequence[Measurement]]
@@ -138,7 +137,7 @@ class Bench:
         if source is not None:
             check_source(source)
         self._source = source
-        self._hardware = source if isinstance(source, ProfilerSource) else None
+        self._hardware = source if isinstance(source, StartedSource) else None
         self._journal, self._journal_notices = journal, journal.notices if journal else ()
         self._stored: Samples = (stored or {}) if journal is None else journal.measurements
         self._new: dict[TransferSet, list[Measurement]] = {}
@@ -386,7 +385,7 @@ class Bench:
         """Return notices for a plan of the measurements; `conditions` are from before closing."""
         return self._hardware.summary(self._new, conditions) if self._hardware else ()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -19,10 +19,10 @@ from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.nccl_files import class_view
-from tccl_py.plan.output import output_directory
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import class_space
 from tccl_py.plan.tables import KeptTable, table_files
+from tccl_py.planning.opening import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_for
