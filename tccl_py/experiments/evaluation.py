@@ -11,6 +11,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
@@ -98,8 +99,6 @@ class Evaluation(Kept, frozen=True, kw_only=True):
     failures: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
-    plan_digest: str = ""
-    format_version: int = 1
 
     @property
     def dry_run(self) -> bool:
@@ -318,13 +317,10 @@ def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> 
 def csv_text(result: Evaluation) -> str:
     """Return all cells as CSV, a row each."""
     text = io.StringIO()
-    names = Cell.__struct_fields__
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*names, "simulated", "dry_run"])
+    names = (*Cell.__struct_fields__, "simulated", "dry_run")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
     for cell in result.cells:
-        values = [getattr(cell, name) for name in names]
-        texts = [
-            " ".join(map(str, value)) if isinstance(value, tuple) else value for value in values
-        ]
-        writer.writerow([*texts, result.simulated, result.dry_run])
+        lists = {name: " ".join(map(str, getattr(cell, name))) for name in ("hosts", "gpus")}
+        writer.writerow(structs.asdict(cell) | lists | picked(result, "simulated", "dry_run"))
     return text.getvalue()

@@ -156,7 +156,6 @@ class Verification(Kept, frozen=True, kw_only=True):
     tuned: bool = False
     tried: tuple[Tried, ...] = ()
     notices: tuple[str, ...] = ()
-    plan_digest: str = ""
     format_version: int = 3
 
     def arm(self, name: ChoiceName) -> ArmResult | None:

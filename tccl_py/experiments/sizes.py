@@ -88,8 +88,6 @@ class SizeTunings(Kept, frozen=True, kw_only=True):
 
     FILE = "sizes.json"
     tunings: tuple[SizeTuning, ...]
-    plan_digest: str = ""
-    format_version: int = 1
 
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:

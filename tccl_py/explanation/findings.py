@@ -101,7 +101,7 @@ class RingExplanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class Explanation(Kept, frozen=True, kw_only=True):
     """The slowdowns of a plan's rings, of default NCCL's, and of writes that the plan avoids.
 
-    `pitfalls` are writes that collapse above a switch. `plan_digest` is the digest of plan.json.
+    `pitfalls` are writes that collapse above a switch.
     """
 
     FILE = "explanation.json"
@@ -113,8 +113,6 @@ class Explanation(Kept, frozen=True, kw_only=True):
     pitfalls: tuple[Finding, ...] = msgspec.field(name="avoided")
     sets_measured: int
     notices: tuple[str, ...] = ()
-    plan_digest: str = ""
-    format_version: int = 1
 
     @property
     def provenance(self) -> str:

@@ -76,11 +76,11 @@ def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
     return found
 
 
-class _Head(msgspec.Struct):
-    """The fields that findings of all versions have."""
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of findings of all versions: digest of the plan's files, and version."""
 
-    format_version: int
     plan_digest: str = ""
+    format_version: int = 1
 
 
 def plan_digest(directory: Path) -> str:
@@ -96,10 +96,10 @@ def plan_digest(directory: Path) -> str:
 K = TypeVar("K", bound="Kept")
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Kept(_Head, frozen=True, forbid_unknown_fields=True):
     """A finding about a plan, in a file beside plan.json that holds for this plan alone.
 
-    Findings have the fields `plan_digest` and `format_version`, by default this program's version.
+    Another version than 1 is a default of the class.
     """
 
     FILE: ClassVar[str]
@@ -141,18 +141,13 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuning(Kept, frozen=True, kw_only=True):
-    """Tables measured with a choice of the plan and a version of NCCL.
-
-    `plan_digest` is the digest of the plan's files.
-    """
+    """Tables measured with a choice of the plan and a version of NCCL."""
 
     FILE = "tuning.json"
     choice: Literal["default", "variables", "graph"]
     nccl: str
     tables: tuple[TunerTable, ...] = ()
     simulated: bool = False
-    plan_digest: str = ""
-    format_version: int = 1
 
 
 def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
