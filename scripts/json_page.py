@@ -193,6 +193,11 @@ class Compared(Keys, kw_only=True):
     low: Annotated[float, says("the 95 % interval of `ratio`")]
     high: float
     verdict: Literal["better", "same", "worse"]
+    harm: Annotated[
+        Literal["none", "open", "loses"] | None,
+        says("of a choice: `open` if a loss of 5 % might not have been seen"),
+    ]
+    collective: Annotated[str | UnsetType, says("of `transfers`")] = UNSET
 
 
 class SameRings(Keys, kw_only=True):
@@ -218,8 +223,8 @@ class Arm(Keys, kw_only=True):
     sizes: list[Compared]
     groups: Annotated[list[Compared], says("smaller communicators")]
     training: list[Compared]
-    transfers: Annotated[list[Compared], says("send/recv")]
-    not_recommended: Annotated[list[int], says("sizes in bytes at which it is worse")]
+    transfers: Annotated[list[Compared], says("send/recv and all-to-all")]
+    not_recommended: Annotated[list[int], says("sizes in bytes at which it loses")]
     checked: Annotated[int, says("compared values of collectives")]
     wrong: list[WrongValue]
     rings: Annotated[SameRings | None, says("null without a log")]

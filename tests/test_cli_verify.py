@@ -33,7 +33,8 @@ ARM_KEYS = [
     "environment", "settings", "sizes", "groups", "training", "transfers", "not_recommended",
     "checked", "wrong", "rings", "failure",
 ]  # fmt: skip
-SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict"]
+SIZE_KEYS = ["bytes", "us", "gbps", "ratio", "low", "high", "verdict", "harm"]
+TRANSFER_KEYS = ["bytes", "collective", "groups", *SIZE_KEYS[1:]]
 
 
 def tccl(*arguments):
@@ -108,7 +109,7 @@ def test_a_dry_run_has_sizes_and_seconds_for_a_laptop(place, jobs):
     assert tccl("verify", place, "--backend", "host").exit_code == 0
     kept = Verification.load(place)
     assert (kept.arms[0].sizes[0].bytes, kept.arms[0].sizes[-1].bytes) == (1024, 4 << 20)
-    assert [row.bytes for row in kept.arms[1].transfers] == [4 << 20]
+    assert {row.bytes for row in kept.arms[1].transfers} == {64 << 10, 1 << 20}
     assert (budget_of("host").seconds, budget_of(None)) == (30.0, RunBudget())
 
 
@@ -132,7 +133,7 @@ def test_json_has_the_keys_that_the_help_lists(place, jobs):
     for arm in arms.values():
         assert list(arm) == ARM_KEYS
         assert [list(one) for one in arm["sizes"]] == [SIZE_KEYS] * 2
-        assert [list(one) for one in arm["transfers"]] == [SIZE_KEYS]
+        assert {tuple(one) for one in arm["transfers"]} == {tuple(TRANSFER_KEYS)}
         assert [list(one) for one in arm["groups"]] == [["groups", *SIZE_KEYS]] * len(arm["groups"])
     assert [len(one["groups"]) for one in arms.values()] == [4, 4, 0]
     assert (found["accepted"], found["winner"]) == (False, "default")
@@ -247,40 +248,39 @@ def test_what_was_verified_is_kept_when_tuning_is_interrupted(place, jobs, monke
     assert not list(place.glob(".*"))
 
 
-def small_fifos(fastest, second):
+def small_fifos(second):
     """Seconds, and factors of send/recv: FIFOs of 256 and 512 KiB, as two H200 without P2P."""
-    gains = {"262144": fastest, "524288": second}
+    gains = {"262144": 1.4, "524288": second}
 
     def seconds(size, told):
         gain = gains.get(told.get("NCCL_BUFFSIZE"), 1.0)
-        return (1e-4 + size / 1e10) / (gain if size > 1 << 20 else 1.0)
+        return (1e-4 + size / 1e10) / gain
 
     def transfers(told):
-        ratio = {"262144": 0.75, "524288": 0.9}.get(told.get("NCCL_BUFFSIZE"), 1.0)
+        ratio = {"262144": 0.75, "524288": 0.99}.get(told.get("NCCL_BUFFSIZE"), 1.0)
         return gains.get(told.get("NCCL_BUFFSIZE"), 1.0) / ratio
 
     return seconds, transfers
 
 
-@pytest.mark.parametrize(("second", "buffsize"), [(1.39, 512), (1.3, 256)])
-def test_of_fifo_sizes_that_hardly_differ_the_kindest_to_send_recv_is_taken(
-    place, jobs, second, buffsize
+@pytest.mark.parametrize(
+    ("second", "buffsize", "recommended"), [(1.2, 512, "variables"), (1.0, 256, "default")]
+)
+def test_of_settings_that_gain_those_that_slow_no_send_recv_are_taken_first(
+    place, jobs, second, buffsize, recommended
 ):
-    seconds, transfers = small_fifos(1.4, second)
+    seconds, transfers = small_fifos(second)
     fake = jobs(lambda _: 1.0, transfers=transfers, noise=0.001)
     fake.seconds = seconds
     found = tccl("verify", place, "--backend", "host", "--tune", "--sizes", "4K,64M", "--json")
     assert found.exit_code == 0, found.stderr
-    assert load_plan(place).variables.settings.buffsize == buffsize << 10
+    after = load_plan(place)
+    assert (after.recommended, after.variables.settings.buffsize) == (recommended, buffsize << 10)
+    # What gains and slows send/recv is offered, with what it slows.
+    assert ("send/recv of 64 KiB, 1 MiB, 64 MiB (0.75)" in after.advice) == (buffsize == 256)
     answer = json.loads(found.stdout)
-    (arm,) = (one for one in answer["arms"] if one["name"] == "variables")
-    (row,) = arm["transfers"]
-    assert row["ratio"] == pytest.approx({512: 0.9, 256: 0.75}[buffsize], rel=0.01)
     tried = {one["settings"].get("buffsize"): one["transfer_ratio"] for one in answer["tried"]}
     assert tried[256 << 10] == pytest.approx(0.75, rel=0.02)
-    (told,) = (text for text in answer["notices"] if "send/recv" in text)
-    assert "--choice default" in told and told in found.stderr
-    assert told in " ".join(tccl("show", place).stdout.split())
 
 
 def test_tuning_takes_variables_where_they_are_as_fast_as_a_graph_file(place, jobs):
@@ -318,7 +318,7 @@ def test_copy_engines_that_lose_at_a_size_are_not_recommended(tmp_path, jobs):
         default = 1e-4 + size / 1e10
         if "NCCL_SHM_USE_CUDA_MEMCPY" not in told:
             return default
-        return default * (1.03 if size == 4096 else 0.5)
+        return default * (1.06 if size == 4096 else 0.5)
 
     fake = jobs(lambda _: 1.0, noise=0.001)
     fake.seconds = seconds

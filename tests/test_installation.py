@@ -471,7 +471,7 @@ NOT = "was not accepted when it was verified"
     ("verification", "said"),
     [
         (None, "was not verified"),
-        ({"rows": (WORSE,)}, f"{NOT}: it is slower than default"),
+        ({"rows": (WORSE,)}, f"{NOT}: all-reduce of 4 KiB (0.90) is slower than default"),
         ({"wrong": (WRONG,)}, f"{NOT}: 1 values are wrong"),
         ({"failure": "x"}, "failed when it was verified"),
         ({"name": "graph"}, "was verified for the choice graph"),

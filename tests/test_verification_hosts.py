@@ -274,7 +274,7 @@ def test_a_cluster_is_verified_in_rounds_of_two_arms_and_kept(tmp_path):
     assert found.hosts == ("gpu3", "gpu2", "gpu1", "login")
     assert [one.name for one in found.arms] == ["default", "graph"]
     assert (found.winner, found.judged.name, found.accepted) == ("graph", "graph", True)
-    assert found.order.startswith("ABBA")
+    assert found.order.startswith("ABCCBA")
     assert found.judged.checked == 55
     assert found.judged.predicted_gbps == plan.rate_gbps
     path = f"{tmp_path}/nccl/hosts/HOST.xml"

@@ -22,8 +22,8 @@ PLANNED = ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_P2P_LEVEL", "NCCL_SHM_US
 class FakeJobs:
     """Jobs that take `seconds(size, environment)`, times noise; counts what it was asked.
 
-    Calls in smaller groups take `grouped(groups, environment)` times as long, and send/recv
-    `transfers(environment)` times.
+    Calls in smaller groups take `grouped(groups, environment)` times as long, and send/recv and
+    all-to-all `transfers(environment)` times.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FakeJobs:
             seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if row.groups:
                 seconds *= self._grouped(row.groups, environment)
-            if row.collective == "send_recv":
+            if row.collective in ("send_recv", "all_to_all"):
                 seconds *= self._transfers(environment)
             # A graph file fails smaller communicators.
             left_out = row.groups and "NCCL_GRAPH_FILE" in environment

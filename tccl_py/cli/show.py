@@ -60,8 +60,8 @@ def show(
     print_plan(plan, console)
     with suppress(InputError):
         verified = Verification.load(directory)
-        for text in verified.transfer_notices if verified is not None else ():
-            console.print(f"note: {text}")
+        for text in verified.judged.objections if verified is not None else ():
+            console.print(f"note: by jobs, {text}")
     title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):

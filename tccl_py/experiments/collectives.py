@@ -94,6 +94,11 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
     ),
 }
 """To add a collective, add its name to `WorkloadCollective` and its row here."""
+COLLECTIVE_WORDS: dict[Collective, str] = {
+    **{name: name.replace("_", "-") for name in COLLECTIVES},
+    "send_recv": "send/recv",
+}
+"""Collectives in words."""
 PROGRAMS: dict[str, Collective] = {
     facts.program: name for name, facts in COLLECTIVES.items() if facts.program
 }

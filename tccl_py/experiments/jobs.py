@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -50,6 +50,8 @@ _CONCURRENT_BYTES = 4 << 30
 
 Say = Callable[[str], None]
 """Receives a line for the user."""
+AGAIN = cast("ChoiceName", "again")
+"""Name of the second arm of default NCCL in the rounds of a comparison, which is no choice."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):

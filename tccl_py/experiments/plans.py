@@ -182,7 +182,7 @@ def _noticed(result: Verification) -> Verification:
     """Return a verification with the driver's version, and with all notices."""
     cuda = result.backend == "cuda"
     nccl = result.versions.get("nccl", "")
-    notices = [*result.notices, *result.transfer_notices]
+    notices = list(result.notices)
     if not cuda:
         notices.append("a dry run over gloo: its rates say nothing about GPUs or NCCL")
     elif mismatch := (why_not_with(result.judged.settings, nccl) if nccl else ""):

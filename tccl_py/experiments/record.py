@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
 import msgspec
 
 from tccl_py.errors import size_text
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.rings import RingsFound
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.experiments.table import EQUAL, Compared, Timed, compare
@@ -23,16 +24,14 @@ WINS: dict[ChoiceName, str] = {
     "variables": "variables win",
     "graph": "the graph file wins",
 }
-SLOW_TRANSFERS = 0.97
-"""Send/recv is told to be slow if its interval lies wholly below this share of default NCCL."""
 
 
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Results of real collectives in one arm.
 
     `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, and `large`
-    the speed over default NCCL's there. `transfers` are send/recv to the next rank, which are no
-    part of any judgement. `failure` says why a job failed; nothing is timed then.
+    the speed over default NCCL's there. `transfers` are send/recv to the next rank and all-to-all.
+    `failure` says why a job failed; nothing is timed then.
     """
 
     name: ChoiceName
@@ -66,12 +65,25 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def worse_sizes(self) -> tuple[int, ...]:
         """Return sizes, in bytes, for which the arm is not recommended."""
-        return tuple(row.bytes for row in self.sizes if row.verdict == "worse")
+        return tuple(row.bytes for row in self.sizes if row in self.losses)
 
     @property
     def losses(self) -> tuple[Timed, ...]:
-        """Return rows whose interval lies below default NCCL, if only by chance."""
-        return tuple(row for row in self.rows if row.compared.loses)
+        """Return rows that lose.
+
+        Of earlier versions, which had no second arm of default NCCL, these are the rows whose
+        interval lies below default NCCL, if only by chance, send/recv excepted.
+        """
+        return tuple(
+            row
+            for row in (*self.rows, *self.transfers)
+            if row.harm == "loses" or (row.harm is None and row.compared.loses and row in self.rows)
+        )
+
+    @property
+    def unclear(self) -> tuple[Timed, ...]:
+        """Return rows of which a loss of 5 % might not have been seen."""
+        return tuple(row for row in (*self.rows, *self.transfers) if row.harm == "open")
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -87,13 +99,10 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def objections(self) -> tuple[str, ...]:
         """Return why the arm may not be used: its faults, or slower than default NCCL."""
         against = list(self.faults)
-        if self.worse_sizes:
-            against.append(f"it is slower than default NCCL at {sizes_text(self.worse_sizes)}")
-        if any(row.verdict == "worse" for row in self.training):
-            against.append("a training step is slower than with default NCCL")
-        for groups in dict.fromkeys(row.groups for row in self.losses if row.groups):
-            sizes = sizes_text([row.bytes for row in self.losses if row.groups == groups])
-            against.append(f"communicators over {groups_text(groups)} are slower at {sizes}")
+        against += [f"{text} is slower than default NCCL" for text in row_texts(self.losses)]
+        if self.unclear and not against:
+            unclear = "; ".join(row_texts(self.unclear))
+            against.append(f"a loss of 5 % would not surely have been seen in {unclear}")
         return tuple(against)
 
     @property
@@ -112,8 +121,9 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A candidate of the sweep: bus bandwidth at the large sizes, or why its job failed.
 
-    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL, and
-    `transfer_ratio` that of send/recv to the job beside, 1.0 where it was not timed.
+    `worst_ratio` is the smallest ratio, over sizes, to the slowest job of default NCCL,
+    `transfer_ratio` that of send/recv and all-to-all to the job beside, 1.0 where they were not
+    timed, and `gain` the bus bandwidth over that job's.
     """
 
     arm: ChoiceName
@@ -121,6 +131,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gbps: float = 0.0
     worst_ratio: float = 0.0
     transfer_ratio: float = 1.0
+    gain: float = 1.0
     failed: str = ""
 
 
@@ -128,8 +139,9 @@ class Verification(Kept, frozen=True, kw_only=True):
     """Results of every arm of a plan, the baseline (default NCCL) first.
 
     `recommended` is the plan's choice, `chosen` the one in question, and `winner` the best by jobs.
-    `order` has the arm of each job as a letter, A the baseline; `raw` each job's seconds per call
-    by row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
+    `order` has the arm of each job as a letter, A the baseline and the last letter default NCCL
+    `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
+    row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
     `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
     plan are earlier jobs' bandwidths.
     """
@@ -140,6 +152,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     backend: Backend
     arms: tuple[ArmResult, ...]
+    again: tuple[Timed, ...] = ()
     recommended: ChoiceName
     chosen: ChoiceName
     winner: ChoiceName
@@ -197,22 +210,8 @@ class Verification(Kept, frozen=True, kw_only=True):
         spoilt = [each for each in self.arms if each.wrong and each is not arm]
         against += [f"values of {CHOICE_WORDS[each.name]} are wrong" for each in spoilt]
         if not against and name not in good_choices(self.arms):
-            lost = [size_text(row.bytes) if row.bytes else row.mode for row in arm.losses]
-            why = f", as whole intervals lie below default NCCL: {', '.join(lost)}" if lost else ""
-            against.append(WINS[self.winner] + why)
+            against.append(WINS[self.winner])
         return "; ".join(against)
-
-    @property
-    def transfer_notices(self) -> tuple[str, ...]:
-        """Return how much the choice in question slows send/recv, and how to avoid that."""
-        return tuple(
-            f"with {CHOICE_WORDS[self.chosen]}, send/recv of {size_text(row.bytes)} runs at "
-            f"{row.compared.ratio:.2f} ({row.compared.low:.2f} to {row.compared.high:.2f}) times "
-            "default NCCL, and all-to-all moves by the same transfers: run pipeline- and "
-            "expert-parallel jobs by default NCCL (`tccl env DIR --choice default`)"
-            for row in self.judged.transfers[-1:]
-            if row.compared.high < SLOW_TRANSFERS
-        )
 
     @property
     def rounds(self) -> int:
@@ -223,10 +222,9 @@ class Verification(Kept, frozen=True, kw_only=True):
 def good_choices(arms: Sequence[ArmResult]) -> tuple[ChoiceName, ...]:
     """Return the choices within 1 % of the best, or within a wider interval; the winner first.
 
-    The winner is the smallest intervention of these. Only accepted arms without a row whose
-    interval lies below default NCCL count.
+    The winner is the smallest intervention of these. Only accepted arms count: harmless ones.
     """
-    usable = [arms[0], *(arm for arm in arms[1:] if arm.accepted and not arm.losses)]
+    usable = [arms[0], *(arm for arm in arms[1:] if arm.accepted)]
     best = max(usable, key=lambda arm: arm.large.ratio)
 
     def as_good(arm: ArmResult) -> bool:
@@ -239,6 +237,19 @@ def good_choices(arms: Sequence[ArmResult]) -> tuple[ChoiceName, ...]:
 def sizes_text(sizes: Sequence[int]) -> str:
     """Return sizes in bytes with their units."""
     return ", ".join(map(size_text, sizes))
+
+
+def row_texts(rows: Iterable[Timed]) -> Iterator[str]:
+    """Yield the rows of each collective in words, with the smallest ratio."""
+    alike: dict[tuple[Collective, str], list[Timed]] = {}
+    for row in rows:
+        alike.setdefault((row.collective, row.mode), []).append(row)
+    for (collective, mode), members in alike.items():
+        sizes = sizes_text(sorted({row.bytes for row in members}))
+        what = f"a training step ({mode})" if mode else f"{COLLECTIVE_WORDS[collective]} of {sizes}"
+        groups = dict.fromkeys(row.groups for row in members)
+        over = "" if () in groups else f" over {' or '.join(map(groups_text, groups))}"
+        yield f"{what}{over} ({min(row.compared.ratio for row in members):.2f})"
 
 
 def groups_text(groups: Groups) -> str:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import msgspec
 
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.collectives import Collective
-from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Ended, Launcher, Outcome
-from tccl_py.experiments.spec import SIZES, Dtype, JobSpec, Row, rows_of
-from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, Table, table_of
+from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
+from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
+from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, SMALLEST_EFFECT, Table, table_of
 from tccl_py.plan.chains import ChoiceName
 
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
-_TRANSFER_BYTES = 64 << 20
-"""Size of send/recv, which no sweep of sizes has: small FIFOs slow it alike from 16 MiB up."""
+_TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
+_TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
+"""Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
 _LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
 """The largest size of a dry run: 1 GiB takes a second a call there; and its seconds."""
 _NARROW = 1 << 20
@@ -52,11 +52,19 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         """Return the collectives that each job times over all ranks."""
         return rows_of(self.sizes, self.collectives, self.dtype)
 
-    @property
-    def transfers(self) -> tuple[Row, ...]:
-        """Return send/recv, which is timed beside; () where it is the collective."""
-        size = min(_TRANSFER_BYTES, max(self.sizes))
-        return () if "send_recv" in self.collectives else rows_of((size,), ("send_recv",))
+    def transfers(self, groups: Iterable[Groups] = ()) -> tuple[Row, ...]:
+        """Return send/recv and all-to-all over all ranks and in `groups`, if not compared anyway.
+
+        Pipeline and expert parallel jobs move by them, and what speeds rings up may slow them.
+        """
+        most = max(self.sizes)
+        sizes = tuple(size for size in _TRANSFER_SIZES if size <= most) or (most,)
+        collectives = [name for name in _TRANSFERS if name not in self.collectives]
+        return rows_of(sizes, collectives, groups=((), *groups))
+
+    def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
+        """Return the collectives in smaller communicators, at some sizes."""
+        return rows_of(self.few_sizes[:4], self.collectives, self.dtype, groups=groups)
 
 
 def budget_of(backend: str | None) -> RunBudget:
@@ -91,15 +99,16 @@ def run_rounds(
     """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
     An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a
-    job of the first arm, the baseline, failed.
+    job of default NCCL, the first arm and AGAIN, failed.
     """
     running, failures = list(arms), dict[ChoiceName, str]()
+    defaults = [arm for arm in arms if arm is arms[0] or arm.name == AGAIN]
 
     def sound(ended: Iterable[Ended]) -> Iterator[tuple[ChoiceName, Outcome]]:
         for arm, outcome in ended:
             if not isinstance(outcome, MeasurementError):
                 yield arm.name, outcome
-            elif arm is arms[0]:
+            elif arm in defaults:
                 raise outcome
             else:
                 failures[arm.name] = str(outcome)
@@ -108,23 +117,24 @@ def run_rounds(
     launcher.watch("checking values" if budget.checks else "starting")
     groups = tuple(dict.fromkeys(row.groups for row in spec.rows if row.groups))
     first = JobSpec(checks=budget.checks, check_groups=groups)
-    checked = dict(sound(ConcurrentJobs(launcher, first).run(arms)))
+    checking = [arm for arm in arms if arm.name != AGAIN]
+    checked = dict(sound(ConcurrentJobs(launcher, first).run(checking)))
     jobs, outcomes = ConcurrentJobs(launcher, spec), list[tuple[ChoiceName, Outcome]]()
     table: Table = {}
     # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
-    least = LEAST_ROUNDS if len(arms) == 2 else LEAST_ROUNDS + 1
+    least = LEAST_ROUNDS if len(checking) == 2 else LEAST_ROUNDS + 1
     most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
-    for ended in jobs.rounds(running, most) if len(running) > 1 else ():
+    for ended in jobs.rounds(running, most) if len(running) > len(defaults) else ():
         outcomes += sound(ended)
         outcomes = [(name, job) for name, job in outcomes if name not in failures]
         at_once = min(jobs.at_once, len(ended))
         count = len(outcomes) // len(running)
-        if count < least and len(running) > 1:
+        if count < least and len(running) > len(defaults):
             continue
         # Compare all rows of all arms at once; stop where more rounds add nothing.
         table = table_of(launcher, spec, outcomes)
         late = time.monotonic() - begun > budget.seconds
-        if late or len(running) == 1 or _enough(budget, table, count):
+        if late or len(running) == len(defaults) or _enough(budget, table, count):
             break
     return Rounds(checked=checked, jobs=outcomes, failures=failures, at_once=at_once, table=table)
 
@@ -133,11 +143,21 @@ def _enough(budget: RunBudget, table: Table, count: int) -> bool:
     """Return whether more rounds add nothing.
 
     Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
-    ranks.
+    ranks. In all rounds it has to become clear whether an arm that gains is harmless.
     """
-    for row, timed in chain.from_iterable(rows.items() for rows in table.values()):
-        narrow = row.bytes >= _NARROW and not row.groups
-        counts = count < budget.rounds or narrow or timed.compared.high < 1
-        if timed.compared.open and counts and row not in budget.transfers:
+    transfers = {row.collective for row in budget.transfers()}
+    for name, rows in table.items():
+        harms = {timed.harm for timed in rows.values()}
+        gains = any(
+            timed.compared.low > 1 + SMALLEST_EFFECT
+            for row, timed in rows.items()
+            if row.over_all and row.bytes == max(budget.sizes)
+        )
+        if gains and "open" in harms and "loses" not in harms:
             return False
+        for row, timed in rows.items() if name != AGAIN else ():
+            narrow = row.bytes >= _NARROW and not row.groups
+            counts = count < budget.rounds or narrow or timed.compared.high < 1
+            if timed.compared.open and counts and row.collective not in transfers:
+                return False
     return True

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from tccl_py.experiments.jobs import Launcher, Outcome
+from tccl_py.decision import Harm, harm
+from tccl_py.experiments.jobs import AGAIN, Launcher, Outcome
 from tccl_py.experiments.spec import JobSpec, Row
 from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
@@ -97,13 +98,14 @@ class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row in an arm: seconds in each round, and the speed over the baseline's.
 
     Its groups are of GPUs, over several hosts of ranks. `gbps` is the median bus bandwidth, 0 of a
-    training step.
+    training step. `harm` is whether it loses; None without a second arm of default NCCL.
     """
 
     seconds: tuple[float, ...]
     gbps: float = 0.0
     compared: Compared
     verdict: Verdict
+    harm: Harm | None = None
 
 
 Table = Mapping[ChoiceName, Mapping[Row, Timed]]
@@ -115,12 +117,21 @@ def table_of(
 ) -> Table:
     """Return the rows of every arm's jobs, with the speed over the first arm's."""
     names = list(dict.fromkeys(name for name, _ in jobs))
+    count = len([name for name in names[1:] if name != AGAIN])
+    names = names if count else names[:1]
     times = {name: row_seconds(spec, [job for arm, job in jobs if arm == name]) for name in names}
     baseline, compared = times[names[0]], {names[0]: dict.fromkeys(times[names[0]], EQUAL)}
     for name in names[1:]:
         rows = times[name]
-        ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=len(names) - 1)
+        ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
         compared[name] = dict(zip(rows, ratios, strict=True))
+    again = times.get(AGAIN, {})
+
+    def harm_of(name: ChoiceName, row: Row) -> Harm | None:
+        if row not in again or name in (names[0], AGAIN):
+            return None
+        return harm(times[name][row], baseline[row], again[row])
+
     named = launcher.members
     return {
         name: {
@@ -131,6 +142,7 @@ def table_of(
                 gbps=row.bus_gbps(launcher.world, statistics.median(times[name][row])),
                 compared=ratio,
                 verdict=ratio.verdict,
+                harm=harm_of(name, row),
             )
             for row, ratio in rows.items()
         }

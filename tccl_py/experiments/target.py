@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import THIS_HOST, Arm
-from tccl_py.experiments.record import Verification, sizes_text
+from tccl_py.experiments.record import Verification
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import Settings, job_environment, pinned_level
@@ -184,9 +184,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         rates, plan = result.achieved, self.plan
         plan = _achieved(plan, rates) if self.hosts else self.retuned({}, rates).plan
         variables = result.arm("variables")
-        if variables is not None and variables.losses:
-            sizes = sizes_text(sorted({row.bytes for row in variables.losses}))
-            note = f"slower than default NCCL at {sizes}"
+        if variables is not None and variables.objections:
+            note = "; ".join(variables.objections)
             plan = replace(plan, variables=replace(plan.variables, note=note))
         dry_run = plan.dry_run or result.dry_run
         return replace(self, plan=replace(plan, winner=result.winner, dry_run=dry_run))

@@ -18,9 +18,10 @@ from statistics import median
 
 from msgspec.structs import replace
 
+from tccl_py.decision import LEAST_RATIO
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
-from tccl_py.experiments.record import SLOW_TRANSFERS, Tried, Verification, sizes_text
+from tccl_py.experiments.record import Tried, Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
 from tccl_py.experiments.table import SMALLEST_EFFECT, row_seconds
@@ -39,8 +40,6 @@ WHOLE_SECONDS = 480.0
 ATTEMPTS = 2
 """Comparisons after the sweep: of the best settings, and of the best with other channels if those
 harm a training step or a size, about which one job says little."""
-_AS_FAST, _KINDER = 0.98, 1.02
-"""Of FIFO sizes this close to the fastest, send/recv decides if it is faster by this factor."""
 _LEAST = 0.9
 """Candidates with a smaller worst ratio are dropped: jobs of small messages differ by a fifth, and
 a candidate has one job."""
@@ -111,8 +110,7 @@ def run_tuning(
 def _rejections(result: Verification) -> Iterator[str]:
     """Yield why the tuned settings of each choice are not used."""
     for arm in result.arms[1:]:
-        sizes = sizes_text([row.bytes for row in arm.losses])
-        why = "; ".join(arm.objections) or (f"slower at {sizes}" if sizes else "no clear gain")
+        why = "; ".join(arm.objections) or "no clear gain"
         lead = f"{arm.large.ratio:.2f}x default NCCL at large sizes"
         variables = environment_text(arm.settings)
         yield f"tuned {arm.name} not used ({variables}): {lead}, but {why}"
@@ -155,25 +153,20 @@ def _trials(plan: Target, sweep: Sweep, *, deadline: float) -> list[Tried]:
 def _fastest(trials: Sequence[Tried], name: ChoiceName) -> Tried | None:
     """Return the fastest candidate at large sizes that is not much slower than default NCCL.
 
-    Of equally fast ones it is the first; of FIFO sizes that hardly differ, which harm send/recv,
-    the kindest.
+    Candidates that gain and leave send/recv and all-to-all as they are come first: only these may
+    be harmless. Of equally fast ones it is the first.
     """
     usable = [trial for trial in trials if trial.arm == name and trial.worst_ratio >= _LEAST]
     best: Tried | None = None
     for trial in usable:
-        if best is None or trial.gbps > best.gbps * (1 + SMALLEST_EFFECT):
+        rank = _gains(trial), trial.gbps
+        if best is None or rank > (_gains(best), best.gbps * (1 + SMALLEST_EFFECT)):
             best = trial
-    if best is None or best.transfer_ratio >= SLOW_TRANSFERS:
-        return best
-    fifo = best.settings.buffsize
-    kinder = [
-        trial
-        for trial in usable
-        if replace(trial.settings, buffsize=fifo) == best.settings
-        and trial.transfer_ratio > best.transfer_ratio * _KINDER
-        and trial.gbps >= best.gbps * _AS_FAST
-    ]
-    return max(kinder, key=lambda trial: trial.transfer_ratio, default=best)
+    return best
+
+
+def _gains(trial: Tried) -> bool:
+    return trial.gain > 1 + SMALLEST_EFFECT and trial.transfer_ratio >= LEAST_RATIO
 
 
 def _channels(trial: Tried) -> tuple[int, int | None]:
@@ -207,7 +200,10 @@ class Sweep:
         few = rows_of(budget.few_sizes, budget.collectives, budget.dtype)
         slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
         self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
-        self._spec = JobSpec(rows=(*few, *budget.transfers))
+        transfers = budget.transfers()
+        largest = max((row.bytes for row in transfers), default=0)
+        rows = (*few, *(row for row in transfers if row.bytes == largest))
+        self._spec = JobSpec(rows=rows)
         self._jobs = ConcurrentJobs(launcher, self._spec)
         self._default: dict[Row, float] = {}
         self._default_gbps: list[float] = []
@@ -245,9 +241,10 @@ class Sweep:
                 for row, default in self._default.items()
             }
             worst = min(ratios.pop(row) for row in self._slowest)
-            # What is left is send/recv.
+            # What is left is send/recv and all-to-all.
             transfers, gbps = min(ratios.values(), default=1.0), self._gbps(seconds)
-            trials.append(replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=transfers))
+            timed = replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=transfers)
+            trials.append(replace(timed, gain=gbps / self._default_gbps[-1]))
         return trials
 
     def baseline(self) -> Tried:

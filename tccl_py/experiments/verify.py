@@ -10,11 +10,11 @@ from functools import partial
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.jobs import Arm, Launcher, Outcome
+from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rings import RingsFound, rings_found
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
-from tccl_py.experiments.spec import JobSpec, WrongValue, groups_of, large_gbps, rows_of
+from tccl_py.experiments.spec import JobSpec, WrongValue, groups_of, large_gbps
 from tccl_py.experiments.target import Target
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import plan_name
@@ -39,9 +39,10 @@ def verify_target(
     # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     groups = groups_of(launcher.world) if with_groups else ()
-    smaller = rows_of(budget.few_sizes[:4], budget.collectives, budget.dtype, groups=groups)
-    spec = JobSpec(rows=(*budget.rows, *smaller, *budget.transfers), training=budget.training)
-    rounds = run_rounds(launcher, arms, budget, spec, begun=begun)
+    rows = (*budget.rows, *budget.rows_in(groups), *budget.transfers(groups))
+    spec = JobSpec(rows=rows, training=budget.training)
+    again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
+    rounds = run_rounds(launcher, (*arms, *again), budget, spec, begun=begun)
     # 2. Judge each arm, and find the winner.
     results: list[ArmResult] = []
     for arm in arms:
@@ -49,7 +50,8 @@ def verify_target(
         if results and not result.failure:
             result = replace(result, large=result.over(results[0]))
         results.append(result)
-    letters = dict(zip((arm.name for arm in arms), "ABC", strict=False))
+    names: list[ChoiceName] = [*(arm.name for arm in arms), AGAIN]
+    letters = dict(zip(names, "ABCD", strict=False))
     ranks = rounds.checked["default"].results
     return Verification(
         machine=plan_name(target.plan),
@@ -57,6 +59,7 @@ def verify_target(
         hosts=target.hosts,
         backend=launcher.backend,
         arms=tuple(results),
+        again=tuple(rounds.table.get(AGAIN, {}).values()),
         recommended=target.plan.recommended,
         chosen=only or target.arm(target.plan.recommended).name,
         winner=good_choices(results)[0],
@@ -92,7 +95,8 @@ def _arm_result(
         return result
     first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
     rows = dict(rounds.table.get(arm.name, {}))
-    transfers = tuple(rows.pop(row) for row in budget.transfers if row in rows)
+    apart = {row.collective for row in budget.transfers()}
+    transfers = tuple(rows.pop(row) for row in list(rows) if row.collective in apart)
     return replace(
         result,
         gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),

@@ -98,7 +98,6 @@ def read_contents(directory: Path) -> Contents:
     verification = loaded(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
-    notices += verification.transfer_notices if verification is not None else ()
     sizes = load_sizes(directory)
     if any(tuning.backend != "cuda" for tuning in sizes):
         sizes = ()

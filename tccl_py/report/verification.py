@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted, size_text
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.evaluation import Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
 from tccl_py.experiments.spec import is_large
@@ -39,7 +40,10 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
         "sizes": [{"bytes": row.bytes, **_row_json(row)} for row in arm.sizes],
         "groups": [{**picked(row, "groups", "bytes"), **_row_json(row)} for row in arm.groups],
         "training": [{"mode": row.mode, **_row_json(row)} for row in arm.training],
-        "transfers": [{"bytes": row.bytes, **_row_json(row)} for row in arm.transfers],
+        "transfers": [
+            {**picked(row, "bytes", "collective", "groups"), **_row_json(row)}
+            for row in arm.transfers
+        ],
         "not_recommended": arm.worse_sizes,
         **picked(arm, "checked", "wrong"),
         "rings": None if arm.rings is None else picked(arm.rings, "same", "differences"),
@@ -49,7 +53,7 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
 
 def _row_json(row: Timed) -> dict[str, Any]:
     compared = picked(row.compared, "ratio", "low", "high")
-    return {"us": _us(row), "gbps": row.gbps, **compared, "verdict": row.verdict}
+    return {"us": _us(row), "gbps": row.gbps, **compared, **picked(row, "verdict", "harm")}
 
 
 def _us(row: Timed) -> float:
@@ -156,7 +160,11 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         origin = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
         lines.append(f"communicators over {groups_text(groups)}: {origin}")
     lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
-    lines += [f"send/recv of {size_text(row.bytes)}: {_verdict(row)}" for row in arm.transfers]
+    for collective, groups in dict.fromkeys((row.collective, row.groups) for row in arm.transfers):
+        rows = [r for r in arm.transfers if (r.collective, r.groups) == (collective, groups)]
+        ratios = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
+        over = f" over {groups_text(groups)}" if groups else ""
+        lines.append(f"{COLLECTIVE_WORDS[collective]}{over}: {ratios}")
     return [f"{arm.name}: {line}" for line in lines]
 
 
