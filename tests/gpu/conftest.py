@@ -6,7 +6,12 @@ import sys
 
 import pytest
 
+from tccl_py.plan.load import load_plan
+from tccl_py.planning.planner import make_plan
+from tccl_py.simulator.descriptions import load_machine
+from tccl_py.simulator.source import Simulator
 from tests.gpu.ranks import BRIEF, REAL, REPOSITORY, SHARE, torch_nccl
+from tests.planned import needing_a_graph
 
 
 def tccl(*words, **variables):
@@ -27,6 +32,16 @@ def simulated(tmp_path_factory):
     options = ["--nccl", f"{version[0]}.{version[1]}"] if (version := torch_nccl()) else []
     tccl("plan", "-o", folder / "plan", "--simulate", folder / "machine.json", *options)
     return folder / "plan"
+
+
+@pytest.fixture(scope="session")
+def files_for_all_sets(simulated):
+    """The same with a graph file for each set of GPUs, all of which gain by it."""
+    model = load_machine(simulated.parent / "machine.json")
+    version = load_plan(simulated).settings.version
+    source = Simulator(model)
+    plan = make_plan(model.machine, model.knowledge, source, version=version, subsets=True)
+    return needing_a_graph(plan)
 
 
 @pytest.fixture(scope="session")

@@ -19,21 +19,20 @@ from tccl_py.plan.directory import machine_file, write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks
-from tests.planned import needing_a_graph, rebind
+from tests.planned import rebind
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def planned(simulated, tmp_path_factory):
+def planned(files_for_all_sets, tmp_path_factory):
     """How many GPUs, and the directory of a plan for them and the NCCL that torch has.
 
     It is planned by a model and then called measured, so that its fingerprint is looked at.
     """
     pytest.importorskip("torch", reason="torch is not installed")
     folder = tmp_path_factory.mktemp("planned")
-    plan = needing_a_graph(load_plan(simulated))
-    plan = msgspec.structs.replace(plan, simulated=False)
+    plan = msgspec.structs.replace(files_for_all_sets, simulated=False)
     _, _, fingerprint = discover_machine()
     write_plan(plan, folder, fingerprint=fingerprint)
     return len(plan.gpus), folder

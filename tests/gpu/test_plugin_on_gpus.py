@@ -20,25 +20,23 @@ from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import Tuning, keep_tuning
 from tccl_py.plan.retuning import retuned
 from tccl_py.readers.live import discover_machine
 from tests.gpu.ranks import groups_of, run_ranks, torch_nccl
-from tests.planned import needing_a_graph
 from tests.plugin.logs import assert_own_rings
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(150)]
 
 
 @pytest.fixture(scope="module")
-def planned(simulated):
+def planned(files_for_all_sets):
     """How many GPUs, a plan for them and for torch's NCCL, and the host's fingerprint."""
     pytest.importorskip("torch", reason="torch is not installed")
     if (version := torch_nccl()) < (2, 28, 7):
         pytest.skip(f"NCCL {version} has no environment plugins")
     _, _, fingerprint = discover_machine()
-    plan = needing_a_graph(load_plan(simulated))
+    plan = files_for_all_sets
     return len(plan.gpus), plan, fingerprint
 
 
