@@ -114,7 +114,7 @@ def test_collectives_of_unmodified_programs_run_what_the_tables_say(planned, tmp
         TunerEntry(from_bytes=4096, to_bytes=8192, protocol="simple", channels=1, **given),
         TunerEntry(from_bytes=4 << 20, to_bytes=4 << 20, protocol="ll", channels=2, **given),
     )
-    sets = [tuple(one) for one in groups_of(size) if len(one) > 1]
+    sets = [*(subset.gpus for subset in plan.subsets), plan.gpus]
     tables = tuple(TunerTable(gpus=gpus, measured_on=gpus, entries=entries) for gpus in sets)
     tuning = Tuning(choice=plan.recommended, nccl=plan.settings.version, tables=tables)
     keep_tuning(tuning, plan, tmp_path / "plan")
