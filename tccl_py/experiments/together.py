@@ -143,8 +143,13 @@ def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
 
     A transfer's time is its receiver's. Bytes are checked: each is the number of the source.
     """
-    if not row.groups:
-        return Part(repeated(row_call(communicator, row), calls))
+    group = communicator
+    if row.groups and row.mode != "copy":
+        group = communicator.split(row.groups)
+        if group.world == 1:
+            return None
+    if row.mode != "copy" and row.collective != "send":
+        return Part(repeated(row_call(group, row), calls))
     torch, ((source, target),) = communicator.torch, row.groups
 
     def filled(place: int, value: int) -> Any:
@@ -156,12 +161,8 @@ def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
         right = bool((received == source + 1).all())
         return "" if right else f"received other bytes than place {source} sent"
 
-    if row.mode == "copy":
-        sent, received = filled(source, source + 1), filled(target, 0)
-        return Part(repeated(partial(received.copy_, sent, non_blocking=True), calls), fault=fault)
-    group = communicator.split(row.groups)
-    if group.world == 1:
-        return None
     sent, received = filled(source, source + 1), filled(target, 0)
+    if row.mode == "copy":
+        return Part(repeated(partial(received.copy_, sent, non_blocking=True), calls), fault=fault)
     call = repeated(transfers(group, row.collective, (source, target), sent, received), calls)
     return Part(call, fault=fault) if communicator.rank == target else Part(call, counts=False)
