@@ -387,6 +387,26 @@ def test_other_plugins_and_older_versions_are_told(tmp_path):
     assert [one.severity for one in found] == ["slow", "slow", "note", "note"]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("1", []),
+        ("0", ["newer than 2.32"]),
+        ("", ["newer than 2.32"]),
+        ("yes", ["TCCL_NEWER_NCCL is 'yes'", "newer than 2.32"]),
+    ],
+)
+def test_a_later_nccl_is_allowed_by_1_alone_and_other_words_are_named(tmp_path, value, words):
+    (tmp_path / "plan").mkdir()
+    write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
+    (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()
+    write(tmp_path, "etc/nccl.conf", f"{INSTALLED}TCCL_NEWER_NCCL={value}\n")
+    host = HostState(root=tmp_path, nccl=(InstalledNccl(version="2.33.1", source="torch"),))
+    found = [one.what for one in examine(host).findings if one.check == "plugin"]
+    assert len(found) == len(words)
+    assert all(word in what for word, what in zip(words, found, strict=True))
+
+
 def test_comments_and_other_lines_are_nothing(tmp_path):
     assert settings(tmp_path, "# NCCL_ALGO=Tree\n\nhello\nPATH=/bin\nNCCL_DEBUG=INFO\n") == []
 

@@ -594,6 +594,11 @@ def test_an_nccl_later_than_those_tried_gets_the_plugin_on_request(tmp_path, mon
     monkeypatch.setattr("tccl_py.delivery.job.planned_or_installed", lambda _: "2.33.1")
     assert "newer than 2.32" in tccl("install", directory, "--force").stderr
     assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
+    monkeypatch.setenv("TCCL_NEWER_NCCL", "yes")
+    refused = tccl("install", directory, "--force")
+    assert refused.exit_code == 2
+    assert "TCCL_NEWER_NCCL: is 'yes'; 1 loads" in refused.stderr
+    monkeypatch.delenv("TCCL_NEWER_NCCL")
     assert tccl("install", directory, "--force", "--newer-nccl").exit_code == 0
     assert b"NCCL_ENV_PLUGIN" in conf.read_bytes()
     assert b"TCCL_NEWER_NCCL=1\n" in conf.read_bytes()

@@ -18,7 +18,7 @@ from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import Settings, job_environment
-from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, allows_newer, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graph_file
@@ -55,7 +55,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def why_no_plugin(self, plan: Plan) -> str:
         """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
-        newer = self.newer_nccl or os.environ.get(NEWER_VARIABLE) == "1"
+        newer = self.newer_nccl or allows_newer(os.environ.get(NEWER_VARIABLE, ""))
         return why_no_plugin(self.nccl or planned_or_installed(plan), newer=newer)
 
 

@@ -40,7 +40,7 @@ from tccl_py.nccl.plugin.index import (
     digest,
 )
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import NEWER_VARIABLE, unchecked, why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, allows_newer, unchecked, why_no_plugin
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
     HOST_FILE,
@@ -98,8 +98,14 @@ def check_plugin(host: HostState) -> Results:
         if line is not None and line.value not in ("", "none"):
             fault = f"{name}={line.value[:60]} is set beside the plugin"
             yield defect("plugin", line.where, severity="note", what=fault, why=effect, fix="")
+    stated = variables.get(NEWER_VARIABLE, ConfLine(name=NEWER_VARIABLE, value="", where=""))
+    newer = False
+    try:
+        newer = allows_newer(stated.value)
+    except InputError as error:
+        yield defect("plugin", stated.where, what=f"{error.where} {error.what}", fix=error.right)
     for nccl in host.nccl or ():
-        if why := why_no_plugin(nccl.version, newer=NEWER_VARIABLE in variables):
+        if why := why_no_plugin(nccl.version, newer=newer):
             fix = "tccl install --no-plugin DIR, for programs that load this NCCL"
             yield defect("plugin", nccl.source, severity="note", what=why, fix=fix)
 

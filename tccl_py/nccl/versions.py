@@ -341,6 +341,16 @@ NEWER_VARIABLE = "TCCL_NEWER_NCCL"
 """Set to 1 in jobs that load the plugin with a later NCCL."""
 
 
+def allows_newer(value: str) -> bool:
+    """Return whether a value of NEWER_VARIABLE allows a later NCCL.
+
+    Raises InputError: neither 1 nor 0.
+    """
+    right = "1 loads the plugin with an NCCL later than those tried, 0 does not"
+    require(value in ("", "0", "1"), NEWER_VARIABLE, f"is '{value[:20]}'", right)
+    return value == "1"
+
+
 def why_no_plugin(version: str, *, newer: bool = False) -> str:
     """Return why a version of NCCL does not work with the plugin, as a clause; "" if it does.
 
