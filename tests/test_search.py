@@ -188,6 +188,11 @@ def test_an_unknown_strategy_lists_the_right_ones():
         find_rings(problem_for(two_uplinks(), 4), strategy="magic")
 
 
+def test_a_reporter_that_cannot_be_called_is_refused_before_the_search():
+    with pytest.raises(InputError, match="`reporter`: is a int; give a function"):
+        find_rings(problem_for(two_uplinks(), 4), reporter=3)
+
+
 def test_brute_force_says_how_many_states_it_skips():
     problem = problem_for(two_uplinks(), 8, counts=(2,))
     with pytest.raises(SkippedError, match="12703320 states"):

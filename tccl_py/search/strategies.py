@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tccl_py.errors import BudgetSpentError, InputError, MeasurementError, SearchError
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    MeasurementError,
+    SearchError,
+    require,
+)
 from tccl_py.model.rings import Ring, ring_like
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.search.best_first import Candidate, Incumbent, RingSetSearch
@@ -137,6 +143,8 @@ def find_rings(
     listed). SearchError: no ring possible, or none found yet when the budget was spent.
     """
     name = strategy_name(strategy)
+    fault, right = f"is a {type(reporter).__name__}", "give a function that takes a Progress"
+    require(reporter is None or callable(reporter), "`reporter`", fault, right)
     check_problem(problem)
     run = Run(problem, name, reporter)
     search = strategy if callable(strategy) else STRATEGIES[strategy]
