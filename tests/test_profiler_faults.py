@@ -267,7 +267,7 @@ def test_lanes_that_were_not_released_in_time_are_no_measurement(monkeypatch):
         release = type(pool.control).release
 
         def late(control, epoch):
-            time.sleep(1.7)
+            until(lambda: control.records(0, 0, 1)["finished"][0] == epoch)
             release(control, epoch)
 
         monkeypatch.setattr(type(pool.control), "release", late)
@@ -405,6 +405,7 @@ with session:
         sys.exit("forgot to close")
     while True:
         session.profiler.measure([BOUNCE])
+        print("measured", flush=True)
 """
 
 
@@ -423,7 +424,7 @@ def test_nothing_outlives_the_controller(how):
     if how.startswith("SIG"):
         until(lambda: len(workers_of(child.pid)) == 2)
         workers = workers_of(child.pid)
-        time.sleep(0.3)
+        assert child.stdout.readline() == "measured\n"
         child.send_signal(getattr(signal, how))
     else:
         workers = []
