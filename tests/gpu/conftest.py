@@ -53,6 +53,16 @@ def measured(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def measured_for_jobs(request, tmp_path_factory):
+    """The same for tests of many jobs: of two GPUs where these are virtual, whose jobs start soon."""
+    if REAL:
+        return request.getfixturevalue("measured")
+    folder = tmp_path_factory.mktemp("measured-pair") / "plan"
+    print(tccl("plan", "-o", folder, *BRIEF, "--gpus", "0,2", **SHARE))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def without_p2p(tmp_path_factory):
     """The same where NCCL has no P2P.
 

@@ -25,7 +25,7 @@ BRIEF = ("--sizes", "128K,256K,512K,1M,8M" if REAL else "1M", "--seconds", "40" 
     scope="module",
     params=[
         pytest.param("without_p2p", marks=pytest.mark.gpu(count=2, real=True)),
-        pytest.param("measured"),
+        pytest.param("measured_for_jobs"),
     ],
 )
 def tuned(request, tmp_path_factory):
