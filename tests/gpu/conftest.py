@@ -54,7 +54,7 @@ def measured(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def measured_for_jobs(request, tmp_path_factory):
-    """The same for tests of many jobs: of two GPUs where these are virtual, whose jobs start soon."""
+    """The same for tests of many jobs: of two GPUs where these are virtual, which start soon."""
     if REAL:
         return request.getfixturevalue("measured")
     folder = tmp_path_factory.mktemp("measured-pair") / "plan"
