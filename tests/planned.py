@@ -8,9 +8,11 @@ from tccl_py.model.cluster import class_name, single_host
 from tccl_py.plan.staging import MANIFEST_FILE, read_manifest, with_manifest
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.descriptions import bundled_names, load_bundled
 from tccl_py.simulator.source import Simulator
 
+SEVERAL_GPUS = tuple(n for n in bundled_names() if len(load_bundled(n).machine.gpus) > 1)
+"""The bundled machines of which one is enough for a ring."""
 SMALL = "h200x4-vm"
 PCIE = "amd-3090"
 FOUR_GPUS = (PCIE, "amd-v100", SMALL, "intel-v100")

@@ -11,9 +11,9 @@ from tccl_py.health.doctor import Diagnosis
 from tccl_py.health.host import Defect
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.opening import machine_subject
-from tccl_py.simulator.descriptions import bundled_names
 from tccl_py.sources.profiled import measured_machine
 from tests.nccl_cases import CASES
+from tests.planned import SEVERAL_GPUS
 from tests.test_reference_plans import PLANS
 
 
@@ -25,7 +25,7 @@ def model_of(name, seconds=1000):
     return machine_subject(advice_request(name, seconds=seconds), pytest.fail)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_the_advice_on_a_machine_is_that_of_its_plan_in_at_most_ten_lines(name):
     found = advise(model_of(name))
     plan = load_plan(PLANS / f"{name}.json")

@@ -21,12 +21,12 @@ from tccl_py.model.symmetry import automorphisms
 from tccl_py.model.transfer import parse_set, transfer_set
 from tccl_py.plan.chains import PlanChain, PlanHop
 from tccl_py.plan.load import load_plan
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tests.fakes import random_resources, two_uplinks
 from tests.nccl_nodes import with_nics
-from tests.planned import with_parts
+from tests.planned import SEVERAL_GPUS, with_parts
 from tests.toy import no_symmetry, toy_machine
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -220,7 +220,7 @@ def test_reading_own_memory_while_writing_to_another_node_is_named():
     assert busy.words.startswith("GPU 3, which at once reads")
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_every_machine_is_explained_within_its_budget(name):
     found = explained(name)
     assert found.sets_measured <= 200

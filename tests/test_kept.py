@@ -33,12 +33,23 @@ from tccl_py.plan.load import load_plan
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET, not_pinned
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
 from tccl_py.tccl_fork import fork_file
 from tests.nccl_nodes import with_nics
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, WRX, WRX_BUDGET, plan_of, through
+from tests.planned import (
+    ASUS,
+    FEW,
+    FOUR_GPUS,
+    PCIE,
+    SEVERAL_GPUS,
+    SMALL,
+    WRX,
+    WRX_BUDGET,
+    plan_of,
+    through,
+)
 from tests.tccl_runtime import parse_tccl_xml
 from tests.toy import toy_machine
 
@@ -174,7 +185,7 @@ def test_only_settings_of_the_level_that_all_jobs_have_are_candidates():
         assert len(found) == len({msgspec.json.encode(one) for one in found}) > 1
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     plan = kept_plan(name)
     assert plan.pinned_env == OFF
@@ -187,7 +198,7 @@ def test_where_p2p_is_off_all_that_a_plan_speaks_of_bounces(name):
     assert all(flow.is_bounce for one in stock for flow in one.flows)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_stock_is_what_nccl_does_with_the_variable_too(name):
     plan, model = kept_plan(name), load_bundled(name)
     choice = default_choice(view(model.machine, model.knowledge, Settings(p2p_level="LOC")))

@@ -30,10 +30,10 @@ from tccl_py.planning.machine import subsets
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.networked import MadeUp
-from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SMALL, WRX, plan_of
+from tests.planned import ASUS, FEW, FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL, WRX, plan_of
 from tests.reference_strategies import brute_force
 from tests.toy import toy_machine
 
@@ -84,7 +84,7 @@ def assert_used(plan, name, text):
         assert all(sorted(channel.gpus) == sorted(gpus) for channel in graph.channels)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(name):
     plan = plan_of(name)
     assert plan.rate_gbps >= plan.stock.rate_gbps
@@ -100,7 +100,7 @@ def test_a_plan_is_never_below_stock_and_its_rate_is_that_of_its_slowest_hop(nam
         )
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_the_rates_of_a_plan_are_what_the_simulator_says_of_its_flows(name):
     plan = plan_of(name)
     wanted = transfer_set(hop.flow for ring in plan.rings for hop in ring.hops)
@@ -127,7 +127,7 @@ def test_nccl_uses_every_graph_file_of_a_plan_for_four_gpus(name, version):
         assert_used(plan, file, text)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_nccl_uses_a_sample_of_the_graph_files_of_every_plan(name):
     plan = plan_of(name)
     graphs = sorted(name for name in files_of(plan) if name.endswith(".xml"))
@@ -135,7 +135,7 @@ def test_nccl_uses_a_sample_of_the_graph_files_of_every_plan(name):
         assert_used(plan, file, files_of(plan)[file])
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_up_to_eight_gpus_every_subset_has_rings_and_above_none_is_planned_ahead(name):
     plan = plan_of(name)
     count = len(plan.gpus)
@@ -181,7 +181,7 @@ def test_the_flows_of_a_plan_are_the_transports_that_nccl_takes(name, version):
     assert_transports(of_version(name, version))
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_the_flows_of_every_plan_are_the_transports_that_nccl_takes(name):
     assert_transports(plan_of(name))
 
@@ -226,7 +226,7 @@ def test_a_number_of_rings_that_does_not_come_about_is_told():
     assert (len(asked.rings), asked.notices) == (1, ())
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_a_saved_plan_loads_equal(name, tmp_path):
     plan = plan_of(name)
     plan.save(tmp_path / "plan.json")
@@ -239,7 +239,7 @@ def test_a_path_may_be_text(tmp_path):
     assert load_plan(str(tmp_path)) == plan
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_every_file_of_a_simulated_plan_says_so(name):
     plan = plan_of(name)
     assert plan.simulated

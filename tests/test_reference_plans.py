@@ -10,9 +10,9 @@ import pytest
 from tccl_py.model.transfer import transfer_set
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tests.planned import WRX, plan_of
+from tests.planned import SEVERAL_GPUS, WRX, plan_of
 
 PLANS = Path(__file__).parent.parent / "plans"
 SLOW = {WRX}
@@ -20,7 +20,7 @@ SLOW = {WRX}
 SAME = 1e-3
 """Rates of equal plans may differ this much (relative): libraries sum in different orders."""
 
-every_machine = pytest.mark.parametrize("machine", bundled_names())
+every_machine = pytest.mark.parametrize("machine", SEVERAL_GPUS)
 
 
 @cache
@@ -33,7 +33,7 @@ def hops_of(plan: Plan) -> list[list[tuple[int, int, str]]]:
 
 
 def test_there_is_a_plan_for_every_bundled_machine_and_no_other():
-    assert sorted(path.stem for path in PLANS.glob("*.json")) == sorted(bundled_names())
+    assert sorted(path.stem for path in PLANS.glob("*.json")) == sorted(SEVERAL_GPUS)
 
 
 @every_machine
@@ -73,7 +73,7 @@ def test_the_simulator_still_gives_the_stored_rings_their_rate(machine):
     )
 
 
-@pytest.mark.parametrize("machine", [name for name in bundled_names() if name not in SLOW])
+@pytest.mark.parametrize("machine", [name for name in SEVERAL_GPUS if name not in SLOW])
 def test_planning_again_gives_the_reference_plan(machine):
     plan = stored(machine)
     again = plan_of(machine)

@@ -10,10 +10,10 @@ from tccl_py.plan.chains import condensed
 from tccl_py.planning.choices import SettingsSearch, as_graph, rated_choices
 from tccl_py.planning.study import CAREFUL, Task, measured_well, rings_under, search_under
 from tccl_py.search.problem import Budget
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
-from tests.planned import FOUR_GPUS, PCIE, SMALL
+from tests.planned import FOUR_GPUS, PCIE, SEVERAL_GPUS, SMALL
 
 
 class Interrupted(Bench):
@@ -112,7 +112,7 @@ def test_an_interruption_among_variables_keeps_the_best_so_far(at):
     assert own.variables.rate_gbps >= own.default.rate_gbps > 0
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
     task = task_for(name)
     rated = rated_choices(task)

@@ -40,6 +40,7 @@ def test_the_bundled_machines_are_those_documented():
         "amd-3090",
         "amd-v100",
         "asus-esc8000a-e13p",
+        "gb10-2port",
         "h200x4-vm",
         "intel-v100",
         "nvswitch-8gpu-8nic",
@@ -142,7 +143,7 @@ def test_any_machine_can_be_simulated_without_a_model_of_its_own(name):
     model = model_for(known.machine, known.knowledge)
     assert model_from_json(encode_json(model), where="x") == model
     gpus = known.machine.gpu_indices
-    (answer,) = Simulator(model).measure([parse_set(f"G0->G0->C0->G{gpus[-1]}->G{gpus[-1]}")])
+    (answer,) = Simulator(model).measure([parse_set(f"G{gpus[-1]}->G{gpus[-1]}->C0")])
     assert answer.assumed and answer.rate_gbps > 1
 
 

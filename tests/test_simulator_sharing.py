@@ -14,11 +14,12 @@ from scipy.optimize import linprog
 
 from tccl_py.model.rings import bounce, direct_read, direct_write
 from tccl_py.model.transfer import Fifo, Flow, parse_flow, transfer_set
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.routes import max_min_rates
 from tccl_py.simulator.source import Simulator
+from tests.planned import SEVERAL_GPUS
 
-SIMULATORS = {name: Simulator(load_bundled(name)) for name in bundled_names()}
+SIMULATORS = {name: Simulator(load_bundled(name)) for name in SEVERAL_GPUS}
 
 
 def test_two_flows_over_one_link_get_half_each():
@@ -98,7 +99,7 @@ def test_a_flow_of_more_blocks_does_not_unbend_those_of_few(further):
     assert after.rate_gbps <= before.rate_gbps * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_further_flow_never_raises_the_slowest_rate(name, data):
@@ -110,7 +111,7 @@ def test_a_further_flow_never_raises_the_slowest_rate(name, data):
     assert after.rate_gbps <= before.rate_gbps * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_every_rate_is_positive_and_finite(name, data):
@@ -119,7 +120,7 @@ def test_every_rate_is_positive_and_finite(name, data):
     assert all(0 < rate < 10_000 for rate in answer.gbps)
 
 
-@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 def test_the_fifo_of_a_direct_flow_changes_no_rate(name):
     model = SIMULATORS[name].model
     there = [

@@ -198,7 +198,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("~", ["`object`"]),
         ("text", ["`object`"]),
         ("[]", ["another form"]),
-        ("rails: any", ["`switches`"]),
+        ("rails: any", ["has no switch"]),
         ("switches: []", ["has no switch"]),
         ("switches: 5", ["net.yaml switches", "`array`"]),
         ("switches: [5]", ["switches[0]", "`object`"]),

@@ -91,6 +91,29 @@ class SwitchTree(msgspec.Struct, frozen=True, kw_only=True):
             yield from switch.all_switches
 
 
+class CableEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A port of a host: its functions, NICs of the host by index, in the order of both ends."""
+
+    host: str
+    nics: tuple[int, ...]
+
+
+class Cable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A cable between ports of two hosts: function n of one end reaches function n of the other."""
+
+    ends: tuple[CableEnd, CableEnd]
+
+    @classmethod
+    def between(cls, a: str, nics: Sequence[int], b: str, others: Sequence[int]) -> Cable:
+        """Return the cable from these NICs of host `a` to those of host `b`."""
+        return cls((CableEnd(a, tuple(nics)), CableEnd(b, tuple(others))))
+
+
+def cables_among(cables: Iterable[Cable], hosts: Container[str]) -> tuple[Cable, ...]:
+    """Return the cables that join two of these hosts."""
+    return tuple(cable for cable in cables if all(end.host in hosts for end in cable.ends))
+
+
 def check_hosts_once(tree: SwitchTree, hosts_to_check: set[str], where: str) -> None:
     """Check that none of some hosts is at two switches, or at a switch twice (InputError)."""
     switch_of: dict[str, str] = {}
@@ -119,12 +142,16 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Hosts in rank order, each of a class, and the network between them."""
+    """Hosts in rank order, each of a class, and the network between them.
+
+    With `cables` hosts reach each other by these alone.
+    """
 
     hosts: tuple[Host, ...]
     classes: tuple[NodeClass, ...]
     switches: SwitchTree | None = None
     rails: Rails = "any"
+    cables: tuple[Cable, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @cached_property
@@ -168,6 +195,7 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
         _check_host(host, cluster, where)
     if cluster.switches is not None:
         _check_switches(cluster, cluster.switches, where)
+    _check_cables(cluster, where)
     return cluster
 
 
@@ -196,6 +224,23 @@ def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
         if name not in names:
             right = "every host is at one of the switches"
             raise InputError(where, f"host {name} is at no switch", right)
+
+
+def _check_cables(cluster: Cluster, where: str) -> None:
+    used: set[tuple[str, int]] = set()
+    for number, cable in enumerate(cluster.cables):
+        one, other = cable.ends
+        place = f"{where}: cable {number}"
+        alike = one.host != other.host and len(one.nics) == len(other.nics) > 0
+        require(alike, place, "does not join two hosts", "functions of two hosts, as many of each")
+        for end in cable.ends:
+            number_of_class = cluster.host_classes.get(end.host)
+            nics = () if number_of_class is None else cluster.classes[number_of_class].machine.nics
+            free = {nic.index for nic in nics} - {nic for host, nic in used if host == end.host}
+            right = "a NIC of the cluster's hosts, with one cable"
+            fits = free.issuperset(end.nics)
+            require(fits, place, f"is at NICs {end.nics} of {shown(end.host)}", right)
+            used.update((end.host, nic) for nic in end.nics)
 
 
 def single_host(machine: Machine, knowledge: Knowledge, gpus: Iterable[int]) -> Cluster:

@@ -14,6 +14,7 @@ from tccl_py.model.cluster import (
     NodeClass,
     Rails,
     SwitchTree,
+    cables_among,
     check_cluster,
     check_host_names,
     check_hosts_once,
@@ -73,7 +74,13 @@ def cluster_of(
             raise InputError(f"host {report.host}", "has another machine than in the plan", right)
     if known is not None and known.switches is not None:
         switches = _joined(known.switches, switches, [host.name for host in hosts], len(by_name))
-    cluster = Cluster(hosts=tuple(hosts), classes=tuple(classes), switches=switches, rails=rails)
+    cluster = Cluster(
+        hosts=tuple(hosts),
+        classes=tuple(classes),
+        switches=switches,
+        rails=rails,
+        cables=known.cables if known else (),
+    )
     return check_cluster(cluster, where=where)
 
 
@@ -111,6 +118,7 @@ def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
         classes=tuple(cluster.classes[number] for number in numbers),
         switches=None if tree is None else restricted(tree, [host.name for host in chosen]),
         rails=cluster.rails,
+        cables=cables_among(cluster.cables, {host.name for host in chosen}),
     )
 
 

@@ -23,7 +23,8 @@ class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
     `orders` has GPU indices (NVML) for each channel, `speed_gbps` a channel's rate; types are the
     farthest paths used. NCCL's tuner believes them: they must be true. `nets` has each channel's
     entry and exit NIC (device numbers; none for a single node); the tree uses the entries. With
-    `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first.
+    `tree_spreads` the tree's first two GPUs talk to other nodes, else only the first. Without
+    `subnet_routing` NCCL leaves a node of one GPU by the entry.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -33,6 +34,7 @@ class GraphRings(msgspec.Struct, frozen=True, kw_only=True):
     type_inter: str = "PIX"
     tree_type_inter: str = "PIX"
     tree_spreads: bool = True
+    subnet_routing: bool = False
 
 
 def graph_xml(rings: GraphRings, *, version: str = ASSUMED) -> str:
@@ -92,7 +94,9 @@ def _check(rings: GraphRings, version: str) -> None:
     require(len(first) <= most, where, f"has {len(first)} GPUs a channel", f"at most {most}")
     fault = "leaves a node of one GPU by another NIC than it enters by"
     right = "NCCL leaves it by the first NIC of the channel: name that twice"
-    require(all(leaves_as_named(first, *pair) for pair in nets), where, fault, right)
+    routed = rings.subnet_routing
+    as_named = all(leaves_as_named(first, *pair, subnet_routing=routed) for pair in nets)
+    require(as_named, where, fault, right)
     devices = [*first, *(net for pair in nets for net in pair)]
     in_range = all(0 <= device <= _MAX_DEVICE for device in devices)
     require(in_range, where, f"names devices {devices}", f"0 to {_MAX_DEVICE}")

@@ -77,6 +77,28 @@ def nic_pair(hops: Sequence[Hop]) -> NicPair:
     return nic_of(hops[0]), nic_of(hops[-1])
 
 
+def routed(
+    sender: int, listener: int, step: Sequence[NicPair], *, subnet_routing: bool
+) -> NicPair | None:
+    """Return the NICs of a connection for which NCCL chose these; None where it fails.
+
+    `step` has the NICs that reach each other, of the sending and the listening host. With subnet
+    routing the sender gives way to a NIC that reaches the listener's, else the listener does
+    (ncclIbConnectImpl and ncclIbAccept in net_ib/connect.cc of NCCL 2.30.7).
+
+    >>> cable = [(0, 1), (2, 3)]
+    >>> routed(1, 1, cable, subnet_routing=True), routed(2, 2, cable, subnet_routing=True)
+    ((0, 1), (2, 3))
+    >>> routed(1, 0, cable, subnet_routing=True), routed(2, 2, cable, subnet_routing=False)
+    (None, None)
+    """
+    if (sender, listener) in step or not subnet_routing:
+        return (sender, listener) if (sender, listener) in step else None
+    to_listener = [pair for pair in sorted(step) if pair[1] == listener]
+    from_sender = sorted((into, out) for out, into in step if out == sender)
+    return next(iter([*to_listener, *((out, into) for into, out in from_sender)]), None)
+
+
 # Rules for the NICs of a set of chains.
 class EvenUse(msgspec.Struct, frozen=True):
     """No NIC is used twice in one direction while another is idle; `same` ties exit to entry.
@@ -279,6 +301,7 @@ def node_rings(
         type_inter=_known_type(inter, settings),
         tree_type_inter=_known_type(first, settings),
         tree_spreads=bool(second) and second[0] <= first,
+        subnet_routing=settings.subnet_routing,
     )
 
 

@@ -57,7 +57,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lets them (None: not below sm 80 without NVLink). `cross_nic` 0 keeps a ring on one rail, 1 lets
     it change rails, 2 (NCCL's default) where that helps. `ib_hca` are NICs by exact names, with or
     without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. A connection over sockets
-    has `socket_threads` helper threads with `sockets_per_thread` sockets each.
+    has `socket_threads` helper threads with `sockets_per_thread` sockets each. With
+    `subnet_routing` a connection takes NICs of one subnet, a side's own where the other's does not
+    reach it; NICs are then not merged.
     """
 
     version: str = ASSUMED
@@ -82,6 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     socket_ifname: _Interfaces = ()
     socket_threads: Annotated[int, Meta(ge=1, le=_MAX_SOCKET_THREADS)] | None = None
     sockets_per_thread: Annotated[int, Meta(ge=1, le=_MAX_SOCKETS)] | None = None
+    subnet_routing: bool = False
 
 
 _DEFAULTS = Settings()
@@ -98,6 +101,8 @@ def check_settings(settings: Settings) -> Settings:
     placed = not settings.shm_placement or settings.shm_locality == "sender"
     right = "the plugin places what the sender allocates: set shm_locality to sender"
     require(placed, where, "shm_placement is true", right)
+    routes = facts.routes_by_subnet or not settings.subnet_routing
+    require(routes, where, "connections cannot follow subnets", "NCCL 2.30.3 is the first that can")
     most = facts.max_channels
     fault = f"channels is {settings.channels}"
     require(settings.channels <= most, where, fault, f"1 to {most}")
@@ -175,6 +180,9 @@ _VARIABLES = {
     "socket_ifname": _Variable("NCCL_SOCKET_IFNAME", _exact_names),
     "socket_threads": _Variable("NCCL_SOCKET_NTHREADS", _number),
     "sockets_per_thread": _Variable("NCCL_NSOCKS_PERTHREAD", _number),
+    "subnet_routing": _Variable(
+        "NCCL_IB_SUBNET_AWARE_ROUTING", lambda _, n: None if n == UNSET else n != 0
+    ),
 }
 """The variable of each setting; a level LOC is written as NCCL_P2P_DISABLE."""
 _SWITCHES = {"shm_locality": "1", "shm_placement": "0"}
@@ -202,6 +210,9 @@ def environment(settings: Settings) -> dict[str, str]:
         elif field == "shm_copy_engine":
             mode = next(code for code, side in _SHM_MODES.items() if side == value)
             variables |= {name: "1", _SHM_MODE: str(mode)}
+        elif field == "subnet_routing":
+            # A merged NIC would have ports in several subnets.
+            variables |= {name: "1", "NCCL_IB_MERGE_NICS": "0"}
         elif isinstance(value, tuple):
             variables[name] = f"={','.join(value)}"
         else:

@@ -272,6 +272,7 @@ class _LoadedNode:
         nets = [channel.nets[:2] for channel in self.orders]
         ends = [pair for pair in nets if len(pair) == 2]
         tree = _TREE_PATTERN if self._tree is None else self._tree.pattern
+        routed = self._topo.settings.subnet_routing
         departures = {
             f"nchannels is {graph.nchannels}, the file has {len(graph.channels)}": (
                 len(graph.channels) > graph.nchannels
@@ -281,7 +282,8 @@ class _LoadedNode:
             ),
             "channels without <net> use NET 0": several and len(ends) < len(nets),
             "the node has one GPU: channels leave by the NIC that they enter by": (
-                several and not all(leaves_as_named(self.gpus, *pair) for pair in ends)
+                several
+                and not all(leaves_as_named(self.gpus, *p, subnet_routing=routed) for p in ends)
             ),
             # NCCL then reads beyond the last channel's GPU (ncclTopoPreset).
             f"the node has one GPU: a tree of pattern {tree} hangs other nodes from a second": (

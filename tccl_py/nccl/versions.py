@@ -56,7 +56,8 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     nodes. Variables that NCCL_NO_CACHE names are read for each communicator; of those, `rereads`
     have effect there. `amd_gbps` are the rates between sockets of Zen 1 and 2, 3 and 4, and 5,
     `xeon6_gbps` between those of Granite Rapids and Sierra Forest. A GPU's unknown link speed
-    counts as `unknown_gts`. `has_rubin`: it knows sm 107.
+    counts as `unknown_gts`. `has_rubin`: it knows sm 107. With `routes_by_subnet` RDMA connections
+    can be made to leave by a NIC in the subnet of the other end's.
 
     Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
     `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
@@ -93,6 +94,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     xeon6_gbps: float = 22.0
     unknown_gts: float = 8.0
     has_rubin: bool = False
+    routes_by_subnet: bool = False
     device_nodes: bool = False
     nearer_wins: bool = False
     shares_nets_by_place: bool = False
@@ -146,7 +148,7 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         # init.cc computeBuffSizes, graph/connect.cc ncclTopoPostset
         "rereads": ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     },
-    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,)},
+    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,), "routes_by_subnet": True},
     (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True},
     # ConnectX-8 beside sm 100 still shares NICs by place: a Machine does not say the card.
     (2, 31, 0): {

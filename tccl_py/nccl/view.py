@@ -144,15 +144,18 @@ def net_ends(topo: NcclView, gpu: int, nic: int) -> tuple[str, str]:
     return name, port
 
 
-def leaves_as_named(gpus: Sequence[int], entry: int, leave: int) -> bool:
+def leaves_as_named(
+    gpus: Sequence[int], entry: int, leave: int, *, subnet_routing: bool = False
+) -> bool:
     """Return whether a channel leaves by the NIC that a file names, on a node with these GPUs.
 
-    ncclTopoGetNetDev gives a channel's first GPU the entry's NIC for both directions.
+    ncclTopoGetNetDev gives a channel's first GPU the entry's NIC for both directions. With subnet
+    routing the next node's entry decides by which NIC a connection leaves (ncclIbFindDevBySubnet).
 
     >>> leaves_as_named([0], 0, 1), leaves_as_named([0], 1, 1), leaves_as_named([0, 1], 0, 1)
     (False, True, True)
     """
-    return len(gpus) > 1 or entry == leave
+    return len(gpus) > 1 or entry == leave or subnet_routing
 
 
 def p2p_level(system: System, settings: Settings) -> PathType:

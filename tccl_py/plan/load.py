@@ -169,7 +169,8 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
         require(ends.issubset(nics), place, what, right)
         fits = len(ends) == 1 or plan.settings.cross_nic != 0
         require(fits, place, what, "with NCCL_CROSS_NIC=0 both are the same")
-        fits = leaves_as_named(chain.gpus, chain.entry_nic or 0, chain.exit_nic or 0)
+        pair, routed = (chain.entry_nic or 0, chain.exit_nic or 0), plan.settings.subnet_routing
+        fits = leaves_as_named(chain.gpus, *pair, subnet_routing=routed)
         require(fits, place, what, "NCCL leaves one GPU by the NIC that it enters by")
 
 

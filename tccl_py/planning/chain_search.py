@@ -55,15 +55,17 @@ PAIRED_SETS = 150
 class HostTask(Task, frozen=True, kw_only=True):
     """Planning a host of several: rings are chains by `nics`, closed through the world outside.
 
-    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly.
+    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly. Hosts with
+    `cables` leave by another NIC than their entry.
     """
 
     pairing: Pairing | None = None
+    cabled: bool = False
 
     @property
     def same_nic(self) -> bool:
         """Return whether chains leave by the NIC of their entry, as NCCL does on hosts of a GPU."""
-        return len(self.gpus) == 1
+        return len(self.gpus) == 1 and not self.cabled
 
     def hops(self, seen: NcclView, count: int) -> HopSpace:
         """Return the hops of a view, with those over the network."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import combinations_with_replacement, islice
+from itertools import chain, combinations, combinations_with_replacement, islice
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster, Host, NodeClass
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.nccl.settings import pinned_level
+from tccl_py.model.reports import part_of
+from tccl_py.nccl.settings import Settings, check_settings, pinned_level
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import ClassRates, KeptTable, gpus_text, job_gpus
@@ -39,6 +40,8 @@ def plan_cluster(
 ) -> Plan:
     """Return the plan of several hosts; see `planner.plan_hosts`."""
     gpus = _gpus(cluster)
+    if cluster.cables:
+        check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
     # A ring on each NIC, among others.
     ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
     counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))
@@ -59,6 +62,7 @@ def plan_cluster(
             strategy=request.strategy,
             reporter=reporter,
             ring_counts=counts,
+            cabled=bool(cluster.cables),
         )
 
     classes = [
@@ -77,7 +81,8 @@ def plan_cluster(
                 # Tables of earlier get further sets of GPUs only if these are named.
                 named = [] if one.tables and request.gpus_per_job is None else subsets
                 nodes += one.others(named, growing, notices)
-            _ask_for_pairs(cluster, nodes)
+            ask = _ask_along_cables if cluster.cables else _ask_for_pairs
+            ask(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
         tables += [node.table() for node in nodes]
@@ -166,6 +171,18 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
         one.machine.gpu_indices[: slots[number][1]] if number in slots else ()
         for number, one in enumerate(cluster.classes)
     )
+
+
+def _ask_along_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:
+    """Plan for parts of the hosts, small ones first; those without a ring are no jobs."""
+    names = cluster.names
+    parts = chain.from_iterable(combinations(names, count) for count in range(2, len(names)))
+    for part in islice(parts, MAX_PAIRS):
+        numbers = dict.fromkeys(cluster.host_classes[name] for name in part)
+        with suppress(SearchError, MeasurementError):
+            _, cancelled = best_rings(part_of(cluster, part), [nodes[n] for n in numbers])
+            if cancelled:
+                raise KeyboardInterrupt
 
 
 def _ask_for_pairs(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:

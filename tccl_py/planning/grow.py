@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.model.cluster import Cluster
+from tccl_py.model.cluster import Cluster, check_cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split
 from tccl_py.model.rings import joined, on_host
@@ -30,6 +30,7 @@ from tccl_py.planning.probes import (
     pair_rates,
 )
 from tccl_py.planning.request import PlanRequest
+from tccl_py.readers.cables import cables_of
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
@@ -163,7 +164,10 @@ def _cluster(
     names = [*(old.names if old else ()), *(report.host for report in reports)]
     network = read_switches(switches, dict.fromkeys(names))
     tree, rails = network.switches, network.rails
-    return cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
+    cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
+    machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
+    cables = cables_of(network.ports, machines)
+    return check_cluster(msgspec.structs.replace(cluster, cables=cables), where=where)
 
 
 def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import SearchError
+from tccl_py.merge.cables import CabledRing, cabled_ring
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
@@ -105,6 +106,10 @@ def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     return tuple(out)
 
 
+Joined = tuple[MergedRing | CabledRing, tuple[NicMap, ...]]
+"""A ring of hosts, and its NIC maps."""
+
+
 class ClusterRings(JoinedRings, frozen=True, kw_only=True):
     """Rings over several hosts; `nic_maps[n]` leads from host n to the next.
 
@@ -128,7 +133,8 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the best rings over all hosts; None if a class has none.
 
         Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains
-        more than WORTH and the network lets any NIC reach any other.
+        more than WORTH and the network lets any NIC reach any other. Cables decide where hosts are
+        joined by these.
         """
         choices = [node.best_under(self.settings, count) for node in self.nodes]
         best = [choice for choice in choices if choice is not None]
@@ -136,21 +142,17 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             return None
         pairs = [choice.pairs for choice in best]
         ceiling = min(choice.rate_gbps for choice in best) * (1 - WORTH)
-        rails = rail_tuples(pairs, [node.nics for node in self.nodes])
-        merged = self._merged(pairs, ceiling, [NicMap(nics, nics) for nics in rails])
-        if self.cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling):
-            free = self._merged(pairs, ceiling, free_maps(pairs))
-            worth = 0.0 if merged is None else merged[0].rate_gbps * (1 + WORTH)
-            merged = free if free is not None and free[0].rate_gbps > worth else merged
-        if merged is None:
+        along = self._along_cables(count) if self.cluster.cables else self._free(pairs, ceiling)
+        if along is None:
             return None
-        ring, nic_maps = merged
+        ring, nic_maps = along
         bounds = [choice.bound_gbps for choice in best if choice.bound_gbps is not None]
         bound = min(bounds) if len(bounds) == len(best) else None
         if bound is not None and (tree := self.cluster.switches) is not None:
             bound = min(bound, uplink_limit(tree, tuple(tree.all_hosts)))
         assumptions = (one for choice in best for one in choice.bound_assumptions)
-        ways = list(zip(ring.order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
+        order = [self.cluster.host_classes[host] for host in ring.hosts]
+        ways = list(zip(order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
         found = {way: self._between(*way) for way in dict.fromkeys(ways)}
         chains = {way: self._in_order(*way, one) for way, one in found.items() if one is not None}
         rate = float(ring.rate_gbps)
@@ -169,6 +171,30 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             order_bound_gbps=None if ring.proven else float(ring.bound_gbps),
         )
 
+    def _free(self, best: Sequence[NicPairs], ceiling: float) -> Joined | None:
+        """Return the best ring of hosts over a network of switches, and its NIC maps."""
+        rails = rail_tuples(best, [node.nics for node in self.nodes])
+        merged = self._merged(best, ceiling, [NicMap(nics, nics) for nics in rails])
+        if self.cluster.rails == "any" and (merged is None or merged[0].rate_gbps < ceiling):
+            free = self._merged(best, ceiling, free_maps(best))
+            worth = 0.0 if merged is None else merged[0].rate_gbps * (1 + WORTH)
+            merged = free if free is not None and free[0].rate_gbps > worth else merged
+        return merged
+
+    def _along_cables(self, count: int) -> Joined | None:
+        """Return the best ring of hosts along cables, and its NIC maps."""
+
+        def rate(host: str, entries: Nics, exits: Nics) -> float:
+            node = self.nodes[self.cluster.host_classes[host]]
+            chains = node.between(self.settings, pairs_of(entries, exits))
+            return 0.0 if chains is None else chains.rate_gbps
+
+        cluster = self.cluster
+        ring = cabled_ring(cluster.names, cluster.cables, count, rate, keep_order=self.keep_order)
+        if ring is None:
+            return None
+        return ring, tuple(NicMap(step.exits, step.entries) for step in ring.crossings)
+
     def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
         return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))
 
@@ -185,7 +211,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
 
     def _merged(
         self, best: Sequence[NicPairs], enough: float, nic_maps: Sequence[NicMap]
-    ) -> tuple[MergedRing, tuple[NicMap, ...]] | None:
+    ) -> Joined | None:
         """Return the best ring of hosts over these NIC maps, and its maps.
 
         The `best` chains of every class are tried alone first: if they close to a ring fast

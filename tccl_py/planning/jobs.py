@@ -11,7 +11,15 @@ import msgspec
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.rings import uplink_limit
-from tccl_py.model.cluster import Cluster, Host, NodeClass, class_name, compress, shown
+from tccl_py.model.cluster import (
+    Cluster,
+    Host,
+    NodeClass,
+    cables_among,
+    class_name,
+    compress,
+    shown,
+)
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
@@ -153,6 +161,7 @@ def job_cluster(
         classes=tuple(classes),
         switches=None if tree is None else restricted(tree, used),
         rails=plan.cluster.rails,
+        cables=cables_among(plan.cluster.cables, used),
     )
 
 

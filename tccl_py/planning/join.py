@@ -21,6 +21,7 @@ from tccl_py.plan.chains import PlanChain, PlanChoice, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import ClassRates, OwnChains
+from tccl_py.planning.cables import notices_of_cables, rated_along_cables
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import JoinedRings, assembled
@@ -37,6 +38,15 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
+    settings = _with_nics(cluster, best, nodes, request.ib_gid_index)
+    default, variables = _own_choices(cluster, nodes)
+    if cluster.cables:
+        default = rated_along_cables(default, cluster, nodes, subnet_routing=False)
+        variables = rated_along_cables(variables, cluster, nodes, subnet_routing=True)
+        names = "cross_nic", "ib_hca", "subnet_routing", "algo"
+        changes = {name: getattr(settings, name) for name in names}
+        under = msgspec.structs.replace(variables.settings, **changes)
+        variables = msgspec.structs.replace(variables, settings=under)
     used = {cluster.host_classes[name] for name in best.hosts}
 
     def types(number: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
@@ -45,11 +55,11 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     return assembled(
         cluster,
         tuple(node.gpus for node in nodes),
-        msgspec.structs.replace(best, settings=_with_nics(best, nodes, request.ib_gid_index)),
-        _own_choices(cluster, nodes),
+        msgspec.structs.replace(best, settings=settings),
+        (default, variables),
         request,
         types=types,
-        notices=_notices(best, nodes),
+        notices=(*_notices(best, nodes), *notices_of_cables(cluster, nodes)),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,
@@ -126,7 +136,7 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
 
 
 def _with_nics(
-    joined: JoinedRings, nodes: Sequence[ClassRates], ib_gid_index: int | None
+    cluster: Cluster, joined: JoinedRings, nodes: Sequence[ClassRates], ib_gid_index: int | None
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
@@ -140,6 +150,9 @@ def _with_nics(
         socket_ifname=() if rdma else tuple(names),
         # By itself NCCL lets rings change NICs only where it finds that better.
         cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
+        subnet_routing=bool(cluster.cables),
+        # Trees join hosts that no cable joins.
+        algo="Ring" if cluster.cables else settings.algo,
     )
 
 

@@ -16,7 +16,8 @@ The YAML form:
     rails: any                  # or only: NIC i of a host reaches NIC i of any host, no other NIC
 
 Every switch is below at most one switch. Several uppermost switches are joined by a switch without
-name and limit. The file may have hosts outside the job.
+name and limit. The file may have hosts outside the job. Hosts that are joined without a switch have
+`cables:` instead (`tccl_py.readers.cables`).
 
 Refused parts of YAML are anchors and aliases, tags, and several documents. Names are plain texts: a
 host may be called `010` or `no`. SLURM's file follows topology.conf(5) and
@@ -44,6 +45,7 @@ from tccl_py.model.cluster import (
     shown,
 )
 from tccl_py.model.reports import restricted
+from tccl_py.readers.cables import Ports, described
 from tccl_py.readers.hosts import MAX_BYTES, expand
 
 MAX_LEVELS = 32
@@ -63,10 +65,11 @@ _Part = tuple[str, SwitchTree, tuple[str, ...]]
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True):
-    """The switches between hosts, and the reach of NICs."""
+    """The switches between hosts and the reach of NICs, or the cables in their place."""
 
-    switches: SwitchTree
+    switches: SwitchTree | None
     rails: Rails = "any"
+    ports: Ports = Ports()
 
 
 class _Switch(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,8 +84,10 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
 class _Switches(msgspec.Struct, forbid_unknown_fields=True):
     """A document of the YAML form."""
 
-    switches: list[_Switch]
+    switches: list[_Switch] = []
     rails: Rails = "any"
+    cables: list[tuple[_Text, _Text]] = []
+    ports: dict[_Text, list[_Text]] = {}
 
 
 def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Interconnect:
@@ -128,6 +133,11 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         place = f"{where} {path.strip('.`')}".strip()
         right = "write switches: and a list of them, each with name: and hosts: or switches:"
         raise InputError(place, f"is of another form ({fault})", right) from error
+    if form.cables or form.ports:
+        right = "describe the network that NCCL is to use"
+        require(not form.switches, where, "has switches and cables", right)
+        ports = described(form.cables, form.ports, where=where)
+        return Interconnect(switches=None, rails=form.rails, ports=ports)
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
     return Interconnect(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)

@@ -31,7 +31,7 @@ MAX_ENTRIES = 10_000
 Crosses = Literal["any", "socket", "numa", "nothing"]
 LinkKind = Literal["pci", "smp", "nvlink", "xgmi", "c2c", "hidden"]
 Key = Literal[
-    "transfer", "source_gpu", "source_uplink", "destination_root", "memory", "executor_gpu"
+    "transfer", "source_gpu", "source_uplink", "destination_root", "memory", "executor_gpu", "nic"
 ]
 """Keys that group and count transfers: see `tccl_py.simulator.routes.Leg`."""
 _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_ENTRIES)]
@@ -83,6 +83,7 @@ class Links(_Data, frozen=True, kw_only=True, tag="links"):
     span: `smp` links between sockets, or between NUMA nodes of a socket.
     way: `each` direction is a separate place, or `both` together are a place, or only the
         direction `out` of the device below or the GPU, or `in`.
+    together: whether all these links are one place, as the functions of a network port are.
     """
 
     kinds: tuple[LinkKind, ...]
@@ -91,6 +92,7 @@ class Links(_Data, frozen=True, kw_only=True, tag="links"):
     position: Literal["any", "root_port"] = "any"
     span: Literal["any", "socket", "numa"] = "any"
     way: Literal["each", "both", "out", "in"] = "each"
+    together: bool = False
 
 
 class Memory(_Data, frozen=True, kw_only=True, tag="memory"):

@@ -43,7 +43,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
         in host memory count as going there; in a bounce, as going to the root port of the GPU
         that will read them, since each reader's buffers are its own;
     memory: the NUMA node whose memory is one end;
-    executor_gpu: the GPU whose SMs or copy engine move the bytes; absent where a NIC does.
+    executor_gpu: the GPU whose SMs or copy engine move the bytes; absent where a NIC does;
+    nic: the NIC at one end.
     """
 
     edges: tuple[Edge, ...]
@@ -171,6 +172,8 @@ def _keys(
     for end in (transfer.source, transfer.destination):
         if end.kind == "C":
             keys["memory"] = str(end)
+        if end.kind == "N":
+            keys["nic"] = str(end)
     for a, b in edges:
         if network.kinds[a, b] == "pci" and b in network.roots:
             keys["source_uplink"] = a

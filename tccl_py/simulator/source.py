@@ -265,24 +265,30 @@ def _places(capacity: Capacity, leg: Leg, network: Network) -> list[str]:
         place = leg.keys.get("memory")
         return [place] if place else []
     edges = (edge for edge in leg.edges if _selected(at, edge, network))
+    if at.together:
+        return ["" if at.way == "both" else str(_leaves(edge, network)) for edge in edges]
     return [">".join(sorted(edge) if at.way == "both" else edge) for edge in edges]
+
+
+def _leaves(edge: Edge, network: Network) -> bool:
+    """Return whether a link is passed from its inner end, the device below or the GPU."""
+    parents, (near, far) = network.machine.parents, edge
+    return parents.get(near) == far or (near[0] == "G" and parents.get(far) != near)
 
 
 def _selected(links: Links, edge: Edge, network: Network) -> bool:
     kind = network.kinds[edge]
     if kind not in links.kinds:
         return False
-    parents, (near, far) = network.machine.parents, edge
-    # `out` leaves the inner end of a link: the child, or the GPU.
-    leaves = parents.get(near) == far or (near[0] == "G" and parents.get(far) != near)
-    inner = near if leaves else far
+    leaves = _leaves(edge, network)
+    inner = edge[0] if leaves else edge[1]
     named = (inner,) if kind == "pci" else edge
-    at_root = kind == "pci" and parents[inner] in network.roots
+    at_root = kind == "pci" and network.machine.parents[inner] in network.roots
     span = "socket" if network.between_sockets(edge) else "numa"
     return (
         (not links.devices or bool(set(named) & set(links.devices)))
         and (links.between is None or set(links.between) == set(edge))
-        and (links.way in ("each", "both") or (links.way == "out") == (edge[0] == inner))
+        and (links.way in ("each", "both") or (links.way == "out") == leaves)
         and (links.position == "any" or at_root)
         and (links.span in ("any", span) or kind != "smp")
     )

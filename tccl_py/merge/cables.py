@@ -1,0 +1,220 @@
+"""Rings over hosts that are joined by cables, without a switch: a ring exists only along them.
+
+A cable joins a port of one host to a port of another, function by function: a port of an RDMA card
+may have several, each a NIC of the host. All rings of a job pass the hosts in one order, as NCCL
+joins nodes in the order of ranks, so the cables of a step are shared by its rings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from tccl_py.errors import SearchError
+from tccl_py.model.cluster import Cable
+
+Nics = tuple[int, ...]
+"""A NIC for each ring."""
+Rate = Callable[[str, Nics, Nics], float]
+"""The bandwidth of all chains of a host, GB/s, by its NICs in and out; 0 is none."""
+
+MAX_STEPS = 200_000
+"""Hosts that a search may append to its orders: all orders of 16 hosts with three cables each."""
+_NAMED = 5
+
+
+class Crossing(msgspec.Struct, frozen=True, order=True):
+    """A step from a host to the next: a NIC out and a NIC in for each ring."""
+
+    exits: Nics
+    entries: Nics
+
+
+class CabledRing(msgspec.Struct, frozen=True, kw_only=True):
+    """Rings along cables: `crossings[n]` leads from `hosts[n]` to the next, cyclic.
+
+    `rate_gbps` is the rate of the slowest host's chains, and no order of hosts has more than
+    `bound_gbps`.
+    """
+
+    hosts: tuple[str, ...]
+    crossings: tuple[Crossing, ...]
+    rate_gbps: float
+    bound_gbps: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether the ring reaches the bound."""
+        return self.rate_gbps >= self.bound_gbps
+
+
+def cabled_ring(
+    hosts: Sequence[str],
+    cables: Iterable[Cable],
+    rings: int,
+    rate: Rate,
+    *,
+    keep_order: bool = False,
+) -> CabledRing | None:
+    """Find the order of hosts whose slowest host is fastest; exact up to MAX_STEPS.
+
+    None where chains of a host have no rate in any order.
+
+    >>> ends = [("a", "b"), ("b", "c"), ("c", "a")]
+    >>> cables = [Cable.between(x, (0, 2), y, (1, 3)) for x, y in ends]
+    >>> ring = cabled_ring("abc", cables, 2, lambda host, entries, exits: 12.5)
+    >>> ring.hosts, ring.crossings[0]
+    (('a', 'b', 'c'), Crossing(exits=(0, 2), entries=(1, 3)))
+
+    Raises SearchError: the cables close to no ring over these hosts.
+    """
+    ways = steps_between(cables)
+    orders = [tuple(hosts)] if keep_order else None
+    best = _Search(tuple(hosts), ways, rings, rate).run(orders)
+    if best is None and _Search(tuple(hosts), ways, rings, lambda *_: 1.0).run(orders) is None:
+        raise SearchError(f"no ring: {_why_none(hosts, ways, keep_order=keep_order)}")
+    return best
+
+
+def steps_between(cables: Iterable[Cable]) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Return the functions that lead from a host to another: a NIC out and a NIC in."""
+    steps: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for cable in cables:
+        for out, into in (cable.ends, cable.ends[::-1]):
+            steps[out.host, into.host] += zip(out.nics, into.nics, strict=True)
+    return dict(steps)
+
+
+def _crossing(functions: Sequence[tuple[int, int]], rings: int, turn: int) -> Crossing:
+    """Return a step whose functions are dealt to the rings in turn."""
+    dealt = [functions[(ring + turn) % len(functions)] for ring in range(rings)]
+    return Crossing(tuple(out for out, _ in dealt), tuple(into for _, into in dealt))
+
+
+class _Search:
+    """A depth-first search over orders of hosts, from the first host on, cut at the best rate."""
+
+    def __init__(
+        self,
+        hosts: tuple[str, ...],
+        ways: Mapping[tuple[str, str], Sequence[tuple[int, int]]],
+        rings: int,
+        rate: Rate,
+    ) -> None:
+        self._hosts, self._rate = hosts, rate
+        # Over two hosts the way back may take other functions of the same cables.
+        turns = {
+            pair: sorted({0, len(functions) // 2} if len(hosts) == 2 else {0})
+            for pair, functions in ways.items()
+        }
+        self._crossings = {
+            pair: [_crossing(functions, rings, turn) for turn in turns[pair]]
+            for pair, functions in ways.items()
+        }
+        place = {host: number for number, host in enumerate(hosts)}
+        self._near: dict[str, list[str]] = {
+            # The given order first: where orders are equally fast, it stays.
+            host: sorted(
+                (other for other in hosts if (host, other) in ways),
+                key=lambda other: (place[other] - place[host]) % len(hosts),
+            )
+            for host in hosts
+        }
+        self._steps = 0
+        self._best: CabledRing | None = None
+
+    def run(self, orders: Sequence[tuple[str, ...]] | None) -> CabledRing | None:
+        """Return the fastest ring over these orders of hosts, over all without."""
+        bound = self._bound()
+        for order in self._orders((self._hosts[0],)) if orders is None else orders:
+            self._rate_order(order)
+            if self._best is not None and self._best.rate_gbps >= bound:
+                break
+        if self._best is not None and (orders is not None or self._steps <= MAX_STEPS):
+            bound = self._best.rate_gbps
+        return self._best and msgspec.structs.replace(self._best, bound_gbps=bound)
+
+    def _bound(self) -> float:
+        """Return the rate that no order exceeds: each host by its best pair of steps."""
+        return min(
+            max(
+                (
+                    self._rate(host, into.entries, out.exits)
+                    for before, after in self._steps_through(host)
+                    for into in self._crossings[before, host]
+                    for out in self._crossings[host, after]
+                ),
+                default=0.0,
+            )
+            for host in self._hosts
+        )
+
+    def _steps_through(self, host: str) -> Iterator[tuple[str, str]]:
+        for before, after in itertools.product(self._near[host], repeat=2):
+            if before != after or len(self._hosts) == 2:
+                yield before, after
+
+    def _orders(self, begun: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        """Yield all orders of hosts along cables that begin so."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            return
+        if len(begun) == len(self._hosts):
+            if begun[0] in self._near[begun[-1]]:
+                yield begun
+            return
+        if len(begun) > 2 and self._too_slow(begun[-3:]):
+            return
+        for host in self._near[begun[-1]]:
+            if host not in begun:
+                yield from self._orders((*begun, host))
+
+    def _too_slow(self, three: tuple[str, ...]) -> bool:
+        """Return whether the middle host of three is no faster than the best ring."""
+        before, host, after = three
+        into, out = self._crossings[before, host][0], self._crossings[host, after][0]
+        best = 0.0 if self._best is None else self._best.rate_gbps
+        return self._rate(host, into.entries, out.exits) <= best
+
+    def _rate_order(self, order: tuple[str, ...]) -> None:
+        """Keep the order if it is faster than the best."""
+        steps = list(zip(order, (*order[1:], order[0]), strict=True))
+        if not all(step in self._crossings for step in steps):
+            return
+        for crossings in itertools.product(*(self._crossings[step] for step in steps)):
+            rate = min(
+                self._rate(host, crossings[number - 1].entries, crossings[number].exits)
+                for number, host in enumerate(order)
+            )
+            if rate > (0.0 if self._best is None else self._best.rate_gbps):
+                self._best = CabledRing(
+                    hosts=order, crossings=crossings, rate_gbps=rate, bound_gbps=rate
+                )
+
+
+def _why_none(
+    hosts: Sequence[str], ways: Mapping[tuple[str, str], object], *, keep_order: bool
+) -> str:
+    """Return why no ring passes all hosts."""
+    if keep_order:
+        steps = zip(hosts, (*hosts[1:], hosts[0]), strict=True)
+        lacking = [f"{a} to {b}" for a, b in steps if (a, b) not in ways]
+        if lacking:
+            return f"no cable leads from {', '.join(lacking[:_NAMED])}; give hosts in another order"
+    import networkx as nx  # noqa: PLC0415 (slow to import, and most cablings have a ring)
+
+    graph = nx.Graph(pair for pair in ways if set(pair) <= set(hosts))
+    graph.add_nodes_from(hosts)
+    few = [host for host in hosts if len(hosts) > 2 and graph.degree(host) < 2]
+    if few or (len(hosts) == 2 and not graph.edges):
+        names = ", ".join((few or list(hosts))[:_NAMED])
+        return f"a ring enters a host by one cable and leaves it by another; {names} has no two"
+    if not nx.is_connected(graph):
+        parts = [sorted(part)[0] for part in nx.connected_components(graph)]
+        return f"no cables lead from {parts[0]} to {parts[1]}"
+    if cuts := sorted(nx.articulation_points(graph)):
+        return f"a ring would pass {', '.join(cuts[:_NAMED])} twice; join the hosts around it"
+    return "no order of these hosts has cables at all its steps that carry it"

@@ -1,0 +1,103 @@
+"""Hosts that cables join: what NCCL's own rings do there, and the chains that jobs may need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+import msgspec
+
+from tccl_py.merge.cables import steps_between
+from tccl_py.model.cluster import Cluster
+from tccl_py.nccl.graph_search import DefaultChain
+from tccl_py.nccl.network import NicPair, routed
+from tccl_py.plan.chains import PlanChoice
+from tccl_py.plan.tables import ClassRates
+from tccl_py.planning.host_rings import pairs_of
+
+_NAMED = 4
+
+
+class _NoCableError(Exception):
+    """A connection of NCCL's own rings that no cable carries."""
+
+
+def rated_along_cables(
+    choice: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates], *, subnet_routing: bool
+) -> PlanChoice:
+    """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.
+
+    The rate is None, with a note, where NCCL would connect functions that no cable joins.
+    """
+    try:
+        used = _own_pairs(cluster, nodes, subnet_routing=subnet_routing)
+    except _NoCableError as error:
+        return msgspec.structs.replace(choice, rate_gbps=None, note=str(error))
+    rates = []
+    for host, pairs in zip(cluster.hosts, used, strict=True):
+        node = nodes[host.node_class]
+        own = node.stock.settings
+        under = msgspec.structs.replace(own, channels=len(pairs))
+        chains = node.between(under, pairs_of(*zip(*pairs, strict=True)))
+        if chains is None:
+            return msgspec.structs.replace(choice, rate_gbps=None, note="not rated over cables")
+        rates.append(chains.rate_gbps)
+    return msgspec.structs.replace(choice, rate_gbps=min(rates))
+
+
+def _own_pairs(
+    cluster: Cluster, nodes: Sequence[ClassRates], *, subnet_routing: bool
+) -> list[list[NicPair]]:
+    """Return the NICs in and out of each channel of NCCL's own rings, for each host."""
+    steps, hosts = steps_between(cluster.cables), cluster.hosts
+    own = [nodes[host.node_class].stock.chains for host in hosts]
+    crossings: list[list[NicPair]] = []
+    for number, host in enumerate(hosts):
+        following = (number + 1) % len(hosts)
+        step = steps.get((host.name, hosts[following].name), ())
+        ways = []
+        for chain, into in zip(own[number], own[following], strict=False):
+            way = routed(_sends_by(chain), into.entry, step, subnet_routing=subnet_routing)
+            if way is None:
+                ends = f"{host.name} N{_sends_by(chain)} and {hosts[following].name} N{into.entry}"
+                raise _NoCableError(f"NCCL would connect {ends}, which no cable joins")
+            ways.append(way)
+        crossings.append(ways)
+    return [
+        [(into, out) for (_, into), (out, _) in zip(crossings[number - 1], ways, strict=False)]
+        for number, ways in enumerate(crossings)
+    ]
+
+
+def _sends_by(chain: DefaultChain) -> int:
+    """Return the NIC by which NCCL would leave a host: of one GPU, that of the entry."""
+    return chain.exit if len(chain.gpus) > 1 else chain.entry
+
+
+def notices_of_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> Iterator[str]:
+    """Yield what NCCL cannot do between hosts that cables join."""
+    if not cluster.cables:
+        return
+    steps, of = steps_between(cluster.cables), cluster.host_classes
+    pairs = list(permutations(cluster.names, 2))
+    if apart := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:
+        yield (
+            f"no cable joins {_few(apart)}: send/recv and all-to-all between them fail, as do all "
+            "jobs with NCCL_RUNTIME_CONNECT=0 or NCCL_CUMEM_ENABLE=0, which connect trees too"
+        )
+    # NCCL numbers NICs of both hosts alike for send and receive, unlike those of rings.
+    facing = [
+        f"{a} to {b}"
+        for a, b in pairs
+        for nic in nodes[of[a]].nics
+        if (a, b) in steps and routed(nic, nic, steps[a, b], subnet_routing=True) is None
+    ]
+    if facing:
+        yield (
+            f"ports of the same number face each other, so send/recv fails from "
+            f"{_few(list(dict.fromkeys(facing)))}: join different ports of neighbours"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

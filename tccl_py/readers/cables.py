@@ -1,0 +1,117 @@
+"""Cables between hosts, of the YAML form of `tccl_py.readers.switches`.
+
+    ports:                                # the functions of a port, the same on all hosts; optional
+      p0: [rocep1s0f0, roceP2p1s0f0]
+      p1: [rocep1s0f1, roceP2p1s0f1]
+    cables:                               # HOST:PORT, or HOST:NIC for a NIC that no port has
+      - [node1:p0, node2:p1]
+      - [node2:p0, node3:p1]
+      - [node3:p0, node1:p1]
+
+Function n of one end reaches function n of the other, and nothing else. The file may have hosts
+outside the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from tccl_py.errors import InputError, require
+from tccl_py.model.cluster import Cable, CableEnd, shown
+from tccl_py.model.machine import Machine
+
+MAX_CABLED = 64
+"""Hosts of one ring along cables."""
+_MAX_PORTS = 64
+
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_End = tuple[str, str]
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """Cables as a file has them: pairs of (host, port), and the names of each port's NICs."""
+
+    cables: tuple[tuple[_End, _End], ...] = ()
+    functions: Mapping[str, tuple[str, ...]] = {}
+    where: str = ""
+
+
+def described(
+    cables: Sequence[tuple[_Text, _Text]], ports: Mapping[str, Sequence[str]], *, where: str
+) -> Ports:
+    """Return the cables of a file, each port with one cable at most (InputError)."""
+    require(len(ports) <= _MAX_PORTS, where, f"has {len(ports)} ports", f"at most {_MAX_PORTS}")
+    port_of: dict[str, str] = {}
+    for port, names in ports.items():
+        require(names, f"{where} ports.{port}", "has no NIC", "name its functions")
+        for name in names:
+            if name in port_of:
+                fault = f"NIC {shown(name)} is a function of {port_of[name]} too"
+                raise InputError(f"{where} ports.{port}", fault, "a NIC belongs to one port")
+            port_of[name] = port
+    used: dict[_End, int] = {}
+    ends_of: list[tuple[_End, _End]] = []
+    for number, texts in enumerate(cables):
+        place = f"{where} cables[{number}]"
+        ends = _end(texts[0], port_of, place), _end(texts[1], port_of, place)
+        if ends[0][0] == ends[1][0]:
+            raise InputError(place, "leads from a host to itself", "a cable joins two hosts")
+        for end in ends:
+            if end in used:
+                fault = f"port {':'.join(end)} has the cable of cables[{used[end]}] already"
+                raise InputError(place, fault, "a port has one cable")
+            used[end] = number
+        ends_of.append(ends)
+    functions = {port: tuple(names) for port, names in ports.items()}
+    return Ports(cables=tuple(ends_of), functions=functions, where=where)
+
+
+def _end(text: str, port_of: Mapping[str, str], place: str) -> _End:
+    host, _, port = text.rpartition(":")
+    require(host and port, place, f"{shown(text)} is no end of a cable", "write HOST:PORT")
+    if port in port_of:
+        right = f"name port {port_of[port]}: its functions share the cable"
+        raise InputError(place, f"{shown(text)} names one function of a port", right)
+    return host, port
+
+
+def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...]:
+    """Return the cables between these hosts, with NICs by index.
+
+    Raises InputError: a port that a host has not, ends of unlike numbers of functions, or too many
+    hosts.
+    """
+    hosts = len(machines)
+    right = f"at most {MAX_CABLED} are joined by cables"
+    require(hosts <= MAX_CABLED or not ports.cables, ports.where, f"is for {hosts} hosts", right)
+    cables = []
+    for number, ends in enumerate(ports.cables):
+        if all(host in machines for host, _ in ends):
+            place = f"{ports.where} cables[{number}]"
+            one, other = (
+                CableEnd(host, _nics(ports, host, port, machines[host], place))
+                for host, port in ends
+            )
+            if len(one.nics) != len(other.nics):
+                fault = f"joins ports of {len(one.nics)} and {len(other.nics)} functions"
+                raise InputError(place, fault, "both ends have as many")
+            cables.append(Cable((one, other)))
+    return tuple(cables)
+
+
+def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> tuple[int, ...]:
+    index_of = {name: nic.index for nic in machine.nics for name in (nic.id, nic.name)}
+    names = ports.functions.get(port, (port,))
+    for name in names:
+        if name not in index_of:
+            has = ", ".join(_names(machine)) or "none"
+            fault = f"host {host} has no port or NIC {shown(name)}"
+            raise InputError(place, fault, f"its NICs are {has}; ports: names ports of several")
+    return tuple(index_of[name] for name in names)
+
+
+def _names(machine: Machine) -> Iterator[str]:
+    return (nic.name for nic in machine.nics[:8])

@@ -1,0 +1,163 @@
+"""Plans for hosts that cables join: chains, files, variables, and what NCCL makes of them."""
+
+import xml.etree.ElementTree as ET
+from pathlib import PurePosixPath
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.merge.cables import steps_between
+from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
+from tccl_py.nccl.network import routed
+from tccl_py.nccl.settings import environment
+from tccl_py.plan.directory import write_plan
+from tccl_py.plan.host_files import files_of_hosts
+from tccl_py.plan.load import load_plan
+from tccl_py.plan.tables import table_files
+from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.readers.hosts import HostSlots
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.cables.network import PORTS
+
+MODEL = load_bundled("gb10-2port")
+HAND_MADE = [("0x0", "0x1"), ("0x2", "0x3")]
+"""Channels of the public files for three hosts that leave by port 1 into port 0 of the next."""
+
+
+def cluster(cables, hosts=3):
+    names = [f"spark{number}" for number in range(hosts)]
+    node_class = NodeClass(name="spark", machine=MODEL.machine, knowledge=MODEL.knowledge)
+    joined = tuple(Cable.between(names[a], PORTS[x], names[b], PORTS[y]) for a, x, b, y in cables)
+    made = Cluster(
+        hosts=tuple(Host(name=name, node_class=0, slots=1) for name in names),
+        classes=(node_class,),
+        cables=joined,
+    )
+    return check_cluster(made, where="cluster")
+
+
+def ring(hosts=3, leave=0):
+    return [(host, leave, (host + 1) % hosts, 1 - leave) for host in range(hosts)]
+
+
+MIRRORED = [(0, 0, 1, 0), (1, 1, 2, 1), (2, 0, 0, 1)]
+
+
+def planned(cables, hosts=3, **options):
+    return make_cluster_plan(cluster(cables, hosts), [Simulator(MODEL)], **options)
+
+
+def channels(text, number=0):
+    graph = ET.fromstring(text).findall("graph")[number]
+    return [tuple(net.get("dev") for net in part.findall("net")) for part in graph]
+
+
+def test_files_of_three_hosts_equal_the_hand_made_ones_channel_by_channel():
+    plan = planned(ring(leave=1))
+    files = files_of_hosts(plan, PurePosixPath("/plan"))
+    assert plan.host_order == ("spark0", "spark1", "spark2")
+    for host in plan.host_order:
+        found = channels(files[f"hosts/{host}.xml"])
+        assert found == (HAND_MADE * 4)[: len(found)]
+        head = ET.fromstring(files[f"hosts/{host}.xml"])[0].attrib
+        shared = [head[name] for name in ("pattern", "crossnic", "typeintra", "typeinter")]
+        assert shared == ["4", "1", "LOC", "P2C"]
+
+
+def test_the_variables_are_those_of_the_public_launchers_but_for_nccls_defaults():
+    plan = planned(ring())
+    for choice in ("variables", "graph"):
+        assert environment(plan.choices[choice].settings) == {
+            "NCCL_ALGO": "Ring",
+            "NCCL_CROSS_NIC": "1",
+            "NCCL_IB_HCA": "=rocep1s0f0:1,rocep1s0f1:1,roceP2p1s0f0:1,roceP2p1s0f1:1",
+            "NCCL_IB_MERGE_NICS": "0",
+            "NCCL_IB_SUBNET_AWARE_ROUTING": "1",
+        }
+    assert plan.choices["default"].rate_gbps is None
+    assert "which no cable joins" in plan.choices["default"].note
+
+
+def used_by_nccl(plan):
+    """The NICs that each connection of the files' channels gets, by NCCL's rule, in host order."""
+    steps = steps_between(plan.cluster.cables)
+    order, count = plan.host_order, plan.ring_count
+    entries = {host.name: plan.paths[host.path].chains for host in plan.hosts}
+    for at, host in enumerate(order):
+        following = order[(at + 1) % len(order)]
+        for number in range(count):
+            sender, listener = entries[host][number], entries[following][number]
+            step = steps[host, following]
+            # NCCL gives a host's only GPU the entry in both directions.
+            pair = routed(sender.entry_nic, listener.entry_nic, step, subnet_routing=True)
+            yield pair, (sender.exit_nic, listener.entry_nic)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=3, max_size=5))
+def test_nccl_uses_the_cables_of_a_plan_whichever_ports_they_join(turns):
+    hosts = len(turns)
+    enters = [into for into, _ in turns]
+    # Each host has a cable at both ports; the hosts' ends are turned at random.
+    cables = [(h, 1 - enters[h], (h + 1) % hosts, enters[(h + 1) % hosts]) for h in range(hosts)]
+    plan = planned(cables, hosts, ring_counts=(2,))
+    for used, named in used_by_nccl(plan):
+        assert used == named
+
+
+def test_ports_that_face_their_like_get_files_of_their_own_where_nccls_own_rings_fail():
+    plan = planned(MIRRORED)
+    files = files_of_hosts(plan, PurePosixPath("/plan"))
+    first = [channels(files[f"hosts/spark{host}.xml"])[0] for host in range(3)]
+    assert first == [("0x1", "0x0"), ("0x0", "0x1"), ("0x1", "0x0")]
+    assert plan.choices["variables"].rate_gbps is None
+    assert plan.recommended == "graph"
+
+
+@pytest.mark.parametrize(("hosts", "gbps"), [(2, 23.7), (3, 13.9), (4, 13.9)])
+def test_public_rates_of_two_and_three_hosts_are_met(hosts, gbps):
+    cables = ring(hosts) if hosts > 2 else [(0, 0, 1, 1)]
+    assert planned(cables, hosts).rate_gbps == pytest.approx(gbps, rel=0.01)
+
+
+def test_both_functions_of_a_port_are_used_where_that_is_faster():
+    plan = planned(ring())
+    ends = {(chain.entry_nic, chain.exit_nic) for path in plan.paths for chain in path.chains}
+    assert ends == {(1, 0), (3, 2)}
+
+
+def test_jobs_over_parts_of_the_hosts_are_planned_from_the_tables(tmp_path):
+    tables = []
+    plan = planned(ring(), tables=tables)
+    write_plan(plan, tmp_path, tables=table_files(tables))
+    hosts = [HostSlots("spark2"), HostSlots("spark0")]
+    job = plan_of_job(load_plan(tmp_path), tmp_path, hosts)
+    assert job.rate_gbps == pytest.approx(23.7, rel=0.01)
+    assert all(used == named for used, named in used_by_nccl(job))
+
+
+def test_a_cabling_without_a_ring_names_the_hosts_without_two_ways():
+    with pytest.raises(SearchError, match=r"spark0, spark2 has no two"):
+        planned(ring()[:2])
+
+
+def test_nccl_that_cannot_follow_subnets_is_refused():
+    with pytest.raises(InputError, match=r"NCCL 2\.30\.3 is the first"):
+        planned(ring(), version="2.28.9")
+
+
+def test_the_bound_of_a_cabled_plan_is_not_below_any_order():
+    plan = planned(ring(4), 4)
+    assert plan.bound_gbps is None or plan.bound_gbps >= plan.rate_gbps
+
+
+def test_what_nccl_cannot_do_over_cables_is_told():
+    assert planned(ring()).notices == ()
+    (apart,) = planned(ring(4), 4).notices
+    assert "spark0 and spark2, spark1 and spark3" in apart
+    (facing,) = planned(MIRRORED).notices
+    assert "spark0 to spark1" in facing or "spark1 to spark2" in facing

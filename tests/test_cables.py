@@ -1,0 +1,219 @@
+"""Rings along cables, compared with all orders of hosts."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError, SearchError
+from tccl_py.merge.cables import cabled_ring
+from tccl_py.model.cluster import Cable
+from tccl_py.readers.cables import cables_of
+from tccl_py.readers.switches import parse_switch_yaml
+from tccl_py.simulator.descriptions import load_bundled
+
+NAMES = "abcdefgh"
+
+
+def cabling(pairs):
+    """Cables whose ports are the next NICs of their hosts."""
+    used, cables = dict.fromkeys(NAMES, 0), []
+    for one, other in pairs:
+        cables.append(Cable.between(one, [used[one]], other, [used[other]]))
+        used[one] += 1
+        used[other] += 1
+    return cables
+
+
+def equal(host, entries, exits):
+    return 10.0
+
+
+def ways_of(cables):
+    """The functions from one host to another, in the order of cables."""
+    ways = {}
+    for cable in cables:
+        for out, into in itertools.permutations(cable.ends):
+            ways.setdefault((out.host, into.host), []).extend(zip(out.nics, into.nics, strict=True))
+    return ways
+
+
+def brute_force(hosts, cables, rings, rate):
+    """The best rate over all orders of hosts, and of two hosts all turns of the way back."""
+    ways, best = ways_of(cables), 0.0
+    for rest in itertools.permutations(hosts[1:]):
+        order = (hosts[0], *rest)
+        steps = list(zip(order, (*rest, order[0]), strict=True))
+        if not all(step in ways for step in steps):
+            continue
+        for turns in itertools.product(range(2 if len(hosts) == 2 else 1), repeat=len(steps)):
+            nics = []
+            for step, turn in zip(steps, turns, strict=True):
+                some = ways[step]
+                shift = turn * (len(some) // 2)
+                nics.append([some[(ring + shift) % len(some)] for ring in range(rings)])
+            rates = []
+            for n, host in enumerate(order):
+                entries = tuple(into for _, into in nics[n - 1])
+                exits = tuple(out for out, _ in nics[n])
+                rates.append(rate(host, entries, exits))
+            best = max(best, min(rates))
+    return best
+
+
+@st.composite
+def clusters(draw):
+    hosts = NAMES[: draw(st.integers(2, 6))]
+    pairs = list(itertools.combinations(hosts, 2))
+    cables = cabling(draw(st.lists(st.sampled_from(pairs), max_size=12)))
+    rates = draw(st.lists(st.sampled_from([0.0, 5.0, 7.0, 10.0]), min_size=7, max_size=7))
+
+    def rate(host, entries, exits):
+        return rates[hash((ord(host), entries, exits)) % 7]
+
+    return hosts, cables, draw(st.integers(1, 4)), rate
+
+
+@given(clusters())
+def test_the_best_order_is_found_and_its_bound_is_reached(cluster):
+    hosts, cables, rings, rate = cluster
+    best = brute_force(hosts, cables, rings, rate)
+    try:
+        ring = cabled_ring(hosts, cables, rings, rate)
+    except SearchError:
+        assert brute_force(hosts, cables, rings, equal) == 0
+        return
+    assert best == (0 if ring is None else ring.rate_gbps)
+    assert ring is None or ring.proven
+
+
+@given(clusters())
+def test_each_step_goes_over_a_cable_function_by_function(cluster):
+    hosts, cables, rings, rate = cluster
+    try:
+        ring = cabled_ring(hosts, cables, rings, rate)
+    except SearchError:
+        return
+    if ring is None:
+        return
+    ways = ways_of(cables)
+    assert sorted(ring.hosts) == sorted(hosts)
+    for n, host in enumerate(ring.hosts):
+        following = ring.hosts[(n + 1) % len(hosts)]
+        crossing = ring.crossings[n]
+        assert set(zip(crossing.exits, crossing.entries, strict=True)) <= set(ways[host, following])
+        assert len(crossing.exits) == rings
+
+
+@pytest.mark.parametrize("count", range(3, 17))
+def test_rings_of_3_to_16_hosts_enter_by_one_port_and_leave_by_the_other(count):
+    hosts = [f"h{n}" for n in range(count)]
+    cables = [
+        Cable.between(a, (0, 2), b, (1, 3))
+        for a, b in zip(hosts, hosts[1:] + hosts[:1], strict=True)
+    ]
+    ring = cabled_ring(hosts, cables, 4, equal)
+    assert ring.hosts == tuple(hosts)
+    assert {(c.exits, c.entries) for c in ring.crossings} == {((0, 2, 0, 2), (1, 3, 1, 3))}
+
+
+def test_meshes_and_a_torus_of_two_by_four_have_rings():
+    mesh = cabled_ring("abcd", cabling(itertools.combinations("abcd", 2)), 1, equal)
+    assert mesh.hosts == tuple("abcd")
+    torus = [*zip("abcd", "bcda", strict=True), *zip("efgh", "fghe", strict=True)]
+    torus += zip("abcd", "efgh", strict=True)
+    ring = cabled_ring(NAMES, cabling(torus), 1, equal)
+    assert sorted(ring.hosts) == sorted(NAMES)
+
+
+def test_the_given_order_stays_where_no_other_is_faster():
+    cables = cabling(itertools.combinations("abcd", 2))
+    assert cabled_ring("acbd", cables, 1, equal).hosts == tuple("acbd")
+    assert cabled_ring("dbca", cables, 1, equal, keep_order=True).hosts == tuple("dbca")
+
+
+def test_a_doubled_cable_of_two_hosts_carries_both_ways():
+    def apart(host, entries, exits):
+        return 5.0 if entries == exits else 10.0
+
+    ring = cabled_ring("ab", cabling(["ab", "ab"]), 1, apart)
+    assert ring.rate_gbps == 10.0
+    assert ring.crossings[0].exits != ring.crossings[1].entries
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pairs", "sentence"),
+    [
+        ("abc", ["ab", "bc"], r"a, c has no two$"),
+        ("ab", [], r"a, b has no two$"),
+        ("abcdef", ["ab", "bc", "ca", "de", "ef", "fd"], r"no cables lead from a to d$"),
+        ("abcde", ["ab", "bc", "ca", "cd", "de", "ec"], r"would pass c twice"),
+    ],
+)
+def test_cables_without_a_ring_are_named_by_the_hosts_that_lack_them(hosts, pairs, sentence):
+    with pytest.raises(SearchError, match=sentence):
+        cabled_ring(hosts, cabling(pairs), 1, equal)
+
+
+def test_a_given_order_without_cables_is_refused_by_its_steps():
+    with pytest.raises(SearchError, match="no cable leads from a to c, b to d"):
+        cabled_ring("acbd", cabling(["ab", "bc", "cd", "da"]), 1, equal, keep_order=True)
+
+
+def test_a_search_that_is_cut_off_calls_nothing_proven(monkeypatch):
+    monkeypatch.setattr("tccl_py.merge.cables.MAX_STEPS", 5)
+    cables = cabling(itertools.combinations("abcd", 2))
+
+    def rate(host, entries, exits):
+        return 10.0 if (entries, exits) == ((0,), (1,)) else 5.0
+
+    ring = cabled_ring("abcd", cables, 1, rate)
+    assert ring.rate_gbps <= ring.bound_gbps
+    assert math.isfinite(ring.bound_gbps)
+
+
+# Cables of a file
+
+
+FILE = """
+ports:
+  p0: [rocep1s0f0, roceP2p1s0f0]
+  p1: [rocep1s0f1, roceP2p1s0f1]
+cables:
+  - [a:p0, b:p1]
+  - [b:p0, outside:p1]
+"""
+
+
+def read(text, hosts="ab"):
+    machines = dict.fromkeys(hosts, load_bundled("gb10-2port").machine)
+    return cables_of(parse_switch_yaml(text, where="net.yaml", hosts=hosts).ports, machines)
+
+
+def test_functions_of_a_port_are_joined_in_order_and_hosts_outside_the_job_left_out():
+    assert read(FILE) == (Cable.between("a", (0, 2), "b", (1, 3)),)
+    assert read("cables: [[a:rocep1s0f1, b:roceP2p1s0f1]]") == (Cable.between("a", [1], "b", [3]),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("[b:p0, outside:p1]", "[b:p1, outside:p1]", "port b:p1 has the cable of cables[0]"),
+        ("[b:p0, outside:p1]", "[b:p0, b:p1]", "leads from a host to itself"),
+        ("a:p0", "a:p7", "has no port or NIC 'p7'"),
+        ("a:p0", "a", "is no end of a cable"),
+        ("a:p0", "a:rocep1s0f0", "names one function of a port"),
+        ("[rocep1s0f1, roceP2p1s0f1]", "[rocep1s0f1]", "ports of 2 and 1 functions"),
+        ("[rocep1s0f1, roceP2p1s0f1]", "[rocep1s0f0]", "is a function of p0 too"),
+        ("[rocep1s0f1, roceP2p1s0f1]", "[]", "has no NIC"),
+        ("ports:", "switches: [{name: s, hosts: a}]\nports:", "has switches and cables"),
+    ],
+)
+def test_cables_that_do_not_fit_are_refused_by_name(old, new, part):
+    assert old in FILE
+    with pytest.raises(InputError) as refused:
+        read(FILE.replace(old, new, 1))
+    assert part in str(refused.value)
+    assert "net.yaml" in str(refused.value)
