@@ -104,7 +104,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         return Delivery(job=place.job, disabled=place.disabled, refused=True)
     # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
     choice, refused = request.choice or _offered(plan, request.gpus), bool(place.no_file)
-    plugin, graph, numa_id = request.plugin, None, None
+    plugin, file, numa_id = request.plugin, "", None
     if place.no_file:
         # A job whose ranks have unlike NCCL_BUFFSIZE or numbers of channels fails or hangs.
         say(f"{place.no_file}: no graph file, only the variables, which all ranks need alike")
@@ -119,21 +119,35 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
             say(f"variables alone, as `tccl run` starts no single rank, and {old_nccl}")
             choice = "variables"
         elif not plugin:
-            graph = PurePosixPath(directory.resolve() / "nccl" / place.file)
+            file = place.file
     # 3. Collect the variables.
-    settings = plan.choices[choice].settings
-    variables = job_environment(settings, graph=graph)
     if plugin:
         variables = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
+    else:
+        variables = choice_variables(plan, directory, choice, file, plugin=False)
     return Delivery(
         job=place.job,
         choice=choice,
-        settings=settings,
+        settings=plan.choices[choice].settings,
         provenance=plan.provenance,
         variables=variables,
         numa_id=numa_id,
         refused=refused,
     )
+
+
+def choice_variables(
+    plan: Plan, directory: Path, choice: ChoiceName, file: str, *, plugin: bool = True
+) -> dict[str, str]:
+    """Return the variables of jobs by a choice; they load the `plugin` if placed memory needs it.
+
+    The choice "graph" names `file` below `nccl/`, "" if there is none for the job.
+    """
+    settings = plan.choices[choice].settings
+    if plugin and settings.shm_placement and not why_no_plugin(settings.version):
+        return plugin_exports(plan, directory)
+    graph = PurePosixPath(directory.resolve(), "nccl", file) if choice == "graph" and file else None
+    return job_environment(settings, graph=graph)
 
 
 def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:

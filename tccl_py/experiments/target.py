@@ -6,20 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from tccl_py.delivery.plugin import plugin_exports
+from tccl_py.delivery.job import choice_variables
 from tccl_py.errors import InputError
 from tccl_py.experiments.jobs import THIS_HOST, Arm
 from tccl_py.experiments.record import Verification
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.settings import Settings, job_environment, pinned_level
+from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
-from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import nccl_files, write_plan
 from tccl_py.plan.host_files import HOSTS_FOLDER, host_graph_file, host_graphs
@@ -60,19 +59,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
         """Return an arm for each different environment, default NCCL, the baseline, first."""
-        folder = PurePosixPath(self.directory.resolve() / "nccl")
         # Each of several hosts gets the file of its own name.
-        file = folder / HOSTS_FOLDER / "HOST.xml" if self.hosts else folder / GRAPH_FILE
+        file = f"{HOSTS_FOLDER}/HOST.xml" if self.hosts else GRAPH_FILE
         arms: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
             if name != "default":
-                graph = file if name == "graph" else None
-                variables |= (
-                    plugin_exports(self.plan, self.directory)
-                    if choice.settings.shm_placement and not why_no_plugin(choice.settings.version)
-                    else job_environment(choice.settings, graph=graph)
-                )
+                variables |= choice_variables(self.plan, self.directory, name, file)
             arm = Arm(
                 name=name,
                 variables=variables,
