@@ -67,6 +67,17 @@ def test_trees_are_only_called_unused_where_no_size_takes_one(monkeypatch):
     assert "never" not in note
 
 
+def test_a_rate_that_nccl_counts_wrongly_is_named_with_what_it_costs_and_the_remedy():
+    plan = plan_of("amd-v100")
+    (note,) = size_notes(plan)
+    assert "counts 15.0 GB/s for its rings, which get 4.0 (simulated" in note
+    assert "256 KiB of all-reduce take ring ll, 1.48x the time of ring simple" in note
+    assert "; NCCL_P2P_LEVEL=SYS changes that" in note
+    (note,) = size_notes(replace(plan, variables=plan.stock))
+    assert "tccl verify DIR --tune" in note
+    assert size_notes(replace(plan, stock=replace(plan.stock, rate_gbps=15.0))) == []
+
+
 def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
     plan = plan_of("amd-3090")
     settings = replace(plan.stock.settings, version="2.27.7")

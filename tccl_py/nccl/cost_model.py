@@ -10,8 +10,11 @@ scheduleCollTasksToPlan (enqueue.cc) of NCCL 2.30.7; other releases by their lib
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
+
+import msgspec
 
 from tccl_py.nccl.channel_search import SearchGraph, single, total_gbps
 from tccl_py.nccl.graph_search import search_ring, search_tree
@@ -29,6 +32,7 @@ from tccl_py.nccl.tuner import (
 from tccl_py.nccl.versions import VersionFacts
 from tccl_py.nccl.view import NcclView
 
+Kind = tuple[Algorithm, Protocol]
 _ByProtocol = tuple[float, float, float]
 """A value for each protocol: LL, LL128, Simple."""
 
@@ -81,21 +85,42 @@ class CostModel:
 
     def choice(self, collective: TunedCollective, size: int) -> SizeChoice:
         """Return the choice for a message, whose bytes count as those of a tuner's table."""
-        times = {
-            kind: expected
-            for kind in product(ALGORITHMS, PROTOCOLS)
-            if (expected := self.expected_us(collective, *kind, size)) is not None
-        }
-        kinds = reversed(times) if self.rules.later_tie_wins else times
-        algorithm, protocol = best = min(kinds, key=times.__getitem__)
+        (algorithm, protocol), expected = next(iter(self.times(collective, size).items()))
+        most = self.most_channels(algorithm, protocol, size)
         return SizeChoice(
             collective=collective,
             bytes=size,
             algorithm=algorithm,
             protocol=protocol,
-            channels=self._busy(collective, protocol, size, self.most_channels(*best, size)),
-            estimated_us=times[best],
+            channels=self._busy(collective, protocol, size, most),
+            estimated_us=expected,
         )
+
+    def times(self, collective: TunedCollective, size: int) -> dict[Kind, float]:
+        """Return the time that NCCL expects of each algorithm and protocol, its choice first."""
+        kinds = [*product(ALGORITHMS, PROTOCOLS)]
+        times = {
+            kind: expected
+            for kind in (reversed(kinds) if self.rules.later_tie_wins else kinds)
+            if (expected := self.expected_us(collective, *kind, size)) is not None
+        }
+        return dict(sorted(times.items(), key=itemgetter(1)))
+
+    @property
+    def fallback(self) -> bool:
+        """Whether a graph search of NCCL failed."""
+        return self.ring.fallback or self.tree.fallback
+
+    @property
+    def ring_gbps(self) -> float:
+        """The bandwidth that NCCL counts for all rings together."""
+        return total_gbps(self.ring.rate_intra, self._count)
+
+    def with_rate(self, gbps: float) -> CostModel:
+        """Return the model for rings and trees of this bandwidth together."""
+        each = dict.fromkeys(("rate_intra", "rate_inter"), gbps / self._count)
+        ring, tree = (msgspec.structs.replace(one, **each) for one in (self.ring, self.tree))
+        return replace(self, ring=ring, tree=tree)
 
     def expected_us(
         self, collective: TunedCollective, algorithm: Algorithm, protocol: Protocol, size: int

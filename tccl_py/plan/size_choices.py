@@ -31,7 +31,7 @@ from tccl_py.plan.text import CHOICE_WORDS
 
 SIZES = tuple(4096 << doublings for doublings in range(0, 19, 2))
 """Bytes of the rows: 4 KiB to 1 GiB."""
-_SMALL = 64 << 10
+_SMALL, _LOSS = 64 << 10, 1.1
 _FIRST_NVLS = 90
 Cells = tuple[str, ...]
 
@@ -120,28 +120,55 @@ def _poor(plan: Plan) -> Iterator[str]:
     """Yield why default NCCL's choices are poor, and the variable that changes it."""
     if _why_none(plan):
         return
-    model = size_model(plan, "default")
+    model, better = size_model(plan, "default"), size_model(plan, "variables")
     rows = [row for row in size_choices(plan)["default"] if row.collective == "all_reduce"]
-    small = next((row for row in rows if row.bytes == _SMALL), None)
-    computed = model.choice("all_reduce", _SMALL)
-    if not (model.ring.fallback or model.tree.fallback) or small is None:
-        return
-    if _kinds([small]) != _kinds([computed]):
+    if any(_kinds([row]) != _kinds([model.choice("all_reduce", row.bytes)]) for row in rows):
         return  # NCCL has other graphs than are computed.
+    variables = environment_text(plan.variables.settings)
+    if model.fallback:
+        file = "a graph file (NCCL_GRAPH_FILE, `tccl env DIR --choice graph`)"
+        remedy = file if better.fallback else variables
+        yield f"{_failed_search(model, rows)}; {remedy} changes that"
+        return
+    rate = plan.stock.rate_gbps or model.ring_gbps
+    loss, size, taken, best = _worst_choice(model, rate)
+    if loss <= _LOSS:
+        return
+    remedy = "`tccl verify DIR --tune`, by the tuner of NCCL's plugin,"
+    if _worst_choice(better, plan.variables.rate_gbps or rate)[0] <= _LOSS:
+        remedy = variables
+    yield (
+        f"NCCL counts {model.ring_gbps:.1f} GB/s for its rings, which get {rate:.1f} "
+        f"({plan.provenance}), so {size_text(size)} of all-reduce take {taken}, {loss:.2f}x the "
+        f"time of {best} by its own cost model; {remedy} changes that"
+    )
+
+
+def _failed_search(model: CostModel, rows: Sequence[SizeChoice]) -> str:
+    """Return what follows from a failed search, as a clause."""
+    small = model.choice("all_reduce", _SMALL)
     failed = "graph search" if model.ring.fallback else "search for trees"
     rings, trees = len(model.ring.orders), len(model.tree.orders)
     cut = f", {trees} of {rings} rings is used" if trees < rings else ""
     never = "" if "tree" in {row.algorithm for row in rows} else ", tree is never taken"
-    better = size_model(plan, "variables")
-    finds = not (better.ring.fallback or better.tree.fallback)
-    file = "a graph file (NCCL_GRAPH_FILE, `tccl env DIR --choice graph`)"
-    remedy = environment_text(plan.variables.settings) if finds else file
-    yield (
+    return (
         f"NCCL's {failed} fails and takes its simple order, with a bandwidth of "
         f"{FALLBACK_GBPS} GB/s{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
-        f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}; {remedy} "
-        "changes that"
+        f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}"
     )
+
+
+def _worst_choice(model: CostModel, rate: float) -> tuple[float, int, str, str]:
+    """Return what NCCL loses at most by counting another rate for its rings than theirs.
+
+    That is a factor of time, the size, its choice there and the right one.
+    """
+    losses, right = [], model.with_rate(rate)
+    for size in SIZES:
+        taken, times = next(iter(model.times("all_reduce", size))), right.times("all_reduce", size)
+        best, least = next(iter(times.items()))
+        losses.append((times[taken] / least, size, " ".join(taken), " ".join(best)))
+    return max(losses)
 
 
 def _why_none(plan: Plan) -> str:
