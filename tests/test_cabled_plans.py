@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.cables import steps_between
-from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
 from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
@@ -17,38 +16,11 @@ from tccl_py.plan.host_files import files_of_hosts
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
 from tccl_py.planning.jobs import plan_of_job
-from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
-from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.source import Simulator
-from tests.cables.network import PORTS
+from tests.cables.cases import CLUSTERS, MIRRORED, planned, ring
 
-MODEL = load_bundled("gb10-2port")
 HAND_MADE = [("0x0", "0x1"), ("0x2", "0x3")]
 """Channels of the public files for three hosts that leave by port 1 into port 0 of the next."""
-
-
-def cluster(cables, hosts=3):
-    names = [f"spark{number}" for number in range(hosts)]
-    node_class = NodeClass(name="spark", machine=MODEL.machine, knowledge=MODEL.knowledge)
-    joined = tuple(Cable.between(names[a], PORTS[x], names[b], PORTS[y]) for a, x, b, y in cables)
-    made = Cluster(
-        hosts=tuple(Host(name=name, node_class=0, slots=1) for name in names),
-        classes=(node_class,),
-        cables=joined,
-    )
-    return check_cluster(made, where="cluster")
-
-
-def ring(hosts=3, leave=0):
-    return [(host, leave, (host + 1) % hosts, 1 - leave) for host in range(hosts)]
-
-
-MIRRORED = [(0, 0, 1, 0), (1, 1, 2, 1), (2, 0, 0, 1)]
-
-
-def planned(cables, hosts=3, **options):
-    return make_cluster_plan(cluster(cables, hosts), [Simulator(MODEL)], **options)
 
 
 def channels(text, number=0):
@@ -80,6 +52,12 @@ def test_the_variables_are_those_of_the_public_launchers_but_for_nccls_defaults(
         }
     assert plan.choices["default"].rate_gbps is None
     assert "which no cable joins" in plan.choices["default"].note
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_nccl_uses_the_cables_of_any_cabling(name):
+    plan = planned(*CLUSTERS[name])
+    assert all(used == named for used, named in used_by_nccl(plan))
 
 
 def used_by_nccl(plan):
@@ -156,8 +134,9 @@ def test_the_bound_of_a_cabled_plan_is_not_below_any_order():
 
 
 def test_what_nccl_cannot_do_over_cables_is_told():
-    assert planned(ring()).notices == ()
-    (apart,) = planned(ring(4), 4).notices
+    (reasons,) = planned(ring()).notices
+    assert all(name in reasons for name in environment(planned(ring()).settings))
+    _, apart = planned(ring(4), 4).notices
     assert "spark0 and spark2, spark1 and spark3" in apart
-    (facing,) = planned(MIRRORED).notices
+    _, facing = planned(MIRRORED).notices
     assert "spark0 to spark1" in facing or "spark1 to spark2" in facing

@@ -208,6 +208,7 @@ def test_functions_of_a_port_are_joined_in_order_and_hosts_outside_the_job_left_
         ("[rocep1s0f1, roceP2p1s0f1]", "[rocep1s0f1]", "ports of 2 and 1 functions"),
         ("[rocep1s0f1, roceP2p1s0f1]", "[rocep1s0f0]", "is a function of p0 too"),
         ("[rocep1s0f1, roceP2p1s0f1]", "[]", "has no NIC"),
+        ("b:p1", "c:p1", "no cable leads from another host of the job to a, b"),
         ("ports:", "switches: [{name: s, hosts: a}]\nports:", "has switches and cables"),
     ],
 )

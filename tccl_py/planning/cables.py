@@ -16,6 +16,12 @@ from tccl_py.plan.tables import ClassRates
 from tccl_py.planning.host_rings import pairs_of
 
 _NAMED = 4
+_REASONS = (
+    "NCCL_IB_SUBNET_AWARE_ROUTING=1 sends by the NIC that reaches the next host's, "
+    "NCCL_IB_MERGE_NICS=0 leaves each NIC its own subnet, NCCL_IB_HCA fixes the numbers of NICs, "
+    "NCCL_CROSS_NIC=1 lets rings enter and leave by different ports, and NCCL_ALGO=Ring keeps to "
+    "neighbours, as trees do not"
+)
 
 
 class _NoCableError(Exception):
@@ -75,9 +81,10 @@ def _sends_by(chain: DefaultChain) -> int:
 
 
 def notices_of_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> Iterator[str]:
-    """Yield what NCCL cannot do between hosts that cables join."""
+    """Yield why hosts that cables join need variables, and what NCCL cannot do there."""
     if not cluster.cables:
         return
+    yield _REASONS
     steps, of = steps_between(cluster.cables), cluster.host_classes
     pairs = list(permutations(cluster.names, 2))
     if apart := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:

@@ -26,6 +26,7 @@ from tccl_py.model.machine import Machine
 MAX_CABLED = 64
 """Hosts of one ring along cables."""
 _MAX_PORTS = 64
+_NAMED = 4
 
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _End = tuple[str, str]
@@ -81,8 +82,8 @@ def _end(text: str, port_of: Mapping[str, str], place: str) -> _End:
 def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...]:
     """Return the cables between these hosts, with NICs by index.
 
-    Raises InputError: a port that a host has not, ends of unlike numbers of functions, or too many
-    hosts.
+    Raises InputError: a port that a host has not, ends of unlike numbers of functions, a host
+    without a cable, or too many hosts.
     """
     hosts = len(machines)
     right = f"at most {MAX_CABLED} are joined by cables"
@@ -99,6 +100,10 @@ def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...
                 fault = f"joins ports of {len(one.nics)} and {len(other.nics)} functions"
                 raise InputError(place, fault, "both ends have as many")
             cables.append(Cable((one, other)))
+    reached = {end.host for cable in cables for end in cable.ends}
+    alone = sorted(machines.keys() - reached) if ports.cables else []
+    fault = f"no cable leads from another host of the job to {', '.join(alone[:_NAMED])}"
+    require(not alone, ports.where, fault, "describe the cables of all hosts")
     return tuple(cables)
 
 

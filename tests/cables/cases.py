@@ -1,0 +1,151 @@
+"""Planned clusters of hosts that cables join.
+
+`python -m tests.cables.cases FOLDER` writes them for `judge.py`.
+"""
+
+import json
+import shutil
+import sys
+from itertools import combinations
+from pathlib import Path, PurePosixPath
+
+from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
+from tccl_py.nccl.settings import environment
+from tccl_py.plan.host_files import files_of_hosts
+from tccl_py.planning.planner import make_cluster_plan
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
+from tests.cables.network import PORTS, build
+
+MODEL = load_bundled("gb10-2port")
+SINGLE = tuple((nic,) for nic in range(4))
+"""Four ports of a function each, in the place of two ports of two."""
+
+
+def cluster(cables, hosts=3, ports=PORTS):
+    """Return hosts with cables (host, port, host, port)."""
+    names = [f"spark{number}" for number in range(hosts)]
+    node_class = NodeClass(name="spark", machine=MODEL.machine, knowledge=MODEL.knowledge)
+    joined = tuple(Cable.between(names[a], ports[x], names[b], ports[y]) for a, x, b, y in cables)
+    made = Cluster(
+        hosts=tuple(Host(name=name, node_class=0, slots=1) for name in names),
+        classes=(node_class,),
+        cables=joined,
+    )
+    return check_cluster(made, where="cluster")
+
+
+def planned(cables, hosts=3, ports=PORTS, **options):
+    return make_cluster_plan(cluster(cables, hosts, ports), [Simulator(MODEL)], **options)
+
+
+def ring(hosts=3, leave=0):
+    return [(host, leave, (host + 1) % hosts, 1 - leave) for host in range(hosts)]
+
+
+MIRRORED = [(0, 0, 1, 0), (1, 1, 2, 1), (2, 0, 0, 1)]
+DOUBLED = [(0, 0, 1, 1), (0, 1, 1, 0)]
+
+
+def at_next_ports(pairs):
+    """Return a cable for each pair of hosts, at the next free port of each."""
+    used: dict[int, int] = {}
+    cables = []
+    for pair in pairs:
+        ends = [(host, used.setdefault(host, 0)) for host in pair]
+        used |= {host: port + 1 for host, port in ends}
+        cables.append((*ends[0], *ends[1]))
+    return cables
+
+
+def torus(rows=2, columns=4):
+    """Return the pairs of hosts of a torus; two rows are joined twice."""
+    place = [divmod(number, columns) for number in range(rows * columns)]
+    along = [(n, r * columns + (c + 1) % columns) for n, (r, c) in enumerate(place)]
+    across = [(n, (r + 1) % rows * columns + c) for n, (r, c) in enumerate(place)]
+    return along + across
+
+
+CLUSTERS = {
+    "ring of 3": (ring(), 3, PORTS),
+    "ring of 3, hand-made": (ring(3, 1), 3, PORTS),
+    "3 hosts, ports mirrored": (MIRRORED, 3, PORTS),
+    "2 hosts, one cable": ([(0, 0, 1, 1)], 2, PORTS),
+    "2 hosts, two cables": (DOUBLED, 2, PORTS),
+    "ring of 4": (ring(4), 4, PORTS),
+    "full mesh of 4": (at_next_ports(combinations(range(4), 2)), 4, SINGLE),
+    "ring of 6": (ring(6), 6, PORTS),
+    "torus of 2x4": (at_next_ports(torus()), 8, SINGLE),
+}
+MEASURED_FILE = [(0, 1), (2, 3)] * 4
+"""Channels of the public file, which names the NIC of the entry and that of the exit."""
+
+
+def hand_made():
+    parts = "".join(
+        f'<channel><net dev="{a}"/><gpu dev="0"/><net dev="{b}"/></channel>'
+        for a, b in MEASURED_FILE
+    )
+    return (
+        '<graphs version="1"><graph id="0" pattern="4" crossnic="1" nchannels="8" '
+        'speedintra="0.24" speedinter="0.24" latencyinter="0" typeintra="LOC" typeinter="P2C" '
+        f'samechannels="1">{parts}</graph></graphs>\n'
+    )
+
+
+def case(name, plan, folder):
+    """Write a plan's graph files; return what the judge needs."""
+    order = {host: rank for rank, host in enumerate(plan.host_order)}
+    texts = files_of_hosts(plan, PurePosixPath("/plan"))
+    place = folder / name.replace(" ", "-")
+    place.mkdir(parents=True)
+    for host, rank in order.items():
+        text = hand_made() if "hand-made" in name else texts[f"hosts/{host}.xml"]
+        (place / f"{rank}.xml").write_text(text)
+    ends = [cable.ends for cable in plan.cluster.cables]
+    chains = [plan.paths[host.path].chains for host in plan.hosts]
+    count = len(chains)
+    return {
+        "name": name,
+        "hosts": count,
+        "folder": place.name,
+        "cables": [
+            (order[a.host], x, order[b.host], y)
+            for a, b in ends
+            for x, y in zip(a.nics, b.nics, strict=True)
+        ],
+        "variables": environment(plan.choices["graph"].settings),
+        "hops": sorted(
+            {
+                (rank, out.exit_nic, (rank + 1) % count, into.entry_nic)
+                for rank in range(count)
+                for out, into in zip(chains[rank], chains[(rank + 1) % count], strict=True)
+            }
+        ),
+    }
+
+
+def main(folder):
+    """Write the cases: plans that work, and such that have to fail by name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    cases = []
+    for name, (cables, hosts, ports) in CLUSTERS.items():
+        cases.append(case(name, planned(cables, hosts, ports), folder))
+    by_name = {one["name"]: one for one in cases}
+    wrong = by_name["ring of 3"] | {"name": "ring of 3, a cable at another port", "hops": []}
+    swapped = {(1, 0): (1, 1), (1, 1): (1, 0), (1, 2): (1, 3), (1, 3): (1, 2)}
+    wrong["cables"] = [
+        (*swapped.get((a, x), (a, x)), *swapped.get((b, y), (b, y)))
+        for a, x, b, y in wrong["cables"]
+    ]
+    without = by_name["ring of 3"] | {"name": "ring of 3, without subnets", "hops": []}
+    without["variables"] = {**without["variables"], "NCCL_IB_SUBNET_AWARE_ROUTING": "0"}
+    all_at_once = by_name["ring of 4"] | {"name": "ring of 4, trees connected too", "hops": []}
+    all_at_once["variables"] = {**all_at_once["variables"], "NCCL_RUNTIME_CONNECT": "0"}
+    cases += [wrong, without, all_at_once]
+    (folder / "cases.json").write_text(json.dumps(cases, indent=1))
+    build(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
