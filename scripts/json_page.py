@@ -231,15 +231,61 @@ class Arm(Keys, kw_only=True):
     failure: Annotated[str, says("why its job failed")]
 
 
+class Span(Keys, kw_only=True):
+    """A ratio to default NCCL's speed with its 95 % interval; above 1 is faster."""
+
+    middle: float
+    low: float
+    high: float
+
+
+class StepTime(Keys, kw_only=True):
+    """The communication of a step by a choice."""
+
+    seconds: float
+    low: Annotated[float, says("the 95 % interval of `seconds`")]
+    high: float
+    speed: Span
+    faster: Annotated[bool, says("beyond chance")]
+
+
+class RowTime(Keys, kw_only=True):
+    """A row of a workload by each choice that has times of it."""
+
+    collective: str
+    dtype: str
+    bytes: int
+    groups: Annotated[list[list[int]], says("ranks; empty for all")]
+    mode: str
+    calls: Annotated[float, says("in a step")]
+    seconds: Annotated[dict[ChoiceName, float], says("of a call")]
+    speed: dict[ChoiceName, Span]
+
+
+class Communication(Keys, kw_only=True):
+    """The communication of a job's step, one call after the other."""
+
+    name: str
+    digest: Annotated[str, says("of the workload's rows")]
+    chosen: Annotated[ChoiceName, says("the choice whose time decides")]
+    choices: Annotated[dict[ChoiceName, StepTime], says("those with times of all rows")]
+    rows: list[RowTime]
+    unknown: Annotated[float, says("the share of calls without times")]
+    dry_run: bool
+
+
 class Verify(Keys, kw_only=True):
     """`tccl verify --json`."""
 
     machine: str
-    accepted: Annotated[bool, says("whether `chosen` may be used; decides the exit code")]
+    accepted: Annotated[
+        bool, says("whether `chosen` may be used; decides the exit code without `--workload`")
+    ]
     winner: Annotated[ChoiceName, says("the best by jobs")]
     recommended: Annotated[ChoiceName, says("the plan's choice")]
     chosen: Annotated[ChoiceName, says("the choice in question: `--choice`, or `recommended`")]
     arms: Annotated[list[Arm], says("`default` first")]
+    workload: Annotated[Communication | None, says("with `--workload`")]
     simulated: Annotated[bool, says("whether predictions are simulated")]
     dry_run: bool
     tried: Annotated[list[Tried], says("candidates of `--tune`")]

@@ -11,22 +11,23 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
 from tccl_py.experiments import plans as module
-from tccl_py.experiments.record import Verification
+from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rounds import RunBudget, budget_of
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.staging import locked
 from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
 from tests.planned import as_only
 from tests.test_json_page import same_keys
-from tests.verified import FakeJobs, by_plan, without_gpus
+from tests.verified import FakeJobs, by_plan, by_variables, changed, without_gpus
 
 NAME = "intel-v100"
 KEYS = [
-    "machine", "accepted", "winner", "recommended", "chosen", "arms", "simulated", "dry_run",
-    "tried", "rounds", "seconds", "hosts", "backend", "collective", "devices", "versions",
-    "notices", "tunings",
+    "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "simulated",
+    "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective", "devices",
+    "versions", "notices", "tunings",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",
@@ -459,3 +460,99 @@ def test_plan_refuses_to_tune_where_nothing_can_run(tmp_path, monkeypatch):
     made = tccl("plan", "-o", tmp_path / "plan", "--simulate", NAME, "--tune", "--nodes", "2")
     assert made.exit_code == 2
     assert "runs collectives on the hosts" in made.stderr
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Makes stand-ins count as jobs on GPUs."""
+
+    def launcher(plan, directory, launcher):
+        return changed(without_gpus(plan, directory, launcher), backend="cuda")
+
+    monkeypatch.setattr(module, "machine_launcher", launcher)
+
+
+def slowing(ratio):
+    """How much longer send/recv and all-to-all take by variables that speed all rows up by 1.3."""
+    return lambda told: 1.3 / ratio if by_variables(told) else 1.0
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_jobs_narrow_and_widen_what_the_plan_recommends(place, jobs):
+    options = ("verify", place, "--sizes", "4K,64M")
+    jobs(lambda _: 1.0, variables=lambda _: 1.3, transfers=slowing(0.75), noise=0.001)
+    found = tccl(*options)
+    assert found.exit_code == 1
+    assert "No to variables only" in found.stdout and "send/recv of 64 KiB" in found.stdout
+    assert "the plan recommends default NCCL now" in found.stderr
+    after = load_plan(place)
+    assert (after.recommended, after.gain("variables")) == ("default", pytest.approx(1.3, rel=0.01))
+    assert why_not_verified(place) == ""
+    assert "export" not in tccl("env", place).stdout
+    # Of a host where nothing loses, the plan recommends more, and that is a yes.
+    jobs(lambda _: 1.0, variables=lambda _: 1.3, noise=0.001)
+    found = tccl(*options)
+    assert found.exit_code == 0, found.stdout
+    assert "Yes to variables only" in found.stdout
+    assert load_plan(place).recommended == "variables"
+    assert why_not_verified(place) == ""
+    assert "export NCCL_P2P_LEVEL=PHB" in tccl("env", place).stdout
+    # Nothing is written again where nothing changes.
+    before = (place / "plan.json").stat().st_mtime_ns
+    assert tccl(*options).exit_code == 0
+    assert (place / "plan.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_the_communication_of_a_job_decides_for_that_job_alone(place, jobs, tmp_path):
+    rows = [("all_reduce", ((0, 1, 2, 3),), 8.0), ("send_recv", ((0, 1), (2, 3)), 1.0)]
+    made = Workload(
+        name="my job",
+        source="made by a test",
+        ranks=4,
+        rows=tuple(
+            WorkloadRow(collective=kind, dtype="float16", bytes=3 << 20, groups=groups, calls=calls)
+            for kind, groups, calls in rows
+        ),
+    )
+    file, other = tmp_path / "job.json", tmp_path / "other.json"
+    write_workload(made, file)
+    write_workload(changed(made, rows=made.rows[:1]), other)
+    fake = jobs(lambda _: 1.0, variables=lambda _: 1.3, transfers=slowing(0.75), noise=0.001)
+    options = ("--sizes", "4K,64M", "--workload", file)
+    found = tccl("verify", place, *options)
+    assert found.exit_code == 0, found.stdout
+    first = found.stdout.replace("\n", " ")
+    assert first.startswith("your job's communication: ")
+    assert "by variables only; send/recv, 11 % of it, is slower (0.75)" in first
+    timed = {row for spec, _ in fake.jobs for row in spec.rows if row.dtype == "float16"}
+    assert {(row.collective, row.groups) for row in timed} == {
+        ("all_reduce", ()),
+        ("send_recv", ((0, 1), (2, 3))),
+    }
+    # Other jobs of the host get what harms none.
+    assert load_plan(place).recommended == "default"
+    assert "export" not in tccl("env", place).stdout
+    for name in (file, "my job"):
+        shown = tccl("env", place, "--workload", name)
+        assert "export NCCL_P2P_LEVEL=PHB" in shown.stdout, shown.stderr
+    refused = tccl("env", place, "--workload", other)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "was not verified for it" in refused.stderr
+    again = tccl("verify", place, "--json", *options)
+    answer = json.loads(again.stdout)
+    assert answer["workload"]["chosen"] == "variables"
+    assert set(answer["workload"]["choices"]) == {"default", "variables"}
+    assert same_keys("verify", answer)
+
+
+def test_a_workload_of_another_number_of_ranks_or_no_file_is_refused(place, jobs, tmp_path):
+    fake = jobs(lambda _: 1.0)
+    row = WorkloadRow(collective="all_reduce", dtype="int8", bytes=1, groups=((0, 1),), calls=1)
+    file = tmp_path / "job.json"
+    write_workload(Workload(name="two", source="", ranks=2, rows=(row,)), file)
+    for name, fault in ((file, "2 ranks, and jobs here have 4"), (tmp_path / "none", "none")):
+        found = tccl("verify", place, "--backend", "host", "--workload", name)
+        assert (found.exit_code, found.stdout) == (2, "")
+        assert fault in found.stderr
+    assert not fake.jobs and not (place / "verify.json").exists()

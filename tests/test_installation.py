@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.decision import StepTime
 from tccl_py.delivery.job import Delivery
 from tccl_py.errors import InputError
+from tccl_py.experiments.communication import Communication, keep_communication
 from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.experiments.table import Compared, Timed
@@ -34,6 +36,7 @@ from tccl_py.nccl.settings import Settings, env_conflicts, env_rules, environmen
 from tccl_py.nccl_library import InstalledNccl, _reads_home, conf_lines, settings_of_files
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.statistics import Interval
 from tests.planned import SMALL, needing_a_graph, plan_of
 
 SETTINGS = Settings(version="2.28", p2p_level="SYS", channels=8, buffsize=524288)
@@ -434,6 +437,7 @@ def verified(directory, digest=None, **changes):
     fields = {name: changes.pop(name) for name in ArmResult.__struct_fields__ if name in changes}
     name = fields.pop("name", plan.recommended)
     settings = plan.choices[name].settings
+    fields = {"transfers": (SAME,), **fields}
     arm = ArmResult(name=name, settings=settings, environment={}, **fields)
     good = {
         "machine": plan.machine.name,
@@ -464,6 +468,10 @@ WORSE = Timed(
     bytes=4096, seconds=(1.0,), compared=Compared(ratio=0.9, low=0.8, high=0.95, p=0.01),
     verdict="worse",
 )  # fmt: skip
+SAME = Timed(
+    collective="send_recv", bytes=4096, seconds=(1.0,), verdict="same", harm="none",
+    compared=Compared(ratio=1.0, low=1.0, high=1.0, p=1.0),
+)  # fmt: skip
 NOT = "was not accepted when it was verified"
 
 
@@ -492,6 +500,33 @@ def test_a_plan_that_was_not_verified_is_installed_only_by_force(measured, verif
     assert said in result.stderr
     assert "accepted because of --force" in result.stderr
     assert Path(os.environ["NCCL_CONF_FILE"]).exists()
+
+
+def test_a_choice_for_a_workload_is_installed_for_that_workload_alone(tmp_path):
+    plan = plan_of("intel-v100")
+    assert plan.variables.settings.p2p_level == "PHB"
+    plan = msgspec.structs.replace(plan, simulated=False, assumed=False, winner="default")
+    directory = tmp_path / "plan"
+    directory.mkdir()
+    uuids = tuple(f"GPU-{number}" for number in range(4))
+    write_plan(plan, directory, fingerprint=msgspec.structs.replace(PRINT, gpu_uuids=uuids))
+    step = StepTime(seconds=1.0, low=1.0, high=1.0, speed=Interval(middle=1.0, low=1.0, high=1.0))
+    for name in ("variables", "graph"):
+        found = Communication(
+            name=f"by {name}", digest=name, chosen=name, choices={"default": step, name: step},
+            rows=(),
+        )  # fmt: skip
+        keep_communication(found, directory)
+    conf = Path(os.environ["NCCL_CONF_FILE"])
+    assert "was not verified" in tccl("install", directory).stderr
+    assert "was not verified for it" in tccl("install", directory, "--workload", "other").stderr
+    refused = tccl("install", directory, "--workload", "by graph")
+    assert refused.exit_code == 2 and "tccl run --workload" in refused.stderr
+    assert not conf.exists()
+    result = tccl("install", directory, "--workload", "by variables")
+    assert result.exit_code == 0, result.stderr
+    assert "other jobs may lose" in result.stderr
+    assert "NCCL_P2P_LEVEL=PHB" in conf.read_text()
 
 
 def test_a_verified_plan_is_installed_and_taken_out(measured, tmp_path):

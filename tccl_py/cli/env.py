@@ -15,9 +15,10 @@ from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, pr
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
+from tccl_py.errors import InputError
 from tccl_py.files import picked
 from tccl_py.nccl.settings import env_conflicts, export_lines
-from tccl_py.plan.chains import CHOICES
+from tccl_py.plan.chains import CHOICES, ChoiceName
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 
@@ -39,6 +40,7 @@ def env(
     host: str | None = HOST,
     nccl: str | None = VERSION,
     choice: str | None = CHOICE,
+    workload: str | None = options.FOR_WORKLOAD,
     plugin: bool = PLUGIN,
     equal_hosts: bool = EQUAL_HOSTS,
     force: bool = FORCE,
@@ -56,9 +58,12 @@ def env(
 
         eval "$(tccl env my-plan --gpus 0,2,5)"
         eval "$(tccl env my-plan --plugin)"
+        eval "$(tccl env my-plan --workload job.json)"
         eval "$(tccl env my-cluster --host gpu07)"
     """
     request = JobRequest(host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force)
+    if workload is not None:
+        choice = _choice_for(workload, directory, choice)
     plan, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     if json:
         state = {"off": delivery.disabled} if delivery.disabled else {"choice": delivery.choice}
@@ -84,6 +89,7 @@ def run(
     host: str | None = HOST,
     nccl: str | None = VERSION,
     choice: str | None = CHOICE,
+    workload: str | None = options.FOR_WORKLOAD,
     plugin: bool = PLUGIN,
     equal_hosts: bool = EQUAL_HOSTS,
     force: bool = FORCE,
@@ -99,11 +105,17 @@ def run(
 
         tccl run my-plan -- torchrun --nproc-per-node 8 train.py
         tccl run my-plan --plugin -- python train.py
+        tccl run my-plan --workload job.json -- torchrun --nproc-per-node 8 train.py
         mpirun -n 8 tccl run my-plan -- python train.py
     """
     request = JobRequest(
         host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
     )
+    if workload is not None:
+        try:
+            choice = _choice_for(workload, directory, choice)
+        except InputError as error:
+            notice(f"by the plan's recommendation: {error}")
     _, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
     unchecked = plugin or not variables
@@ -126,6 +138,14 @@ def run(
         fault = "is no program here" if missing else f"cannot be run ({error})"
         complain(f"command {command[0][:60]!r}: {fault}; name a program after --")
         raise typer.Exit(NO_PROGRAM if missing else NO_EXECUTABLE) from error
+
+
+def _choice_for(workload: str, directory: Path, choice: str | None) -> ChoiceName:
+    """Return the choice that jobs found best for a workload."""
+    from tccl_py.experiments.communication import verified_choice  # noqa: PLC0415 (slow)
+
+    refuse({"--choice": choice}, ("beside --workload", "names a choice too", "leave one out"))
+    return verified_choice(directory, workload).chosen
 
 
 def _delivery(

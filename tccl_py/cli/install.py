@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, flag, opt
 from tccl_py.cli.process import notice
@@ -23,6 +25,7 @@ def install(
     *,
     conf: Path | None = opt("PATH", "A file in NCCL's form; yours by default."),
     dry_run: bool = options.DRY_RUN,
+    workload: str | None = options.FOR_WORKLOAD,
     equal_hosts: bool = EQUAL_HOSTS,
     plugin: bool = PLUGIN,
     newer_nccl: bool = NEWER,
@@ -32,13 +35,16 @@ def install(
 
     The lines stand between two marker lines and load the plan's plugin, which gives each
     communicator its graph file or default NCCL. Without the plugin they set variables alone. All
-    hosts of a job need the same lines: without them it may hang.
+    hosts of a job need the same lines: without them it may hang. What is recommended harms no job;
+    with --workload it is the best for that job, and others may lose.
 
     Examples:
 
         tccl install my-plan
         tccl install my-plan --conf /etc/nccl.conf
+        tccl install my-plan --workload job.json
     """
+    from tccl_py.experiments.communication import communication_line, verified_choice  # noqa: PLC0415
     from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
     from tccl_py.installation.install import install as put  # noqa: PLC0415
 
@@ -46,6 +52,10 @@ def install(
     if str(path) == "-":
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
     request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, newer_nccl=newer_nccl, force=force)
+    if workload is not None:
+        found = verified_choice(directory, workload)
+        request = replace(request, choice=found.chosen)
+        notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
     _, delivery = accept(directory, request, say=notice)
     change = put(delivery, path, dry_run=dry_run)
     verb = "make" if change.before is None else "change"

@@ -19,6 +19,7 @@ from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
+from tccl_py.experiments.communication import communication_line, open_workload
 from tccl_py.experiments.evaluation import EVALUATED, csv_text
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
@@ -78,6 +79,7 @@ def verify(
     tune: bool = flag("--tune", "Keep better settings: 10 minutes or more."),
     no_checks: bool = flag("--no-checks", "Do not compare results' values."),
     pin_env: list[str] | None = opt("NCCL_NAME", "Variables that all jobs get."),
+    workload: str | None = options.WORKLOAD,
     with_: str | None = opt("PROGRAM", "Run this program of nccl-tests; needs no torch.", "--with"),
     backend: str | None = options.BACKEND,
     json: bool = options.JSON,
@@ -85,15 +87,17 @@ def verify(
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
     Needs torch, or a program of nccl-tests (--with), and idle GPUs. A cluster's plan is verified
-    under mpirun or srun, with a rank on each host.
+    under mpirun or srun, with a rank on each host. Without a loss in any row the winner becomes
+    the plan's recommendation; with --workload the time of that job's communication decides.
 
-    Exit codes: 0 the recommended choice, or that of --choice, wins or is as good; 1 no; 2 wrong
-    use, or no plan for this machine.
+    Exit codes: 0 the recommended choice, or that of --choice, wins or is as good, and with
+    --workload always; 1 no; 2 wrong use, or no plan for this machine.
 
     Examples:
 
         tccl verify my-plan
         tccl verify my-plan --choice variables --sizes 64M,256M,1G --rounds 20
+        tccl verify my-plan --workload job.json
         tccl verify my-plan --with all_reduce_perf
         mpirun -N 1 tccl verify my-cluster
     """
@@ -111,6 +115,7 @@ def verify(
                 "--training": training,
                 "--tune": tune,
                 "--backend": backend,
+                "--workload": workload,
                 "--collective": None if collective in ("all_reduce", of_program) else collective,
             },
             ("beside --with", "is about jobs of torch", "leave one of the two out"),
@@ -137,6 +142,8 @@ def verify(
             ("", "is for the plan of one machine", "leave it out"),
         )
     with _job_options(directory, backend, pin_env, program=program) as launcher:
+        if workload is not None:
+            budget = replace(budget, workload=open_workload(workload))
         only = cast("ChoiceName | None", choice)
         result = verify_plan(directory, budget, launcher, tune=tune, only=only)
     if json:
@@ -146,7 +153,7 @@ def verify(
         print_verification(result, results())
         if tune:
             print_sizes(load_sizes(directory), results())
-    if not result.accepted:
+    if not result.accepted and (result.workload is None or result.best.faults):
         raise typer.Exit(ANSWER_IS_NO)
 
 
@@ -279,6 +286,8 @@ def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:
 def print_verification(result: Verification, console: Console) -> None:
     """Print the winner, the sizes, and what the answer rests on."""
     winner, answer = headline(result)
+    if result.workload is not None:
+        console.print(communication_line(result.workload), style=GOOD)
     console.print(winner)
     console.print(answer, style=GOOD if result.accepted else BAD)
     arms = [arm for arm in result.arms if arm.sizes]

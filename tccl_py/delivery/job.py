@@ -156,8 +156,15 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
     With the request's `plugin` it is loaded where that works; `say` is told where it does not.
     """
     settings, why = plan.plain_settings, ""
+    own = request.choice in (None, plan.recommended)
+    if request.choice is not None and not own:
+        if request.choice == "graph":
+            what = "is for jobs over exactly its GPUs, and these lines are for all of the host"
+            raise InputError("the graph file", what, "start such jobs by `tccl run --workload`")
+        settings = plan.choices[request.choice].settings
     variables = job_environment(settings)
-    if request.plugin:
+    # The plugin's index is that of the plan's own choice.
+    if request.plugin and own:
         try:
             loading = plugin_exports(plan, directory, equal_hosts=request.equal_hosts)
         except InputError as error:

@@ -21,6 +21,7 @@ from tccl_py.errors import (
     interrupts_put_off,
     undisturbed,
 )
+from tccl_py.experiments.communication import Communications, keep_communication
 from tccl_py.experiments.evaluation import (
     Cell,
     Evaluation,
@@ -31,7 +32,7 @@ from tccl_py.experiments.evaluation import (
     run_parts,
     simulated_cells,
 )
-from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner
+from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
@@ -162,11 +163,14 @@ def run(
             result = _noticed(result)
             for text in result.notices:
                 say(text)
+            alone = tune or only is not None or launcher.nccl_tests is not None
             with undisturbed():
                 if tuned is not plan:
                     tuned.write()
                     say(f"tuned: {choice_words(result.chosen, result.judged.settings)}")
-                saved = result.keep(plan.directory, say)
+                saved = result.keep(plan.directory, say) if alone else _kept(plan, result, say)
+                if saved.workload is not None:
+                    keep_communication(saved.workload, plan.directory)
             if tune and not plan.hosts:
                 state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
@@ -176,6 +180,26 @@ def run(
             say(f"interrupted: {state}")
             raise
     return saved
+
+
+def _kept(plan: Target, result: Verification, say: Say) -> Verification:
+    """Keep a verification, and return the answer.
+
+    Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner.
+    """
+    if result.accepted or result.dry_run or result.winner == plan.plan.recommended:
+        return result.keep(plan.directory, say)
+    known = Communications.load(plan.directory)
+    winner = replace(result, recommended=result.winner, chosen=result.winner)
+    plan.settled(winner).write()
+    say(f"the plan recommends {choice_words(winner.chosen, winner.judged.settings)} now")
+    if known is not None:
+        known.keep(plan.directory)
+    kept = winner.keep(plan.directory, say)
+    # More than default NCCL is a yes, and less than the plan had a no.
+    if plan.plan.recommended == "default":
+        return kept
+    return replace(kept, recommended=result.recommended, chosen=result.chosen)
 
 
 def _noticed(result: Verification) -> Verification:

@@ -10,6 +10,7 @@ import msgspec
 
 from tccl_py.errors import size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
+from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.rings import RingsFound
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.experiments.table import EQUAL, Compared, Timed, compare
@@ -30,7 +31,8 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Results of real collectives in one arm.
 
     `gbps` is the bus bandwidth at the large sizes, to compare with `predicted_gbps`, and `large`
-    the speed over default NCCL's there. `transfers` are send/recv to the next rank and all-to-all.
+    the speed over default NCCL's there. `transfers` are send/recv to the next rank, all-to-all, and
+    a workload's own rows.
     `failure` says why a job failed; nothing is timed then.
     """
 
@@ -143,7 +145,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     `again`, whose rows say how far it differs from itself; `raw` each job's seconds per call by
     row, rank and batch. `at_once` jobs ran at the same time, interleaved. Of several hosts,
     `hosts` are names in rank order, `gpus` is empty, and rings have ranks. Predictions of a `tuned`
-    plan are earlier jobs' bandwidths.
+    plan are earlier jobs' bandwidths. `workload` is a job's communication, if one was given.
     """
 
     FILE = "verify.json"
@@ -159,6 +161,7 @@ class Verification(Kept, frozen=True, kw_only=True):
     simulated: bool
     assumed: bool
     collective: str
+    workload: Communication | None = None
     left_out: tuple[str, ...]
     versions: dict[str, str]
     devices: tuple[str, ...]
@@ -275,5 +278,7 @@ def why_not_verified(directory: Path) -> str:
         return f"was verified for the choice {result.chosen} alone"
     if arm.failure:
         return "failed when it was verified"
+    if arm.name != "default" and not any(row.harm for row in arm.transfers):
+        return "was verified without send/recv and all-to-all beside default NCCL twice"
     against = result.against(arm.name)
     return f"was not accepted when it was verified: {against}" if against else ""

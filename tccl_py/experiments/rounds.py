@@ -13,6 +13,7 @@ from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher
 from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
 from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, SMALLEST_EFFECT, Table, table_of
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.workloads.workload import Workload
 
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
@@ -29,7 +30,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a comparison: rounds, sizes in bytes, and seconds after which no round begins.
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
-    clear, more where one is open and time is left.
+    clear, more where one is open and time is left. The rows of a `workload` are timed as well.
     """
 
     rounds: int = 10
@@ -39,6 +40,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype = "float32"
     checks: bool = True
     training: bool = False
+    workload: Workload | None = None
     extra: int = 4
     """Factor on the number of rounds where a verdict is open and time is left."""
 
@@ -145,7 +147,6 @@ def _enough(budget: RunBudget, table: Table, count: int) -> bool:
     Beyond the budget's rounds, only a lean to harm counts, and sizes from _NARROW on over all
     ranks. In all rounds it has to become clear whether an arm that gains is harmless.
     """
-    transfers = {row.collective for row in budget.transfers()}
     for name, rows in table.items():
         harms = {timed.harm for timed in rows.values()}
         gains = any(
@@ -158,6 +159,7 @@ def _enough(budget: RunBudget, table: Table, count: int) -> bool:
         for row, timed in rows.items() if name != AGAIN else ():
             narrow = row.bytes >= _NARROW and not row.groups
             counts = count < budget.rounds or narrow or timed.compared.high < 1
-            if timed.compared.open and counts and row.collective not in transfers:
+            judged = row.mode or row.collective in budget.collectives
+            if timed.compared.open and counts and judged:
                 return False
     return True

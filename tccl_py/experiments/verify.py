@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError
+from tccl_py.experiments.communication import communication_of, timed_calls
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rings import RingsFound, rings_found
@@ -40,7 +41,9 @@ def verify_target(
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     groups = groups_of(launcher.world) if with_groups else ()
     rows = (*budget.rows, *budget.rows_in(groups), *budget.transfers(groups))
-    spec = JobSpec(rows=rows, training=budget.training)
+    workload = budget.workload
+    calls = {} if workload is None else timed_calls(workload, launcher.world)
+    spec = JobSpec(rows=tuple(dict.fromkeys((*rows, *calls))), training=budget.training)
     again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
     rounds = run_rounds(launcher, (*arms, *again), budget, spec, begun=begun)
     # 2. Judge each arm, and find the winner.
@@ -50,6 +53,15 @@ def verify_target(
         if results and not result.failure:
             result = replace(result, large=result.over(results[0]))
         results.append(result)
+    communication = None
+    if workload is not None and AGAIN in rounds.table:
+        sound = [result.name for result in results if not result.faults]
+        times = {
+            name: {row: timed.seconds for row, timed in rounds.table[name].items()}
+            for name in dict.fromkeys(("default", *sound))
+        }
+        dry_run = launcher.backend == "host"
+        communication = communication_of(workload, calls, times, dry_run=dry_run)
     names: list[ChoiceName] = [*(arm.name for arm in arms), AGAIN]
     letters = dict(zip(names, "ABCD", strict=False))
     ranks = rounds.checked["default"].results
@@ -67,6 +79,7 @@ def verify_target(
         assumed=target.plan.assumed,
         tuned=target.plan.tuned,
         collective=budget.collectives[0],
+        workload=communication,
         left_out=ranks[0].left_out,
         versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
         devices=tuple(rank.device for rank in ranks),
@@ -95,8 +108,8 @@ def _arm_result(
         return result
     first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
     rows = dict(rounds.table.get(arm.name, {}))
-    apart = {row.collective for row in budget.transfers()}
-    transfers = tuple(rows.pop(row) for row in list(rows) if row.collective in apart)
+    main = {*budget.rows, *budget.rows_in(row.groups for row in rows if row.groups)}
+    transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.mode)
     return replace(
         result,
         gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),

@@ -55,7 +55,8 @@ _GRAPH = "NCCL_GRAPH_FILE"
 def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Delivery]:
     """Return a plan that may hold for all jobs of a host, and what these get; `say` gets notices.
 
-    Unless the request has `force` the plan must be verified, and of this machine.
+    Unless the request has `force` the plan must be verified, and of this machine. A choice of the
+    request was verified for a workload.
 
     Raises InputError: no plan, changed files, or not to be trusted.
     """
@@ -64,7 +65,8 @@ def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Del
     place = directory.resolve()
     check_path(place)
     check_trusted(place / PLAN_FILE)
-    why = "is simulated" if plan.simulated else why_not_verified(directory)
+    why = "" if request.choice is not None else why_not_verified(directory)
+    why = "is simulated" if plan.simulated else why
     why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
     if not why and not plan.is_cluster:
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)

@@ -26,6 +26,7 @@ def verification_json(result: Verification) -> dict[str, Any]:
     return {
         **picked(result, "machine", "accepted", "winner", "recommended", "chosen"),
         "arms": [_arm_json(arm) for arm in result.arms],
+        "workload": result.workload,
         **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
         **picked(result, "backend", "collective", "devices", "versions", "notices"),
     }

@@ -1,0 +1,209 @@
+"""The communication of a step of a job by each choice: the rows timed, and what they say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from msgspec.structs import replace
+
+from tccl_py.decision import StepTime, Times, best_for, over, step_times
+from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS
+from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.experiments.table import SMALLEST_EFFECT
+from tccl_py.files import encode_line, picked
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.results import Kept
+from tccl_py.plan.text import CHOICE_WORDS
+from tccl_py.statistics import Interval
+from tccl_py.workloads.workload import Workload, read_workload
+
+MOST_ROWS = 40
+"""Rows of a workload that are timed: those that take most of a step."""
+_MOST_KEPT = 100
+_CALL_S, _BYTES_PER_S = 2e-5, 2e10
+"""Time of a call and its bytes by which rows are ordered before any is timed."""
+
+
+class RowTime(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of a workload: its calls in a step, seconds of a call, and speed over default NCCL's.
+
+    Its groups are of ranks. Choices without times of the row are missing.
+    """
+
+    calls: float
+    seconds: dict[ChoiceName, float]
+    speed: dict[ChoiceName, Interval]
+
+
+class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The communication of a workload in a step by each choice, one call after the other.
+
+    `chosen` is the choice whose time decides. `unknown` is the share of calls whose time no choice
+    has, and `digest` that of the workload. In a `dry_run` jobs ran in host memory.
+    """
+
+    name: str
+    digest: str
+    chosen: ChoiceName
+    choices: dict[ChoiceName, StepTime]
+    rows: tuple[RowTime, ...]
+    unknown: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def losses(self) -> dict[str, tuple[float, float]]:
+        """Return what the chosen one slows: collectives, with their share of a step and speed."""
+        found = {}
+        whole = self.choices["default"].seconds
+        for collective in dict.fromkeys(row.collective for row in self.rows):
+            rows = [row for row in self.rows if row.collective == collective]
+            before, after = (_sum(rows, name) for name in ("default", self.chosen))
+            if before < after * (1 - SMALLEST_EFFECT):
+                found[COLLECTIVE_WORDS[collective]] = before / whole, before / after
+        return found
+
+
+class Communications(Kept, frozen=True, kw_only=True):
+    """The choices that jobs found best for workloads on a plan's hosts."""
+
+    FILE = "workloads.json"
+    workloads: tuple[Communication, ...] = ()
+
+    def named(self, workload: str) -> Communication | None:
+        """Return what is known of a workload by its digest or name."""
+        return next((each for each in self.workloads if workload in (each.digest, each.name)), None)
+
+
+def open_workload(text: str) -> Workload:
+    """Read the workload of a file. Raises InputError: no such file, or it is none."""
+    return read_workload(Path(text))
+
+
+def verified_choice(directory: Path, text: str) -> Communication:
+    """Return what jobs found best for a workload, by its file or the name that it has.
+
+    Raises InputError: a plan that was not verified for just this workload, or without GPUs.
+    """
+    name = workload_digest(open_workload(text)) if Path(text).is_file() else text
+    found = (Communications.load(directory) or Communications()).named(name)
+    if found is None or found.dry_run:
+        what = "was verified for it without GPUs" if found else "was not verified for it"
+        right = f"`tccl verify {directory} --workload FILE` first, or leave it out"
+        raise InputError(f"workload {text[:80]!r}", f"{directory} {what}", right)
+    return found
+
+
+def workload_digest(workload: Workload) -> str:
+    """Return the digest of what a workload communicates, whatever its name."""
+    rows = sorted(encode_line(replace(row, calls=float(row.calls))) for row in workload.rows)
+    return hashlib.blake2b(b"".join([b"%d\n" % workload.ranks, *rows]), digest_size=8).hexdigest()
+
+
+def timed_calls(workload: Workload, ranks: int) -> dict[Row, float]:
+    """Return the rows of a workload that jobs time, those that take most, with calls in a step.
+
+    Raises InputError: the workload is of another number of ranks.
+    """
+    if workload.ranks != ranks:
+        what = f"is of a job of {workload.ranks} ranks, and jobs here have {ranks}"
+        raise InputError(f"workload {workload.name[:80]!r}", what, f"record or make it for {ranks}")
+    calls = calls_of(workload)
+
+    def seconds(row: Row) -> float:
+        return calls[row] * (_CALL_S + row.bytes / _BYTES_PER_S)
+
+    return {row: calls[row] for row in sorted(calls, key=seconds, reverse=True)[:MOST_ROWS]}
+
+
+def communication_of(
+    workload: Workload,
+    calls: Mapping[Row, float],
+    times: Mapping[ChoiceName, Times[Row]],
+    *,
+    dry_run: bool = False,
+) -> Communication:
+    """Return a workload's communication by each choice from seconds of its rows in each round."""
+    steps = step_times(calls, times)
+    rows = []
+    for row, count in calls.items():
+        seconds = {name: times[name][row] for name in steps}
+        rows.append(
+            RowTime(
+                **picked(row, "collective", "dtype", "bytes", "groups"),
+                calls=count,
+                seconds={name: median(values) for name, values in seconds.items()},
+                speed={n: over(values, seconds["default"]) for n, values in seconds.items()},
+            )
+        )
+    return Communication(
+        name=workload.name,
+        digest=workload_digest(workload),
+        chosen=best_for(steps),
+        choices=steps,
+        rows=tuple(rows),
+        unknown=max(0.0, 1 - sum(calls.values()) / sum(row.calls for row in workload.rows)),
+        dry_run=dry_run,
+    )
+
+
+def communication_line(found: Communication) -> str:
+    """Return the time of a step before and after, by what choice, and what that slows."""
+    basis = " in a DRY RUN" * found.dry_run
+    default, chosen = found.choices["default"], found.choices[found.chosen]
+    if found.chosen == "default":
+        others = [
+            f"{CHOICE_WORDS[name]} {_interval(step.speed)}"
+            for name, step in found.choices.items()
+            if name != "default"
+        ]
+        rest = f": {', '.join(others)}" if others else ""
+        took = _duration(default.seconds, default.seconds)
+        line = f"{took} a step by default NCCL, which no choice clearly beats{rest}"
+    else:
+        before, after = default.seconds, chosen.seconds
+        times = f"{_number(before, before)} -> {_duration(after, before)}"
+        line = f"{times} a step ({_interval(chosen.speed)}) by {CHOICE_WORDS[found.chosen]}"
+    slower = [
+        f"{name}, {_share(share)} of it, is slower ({speed:.2f})"
+        for name, (share, speed) in found.losses.items()
+    ]
+    unknown = [f"{_share(found.unknown)} of its calls were not timed"] if found.unknown > 0 else []
+    return f"your job's communication{basis}: " + "; ".join([line, *slower, *unknown])
+
+
+def keep_communication(found: Communication, directory: Path) -> None:
+    """Keep what is known of a workload beside a plan, in the place of what was before."""
+    known = Communications.load(directory) or Communications()
+    others = [each for each in known.workloads if found.digest != each.digest]
+    others = [each for each in others if found.name != each.name]
+    Communications(workloads=(found, *others)[:_MOST_KEPT]).keep(directory)
+
+
+def _sum(rows: Iterable[RowTime], name: ChoiceName) -> float:
+    return sum(row.calls * row.seconds[name] for row in rows)
+
+
+def _share(share: float) -> str:
+    return "under 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+
+
+def _interval(speed: Interval) -> str:
+    return f"{speed.middle:.2f}, {speed.low:.2f} to {speed.high:.2f}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((pair for pair in ((1.0, "s"), (1e3, "ms")) if seconds * pair[0] >= 1), (1e6, "us"))
+
+
+def _number(seconds: float, scale: float) -> str:
+    value = seconds * _unit(scale)[0]
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _duration(seconds: float, scale: float) -> str:
+    return f"{_number(seconds, scale)} {_unit(scale)[1]}"

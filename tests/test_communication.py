@@ -1,0 +1,200 @@
+"""A job's communication by each choice: rows, totals, the first line, and what is kept of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tccl_py.decision import harm
+from tccl_py.errors import InputError
+from tccl_py.experiments.communication import (
+    MOST_ROWS,
+    Communications,
+    communication_line,
+    communication_of,
+    keep_communication,
+    timed_calls,
+    verified_choice,
+    workload_digest,
+)
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.files import decode_json
+from tccl_py.plan.directory import write_plan
+from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
+from tests.planned import SMALL, plan_of
+
+CASES = Path(__file__).parent / "cases"
+
+
+def workload(*rows, ranks=2, name="mine"):
+    """A workload of (collective, bytes, calls), each over all ranks."""
+    over_all = (tuple(range(ranks)),)
+    made = tuple(
+        WorkloadRow(collective=kind, dtype="bfloat16", bytes=size, groups=over_all, calls=calls)
+        for kind, size, calls in rows
+    )
+    return Workload(name=name, source="made by a test", ranks=ranks, rows=made)
+
+
+def judged(made, times):
+    """What `times` by choice, collective and bytes say of a workload."""
+    calls = calls_of(made)
+    keyed = {
+        name: {row: rows[row.collective, row.bytes] for row in calls}
+        for name, rows in times.items()
+    }
+    return communication_of(made, calls, keyed)
+
+
+BY_HAND = {
+    "default": {("all_reduce", 1 << 26): [1.5e-3] * 6, ("all_to_all", 1 << 20): [0.1e-3] * 6},
+    "variables": {("all_reduce", 1 << 26): [1.05e-3] * 6, ("all_to_all", 1 << 20): [0.16e-3] * 6},
+}
+
+
+def test_the_first_line_has_both_times_the_ratio_and_what_the_choice_slows():
+    found = judged(workload(("all_reduce", 1 << 26, 8), ("all_to_all", 1 << 20, 3)), BY_HAND)
+    assert communication_line(found) == (
+        "your job's communication: 12.3 -> 8.9 ms a step (1.39, 1.39 to 1.39) by variables only; "
+        "all-to-all, 2 % of it, is slower (0.62)"
+    )
+    assert found.losses == {"all-to-all": pytest.approx((0.3 / 12.3, 0.1 / 0.16))}
+    assert sum(row.calls * row.seconds["variables"] for row in found.rows) == pytest.approx(
+        found.choices["variables"].seconds
+    )
+
+
+def test_where_no_choice_wins_default_nccl_stays_with_the_speeds_of_the_others():
+    line = communication_line(judged(workload(("all_to_all", 1 << 20, 3)), BY_HAND))
+    assert "300 us a step by default NCCL" in line
+    assert "variables only 0.62" in line
+
+
+def test_rows_that_take_least_are_left_out_with_their_share_of_the_calls():
+    rows = [("all_reduce", 4 << at, 1) for at in range(20)]
+    rows += [("all_gather", 4 << at, 1) for at in range(30)]
+    made = workload(*rows)
+    calls = timed_calls(made, 2)
+    assert len(calls) == MOST_ROWS
+    least = min(row.bytes for row in calls)
+    assert all(row.bytes <= least for row in calls_of(made).keys() - calls.keys())
+    times = {"default": {row: [1e-3] for row in calls}}
+    assert communication_of(made, calls, times).unknown == pytest.approx(10 / 50)
+    with pytest.raises(InputError, match="of 2 ranks, and jobs here have 4"):
+        timed_calls(made, 4)
+
+
+# Recorded times of two H200 without P2P, and of four.
+
+JOBS = {
+    "data parallel": workload(("all_reduce", 64 << 20, 16), ("all_reduce", 16 << 10, 4)),
+    "pipeline": workload(("send_recv", 16 << 20, 64), ("all_reduce", 16 << 10, 1)),
+    "mixture of experts": workload(("all_to_all", 16 << 20, 48), ("all_reduce", 64 << 20, 2)),
+    "few experts": workload(("all_to_all", 64 << 10, 8), ("all_reduce", 64 << 20, 16)),
+}
+BEST = {
+    "data parallel": "variables",
+    "pipeline": "default",
+    "mixture of experts": "default",
+    "few experts": "variables",
+}
+
+
+def transfers(rounds):
+    """Seconds of send/recv and all-to-all from ratios that docs/results has."""
+    path = CASES / "workloads" / "h200-no-p2p-transfers.json"
+    case = json.loads(path.read_text())
+    assert case["transcribed"] and "docs/results" in case["source"]
+    times = {"default": {}, "variables": {}}
+    for row in case["ratios"]:
+        key = row["collective"], row["bytes"]
+        seconds = row["bytes"] / case["default_gbps"] / 1e9
+        times["default"][key] = [seconds] * rounds
+        times["variables"][key] = [seconds / row["ratio"]] * rounds
+    return times
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Times of the two arms on two H200: of jobs in rounds, and transcribed for transfers."""
+    path = CASES / "tuning" / "h200x2-vm-no-p2p.json"
+    times = transfers(6)
+    for tuning in decode_json(path.read_text(), tuple[SizeTuning, ...], where=str(path)):
+        for row in tuning.rows:
+            if row.row.dtype == "bfloat16":
+                for name in times:
+                    key = row.row.collective, row.row.bytes
+                    times[name][key] = row.seconds[name][:6]
+    return times
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_on_two_gpus_without_p2p_the_job_decides(two, job):
+    found = judged(JOBS[job], two)
+    assert found.chosen == BEST[job]
+    if job == "data parallel":
+        assert found.choices["variables"].speed.low > 1.2
+    if job == "few experts":
+        assert "all-to-all" in found.losses
+
+
+def test_without_a_job_the_same_choice_is_not_harmless(two):
+    keys = two["default"]
+    harms = {key: harm(two["variables"][key], keys[key], keys[key]) for key in keys}
+    assert harms["send_recv", 16 << 20] == harms["all_to_all", 256 << 20] == "loses"
+    assert harms["all_reduce", 64 << 20] == "none"
+
+
+@pytest.mark.parametrize("job", ["data parallel", "pipeline"])
+def test_on_four_gpus_without_p2p_the_job_decides(job):
+    path = CASES / "verification" / "h200x4-vm-no-p2p.json"
+    found = decode_json(path.read_text(), Verification, where=str(path))
+    times = transfers(10)
+    for arm in found.arms[:2]:
+        for row in arm.sizes:
+            times[arm.name][row.collective, row.bytes] = row.seconds
+    result = judged(JOBS[job], times)
+    assert result.chosen == BEST[job]
+    if job == "data parallel":
+        assert result.choices["variables"].speed.low > 1.5
+
+
+# What is kept beside a plan.
+
+
+@pytest.fixture
+def place(tmp_path):
+    write_plan(plan_of(SMALL), tmp_path)
+    return tmp_path
+
+
+def test_a_choice_is_that_of_just_the_workload_it_was_verified_for(place, tmp_path):
+    made = workload(("all_reduce", 1 << 26, 8))
+    keep_communication(judged(made, BY_HAND), place)
+    file = tmp_path / "job.json"
+    write_workload(made, file)
+    assert verified_choice(place, str(file)).chosen == "variables"
+    assert verified_choice(place, "mine").chosen == "variables"
+    other = workload(("all_reduce", 1 << 26, 9))
+    write_workload(other, file)
+    for text in (str(file), "yours"):
+        with pytest.raises(InputError, match="was not verified for it"):
+            verified_choice(place, text)
+    # Of one name there is one, and of one workload as well.
+    keep_communication(judged(other, BY_HAND), place)
+    assert len(Communications.load(place).workloads) == 1
+    renamed = workload(("all_reduce", 1 << 26, 9), name="x")
+    assert workload_digest(other) == workload_digest(renamed)
+
+
+def test_a_dry_run_verifies_no_choice(place):
+    found = judged(workload(("all_reduce", 1 << 26, 8)), BY_HAND)
+    calls = {Row(collective="all_reduce", dtype="bfloat16", bytes=1 << 26): 8.0}
+    times = {name: dict.fromkeys(calls, [1.0] * 6) for name in BY_HAND}
+    dry = communication_of(workload(("all_reduce", 1 << 26, 8)), calls, times, dry_run=True)
+    assert "DRY RUN" in communication_line(dry) and "DRY RUN" not in communication_line(found)
+    keep_communication(dry, place)
+    with pytest.raises(InputError, match="without GPUs"):
+        verified_choice(place, "mine")
