@@ -217,8 +217,8 @@ def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_c
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
     found = nccl_here.with_sizes(plan, rings)
     assert found.sizes.keys() == {"default", "graph"}
-    assert {len(rows) for rows in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
-    assert {(row.algorithm, row.channels) for row in found.sizes["graph"]} == {("ring", 2)}
+    assert {len(answer.rows) for answer in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
+    assert {(row.algorithm, row.channels) for row in found.sizes["graph"].rows} == {("ring", 2)}
     ranks_of_2_28_9(monkeypatch, [pair_graph(1, 2)])
     failed = nccl_here.with_sizes(plan, rings)
     assert failed.sizes == {}

@@ -15,8 +15,10 @@ from tccl_py.nccl.graph_search import search_ring, search_tree
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES, SizeChoice
 from tccl_py.nccl.view import view
+from tccl_py.plan.chains import SizeAnswer
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.retuning import retuned
 from tccl_py.plan.size_choices import SIZES, size_choices, size_json, size_notes, size_table
 from tests.cluster_plans import equal_hosts
 from tests.test_reference_plans import PLANS
@@ -101,7 +103,15 @@ def asked(plan, algorithm="nvls"):
         SizeChoice(collective=collective, bytes=size, **row)
         for collective, size in product(COLLECTIVES, SIZES)
     )
-    return replace(plan, sizes=dict.fromkeys(("default", plan.recommended), rows))
+    return with_answers(plan, dict.fromkeys(("default", plan.recommended), rows))
+
+
+def with_answers(plan, rows):
+    answers = {
+        name: SizeAnswer(settings=plan.choices[name].settings, rows=tuple(of))
+        for name, of in rows.items()
+    }
+    return replace(plan, sizes=answers)
 
 
 def test_answers_of_nccl_are_the_table_wherever_it_was_asked():
@@ -117,13 +127,20 @@ def test_answers_of_nccl_are_the_table_wherever_it_was_asked():
 def test_no_reason_is_named_for_choices_that_nccl_did_not_make():
     plan = plan_of("asus-esc8000a-e13p")
     assert size_notes(asked(plan, "tree")) == []
-    same = {name: tuple(rows) for name, rows in size_choices(plan).items()}
-    assert size_notes(replace(plan, sizes=same)) == size_notes(plan) != []
+    assert size_notes(with_answers(plan, size_choices(plan))) == size_notes(plan) != []
+
+
+def test_answers_under_other_settings_are_no_longer_shown():
+    plan = asked(plan_of("asus-esc8000a-e13p"))
+    tuned = retuned(plan, replace(plan.settings, buffsize=1 << 20))
+    assert {row.algorithm for rows in size_choices(plan).values() for row in rows} == {"nvls"}
+    assert {row.algorithm for rows in size_choices(tuned).values() for row in rows} == {"ring"}
 
 
 def test_answers_of_other_sizes_are_no_plan():
     plan = asked(plan_of("asus-esc8000a-e13p"))
-    fewer = replace(plan, sizes=plan.sizes | {"default": plan.sizes["default"][1:]})
+    default = plan.sizes["default"]
+    fewer = replace(plan, sizes=plan.sizes | {"default": replace(default, rows=default.rows[1:])})
     with pytest.raises(InputError, match="different message sizes"):
         check_plan(fewer, where="plan.json")
 

@@ -15,6 +15,7 @@ from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sendi
 from tccl_py.model.transfer import Flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType
+from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.versions import unchecked
 
 AS_GOOD = 0.01
@@ -164,6 +165,13 @@ class PlanChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def best_known_gbps(self) -> float | None:
         """The achieved bandwidth, or the predicted one where none is known."""
         return self.rate_gbps if self.achieved_gbps is None else self.achieved_gbps
+
+
+class SizeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The installed NCCL's choices by message size, under settings."""
+
+    settings: Settings
+    rows: tuple[SizeChoice, ...]
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

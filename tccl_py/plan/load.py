@@ -109,7 +109,8 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     on_rails = plan.cluster.rails != "only" or not off_rails(plan)
     require(on_rails, where, "has rings that change NICs between hosts", right)
     _check_orders(plan, where)
-    rows = {tuple((row.collective, row.bytes) for row in rows) for rows in plan.sizes.values()}
+    answers = plan.sizes.values()
+    rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
     require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
     what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"

@@ -18,7 +18,6 @@ from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.nccl.settings import Settings, environment, environment_text
-from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.chains import (
     AS_GOOD,
@@ -36,6 +35,7 @@ from tccl_py.plan.chains import (
     PlanHop,
     PlannedHost,
     Rate,
+    SizeAnswer,
     SubsetRings,
     as_good,
     is_at_bound,
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     subsets: tuple[SubsetRings, ...] = ()
     notices: tuple[str, ...] = ()
     pinned_env: dict[str, str] = {}
-    sizes: dict[ChoiceName, tuple[SizeChoice, ...]] = {}
+    sizes: dict[ChoiceName, SizeAnswer] = {}
     cancelled: bool = False
     winner: ChoiceName | None = None
 

@@ -39,7 +39,7 @@ Cells = tuple[str, ...]
 def size_choices(plan: Plan) -> dict[ChoiceName, list[SizeChoice]]:
     """Return NCCL's choices for each collective and size; {} where they are not known."""
     if _was_asked(plan):
-        return {name: list(plan.sizes[name]) for name in compared_choices(plan)}
+        return {name: list(plan.sizes[name].rows) for name in compared_choices(plan)}
     return {
         name: [model.choice(collective, size) for collective in COLLECTIVES for size in SIZES]
         for name, model in _models(plan).items()
@@ -52,7 +52,8 @@ def size_basis(plan: Plan) -> str:
 
 
 def _was_asked(plan: Plan) -> bool:
-    return plan.sizes.keys() >= set(compared_choices(plan))
+    asked = {name: answer.settings for name, answer in plan.sizes.items()}
+    return all(asked.get(name) == plan.choices[name].settings for name in compared_choices(plan))
 
 
 def compared_choices(plan: Plan) -> list[ChoiceName]:
@@ -122,17 +123,22 @@ def _poor(plan: Plan) -> Iterator[str]:
         return
     model, better = size_model(plan, "default"), size_model(plan, "variables")
     rows = [row for row in size_choices(plan)["default"] if row.collective == "all_reduce"]
-    if any(_kinds([row]) != _kinds([model.choice("all_reduce", row.bytes)]) for row in rows):
-        return  # NCCL has other graphs than are computed.
+    # Elsewhere NCCL has another choice than is computed.
+    agreed = {
+        row.bytes
+        for row in rows
+        if _kinds([row]) == _kinds([model.choice("all_reduce", row.bytes)])
+    }
     variables = environment_text(plan.variables.settings)
     if model.fallback:
         file = "a graph file (NCCL_GRAPH_FILE, `tccl env DIR --choice graph`)"
         remedy = file if better.fallback else variables
-        yield f"{_failed_search(model, rows)}; {remedy} changes that"
+        if _SMALL in agreed:
+            yield f"{_failed_search(model, rows)}; {remedy} changes that"
         return
     rate = plan.stock.rate_gbps or model.ring_gbps
     loss, size, taken, best = _worst_choice(model, rate)
-    if loss <= _LOSS:
+    if loss <= _LOSS or size not in agreed:
         return
     remedy = "`tccl verify DIR --tune`, by the tuner of NCCL's plugin,"
     if _worst_choice(better, plan.variables.rate_gbps or rate)[0] <= _LOSS:

@@ -19,11 +19,10 @@ from tccl_py.nccl.asked import (
 )
 from tccl_py.nccl.communicators import Question
 from tccl_py.nccl.settings import environment
-from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.chains import ChoiceName, SizeAnswer
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
@@ -107,18 +106,17 @@ def with_sizes(plan: Plan, rings: InstalledRings) -> Plan:
     """Return a plan with the choices by message size of the NCCL here, if it can be asked."""
     if not rings.able:
         return plan
-    sizes: dict[ChoiceName, tuple[SizeChoice, ...]] = {}
+    sizes: dict[ChoiceName, SizeAnswer] = {}
     for name in compared_choices(plan):
         graph = nccl_files(plan, Path())["graph.xml"] if name == "graph" else None
         question = Question(gpus=plan.gpus, graph=graph, sizes=SIZES)
+        settings = plan.choices[name].settings
         try:
-            (answer,) = ask_each(
-                environment(plan.choices[name].settings), [question], connect=False
-            )
+            (answer,) = ask_each(environment(settings), [question], connect=False)
         except MeasurementError as error:
             notice = f"NCCL's choices by message size are computed, as the NCCL here fails: {error}"
             return replace(plan, notices=(*plan.notices, notice))
-        sizes[name] = answer.choices
+        sizes[name] = SizeAnswer(settings=settings, rows=answer.choices)
     return replace(plan, sizes=sizes)
 
 
