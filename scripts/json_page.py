@@ -388,6 +388,50 @@ class Pair(Keys, kw_only=True):
     dry_run: bool
 
 
+class TimeSpan(Keys, kw_only=True):
+    """A median and its 95 % interval; the whole range of fewer than 6 repeats."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+
+class PairTimes(Keys, kw_only=True):
+    """A set of pairs."""
+
+    by: Annotated[str, says("`nccl`, `gloo` or `memcpy`")]
+    mode: Literal["sequential", "concurrent"]
+    set: list[str]
+    message: Annotated[list[TimeSpan], says("one message of each pair")]
+    total: Annotated[TimeSpan, says("all of them")]
+
+
+class GemmTimes(Keys, kw_only=True):
+    """A transfer beside a GEMM."""
+
+    by: str
+    mode: Literal["sequential", "concurrent"]
+    transfer: Annotated[str, says("a pair, or `all-reduce`")]
+    transfer_time: TimeSpan
+    product_time: Annotated[TimeSpan, says("of the GEMM")]
+    total: TimeSpan
+
+
+class Overlap(Keys, kw_only=True):
+    """`tccl overlap --json`."""
+
+    backend: Literal["nccl", "gloo"]
+    dry_run: bool
+    gpus: list[int]
+    gpu: Annotated[str, says("its name")]
+    torch: str
+    message_bytes: int
+    messages: Annotated[int, says("of each transfer")]
+    repeats: int
+    pairs: list[PairTimes]
+    products: list[GemmTimes]
+
+
 class Judged(Keys, kw_only=True):
     """`tccl validate --json`."""
 
@@ -405,6 +449,7 @@ COMMANDS: Mapping[str, Any] = {
     "evaluate": Evaluate,
     "measure": list[Measured],
     "pairs": list[Pair],
+    "overlap": Overlap,
     "doctor": Diagnosis,
     "validate": Judged,
 }

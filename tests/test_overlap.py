@@ -20,6 +20,7 @@ from tccl_py.experiments.overlap import lines_of, parse_sets, row_sets, span, ti
 from tccl_py.experiments.spec import JobResult
 from tccl_py.experiments.together import ThreadStopwatch
 from tests.processes import alive, children
+from tests.test_json_page import same_keys
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -54,6 +55,7 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
     result = tccl("overlap", *words, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert same_keys("overlap", found)
     assert (found["gpus"], found["message_bytes"], found["backend"]) == ([0, 1, 2], 2**20, "gloo")
     kinds = {(row["by"], row["mode"]) for row in found["pairs"]}
     assert kinds == {
