@@ -460,3 +460,112 @@ def test_every_rule_is_used_and_says_who_says_so():
     for name, rule in rules().items():
         assert rule.source
         assert name.startswith("NCCL_") or any(f'"{name}"' in text for text in sources), name
+
+
+# Functions with a subnet for each
+
+
+def small_host(root, *, mtu="9000", addresses=("10.0.0.1", "10.0.1.1", "10.0.2.1", "10.0.3.1")):
+    """A host of four RDMA functions; an address "" is none, and "down" a port without a link."""
+    names = ("rocep1s0f0", "rocep1s0f1", "roceP2p1s0f0", "roceP2p1s0f1")
+    for name, address in zip(names, addresses, strict=True):
+        port, interface = f"sys/class/infiniband/{name}/ports/1", f"enp{name}"
+        write(root, f"{port}/link_layer", "Ethernet\n")
+        write(root, f"{port}/state", "1: DOWN\n" if address == "down" else "4: ACTIVE\n")
+        write(root, f"{port}/gids/0", "fe80:0000:0000:0000:4a21:0bff:fe32:8b17\n")
+        write(root, f"sys/class/infiniband/{name}/device/net/{interface}/mtu", "")
+        write(root, f"sys/class/net/{interface}/mtu", f"{mtu}\n")
+        if address not in ("", "down"):
+            a, b, c, d = map(int, address.split("."))
+            mapped = f"0000:0000:0000:0000:0000:ffff:{a:02x}{b:02x}:{c:02x}{d:02x}\n"
+            # RoCE v1 and v2
+            write(root, f"{port}/gids/2", mapped)
+            write(root, f"{port}/gids/3", mapped)
+    return root
+
+
+def network(root, **environment):
+    host = HostState(root=root, environment=environment)
+    return [one for one in examine(host).findings if one.check == "network"]
+
+
+def test_functions_with_a_subnet_each_have_no_findings(tmp_path):
+    assert network(small_host(tmp_path)) == []
+
+
+def test_hosts_with_all_functions_in_one_subnet_are_at_a_switch(tmp_path):
+    at_switch = tuple(f"10.0.0.{n}" for n in range(4))
+    assert network(small_host(tmp_path, mtu="1500", addresses=at_switch)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "severity", "where", "parts"),
+    [
+        ({"mtu": "1500"}, {}, "slow", "roceP2p1s0f1 (enproceP2p1s0f1)", ["1500", "mtu 9000"]),
+        (
+            {"addresses": ("10.0.0.1", "10.0.1.1", "10.0.0.2", "10.0.3.1")},
+            {},
+            "slow",
+            "roceP2p1s0f0, rocep1s0f0 in 10.0.0.0/24",
+            ["a subnet of its own"],
+        ),
+        (
+            {"addresses": ("10.0.0.1", "down", "10.0.2.1", "10.0.3.1")},
+            {},
+            "note",
+            "rocep1s0f1 (enprocep1s0f1)",
+            ["down"],
+        ),
+        (
+            {"addresses": ("10.0.0.1", "10.0.1.1", "", "10.0.3.1")},
+            {},
+            "slow",
+            "roceP2p1s0f0 (enproceP2p1s0f0)",
+            ["no IPv4 address"],
+        ),
+        (
+            {},
+            {"NCCL_IB_HCA": "rocep1"},
+            "slow",
+            "roceP2p1s0f0, roceP2p1s0f1",
+            ["NCCL_IB_HCA=rocep1", "half of the port"],
+        ),
+    ],
+)
+def test_what_keeps_rings_from_a_function_is_named_with_its_port_and_remedy(
+    tmp_path, options, environment, severity, where, parts
+):
+    findings = network(small_host(tmp_path, **options), **environment)
+    finding = next(one for one in findings if one.where == where)
+    assert finding.severity == severity
+    assert finding.fix
+    assert all(part in str(finding) for part in parts)
+
+
+def test_on_hosts_of_several_gpus_which_may_be_at_switches_all_is_a_note(tmp_path):
+    pci(tmp_path, ROOT, *GPU)
+    pci(tmp_path, "0000:00:01.2", *GPU)
+    assert {one.severity for one in network(small_host(tmp_path, mtu="1500"))} == {"note"}
+
+
+def test_subnets_are_compared_by_the_bits_that_nccl_compares(tmp_path):
+    close = ("10.0.0.1", "10.0.0.5", "10.0.0.9", "10.0.1.13")
+    small_host(tmp_path, addresses=close)
+    assert [one.where for one in network(tmp_path)] == [
+        "roceP2p1s0f0, rocep1s0f0, rocep1s0f1 in 10.0.0.0/24"
+    ]
+    assert network(tmp_path, NCCL_IB_SUBNET_PREFIX_LEN="30") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("etc/ufw/ufw.conf", "ENABLED=yes\n"),
+        ("etc/systemd/system/multi-user.target.wants/firewalld.service", ""),
+    ],
+)
+def test_a_firewall_on_the_subnets_is_named(tmp_path, path, text):
+    write(small_host(tmp_path), path, text)
+    (finding,) = network(tmp_path)
+    assert "10.0.0.0/24" in finding.where
+    assert finding.severity == "note"

@@ -30,6 +30,7 @@ from tccl_py.health.host import (
     listed,
     rules,
 )
+from tccl_py.health.network import check_functions
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import (
@@ -372,7 +373,13 @@ def check_own_rings(host: HostState) -> Results:
     yield defect("own-rings", where, what=text, **fields)
 
 
+def check_network(host: HostState) -> Results:
+    """Report what keeps rings from RDMA functions with a subnet of their own."""
+    return check_functions(host, {name: line.value for name, line in in_force(host).items()})
+
+
 _NCCL_CHECKS: Mapping[str, Callable[[HostState], Results]] = {
+    "network": check_network,
     "settings": check_settings,
     "nccl": check_nccl,
     "plugin": check_plugin,
