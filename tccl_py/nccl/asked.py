@@ -92,7 +92,8 @@ def ask_each(
 
     Each process takes some 0.5 GiB of its GPU, and the largest of its questions' sizes. `variables`
     replace the caller's; `connect` shows transports and takes longer. Raises RefusedError: a graph
-    file keeps NCCL from starting. MeasurementError: NCCL cannot be asked: no library, no GPU, or it fails or hangs.
+    file keeps NCCL from starting. MeasurementError: NCCL cannot be asked: no library, no GPU, or it
+    fails or hangs.
     """
     rank_variables = rank_environment(variables, connect=connect)
     try:
