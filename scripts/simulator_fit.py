@@ -6,8 +6,10 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import msgspec
@@ -17,9 +19,15 @@ from scipy.optimize import least_squares
 
 from tccl_py.errors import InputError
 from tccl_py.files import read_text
+from tccl_py.model.rings import ring_like, ring_set
 from tccl_py.model.transfer import Flow, TransferSet, parse_flow, parse_set, transfer_set
-from tccl_py.simulator.descriptions import load_bundled
-from tccl_py.simulator.model import Parameters, bundled_parameters
+from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.view import view
+from tccl_py.plan.chains import condensed
+from tccl_py.simulator.descriptions import bundled_names, load_machine
+from tccl_py.simulator.model import MachineModel, Parameters, bundled_parameters
 from tccl_py.simulator.source import Engine
 
 # Measured rates as rows, for the fit and its tests.
@@ -28,8 +36,10 @@ from tccl_py.simulator.source import Engine
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one set on one machine: a rate for every flow, or only the sum of all flows.
 
-    `gbps` is in the order of `transfers.flows`. `kind` is `set`, or `nccl` and `matrix` for rates
-    published in another form and converted to sets here.
+    `gbps` is in the order of `transfers.flows`. `kind` is `set`, or `nccl`, `matrix` and
+    `published` for rates in another form, converted to sets here. With `rings`, `total_gbps` is the
+    bus bandwidth of an all-reduce by so many rings, the mean over sizes of messages; an
+    all-reduce of no bytes lasts as long as `step_us` says of each of its steps.
     """
 
     machine: str
@@ -37,6 +47,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     transfers: TransferSet
     gbps: tuple[float, ...] = ()
     total_gbps: float | None = None
+    rings: int = 0
+    sizes: tuple[int, ...] = ()
+    step_us: float = 0.0
+    weight: float = 1.0
 
     @property
     def total(self) -> float:
@@ -175,13 +189,112 @@ def _matrix(machine: str, rows: list[list[float]]) -> Iterator[Observation]:
         )
 
 
+# All-reduces that owners of machines published.
+
+PUBLISHED = Path("tests/cases/published/all-reduce.json")
+TOPOLOGIES = Path("tests/cases/topologies")
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time of the smallest all-reduces of a machine, of which each has 2(n - 1) steps."""
+
+    machine: str
+    gpus: int
+    us: float
+    source: str
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bus bandwidth of an all-reduce that somebody published, the mean over its sizes.
+
+    NCCL runs its own `rings` under these settings, if none are given.
+    """
+
+    machine: str
+    gpus: tuple[int, ...]
+    settings: Settings = Settings()
+    rings: tuple[tuple[int, ...], ...] = ()
+    bytes: tuple[int, ...]
+    gbps: float
+    source: str
+    note: str = ""
+
+
+class Apart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A published bus bandwidth of a machine without a model, kept out of the fit."""
+
+    machine: str
+    gpus: int
+    bytes: tuple[int, ...]
+    gbps: float
+    source: str
+
+
+class PublishedRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `tests/cases/published/all-reduce.json`."""
+
+    latencies: tuple[Latency, ...]
+    rates: tuple[Published, ...]
+    apart: tuple[Apart, ...]
+
+    def step_us(self, *, without: str = "") -> float:
+        """Return the time of a step of all machines but one."""
+        rows = (row for row in self.latencies if row.machine != without)
+        return geometric_mean(row.us / (2 * row.gpus - 2) for row in rows)
+
+
+def published_rates() -> PublishedRates:
+    """Read what owners of machines published."""
+    return msgspec.json.decode(PUBLISHED.read_bytes(), type=PublishedRates)
+
+
+def read_published(*, without: str = "") -> tuple[Observation, ...]:
+    """Return published all-reduces as observations, of all machines but one.
+
+    The rows of a machine count as one row, however many they are.
+    """
+    content = published_rates()
+    rows = [row for row in content.rates if row.machine != without]
+    counts = Counter(row.machine for row in rows)
+    step = content.step_us(without=without)
+    return tuple(observed_all_reduce(row, step, weight=counts[row.machine] ** -0.5) for row in rows)
+
+
+def observed_all_reduce(row: Published, step_us: float, *, weight: float = 1.0) -> Observation:
+    """Return the flows of a published all-reduce with its bandwidth."""
+    model = model_of(row.machine)
+    seen = view(model.machine, model.knowledge, row.settings, gpus=row.gpus)
+    rings, channels = row.rings, row.settings.channels
+    if not rings:
+        own = default_choice(seen)
+        rings, channels = condensed(own.rings), max(1, own.channels // 2)
+    settings = msgspec.structs.replace(row.settings, channels=channels)
+    seen = view(model.machine, model.knowledge, settings, gpus=row.gpus)
+    space = hop_space(seen, rings_in_set=len(rings))
+    return Observation(
+        machine=row.machine,
+        kind="published",
+        transfers=ring_set([ring_like(space, order) for order in rings]).flows,
+        total_gbps=row.gbps,
+        rings=len(rings),
+        sizes=row.bytes,
+        step_us=step_us,
+        weight=weight,
+    )
+
+
+def model_of(machine: str) -> MachineModel:
+    """Return the model of a bundled machine, or of one of the tests' topologies."""
+    return load_machine(machine if machine in bundled_names() else TOPOLOGIES / f"{machine}.xml")
+
+
 DATA_SPREAD = 0.07
 """Spread of a rate, in log terms: repeated runs differ by 5 %, and a model by more."""
 _STEP = [1e-4]
 """Relative step of the numerical derivatives, in log terms."""
 _ENOUGH = 1e-5
 """Relative change that ends the fit: four digits are kept."""
-_KIND_WEIGHT = {"set": 1.0, "nccl": 0.7, "matrix": 0.2}
+_KIND_WEIGHT = {"set": 1.0, "nccl": 0.7, "matrix": 0.2, "published": 1.0}
 """The model is for sets; the 28 pairs of a matrix repeat the same two facts."""
 
 
@@ -192,7 +305,7 @@ class Fit:
         self.rows = tuple(rows)
         self.start = start or bundled_parameters()
         names = sorted({row.machine for row in rows})
-        self._engines = {name: Engine(load_bundled(name), self.start) for name in names}
+        self._engines = {name: Engine(model_of(name), self.start) for name in names}
 
     def parameters(self, *, leave_out: Collection[int] = ()) -> Parameters:
         """Return the parameters that fit best all rows but `leave_out`.
@@ -242,15 +355,28 @@ def with_values(parameters: Parameters, values: Sequence[float]) -> Parameters:
 
 def row_errors(row: Observation, gbps: Sequence[float]) -> list[float]:
     """Log errors of one row in units of its spread; all its flows together count once."""
-    weight = _KIND_WEIGHT[row.kind] / DATA_SPREAD
-    if not row.gbps:
-        return [weight * math.log(sum(gbps) / row.total)]
-    weight /= math.sqrt(len(row.gbps))
-    return [weight * math.log(p / m) for p, m in zip(gbps, row.gbps, strict=True)]
+    pairs = _compared(row, gbps)
+    weight = row.weight * _KIND_WEIGHT[row.kind] / DATA_SPREAD / math.sqrt(len(pairs))
+    return [weight * math.log(p / m) for p, m in pairs]
 
 
 def relative_errors(row: Observation, gbps: Sequence[float]) -> list[float]:
     """(predicted - measured) / measured of every flow, or of the total if only that is known."""
-    if not row.gbps:
-        return [sum(gbps) / row.total - 1.0]
-    return [p / m - 1.0 for p, m in zip(gbps, row.gbps, strict=True)]
+    return [p / m - 1.0 for p, m in _compared(row, gbps)]
+
+
+def _compared(row: Observation, gbps: Sequence[float]) -> list[tuple[float, float]]:
+    """Return each predicted rate with its measured one."""
+    if row.rings:
+        ranks = len(row.transfers.flows) // row.rings
+        rate = row.rings * min(gbps)
+        return [(mean_bandwidth(rate, ranks, row.sizes, row.step_us), row.total)]
+    return [*zip(gbps, row.gbps, strict=True)] if row.gbps else [(sum(gbps), row.total)]
+
+
+def mean_bandwidth(gbps: float, ranks: int, sizes: Sequence[int], step_us: float) -> float:
+    """Return the bus bandwidth of all-reduces of these sizes by rings that move `gbps`.
+
+    An all-reduce of S bytes over n ranks moves S/n bytes in each of 2(n - 1) steps.
+    """
+    return fmean(1 / (1 / gbps + ranks * step_us * 1000 / size) for size in sizes)

@@ -11,7 +11,7 @@ The names below suffice for most programs; each is loaded at first use.
 >>> plan = tccl_py.make_plan(model.machine, model.knowledge, source, gpus=[0, 1, 2, 3])
 >>> ring = plan.rings[0]
 >>> ring.gpus, round(ring.rate_gbps, 1), ring.bottleneck.source
-((0, 1, 2, 3), 50.6, 0)
+((0, 1, 2, 3), 42.9, 0)
 >>> str(ring.hops[0].flow)
 'G0->G0->G1{blocks=4}'
 """

@@ -74,7 +74,7 @@ def test_the_text_names_rings_causes_and_provenance(directory):
     assert "NCCL: 4.00 GB/s (simulated" in text
     assert "bounce through the memory" in text
     assert "memory of NUMA node 1" in text
-    assert "12.66 by direct write or" in text
+    assert "10.73 by direct write or" in text
 
 
 def test_the_json_is_what_is_kept(directory):

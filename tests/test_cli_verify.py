@@ -81,7 +81,7 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     assert "as a DRY RUN over" in words and f"{NAME}" in words
     assert "variables only, the recommended" in words
     assert "4 MiB" in words
-    assert "variables: 12.66 GB/s predicted" in words
+    assert "variables: 10.73 GB/s predicted" in words
     assert "variables: 240 results of collectives" in words
     assert "communicators over GPUs 0,1 and 2,3: 16" in words
     assert "rates say nothing about" in found.stderr

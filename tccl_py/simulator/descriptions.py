@@ -84,6 +84,15 @@ def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
         both = msgspec.structs.replace(at, way="both")
         yield _shared(f"{name}, one way", at, _assumed("pcie5_x16_one_way", share))
         yield _shared(f"{name}, both ways", both, _assumed("pcie5_x16_both_ways", share))
+        yield _for_kernels(f"{name}, both ways, NCCL's kernels", both, share)
+
+
+def _for_kernels(name: str, at: Links, share: float) -> Capacity:
+    """Return what NCCL's rings move over links of which bare copies move more."""
+    times = ("pcie_kernel_share",)
+    figure = msgspec.structs.replace(_assumed("pcie5_x16_both_ways", share), times=times)
+    counts = Traffic(executor="kernel")
+    return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
 def _lanes(machine: Machine, link: PciLink) -> float:
@@ -160,6 +169,14 @@ _KERNEL_LIMITS = (
         name="blocks of a direct kernel",
         executor="kernel",
         path="direct",
+        over="pci",
+        per_block=_assumed("pcie_kernel_block"),
+    ),
+    ExecutorLimit(
+        name="blocks of a direct kernel over NVLink",
+        executor="kernel",
+        path="direct",
+        over="nvlink",
         per_block=_assumed("kernel_block"),
     ),
     ExecutorLimit(
