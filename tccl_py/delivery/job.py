@@ -55,8 +55,13 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def why_no_plugin(self, plan: Plan) -> str:
         """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
-        newer = self.newer_nccl or allows_newer(os.environ.get(NEWER_VARIABLE, ""))
-        return why_no_plugin(self.nccl or planned_or_installed(plan), newer=newer)
+        nccl = self.nccl or planned_or_installed(plan)
+        why = why_no_plugin(nccl, newer=self.newer_nccl)
+        try:
+            newer = bool(why) and allows_newer(os.environ.get(NEWER_VARIABLE, ""))
+        except InputError as error:
+            return f"{why}; {error}"
+        return why_no_plugin(nccl, newer=newer or self.newer_nccl)
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
