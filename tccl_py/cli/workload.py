@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from tccl_py.cli import options
-from tccl_py.cli.options import arg
+from tccl_py.cli.options import arg, opt
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, counted, size_text
@@ -35,6 +35,7 @@ _ROWS = 40
 def workload(
     names: list[str] = arg("NAME|FILE", "A bundled workload, a workload's file, logs, or folders."),
     *,
+    ranks: int = opt("N", "Ranks of a bundled workload.", default=8),
     output: Path | None = options.OUTPUT,
     json: bool = options.JSON,
 ) -> None:
@@ -46,10 +47,11 @@ def workload(
 
     Examples:
 
+        tccl workload mixture-of-experts --ranks 4
         tccl workload job.json
         tccl workload job.json.logs -o job.json
     """
-    shown = open_workload(names)
+    shown = open_workload(names, ranks=ranks)
     if output is not None:
         shown = replace(shown, name=output.stem)
         write_workload(shown, output)

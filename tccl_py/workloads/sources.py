@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import reading
+from tccl_py.workloads.bundled import BUNDLED, bundled
 from tccl_py.workloads.nccl_log import read_nccl_logs
 from tccl_py.workloads.recording import workload_of
 from tccl_py.workloads.workload import Workload, read_workload
@@ -17,11 +18,14 @@ _HEAD = 1 << 16
 _READERS = {"NCCL's logs": read_nccl_logs}
 
 
-def open_workload(names: Sequence[str], *, name: str = "") -> Workload:
+def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Workload:
     """Return the workload of one file, or of a job's logs or traces; folders stand for their files.
 
-    InputError: no such name or file, files of several kinds, or as their reader.
+    A bundled one is for `ranks`. InputError: no such name or file, files of several kinds, or as
+    their reader.
     """
+    if len(names) == 1 and names[0] in BUNDLED:
+        return bundled(names[0], ranks)
     paths = sorted(chain.from_iterable(_files(Path(text)) for text in names))
     require(paths, ", ".join(names), "has no files", "name the files of a job")
     require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")
