@@ -2,7 +2,7 @@
 
 Each rank computes the formula in integers on its own device: no communicated value is used, and
 hundreds of cases take seconds. All values and sums are whole numbers that even bfloat16 holds
-exactly up to 30 ranks, so comparisons need no tolerance. Neighbours differ, so a shifted block
+exactly up to 256 ranks, so comparisons need no tolerance. Neighbours differ, so a shifted block
 shows.
 """
 
@@ -98,12 +98,15 @@ class Tensors(NamedTuple):
     asynchronous: bool
 
     def of(self, rank: int, *, block: int = 0) -> Any:
-        """Return what member `rank` contributes, for member `block` where blocks differ: 0 to 7."""
-        torch = self.on.torch
+        """Return what member `rank` contributes, for member `block` where blocks differ: 0 to 7.
+
+        Of many members it is less, so that bfloat16 holds the sum of all exactly.
+        """
+        torch, most = self.on.torch, next((m for m in (7, 3) if m * self.on.world <= 256), 1)
         index = torch.arange(self.length, dtype=torch.int64, device=self.on.device)
         index = index + (rank * 1_000_003 + block * 500_009)
         # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
-        return ((index * 2_654_435_761) >> 13) & 7
+        return ((index * 2_654_435_761) >> 13) & most
 
     @property
     def is_last(self) -> bool:
