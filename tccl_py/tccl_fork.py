@@ -70,18 +70,18 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
     right = "the fork has one database for all nodes: plan hosts of one class"
     require(classes == 1, "plan", f"has hosts of {classes} classes", right)
     machine = plan.cluster.classes[0].machine
-    written = chains_of(tables) if plan.is_cluster else rings_of(plan)
+    written = chains_of(tables) if tables else rings_of(plan)
     numa = numa_ids(machine)
     sizes = max(plan.class_gpus[0]) + 1, max(numa.values()) + 1
     # Rings have no crossings between nodes: indices of one bit keep the fork's table small.
-    bits = index_bits(*sizes) if plan.is_cluster else 1
+    bits = index_bits(*sizes) if tables else 1
     memory = table_bytes(sizes[0], bits)
     what = f"the fork's table takes {memory / 2**30:.1f} GiB in every process"
     right = "plan GPUs of lower indices"
     require(memory <= MOST_MEMORY, f"GPU {sizes[0] - 1}", f"is too high an index: {what}", right)
     notes = [*_notes(plan, written, machine), *([what] if memory > MUCH_MEMORY else [])]
     subsets = list(_subsets(written.paths, numa))
-    rings, chains = ([], subsets) if plan.is_cluster else (subsets, [])
+    rings, chains = ([], subsets) if tables else (subsets, [])
     lines = [
         "<root>",
         *(f"  <!-- {comment(note)} -->" for note in notes),
@@ -98,6 +98,9 @@ def fork_file(plan: Plan, tables: Sequence[ClassRates] = ()) -> ForkFile:
 def rings_of(plan: Plan) -> ForkPaths:
     """Return a plan's fastest ring over its GPUs, and the first over each smaller set."""
     whole = max(plan.rings, key=lambda ring: ring.rate_gbps)
+    network = any(hop.flow.is_network for hop in whole.hops)
+    right = "name the cluster's plan: a job's files have no tables"
+    require(not network, "plan", "has no tables of chains", right)
     rings = [(plan.gpus, [hop.flow for hop in whole.hops], whole.rate_gbps)]
     planned = [subset for subset in plan.subsets if subset.rings]
     rings += [(s.gpus, _flows(plan, s), s.rate_gbps / len(s.rings)) for s in planned]

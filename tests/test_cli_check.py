@@ -68,7 +68,7 @@ def test_an_unchanged_machine_is_as_it_was(plan):
     result = tccl("check", plan)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.split("\n")
-    assert lines[0].startswith(f"{NAME} is as it was")
+    assert lines[0].startswith(f"{NAME}: no drift")
     assert "24 sets of the journal" in lines[1]
     assert "unchanged machine at most 1" in " ".join(result.stdout.split())
     assert {p.name: p.read_bytes() for p in plan.iterdir() if p.is_file()} == before
@@ -78,7 +78,7 @@ def test_a_slower_link_is_told_by_name_and_worst_first(plan):
     degrade(plan)
     result = tccl("check", plan)
     assert result.exit_code == 1
-    assert result.stdout.startswith(f"{NAME} has drifted")
+    assert result.stdout.startswith(f"{NAME}: drifted")
     assert "Suspected: GPU 2's own PCIe link (downtrained?" in result.stdout
     assert "was simulated with: differences" in result.stderr
 
@@ -302,7 +302,7 @@ def test_an_unchanged_cluster_is_as_it_was_and_a_slower_link_on_its_hosts_is_tol
     assert tccl("plan", "-o", directory, *options, "--noise", "0.01").exit_code == 0
     result = tccl("check", directory)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"2 hosts of {name} are as they were")
+    assert result.stdout.startswith(f"2 hosts of {name}: no drift")
     degrade(directory, left=0.3, name=name)
     found = json.loads(tccl("check", directory, "--json").stdout)
     assert found["drifted"]

@@ -17,7 +17,8 @@ from tccl_py.errors import InputError
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import environment
-from tccl_py.plan.chains import WORLD, PlanChain, PlanHop, way
+from tccl_py.plan.chains import WORLD, PlanChain, PlanHop
+from tccl_py.plan.hop_rows import way
 from tccl_py.plan.staging import JOURNAL_FILE, MANIFEST_FILE
 from tccl_py.planning.grow import simulated_cluster
 from tccl_py.search.problem import Budget

@@ -411,7 +411,7 @@ def command(tmp_path, monkeypatch):
     """Runs `tccl verify --tune` as the controller of four hosts, whose jobs are stand-ins."""
     write_plan(mixed(), tmp_path)
     monkeypatch.setattr(verify, "in_job", lambda: True)
-    monkeypatch.setattr(verify, "controlled_job", contextlib.nullcontext)
+    monkeypatch.setattr(verify, "controlled_job", lambda: contextlib.nullcontext(object()))
 
     def run(fake, *options):
         monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
@@ -439,7 +439,7 @@ def test_a_plan_that_was_just_written_is_tuned_by_its_job(tmp_path, monkeypatch,
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
     # Who plans has the directory already.
     with locked(tmp_path):
-        made = verify.tuned_plan(tmp_path, None, "host")
+        made = verify.tuned_plan(tmp_path, object(), "host")
     assert made == load_plan(tmp_path)
     assert made.settings.algo == "Ring"
     # At the plan's 10 GB/s only the largest size takes long.
@@ -455,7 +455,7 @@ def test_sizes_that_take_a_slow_network_long_are_left_out_where_a_plan_is_tuned(
     write_plan(mixed(rate_gbps=0.1, bound_gbps=None), tmp_path)
     fake = FakeJobs(None, at=0)
     monkeypatch.setattr("tccl_profiler.cluster.agents.RankJobs", lambda job: fake)
-    verify.tuned_plan(tmp_path, None, "host")
+    verify.tuned_plan(tmp_path, object(), "host")
     assert max(one.bytes for one in Verification.load(tmp_path).judged.sizes) == 4 << 20
 
 

@@ -21,6 +21,7 @@ from tccl_py.model.measurement import BandwidthSource
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import JOURNAL_FILE
+from tccl_py.plan.text import planned_gpus
 from tccl_py.planning.plan_sources import class_sources, hosts_again, source_again
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.journal import read_journal
@@ -58,9 +59,10 @@ def explain(
         line = stack.enter_context(ProgressLine())
         source: Bench
         sources: Sequence[BandwidthSource]
-        if plan.is_cluster and not plan.simulated:
+        job = job_of_plan(plan, stack)
+        if job is not None:
             header = read_journal(journal).header
-            hosts = stack.enter_context(hosts_again(plan, header, job_of_plan(plan, stack)))
+            hosts = stack.enter_context(hosts_again(plan, header, job))
             source, sources = hosts, class_sources(hosts, plan.cluster)
             notices = source.keep_in(journal, optional=True)
         else:
@@ -81,10 +83,7 @@ def explain(
 
 def _print_explanation(explanation: Explanation, plan: Plan, console: Console) -> None:
     """Print the findings of each set of rings, the worst first, and what the plan avoided."""
-    where = f"{len(plan.hosts)} hosts of {explanation.machine}"
-    if not plan.is_cluster:
-        where = f"{explanation.machine}, GPUs {','.join(map(str, plan.gpus))}"
-    console.print(f"What hurts on {where}: {explanation.provenance}")
+    console.print(f"What hurts on {planned_gpus(plan)}: {explanation.provenance}")
     for part in explanation.paragraphs():
         numbered = enumerate(part, start=1) if not isinstance(part, str) else ()
         rows = [(f"{number:>3}", finding.sentence) for number, finding in numbered]

@@ -11,14 +11,14 @@ from tccl_py.cli.process import notice, notice_each, write_result
 from tccl_py.delivery.job import JobRequest
 from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
 from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.nccl_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
-from tccl_py.plan.staging import check_files
+from tccl_py.plan.staging import TABLES, check_files
 from tccl_py.readers.hosts import gpus_of_hosts, listed_hosts
 
 _RUNTIMES = ("nccl", "tccl", "tuner", *FORMS)
@@ -84,8 +84,9 @@ def export(
     if output is not None:
         notice(f"wrote {write_nccl_files(plan, output)} files to {output}")
         return
-    plan.check_single(directory, "there is a file for each host: name a new directory by --output")
-    print(nccl_files(plan, directory)[GRAPH_FILE], end="")
+    files, right = nccl_files(plan, directory), "name a new directory by --output"
+    require(GRAPH_FILE in files, str(directory), "has a graph file for each host", right)
+    print(files[GRAPH_FILE], end="")
 
 
 def _marked(plan: Plan, path: Path) -> Plan:
@@ -141,11 +142,12 @@ def _export_fork(directory: Path, output: Path | None) -> None:
     _check_new(output)
     plan = _marked(load_plan(directory), directory)
     place = directory if directory.is_dir() else directory.parent
-    made = fork_file(plan, read_tables(place, plan.cluster.classes) if plan.is_cluster else ())
+    tables = read_tables(place, plan.cluster.classes) if (place / TABLES).is_dir() else ()
+    made = fork_file(plan, tables)
     write_result(made.text, output)
     notice_each(made.notes)
     if output is not None:
-        notice(f"wrote {counted(made.paths, 'chain' if plan.is_cluster else 'ring')} to {output}")
+        notice(f"wrote {counted(made.paths, 'chain' if tables else 'ring')} to {output}")
 
 
 def _export_job(
@@ -159,8 +161,6 @@ def _export_job(
         right = "name a new directory that all hosts of the job can read"
         raise InputError("--hosts", "makes a file for each host", f"add -o DIR: {right}")
     plan = _marked(plan_in(directory), directory)
-    if not plan.is_cluster:
-        raise InputError("--hosts", "is for the plan of a cluster", "leave it out")
     listed = listed_hosts(hosts, where="--hosts")
     of_hosts = gpus_of_hosts(gpus, [host.name for host in listed])
     try:

@@ -94,8 +94,7 @@ def check(
     notice_each(plugin_complaints())
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
-        several = plan.is_cluster and not plan.simulated
-        job = job_of_plan(plan, stack) if several else None
+        job = job_of_plan(plan, stack)
         result = measure_plan_again(
             plan,
             directory,
@@ -142,10 +141,8 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
 
 def _print_drift(plan: Plan, drift: Drift) -> None:
     console = results()
-    were, drifted = "it was", "has drifted" if drift.drifted else "is as it was"
-    if plan.is_cluster:
-        were, drifted = "they were", "have drifted" if drift.drifted else "are as they were"
-    verdict = f"{plan_name(plan)} {drifted} since {were} planned ({plan.provenance})"
+    drifted = "drifted" if drift.drifted else "no drift"
+    verdict = f"{plan_name(plan)}: {drifted} since planning ({plan.provenance})"
     console.print(verdict, style=BAD if drift.drifted else GOOD)
     if drift.changes:
         console.print("Of each set that changed the flow that fell most:")

@@ -211,8 +211,13 @@ def controlled_job() -> Iterator[Job]:
         yield job
 
 
-def job_of_plan(plan: Plan, stack: ExitStack) -> Job:
-    """Join this MPI job, with the hosts of a plan, until `stack` is left."""
+def job_of_plan(plan: Plan, stack: ExitStack) -> Job | None:
+    """Join this MPI job, with the hosts that a plan was measured on, until `stack` is left.
+
+    Return None for a plan of one host, or of models.
+    """
+    if plan.closes or plan.simulated:
+        return None
     if not in_job():
         right = "start the command by mpirun or srun, with a rank on each host"
         where = f"the plan of {len(plan.hosts)} hosts"

@@ -20,6 +20,7 @@ from tccl_py.plan.text import (
     class_table,
     hop_table,
     plan_json,
+    planned_gpus,
     ring_table,
     set_table,
     summary,
@@ -90,14 +91,10 @@ def print_plan_json(plan: Plan, directory: Path) -> None:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print rings, rates, bound, settings and the comparison with default NCCL."""
-    if plan.is_cluster:
-        counted = f"{len(plan.hosts)} hosts with {plan.cluster.ranks} GPUs"
-        console.print(f"Plan for a cluster of {counted}: {plan.provenance}")
+    console.print(f"Plan for {planned_gpus(plan)}: {plan.provenance}")
+    console.print(plan.advice, style=GOOD)
+    if len(plan.cluster.classes) > 1:
         print_table(console, class_table(plan))
-    else:
-        gpus = ",".join(map(str, plan.gpus))
-        console.print(f"Plan for {plan.machine.name}, GPUs {gpus}: {plan.provenance}")
-        console.print(plan.advice, style=GOOD)
     print_table(console, ring_table(plan))
     hidden = len(used_paths(plan)) - MOST_PATHS
     if hidden > 0:

@@ -248,7 +248,7 @@ def _job_options(
         job = stack.enter_context(controlled_job()) if several else None
         plan = plan_in(directory)
         anywhere = by_model and plan.simulated and kind is None
-        if plan.is_cluster != several and not anywhere:
+        if plan.closes == several and not anywhere:
             raise InputError(str(directory), *(_OF_ONE if several else _OF_SEVERAL))
         # A plan that is written into it meanwhile would get the results of another one.
         stack.enter_context(locked(directory))
@@ -264,7 +264,7 @@ def _job_options(
 
 def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda") -> Plan:
     """Verify a plan that was just written, tune it, and return it."""
-    budget = tuning_budget(load_plan(directory))
+    budget = RunBudget() if job is None else tuning_budget(load_plan(directory))
     with ProgressLine() as line:
         launcher = Launcher(job=job, backend=backend, say=notice, watch=line.say)
         result = verify_plan(directory, budget, launcher, tune=True)

@@ -103,7 +103,7 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         say(f"the plan is disabled, it is a {DRY_RUN}")
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
-    place = (_on_host if plan.is_cluster else _over_gpus)(plan, directory, request, say)
+    place = (_over_gpus if plan.closes else _on_host)(plan, directory, request, say)
     if place.disabled:
         say(f"the plan is disabled, NCCL chooses its own rings: {place.disabled}")
         return Delivery(job=place.job, disabled=place.disabled, refused=True)
@@ -221,10 +221,9 @@ def communicator_file(plan: Plan, ranks: Sequence[tuple[str, str, int]], host: s
         return None
     parts = [list(part) for _, part in groupby(ranks, key=itemgetter(0))]
     gpus = [(part[0][1], tuple(sorted(gpu for _, _, gpu in part))) for part in parts]
-    if not plan.is_cluster:
-        return graph_files(plan).get(gpus[0][1]) if len(gpus) == 1 else None
     planned = [(planned.name, tuple(sorted(plan.gpus_of(planned)))) for planned in plan.hosts]
-    return host_graph_file(host) if gpus == planned else None
+    of_hosts = host_graph_file(host) if gpus == planned else None
+    return of_hosts if gpus[1:] else graph_files(plan).get(gpus[0][1])
 
 
 def why_elsewhere(
@@ -263,7 +262,7 @@ def planned_or_installed(plan: Plan) -> str:
 
 def _offered(plan: Plan, gpus: Iterable[int] | None) -> ChoiceName:
     """Return the recommended choice for a job over these GPUs: no graph file without a gain."""
-    rings = None if plan.is_cluster else plan.subset(gpus or plan.gpus)
+    rings = None if gpus is None else plan.subset(gpus)
     if plan.recommended == "graph" and rings is not None and not rings.gains:
         return "variables"
     return plan.recommended

@@ -31,11 +31,10 @@ def script(
     variables = {**delivery.variables, PLAN_VARIABLE: str(directory.resolve()), **more}
     if form == "module":
         return module(variables, provenance=plan.provenance)
-    of_host = not plan.is_cluster and not plan.simulated
-    planned = planned_fingerprint(plan, directory) if of_host else None
+    planned = None if plan.simulated else planned_fingerprint(plan, directory)
     uuids = {} if planned is None or equal_hosts else planned.uuids(plan.machine)
     gpus = [uuids[gpu] for gpu in plan.class_gpus[0] if gpu in uuids]
-    guard = _one_node(several=plan.is_cluster) + _same_host(planned, gpus)
+    guard = _one_node(several=not plan.closes) + _same_host(planned, gpus)
     return prolog(variables, guard, provenance=plan.provenance)
 
 

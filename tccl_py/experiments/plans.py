@@ -89,9 +89,7 @@ def check_tuning(job: Job | None = None) -> None:
 
 
 def tuning_budget(plan: Plan) -> RunBudget:
-    """Return the work of tuning a plan that was just written: of a cluster's, no long sizes."""
-    if not plan.is_cluster:
-        return RunBudget()
+    """Return the work of tuning a plan over hosts that was just written: no long sizes."""
     seconds = {size: 2 * size / (plan.rate_gbps * 1e9) for size in SIZES}
     sizes = tuple(size for size in SIZES if seconds[size] <= _LONGEST_S) or SIZES[:1]
     return RunBudget(sizes=sizes, seconds=_TUNING_S)
@@ -119,7 +117,7 @@ def verify_plan(
 @contextmanager
 def launcher_of(plan: Plan, directory: Path, launcher: Launcher) -> Iterator[Launcher]:
     """Yield the launcher with the hosts of a plan; see `verify_plan`."""
-    if plan.is_cluster:
+    if launcher.job is not None:
         yield _hosts_launcher(plan, launcher)
         return
     launcher = machine_launcher(plan, directory, launcher)
@@ -250,7 +248,7 @@ def evaluate_plan(
         return replace(base, cells=cells).keep(directory, launcher.say)
     with ExitStack() as stack:
         parts: list[Part] = []
-        if plan.is_cluster:
+        if launcher.job is not None:
             for made in jobs_of_tables(plan, directory, gpus):
                 target = Target(plan=made, directory=directory, graphs=host_graphs(made))
                 parts.append((_hosts_launcher(made, launcher, subset=True), target.arms))
@@ -273,7 +271,7 @@ def evaluate_plan(
 def _simulated(
     plan: Plan, directory: Path, budget: RunBudget, gpus: str | None
 ) -> tuple[Cell, ...]:
-    if plan.is_cluster:
+    if not plan.closes:
         return tuple(predicted_cells(jobs_of_tables(plan, directory, gpus), budget.collectives))
     sets = [plan.gpus, *subsets(plan.machine, plan.gpus)]
     if gpus is not None:

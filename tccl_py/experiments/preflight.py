@@ -276,7 +276,7 @@ def measure_plan_again(
     with ExitStack() as stack:
         if preflight:
             with launcher_of(plan, directory, launcher) as ready:
-                on_gpus = ready.backend == "cuda" and not plan.is_cluster
+                on_gpus = ready.backend == "cuda" and ready.job is None
                 users = users_of(plan.gpus) if on_gpus else ""
                 require(not users, "`preflight`", users, "let it end: preflights need idle GPUs")
                 verified, target = Verification.load(directory), read_target(plan, directory)
@@ -325,7 +325,7 @@ def learn_patterns(
     small = sorted(rates, key=len)
     lacking = [pattern for pattern in collapse_patterns(plan, small) if pattern not in rates]
     rounds = [pattern for _ in range(ROUNDS) for pattern in lacking]
-    if not rounds or plan.is_cluster:
+    if not rounds or not plan.closes:
         return []
     try:
         with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:

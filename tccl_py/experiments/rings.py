@@ -71,12 +71,12 @@ def rings_found(
         for at, host in enumerate(plan.hosts)
         for gpu in plan.gpus_of(host)
     ]
-    names = tuple(range(len(of_ranks))) if plan.is_cluster else plan.gpus
+    names = sorted(plan.orders[0])
     seats = dict(zip(names, of_ranks, strict=True))
     try:
         parsed = parse_log(log, where="NCCL's log")
         version = parsed.version or plan.settings.version
-        judged = _judged(plan, graphs, version, variables) if plan.is_cluster else None
+        judged = None if plan.closes else _judged(plan, graphs, version, variables)
         # The first communicator is the process group's.
         rings = parsed.rings_over(len(names))
         logged = tuple(tuple(names[rank] for rank in ring) for ring in rings)
@@ -164,7 +164,7 @@ def _transports(
     settings = msgspec.structs.replace(plan.settings, version=version)
     classes = {seat.node_class for seat in seats.values()}
     views = {number: class_view(plan, number, settings) for number in classes}
-    kind = "rank" if plan.is_cluster else "GPU"
+    kind = "rank" if len({seat.host for seat in seats.values()}) > 1 else "GPU"
     pairs = {pair for ring in plan.orders for pair in neighbours(ring)}
     silent = sorted(pairs - {(link.source, link.target) for link in links})
     if silent:
@@ -179,7 +179,7 @@ def _transports(
             view = views[source.node_class]
             planned = TRANSPORTS[pair_mechanism(view, source.gpu, target.gpu)]
         if transport_of(link.via) != planned:
-            hosts = f" ({source.host}, {target.host})" if plan.is_cluster else ""
+            hosts = f" ({source.host}, {target.host})" if kind == "rank" else ""
             yield (
                 f"{kind} {link.source} -> {link.target}{hosts} goes by {link.via} on "
                 f"{link.channels} channel(s), planned was {planned}"

@@ -54,7 +54,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of several hosts in rank order, () of a single one."""
-        return self.plan.host_order if self.plan.is_cluster else ()
+        return () if self.plan.closes else self.plan.host_order
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
@@ -194,16 +194,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def read_target(plan: Plan, directory: Path) -> Target:
     """Return a plan with the graph files of its directory. Raises InputError: a file is missing."""
-    names = {THIS_HOST: GRAPH_FILE}
-    if plan.is_cluster:
-        names = {host.name: host_graph_file(host.name) for host in plan.hosts}
-    graphs = {}
+    graphs: dict[str, str] = {}
+    target = Target(plan=plan, directory=directory, graphs=graphs)
+    names = {host: host_graph_file(host) for host in target.hosts} or {THIS_HOST: GRAPH_FILE}
     for host, name in names.items():
         file = directory.resolve() / "nccl" / name
         if not file.is_file():
             raise InputError(str(file), "is missing", "plan again, or `tccl export` it")
         graphs[host] = read_text(file)
-    return Target(plan=plan, directory=directory, graphs=graphs)
+    return target
 
 
 def _achieved(plan: Plan, rates: Rates) -> Plan:

@@ -48,10 +48,9 @@ from tccl_py.sources.bench import bench_for
 
 MOST_SETS = 200
 MOST_FINDINGS = 4
-_SAME_AS_DEFAULT = (
+_NO_DEFAULT = (
     "default NCCL's rings are the plan's own, or go over NICs: there is nothing more to say"
 )
-_NO_DEFAULT = "default NCCL is not explained: a cluster's plan keeps its rate, not its chains"
 _MECHANISMS = ("direct write", "direct read", "bounce")
 _MOST_FLOWS = 6
 """Larger known sets say little about a mechanism."""
@@ -78,7 +77,7 @@ def ring_flows(plan: Plan) -> Iterator[RingFlows]:
             yielded.add((path.node_class, transfer_set(flows)))
             facts: dict[str, Any] = {"rings": plan.ring_count, "rate_gbps": plan.rate_gbps}
             yield RingFlows(name="plan", number=path.node_class, flows=flows, **facts)
-    default = None if plan.is_cluster else _default(plan)
+    default = None if any(flow.is_network for flow in flows) else _default(plan)
     if default is not None and sorted(default.flows) != sorted(flows):
         yield default
 
@@ -137,7 +136,7 @@ def explain(
         host.prober.allowance.allot(parts=1)
         pitfalls += host.pitfalls([finding for ring in explanations for finding in ring.findings])
         rings += explanations
-    notices = (_SAME_AS_DEFAULT,) if len(chosen) == 1 else ()
+    explains_default = any(subject.name == "stock" for subject in chosen)
     return Explanation(
         machine=", ".join(part.machine.name for part in plan.cluster.classes),
         simulated=hosts[0].prober.source.simulated,
@@ -146,7 +145,7 @@ def explain(
         rings=tuple(rings),
         pitfalls=tuple(sorted(pitfalls, key=lambda finding: -finding.slowdown)[:most]),
         sets_measured=sum(host.prober.allowance.spent for host in hosts),
-        notices=(_NO_DEFAULT,) if plan.is_cluster else notices,
+        notices=() if explains_default else (_NO_DEFAULT,),
     )
 
 
@@ -159,9 +158,9 @@ class _ClassExplainer:
         self._paths = Paths(self._machine, self._class.knowledge)
         gpus = plan.class_gpus[number]
         keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
-        self.prober = Prober(
-            bench_for(source, self._machine.name), keys, max_sets=sets, network=plan.is_cluster
-        )
+        network = any(hop.flow.is_network for ring in plan.rings for hop in ring.hops)
+        bench = bench_for(source, self._machine.name)
+        self.prober = Prober(bench, keys, max_sets=sets, network=network)
         self._mark = "simulated" if source.simulated else "measured"
         self._kinds_of_places = cache(self._uncached_kinds_of_places)
 
@@ -170,7 +169,7 @@ class _ClassExplainer:
         prober, flows = self.prober, subject.flows
         explanation = RingExplanation(
             name=subject.name,
-            node_class=self._class.name if self._plan.is_cluster else "",
+            node_class=self._class.name if len(self._plan.cluster.classes) > 1 else "",
             rings=subject.rings,
             rate_gbps=subject.rate_gbps,
             slowest=None,

@@ -68,7 +68,7 @@ def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Del
     why = "" if request.choice is not None else why_not_verified(directory)
     why = "is simulated" if plan.simulated else why
     why = "is a DRY RUN, which says nothing about GPUs" if plan.dry_run else why
-    if not why and not plan.is_cluster:
+    if plan.closes and not why:
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         why = f"was measured on another machine: {elsewhere}" if elsewhere else ""
     if why and not request.force:

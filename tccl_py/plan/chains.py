@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import gcd
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
 from tccl_py.model.machine import Machine
 from tccl_py.model.rings import Hop, Ring, joined, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.tuner import SizeChoice
 from tccl_py.nccl.versions import unchecked
+
+if TYPE_CHECKING:
+    from tccl_py.plan.plan import Plan
 
 AS_GOOD = 0.01
 """A choice this much slower than the best (relative) is as good."""
@@ -90,6 +94,11 @@ class PlanChain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def gpus(self) -> tuple[int, ...]:
         """GPU indices in ring order."""
         return tuple(hop.source for hop in self.hops if hop.source != WORLD)
+
+    @property
+    def closes(self) -> bool:
+        """Whether the ring closes on its host, without a NIC."""
+        return self.entry_nic is None
 
     @property
     def ring(self) -> Ring:
@@ -172,6 +181,34 @@ class SizeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     settings: Settings
     rows: tuple[SizeChoice, ...]
+
+
+class RatedChoice(PlanChoice, frozen=True, kw_only=True):
+    """A choice of a plan."""
+
+    name: ChoiceName
+    plan: Plan
+
+    @property
+    def gain(self) -> float | None:
+        """The ratio to default NCCL; None where one of the two rates is not known."""
+        return self.plan.gain(self.name)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """NCCL's variables; a graph file's place is in env.sh of `files`."""
+        return environment(self.settings)
+
+    def files(self, directory: Path | str = ".") -> dict[str, str]:
+        """Return the files for jobs by this choice: names below `nccl/` of a directory, and texts.
+
+        Raises InputError: rings that NCCL would not take.
+        """
+        from tccl_py.plan.directory import nccl_files  # noqa: PLC0415 (is above)
+
+        files = nccl_files(msgspec.structs.replace(self.plan, winner=self.name), Path(directory))
+        no_graph = ("env.sh", "nccl.conf")
+        return files if self.name == "graph" else {name: files[name] for name in no_graph}
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,37 +312,15 @@ def per_channel(rings: Iterable[tuple[int, ...]], channels: int) -> tuple[tuple[
     return tuple(orders[channel % len(orders)] for channel in range(channels))
 
 
-def way(machines: Mapping[str, Machine], flow: Flow) -> list[str]:
-    """Return the devices of a flow's shortest way, NVLinks first, on machines by host.
-
-    >>> from tccl_py.model.transfer import parse_flow
-    >>> from tccl_py.simulator.descriptions import load_bundled
-    >>> way({"": load_bundled("amd-v100").machine}, parse_flow("0:C1:2"))[0]
-    'G0'
-    """
-    import networkx as nx  # noqa: PLC0415 (slow)
-
-    def weight(_: str, __: str, edge: dict[str, Any]) -> float:
-        return 1.0 if edge["kind"] in ("pci", "smp") else 0.4
-
-    stops = [stop for stop, _ in groupby((place.host, place.device) for place in flow.places)]
-    devices = stops[:1]
-    for (host, near), (reached, far) in pairwise(stops):
-        # Between hosts is the network.
-        path = [far]
-        if host == reached:
-            _, *path = nx.shortest_path(machines[host].graph, near, far, weight=weight)
-        devices += [(reached, device) for device in path]
-    return [f"{host}.{device}".lstrip(".") for host, device in devices]
-
-
 def ring_over_hosts(
     parts: Sequence[tuple[str, Mapping[int, int], PlanChain]],
 ) -> PlanChain:
     """Return a ring of chains, each with its host and the numbers of the host's GPUs.
 
-    A hop between hosts is as fast as the slower of its ends.
+    A hop between hosts is as fast as the slower of its ends. A chain that closes is a ring.
     """
+    if parts[0][2].closes:
+        return parts[0][2]
     hops: list[PlanHop] = []
     for (host, numbers, chain), (receiver, others, following) in pairwise((*parts, parts[0])):
         for hop in chain.hops[1:-1]:

@@ -39,7 +39,7 @@ def nccl_files(plan: Plan, directory: Path) -> dict[str, str]:
     stand in an environment variable.
     """
     place = PurePosixPath(directory.resolve() / "nccl")
-    if plan.is_cluster:
+    if not plan.closes:
         from tccl_py.plan.host_files import files_of_hosts  # noqa: PLC0415 (not for one host)
 
         files = files_of_hosts(plan, place)
@@ -66,7 +66,7 @@ def plan_files(
     """
     texts = nccl_files(plan, directory)
     plugin: Files = {}
-    if not plan.is_cluster:
+    if plan.closes:
         plugin = plugin_files(plan, texts, fingerprint, directory=directory)
     elif of_job:
         from tccl_py.plan.host_files import job_plugin_files  # noqa: PLC0415 (not for one host)

@@ -42,7 +42,7 @@ def plugin_sets(plan: Plan) -> tuple[IndexedSet, ...]:
 
     These sets gain by the recommended choice: by a graph file, or by variables alone.
     """
-    if plan.is_cluster:
+    if not plan.closes:
         return ()
     gaining = (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
     if plan.recommended == "variables" and plugin_variables(plan)[1]:
@@ -202,7 +202,7 @@ def plugin_variables(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
 
     Over several hosts it gives none: a rank does not know what ranks of other hosts are given.
     """
-    if plan.is_cluster:
+    if not plan.closes:
         return environment(plan.job_settings), {}
     return plugin_environment(plan.job_settings)
 

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.nccl.settings import Settings, environment, environment_text
-from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
-    AS_GOOD,
     CHOICES,
     CUT_SHORT,
     IN_DRY_RUN,
@@ -35,6 +33,7 @@ from tccl_py.plan.chains import (
     PlanHop,
     PlannedHost,
     Rate,
+    RatedChoice,
     SizeAnswer,
     SubsetRings,
     as_good,
@@ -44,7 +43,6 @@ from tccl_py.plan.chains import (
     ring_over_hosts,
     sender_nodes,
     slowest_first,
-    way,
 )
 
 if TYPE_CHECKING:
@@ -113,15 +111,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __repr__(self) -> str:
         """Describe the plan in three lines."""
-        where = f"{len(self.hosts)} hosts with {self.cluster.ranks} GPUs"
-        if not self.is_cluster:
-            where = f"{self.machine.name}, GPUs {','.join(map(str, self.gpus))}"
+        from tccl_py.plan.text import planned_gpus  # noqa: PLC0415 (is above)
+
         name, slowest = self.bottleneck
         order = " ".join(map(str, self.orders[0][:_SHOWN_GPUS]))
         more = " ..." if len(self.orders[0]) > _SHOWN_GPUS else ""
         count = f"{self.ring_count} rings, the first" if self.ring_count > 1 else "ring"
         return (
-            f"Plan for {where}: {self.provenance}\n{self.advice}\n"
+            f"Plan for {planned_gpus(self)}: {self.provenance}\n{self.advice}\n"
             f"{count} {order}{more}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
         )
 
@@ -191,70 +188,46 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         `links` are the devices along the way, and `numa` the NUMA nodes among them.
         """
-        machines = {"": self.cluster.classes[0].machine}
-        for name, number in self.cluster.host_classes.items():
-            machines[name] = self.cluster.classes[number].machine
-        rows = []
-        for number, ring in enumerate(self.rings):
-            for hop in ring.hops:
-                links = way(machines, hop.flow)
-                numa = [device for device in links if device.rpartition(".")[2].startswith("C")]
-                kind, operation = hop.flow.kind, hop.flow.transfers[0].operation
-                how = kind if kind in ("bounce", "network") else operation
-                row = {"ring": number, "from": hop.source, "to": hop.target, "gbps": hop.rate_gbps}
-                more = {"slowest": hop == ring.bottleneck, "how": how, "flow": str(hop.flow)}
-                rows.append({**row, **more, "links": links, "numa": numa})
-        return rows
+        from tccl_py.plan.hop_rows import hop_rows  # noqa: PLC0415 (is above)
+
+        return hop_rows(self)
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """Return the rings as a networkx graph over GPUs: an edge for each hop, with its row."""
-        import networkx as nx  # noqa: PLC0415 (slow)
+        from tccl_py.plan.hop_rows import hop_graph  # noqa: PLC0415 (is above)
 
-        graph = nx.MultiDiGraph(machine=", ".join(one.machine.name for one in self.cluster.classes))
-        graph.add_nodes_from(sorted(self.orders[0]))
-        for row in self.hop_rows():
-            graph.add_edge(row["from"], row["to"], **row)
-        return graph
+        return hop_graph(self)
 
     @property
-    def is_cluster(self) -> bool:
-        """Return whether the plan is for several hosts."""
-        return len(self.cluster.hosts) > 1
-
-    def check_single(self, where: Path | str, right: str) -> None:
-        """Refuse a plan of several hosts; `right` is the remedy.
-
-        Raises InputError: a plan of several hosts.
-        """
-        if self.is_cluster:
-            raise InputError(str(where), "is the plan of a cluster", right)
+    def closes(self) -> bool:
+        """Whether each ring closes on a host."""
+        return self.paths[0].chains[0].closes
 
     @property
     def machine(self) -> Machine:
-        """The single host's machine."""
-        return self._single_class.machine
+        """The machine of all hosts."""
+        return self._only_class.machine
 
     @property
     def knowledge(self) -> Knowledge:
-        """The knowledge of the single host's machine."""
-        return self._single_class.knowledge
-
-    @property
-    def _single_class(self) -> NodeClass:
-        self.check_single("plan", "name one of its classes")
-        return self.cluster.classes[0]
+        """The knowledge of the machine of all hosts."""
+        return self._only_class.knowledge
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """The GPUs of the single host."""
-        self.check_single("plan", "name one of its classes")
-        return self.class_gpus[0]
+        """The GPUs that are joined on each host."""
+        return self.class_gpus[self.cluster.classes.index(self._only_class)]
+
+    @property
+    def _only_class(self) -> NodeClass:
+        classes = self.cluster.classes
+        what = f"has hosts of {len(classes)} classes"
+        require(len(classes) == 1, "plan", what, "name one of its classes")
+        return classes[0]
 
     @cached_property
     def rings(self) -> tuple[PlanChain, ...]:
         """The rings: of a single host, or closed over all hosts, with ranks in the GPUs' place."""
-        if not self.is_cluster:
-            return self.paths[0].chains
         hosts = [(h.name, self.numbers_of(h), self.paths[h.path].chains) for h in self.hosts]
         return tuple(
             ring_over_hosts([(name, numbers, chains[at]) for name, numbers, chains in hosts])
@@ -281,9 +254,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.paths[host.path].node_class
 
     def host_named(self, names: Iterable[str]) -> str | None:
-        """Return the first of these names that is one of several hosts'; None if none is."""
-        known = self.cluster.host_classes if self.is_cluster else ()
-        return next((name for name in names if name in known), None)
+        """Return the first of these names that is a host's; None if none is."""
+        return next((name for name in names if name in self.cluster.host_classes), None)
 
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""
@@ -293,7 +265,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the number that `orders` have for each GPU of a host."""
         gpus = self.gpus_of(host)
         ranks = range(host.first_rank, host.first_rank + len(gpus))
-        return dict(zip(gpus, ranks if self.is_cluster else gpus, strict=True))
+        return dict(zip(gpus, gpus if self.closes else ranks, strict=True))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
@@ -322,8 +294,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def provenance(self) -> str:
         """The basis of the rates, as `measured` or `simulated from assumed values`."""
         basis = mark(simulated=self.simulated, assumed=self.assumed, dry_run=self.dry_run)
-        network = self.assumed and self.is_cluster and not self.simulated
-        return f"{basis}, the network assumed" if network else basis
+        # Of measured rates only those of a network are assumed.
+        return f"{basis}, the network assumed" if self.assumed and not self.simulated else basis
 
     @property
     def choices(self) -> dict[ChoiceName, RatedChoice]:
@@ -399,36 +371,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def advice(self) -> str:
         """The recommendation, in a sentence or two."""
-        return f"DRY RUN, no advice for GPUs: {self._advice}" if self.dry_run else self._advice
+        from tccl_py.plan.text import advice  # noqa: PLC0415 (is above)
 
-    @property
-    def _advice(self) -> str:
-        name, gain = self.recommended, self.gain(self.recommended)
-        times = "" if gain is None else f": {gain:.2f}x default NCCL ({self.expected})"
-        variables = environment_text(self.job_settings)
-        file = "graph files" if self.is_cluster else "graph file"
-        offered = self.gain("variables") if self.winner == name == "default" else None
-        if offered is not None and offered > 1 + AS_GOOD and self.variables.note:
-            variables = environment_text(self.variables.settings)
-            return (
-                f"Leave NCCL as it is, or set {variables} where large messages decide: "
-                f"{offered:.2f}x default NCCL ({self.expected}), but {self.variables.note}."
-            )
-        early = not self.at_bound and (self.cancelled or self.cut_short)
-        ended = "was clearly faster before the search ended early"
-        if name == "default":
-            rest = ended if early else "is clearly faster"
-            return f"Leave NCCL as it is. No variable or {file} {rest}."
-        if name == "variables":
-            return f"Set {variables}{times}. No {file} {ended if early else 'is needed'}."
-        if self.needs_plugin:
-            by = "Load the NCCL plugin"
-            if why_no_plugin(self.settings.version):
-                by = "Start each rank by `tccl run`"
-            return f"{by}, which places bounce buffers on NUMA nodes{times}."
-        if not variables:
-            return f"Use the {file}{times}."
-        return f"Use the {file} and set {variables}{times}."
+        return advice(self)
 
     @property
     def expected(self) -> str:
@@ -462,31 +407,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises InputError: the place cannot be written.
         """
         write_atomically(Path(path), encode_json(self))
-
-
-class RatedChoice(PlanChoice, frozen=True, kw_only=True):
-    """A choice of a plan."""
-
-    name: ChoiceName
-    plan: Plan
-
-    @property
-    def gain(self) -> float | None:
-        """The ratio to default NCCL; None where one of the two rates is not known."""
-        return self.plan.gain(self.name)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """NCCL's variables; a graph file's place is in env.sh of `files`."""
-        return environment(self.settings)
-
-    def files(self, directory: Path | str = ".") -> dict[str, str]:
-        """Return the files for jobs by this choice: names below `nccl/` of a directory, and texts.
-
-        Raises InputError: rings that NCCL would not take.
-        """
-        from tccl_py.plan.directory import nccl_files  # noqa: PLC0415 (is above)
-
-        files = nccl_files(msgspec.structs.replace(self.plan, winner=self.name), Path(directory))
-        no_graph = ("env.sh", "nccl.conf")
-        return files if self.name == "graph" else {name: files[name] for name in no_graph}

@@ -47,12 +47,12 @@ def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
     return inside, farthest_end(seen, ends).name if ends else ""
 
 
-def class_space(plan: Plan, number: int, settings: Settings, count: int) -> HopSpace:
-    """Return the hops open to each of `count` rings, or chains, on hosts of a class."""
-    seen = class_view(plan, number, settings)
-    if plan.is_cluster:
-        return chain_hop_space(seen, chains_in_set=count)
-    return hop_space(seen, rings_in_set=count)
+def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> HopSpace:
+    """Return the hops open to each of `count` rings, or chains, on hosts with a path."""
+    seen = class_view(plan, path.node_class, settings)
+    if path.chains[0].closes:
+        return hop_space(seen, rings_in_set=count)
+    return chain_hop_space(seen, chains_in_set=count)
 
 
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
@@ -61,7 +61,7 @@ def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
     Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
     seen = class_view(plan, path.node_class, settings)
-    space = class_space(plan, path.node_class, settings, len(path.chains))
+    space = path_space(plan, path, settings, len(path.chains))
     replace, chains = msgspec.structs.replace, []
     for chain in path.chains:
         now = ring_like(space, chain.ring)

@@ -21,7 +21,8 @@ from tccl_py.nccl.settings import (
     shell_text,
     shell_words,
 )
-from tccl_py.plan.chains import AS_GOOD, ChoiceName, PlanChoice, SubsetRings
+from tccl_py.nccl.versions import why_no_plugin
+from tccl_py.plan.chains import AS_GOOD, WORLD, ChoiceName, PlanChain, PlanChoice, SubsetRings
 from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
@@ -47,7 +48,46 @@ def gpu_list(gpus: Sequence[int]) -> str:
 def plan_name(plan: Plan) -> str:
     """Return the machine of a plan, or the number of hosts with the machine of each class."""
     machines = ", ".join(part.machine.name for part in plan.cluster.classes)
-    return f"{len(plan.hosts)} hosts of {machines}" if plan.is_cluster else machines
+    return f"{len(plan.hosts)} hosts of {machines}" if len(plan.hosts) > 1 else machines
+
+
+def planned_gpus(plan: Plan) -> str:
+    """Return the name of a plan with the GPUs that are joined on each host."""
+    gpus = dict.fromkeys(_numbers(gpus, ",") for gpus in plan.class_gpus)
+    return f"{plan_name(plan)}, GPUs {' or '.join(gpus)}"
+
+
+def advice(plan: Plan) -> str:
+    """Return the recommendation, in a sentence or two."""
+    return f"DRY RUN, no advice for GPUs: {_advice(plan)}" if plan.dry_run else _advice(plan)
+
+
+def _advice(plan: Plan) -> str:
+    name, gain = plan.recommended, plan.gain(plan.recommended)
+    times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
+    variables = environment_text(plan.job_settings)
+    offered = plan.gain("variables") if plan.winner == name == "default" else None
+    if offered is not None and offered > 1 + AS_GOOD and plan.variables.note:
+        variables = environment_text(plan.variables.settings)
+        return (
+            f"Leave NCCL as it is, or set {variables} where large messages decide: "
+            f"{offered:.2f}x default NCCL ({plan.expected}), but {plan.variables.note}."
+        )
+    early = not plan.at_bound and (plan.cancelled or plan.cut_short)
+    ended = "was clearly faster before the search ended early"
+    if name == "default":
+        rest = ended if early else "is clearly faster"
+        return f"Leave NCCL as it is. No variable or graph file {rest}."
+    if name == "variables":
+        return f"Set {variables}{times}. No graph file {ended if early else 'is needed'}."
+    if plan.needs_plugin:
+        by = "Load the NCCL plugin"
+        if why_no_plugin(plan.settings.version):
+            by = "Start each rank by `tccl run`"
+        return f"{by}, which places bounce buffers on NUMA nodes{times}."
+    if not variables:
+        return f"Use the graph file{times}."
+    return f"Use the graph file and set {variables}{times}."
 
 
 def order_words(ring: Sequence[int]) -> str:
@@ -116,19 +156,15 @@ _MOST_ORDER = 1000
 def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield facts of a plan, each with its name."""
     mark = plan.provenance
-    if plan.is_cluster:
+    if not plan.closes:
         changed = "another order than given" if plan.order_changed else "as given"
         order = compress(plan.host_order)
         if len(order) > _MOST_ORDER:
             begin = order[:_MOST_ORDER].rpartition(",")[0]
             order = f"{begin}, ... (nccl/order/hosts.txt has all)"
         yield "host order", f"{changed}: {order}"
-        rings = f"{counted(plan.ring_count, 'ring')} over {_channels(plan.settings)}"
-        yield "rate", f"{plan.rate_gbps:.2f} GB/s ({mark}), {rings}"
-        name, hop = plan.bottleneck
-        yield "slowest flow", f"{hop.rate_gbps:.2f} GB/s: {hop.flow} on {name}"
-        if plan.whole_ring_gbps is not None:
-            yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
+    if plan.whole_ring_gbps is not None:
+        yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
     for choice in plan.choices:
         yield CHOICE_WORDS[choice], _choice_text(plan, choice)
     known = plan.bound_gbps is not None
@@ -137,9 +173,7 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {limit}"
     yield "plugin", _plugin_text(plan)
     unchecked = "" if plan.settings_verified else " (this version was not checked)"
-    variables = environment_text(plan.settings) or "defaults"
-    more = f": {variables}" if plan.is_cluster else ""
-    yield "NCCL", f"{plan.settings.version}{unchecked}{more}"
+    yield "NCCL", f"{plan.settings.version}{unchecked}"
     if plan.pinned_env:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
@@ -180,9 +214,8 @@ def assumptions(plan: Plan) -> list[str]:
 
 def _plugin_text(plan: Plan) -> str:
     """Return what communicators get by the plugin."""
-    if plan.is_cluster and plan.recommended != "graph":
-        return "none: no graph file is needed over these hosts"
-    if plan.is_cluster:
+    sets = plugin_sets(plan)
+    if plan.recommended == "graph" and not sets:
         return (
             "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
             "-o JOB` makes; without it, launch with the files of nccl/order"
@@ -190,7 +223,7 @@ def _plugin_text(plan: Plan) -> str:
     needed, given = map(shell_text, plugin_variables(plan))
     rest = f"default NCCL with {needed}" if needed else "default NCCL"
     if given and plan.recommended == "variables":
-        count = counted(len(plugin_sets(plan)), "set")
+        count = counted(len(sets), "set")
         return f"{given} for communicators over {count} of GPUs; {rest} for others"
     rates = [found.rate_gbps for _, _, found in subset_files(plan)]
     if not rates:
@@ -252,26 +285,22 @@ def class_table(plan: Plan) -> Iterator[Cells]:
 
 
 def ring_table(plan: Plan) -> Iterator[Cells]:
-    """Yield the headers and cells of a table of rings; of a cluster, of the first host paths."""
-    if plan.is_cluster:
-        yield "path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest flow"
-    else:
-        yield "ring", "GPU order", "GB/s", "slowest hop"
-    for number, hosts in itertools.islice(used_paths(plan).items(), MOST_PATHS):
+    """Return the headers and cells of a table of rings, on the first of different host paths."""
+    head = ("path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest hop")
+    rows: list[Cells] = [head]
+    for number, count in itertools.islice(used_paths(plan).items(), MOST_PATHS):
         for ring, chain in enumerate(plan.paths[number].chains):
-            order, slowest = _numbers(chain.gpus), str(chain.bottleneck.flow)
-            cells: Cells = (str(ring), order)
-            if plan.is_cluster:
-                first = (f"{_class_name(plan, number)} ({number})", str(hosts))
-                way = str(ring), f"N{chain.entry_nic}", order, f"N{chain.exit_nic}"
-                cells = (*(first if ring == 0 else ("", "")), *way)
-            yield *cells, f"{chain.rate_gbps:.2f}", slowest
+            name = _path_name(plan, number) if ring == 0 else ""
+            hosts, (entry, exit_) = str(count) if name else "", _nic_names(chain)
+            gbps, slowest = f"{chain.rate_gbps:.2f}", str(chain.bottleneck.flow)
+            order = _numbers(chain.gpus)
+            rows.append((name, hosts, str(ring), entry, order, exit_, gbps, slowest))
+    return _filled(rows)
 
 
 def hop_table(plan: Plan) -> Iterator[Cells]:
-    """Yield the headers and cells of a table of every hop, with its rate beside all others."""
-    first = ("class", "path", "ring") if plan.is_cluster else ("ring", "from", "to")
-    yield *first, "GB/s", "flow"
+    """Return the headers and cells of a table of every hop, with its rate beside all others."""
+    rows: list[Cells] = [("path of", "ring", "from", "to", "GB/s", "flow")]
     for number in used_paths(plan):
         for ring, chain in enumerate(plan.paths[number].chains):
             slow = [
@@ -282,11 +311,23 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
             for hop in chain.hops:
                 # No hop is marked where all are alike.
                 marked = hop in slow and len(slow) < len(chain.hops)
+                ends = zip(hop.ends, _nic_names(chain), strict=True)
+                names = (nic if gpu == WORLD else f"G{gpu}" for gpu, nic in ends)
                 flow = f"{hop.flow}{' (slowest)' * marked}"
-                ends: Cells = str(ring), f"G{hop.source}", f"G{hop.target}"
-                if plan.is_cluster:
-                    ends = _class_name(plan, number), str(number), str(ring)
-                yield *ends, f"{hop.rate_gbps:.2f}", flow
+                name = _path_name(plan, number)
+                rows.append((name, str(ring), *names, f"{hop.rate_gbps:.2f}", flow))
+    return _filled(rows)
+
+
+def _nic_names(chain: PlanChain) -> tuple[str, ...]:
+    """Return the NICs by which a chain enters and leaves a host; "" for a ring that closes."""
+    return tuple("" if nic is None else f"N{nic}" for nic in (chain.entry_nic, chain.exit_nic))
+
+
+def _filled(rows: Sequence[Cells]) -> Iterator[Cells]:
+    """Return rows without the columns that are empty below their header."""
+    filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
+    return (tuple(itertools.compress(row, filled)) for row in rows)
 
 
 def set_table(plan: Plan) -> Iterator[Cells]:
@@ -302,13 +343,16 @@ def used_paths(plan: Plan) -> Counter[int]:
     return Counter(host.path for host in plan.hosts)
 
 
-def _class_name(plan: Plan, path: int) -> str:
-    return plan.cluster.classes[plan.paths[path].node_class].name
+def _path_name(plan: Plan, path: int) -> str:
+    """Return the class of a host path, and its number, where there are several."""
+    if len(plan.paths) == 1:
+        return ""
+    return f"{plan.cluster.classes[plan.paths[path].node_class].name} ({path})"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the JSON of `plan --json` and `show --json`; a cluster's rings are of global ranks."""
-    if plan.is_cluster:
+    if not plan.closes:
         subject: dict[str, Any] = {"kind": "cluster", "hosts": plan.host_order}
         limit = {"whole_ring_gbps": plan.whole_ring_gbps}
     else:

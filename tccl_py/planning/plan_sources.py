@@ -39,8 +39,8 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
         raise InputError(str(journal), "does not exist", f"{right}, or plan again")
     contents = read_journal(journal)
     header, machine = contents.header, plan.cluster.classes[0].machine
-    of_hosts = plan.is_cluster and not plan.simulated
-    if not of_hosts and (header.machine, header.simulated) != (machine.name, plan.simulated):
+    known = (header.machine, header.simulated) == (machine.name, plan.simulated)
+    if not (known or header.hosts):
         kind = "simulated" if header.simulated else "measured"
         what = f"is of machine {header.machine}, {kind}, and not of this plan"
         raise InputError(str(journal), what, f"the journal of {machine.name}")

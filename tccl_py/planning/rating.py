@@ -20,7 +20,7 @@ from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, conde
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.nccl_files import class_view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.retuning import class_space
+from tccl_py.plan.retuning import path_space
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.planning.opening import output_directory
 from tccl_py.simulator.descriptions import load_bundled
@@ -57,7 +57,7 @@ def _rate_on_host(
     what = f"are {counted(len(orders), 'different ring')}"
     right = f"settings that end in {counted(channels, 'channel')} take a number that divides it"
     require(channels % len(orders) == 0, "rings", what, right)
-    space = class_space(plan, path.node_class, settings, len(orders))
+    space = path_space(plan, path, settings, len(orders))
     planned = {chain.gpus: chain for chain in path.chains}
     rings = []
     for number, gpus in enumerate(orders):

@@ -73,9 +73,7 @@ def read_contents(directory: Path) -> Contents:
     """Read the files of a report; only the plan must be there."""
     plan = plan_in(directory)
     journal, notices = _journal(directory / JOURNAL_FILE, plan)
-    fingerprint = (
-        None if plan.simulated or plan.is_cluster else planned_fingerprint(plan, directory)
-    )
+    fingerprint = None if plan.simulated else planned_fingerprint(plan, directory)
     day = datetime.fromtimestamp((directory / PLAN_FILE).stat().st_mtime, tz=timezone.utc)
 
     def loaded(kind: type[K]) -> K | None:
@@ -125,7 +123,7 @@ def _journal(path: Path, plan: Plan) -> tuple[JournalContents | None, list[str]]
     journal = read_journal(path)
     header = journal.header
     names = {part.machine.name for part in plan.cluster.classes}
-    foreign = header.machine not in names and not plan.is_cluster
+    foreign = header.machine not in names and not header.hosts
     if foreign or header.simulated != plan.simulated:
         kind = "simulated" if header.simulated else "measured"
         return None, [f"{path.name} is left out: it holds {kind} rates of {header.machine}"]

@@ -109,11 +109,11 @@ def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:
             if chain.entry_nic is not None:
                 ends = [f"N{chain.entry_nic}", *map(str, chain.gpus), f"N{chain.exit_nic}"]
                 order = " → ".join(ends)
-            title = f"Ring {at}" + (f" on {listed(hosts)}" if plan.is_cluster else "")
+            title = f"Ring {at}" + (f" on {listed(hosts)}" if len(plan.paths) > 1 else "")
             hops = flow_ends((hop.flow, hop.rate_gbps) for hop in chain.hops)
             shown = {"order": order, "rate": chain.rate_gbps}
             views.append(hops_view(f"ring-{place}-{at}", title, machine, hops, layout, **shown))
-    return views if plan.is_cluster else [*views, *_default_views(plan, layout)]
+    return [*views, *_default_views(plan, layout)] if plan.closes else views
 
 
 def _default_views(plan: Plan, layout: Layout) -> Iterator[HopsView]:

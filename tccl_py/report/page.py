@@ -109,7 +109,7 @@ def report_html(contents: Contents) -> str:
             facts=(plan_name(plan), choice_words(plan.recommended, plan.job_settings)),
             about=_about(contents, nodes),
             verified=headline(verified) if verified else (),
-            gpus="" if plan.is_cluster else gpu_list(plan.gpus),
+            command=_command(contents),
             mark=plan.provenance,
             notices=_notices(contents),
             variables=environment(plan.settings),
@@ -176,6 +176,14 @@ def _family(node: NumaNode) -> str:
     return f" (family {node.family}, model {node.model})" if node.family is not None else ""
 
 
+def _command(contents: Contents) -> str:
+    """Return the command for a job over the plan's GPUs."""
+    plan, directory = contents.plan, shlex.quote(str(contents.directory))
+    if not plan.closes:
+        return f". {directory}/nccl/env.sh"
+    return f'eval "$(tccl env {directory} --gpus {gpu_list(plan.gpus)})"'
+
+
 def _node(contents: Contents, number: int) -> NodeView:
     plan = contents.plan
     part, gpus = plan.cluster.classes[number], plan.class_gpus[number]
@@ -191,7 +199,7 @@ def _node(contents: Contents, number: int) -> NodeView:
     numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
     return msgspec.structs.replace(
         node_view(part.machine, plan, number),
-        name=part.name if plan.is_cluster else "",
+        name=part.name if len(plan.cluster.classes) > 1 else "",
         gpus=gpus,
         loads={} if _has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
         maps=heat_maps(journal, gpus, numa_nodes, hosts),

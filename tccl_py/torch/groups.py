@@ -288,7 +288,7 @@ def open_plan(directory: Path) -> OpenPlan:
     check_path(directory)
     plan = plan_in(directory)
     # Each of several hosts has its own files; a rank checks its own.
-    manifest = check_files(directory, [PLAN_FILE] if plan.is_cluster else None)
+    manifest = check_files(directory, None if plan.closes else [PLAN_FILE])
     delivery = deliver_to_host(plan, directory, JobRequest(), say=lambda _: None)
     return OpenPlan(directory, plan, frozenset(manifest.files), manifest.identity, delivery)
 
@@ -296,7 +296,7 @@ def open_plan(directory: Path) -> OpenPlan:
 def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     """Return why a rank does not use a plan, as a clause; "" if it does."""
     plan, directory = opened.plan, opened.directory
-    if plan.is_cluster:
+    if not plan.closes:
         if not name:
             return "the plan has no such host"
         check_files(directory, [f"nccl/{host_graph_file(name)}"])
