@@ -9,10 +9,11 @@ import time
 
 import pytest
 
+from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rings import rings_found
-from tccl_py.experiments.spec import JobSpec, groups_of
+from tccl_py.experiments.spec import JobSpec, RowSet, groups_of, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
@@ -45,6 +46,27 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(measured):
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
     print("one job with checks and training:", f"{seconds:.1f} s")
+
+
+def test_every_collective_is_right_and_timed_in_groups_that_overlap(measured):
+    gpus = load_plan(measured).gpus
+    ranks = tuple(range(len(gpus)))
+    host = HostRanks(ranks=ranks, gpus=gpus, environment=dict(os.environ))
+    launcher = Launcher(backend="cuda", hosts=(host,), keep=PINNED[1:])
+    arm = read_target(load_plan(measured), measured).arm("default")
+    # Tensor and data parallel groups, and a pair in the other order.
+    groups = [*groups_of(len(gpus)), (ranks[::2], ranks[1::2]), ((1, 0),)]
+    groups = tuple(parts for parts in groups if all(len(part) > 1 for part in parts))
+    rows = rows_of((1024, 1 << 20), COLLECTIVES, "bfloat16", groups=groups)
+    sets = (RowSet(rows=rows[:2], calls=2, repeats=3),)
+    spec = JobSpec(checks=True, check_groups=groups, rows=rows, seconds=0.01, sets=sets)
+    (found,) = launcher.run([arm], spec)
+    for rank, answer in enumerate(found.results):
+        assert (answer.wrong, answer.left_out) == ((), ())
+        inside = [any(rank in part for part in row.groups) for row in rows]
+        assert [bool(times) for times in answer.timings] == inside
+        assert answer.sets
+        print(rank, answer.checked, [min(times, default=0.0) for times in answer.timings])
 
 
 def verified(planned, *words):
