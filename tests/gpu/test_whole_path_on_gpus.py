@@ -49,7 +49,7 @@ def test_a_user_plans_verifies_installs_runs_checks_and_uninstalls(tccl, tmp_pat
     tccl("discover", "-o", tmp_path / "machine.json")
     findings = tccl("doctor", "--json", codes=(0, 1))
     assert "run it as root" not in findings
-    tccl("advise")
+    tccl("advise", **SHARE)
     # 2. The plan and what it says of itself.
     tccl("plan", "-o", directory, *BRIEF, **SHARE)
     plan = load_plan(directory)
