@@ -1,9 +1,9 @@
-"""Write the rows of docs/results.md from what `tccl verify --json` printed on machines.
+"""Write the rows of docs/results.md and README.md from what `tccl verify --json` printed.
 
 usage: python -m scripts.results_page [FILE...]
 
 FILEs are added to docs/results/, if they are results of NCCL on GPUs. The page has a row for each
-file there and, first, for each recorded verify.json of this project's own runs.
+file there and, first, for each recorded verify.json of this project's own runs. README has four.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,9 @@ from tccl_py.report.verification import verification_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED, SENT = ROOT / "tests/cases/verification", ROOT / "docs/results"
-PAGE = ROOT / "docs/results.md"
+PAGE, README = ROOT / "docs/results.md", ROOT / "README.md"
+IN_README = ("h200x4-vm-no-p2p", "h200x2-vm-no-p2p-tuned", "h200x4-vm", "h200x2-vm")
+TRANSFERS = ROOT / "tests/cases/workloads/h200-no-p2p-transfers.json"
 _SHOWN = 60
 
 
@@ -66,14 +68,44 @@ def main() -> None:
         target = re.sub(r"[^a-z0-9-]+", "-", Path(name).stem.lower()).strip("-") or "machine"
         (SENT / f"{target}.json").write_text(encode_json(result))
     PAGE.write_text(page())
+    README.write_text(readme())
+
+
+def readme() -> str:
+    """Return README as it is, with the rows of its recorded files."""
+    return _with_rows(README, 5, [front_row(RECORDED / f"{name}.json") for name in IN_README])
+
+
+def front_row(path: Path) -> str:
+    """Return a recorded result as a row of README's table."""
+    result = read_result(path)
+    default, best = _compared(result)
+    no_p2p = default.environment.get("NCCL_P2P_DISABLE") == "1"
+    gpus = _gpus(result) + (", P2P disabled" if no_p2p else ", NVLink")
+    cells = [_cell(gpus), _ratio(best), _rates(default, best), _cell(_winner(default, best))]
+    return "| " + " | ".join([*cells, _transfers() if no_p2p else "not measured"]) + " |"
+
+
+def _transfers() -> str:
+    """Return what variables without P2P do to other collectives of many bytes, on two GPUs."""
+    ratios = {}
+    for case in msgspec.json.decode(TRANSFERS.read_bytes())["ratios"]:
+        ratios[case["collective"]] = case["ratio"]  # The largest size comes last
+    words = f"{ratios['send_recv']:.2f}, {ratios['all_to_all']:.2f}"
+    return f"{words} ([2x H200](docs/results/h200x2.md))"
+
+
+def _with_rows(page: Path, columns: int, rows: Sequence[str]) -> str:
+    """Return a page with these rows in the place of those of its table of so many columns."""
+    head, rule, table = page.read_text().partition("|---" * columns + "|\n")
+    _, end, tail = table.partition("\n\n")
+    return head + rule + "\n".join(rows) + end + tail
 
 
 def page() -> str:
     """Return the page as it is, with the rows of all files, own results first."""
     files = [*sorted(RECORDED.glob("*.json")), *sorted(SENT.glob("*.json"))]
-    head, rule, table = PAGE.read_text().partition("|---|---|---|---|---|---|---|---|---|\n")
-    _, end, tail = table.partition("\n\n")
-    return head + rule + "\n".join(row(read_result(file), file) for file in files) + end + tail
+    return _with_rows(PAGE, 9, [row(read_result(file), file) for file in files])
 
 
 def read_result(path: Path) -> Result:
@@ -99,29 +131,48 @@ def read_result(path: Path) -> Result:
 
 def row(result: Result, path: Path) -> str:
     """Return a result as a row of the table."""
-    default = result.arms[0]
-    best = next(arm for arm in result.arms if arm.name == result.winner)
-    gpus = ", ".join(f"{count}x {name}" for name, count in Counter(result.devices).items())
-    gpus += f" on {len(result.hosts)} hosts" if result.hosts else ""
-    changes = {
-        name: value
-        for name, value in best.environment.items()
-        if default.environment.get(name) != value and name != "NCCL_GRAPH_FILE"
-    }
-    winner = {"default": "default NCCL", "variables": "variables", "graph": "graph file"}
-    words = " with ".join(filter(None, [winner[best.name], _variables(changes)]))
+    default, best = _compared(result)
     versions = ", ".join(result.versions.get(name, "?") for name in ("nccl", "driver"))
-    changed = best is not default
     cells = [
-        *map(_cell, (gpus, _variables(default.environment), words)),
-        f"**{best.ratio:.3f}** ({best.low:.3f} to {best.high:.3f})" if changed else "1",
-        f"{_gbps(default.gbps)} → {_gbps(best.gbps)}" if changed else _gbps(default.gbps),
+        *map(_cell, (_gpus(result), _variables(default.environment), _winner(default, best))),
+        _ratio(best) if best is not default else "1",
+        _rates(default, best),
         _gbps(best.predicted_gbps),
         f"{sum(arm.checked for arm in result.arms)}",
         _cell(versions),
         f"[{path.stem}](results/{path.name})" if path.parent == SENT else f"`{path.name}`",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _compared(result: Result) -> tuple[ArmRow, ArmRow]:
+    """Return default NCCL and the winner."""
+    return result.arms[0], next(arm for arm in result.arms if arm.name == result.winner)
+
+
+def _gpus(result: Result) -> str:
+    gpus = ", ".join(f"{count}x {name}" for name, count in Counter(result.devices).items())
+    return gpus + (f" on {len(result.hosts)} hosts" if result.hosts else "")
+
+
+def _winner(default: ArmRow, best: ArmRow) -> str:
+    """Return the winner with the variables that default NCCL did not have."""
+    changes = {
+        name: value
+        for name, value in best.environment.items()
+        if default.environment.get(name) != value and name != "NCCL_GRAPH_FILE"
+    }
+    words = {"default": "default NCCL", "variables": "variables", "graph": "graph file"}
+    return " with ".join(filter(None, [words[best.name], _variables(changes)]))
+
+
+def _ratio(best: ArmRow) -> str:
+    return f"**{best.ratio:.3f}** ({best.low:.3f} to {best.high:.3f})"
+
+
+def _rates(default: ArmRow, best: ArmRow) -> str:
+    rates = [_gbps(default.gbps), _gbps(best.gbps)]
+    return " → ".join(rates if best is not default else rates[:1])
 
 
 def _variables(environment: Mapping[str, str]) -> str:

@@ -60,6 +60,13 @@ class Namespaces:
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(INTERFACES))
     link_gbps: float = LINK_GBPS
     uplink_gbps: float = UPLINK_GBPS
+    cables: tuple[tuple[str, str, str, str], ...] = ()
+    """In the place of racks: two hosts, each with its interface, a subnet for each cable."""
+
+    def received(self, host, name):
+        """The bytes that an interface of a host has received."""
+        path = f"/sys/class/net/{name}/statistics/rx_bytes"
+        return int(_do(*self.command(host, "cat", path)).stdout)
 
     def namespace(self, host):
         return f"{self.prefix}{host}"
@@ -211,14 +218,17 @@ def _build(made):
     """Make the switches, the hosts and the links between them."""
     switch = made.namespace("net")
     _do("ip", "netns", "add", switch)
-    for bridge in ("mgmt", "rack-a", "rack-b"):
+    racks = () if made.cables else ("rack-a", "rack-b")
+    for bridge in ("mgmt", *racks):
         _do("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
         _do("ip", "-n", switch, "link", "set", bridge, "up")
     # 1. The uplink between the racks, slow in both directions.
-    _do("ip", "-n", switch, "link", "add", "up-a", "type", "veth", "peer", "name", "up-b")
-    for rack in "ab":
-        _do("ip", "-n", switch, "link", "set", f"up-{rack}", "master", f"rack-{rack}", "up")
-        _do("tc", "-n", switch, "qdisc", "add", "dev", f"up-{rack}", *_shaped(made.uplink_gbps))
+    if racks:
+        _do("ip", "-n", switch, "link", "add", "up-a", "type", "veth", "peer", "name", "up-b")
+    for rack in racks:
+        up = rack.replace("rack", "up")
+        _do("ip", "-n", switch, "link", "set", up, "master", rack, "up")
+        _do("tc", "-n", switch, "qdisc", "add", "dev", up, *_shaped(made.uplink_gbps))
     # 2. The hosts.
     for number, host in enumerate(made.hosts):
         space = made.namespace(host)
@@ -232,7 +242,7 @@ def _build(made):
         links = [(MANAGEMENT, "mgmt", f"10.99.0.{number + 1}/24", None)]
         links += [
             (name, RACKS[host], f"10.77.{index}.{number + 1}/16", made.link_gbps)
-            for index, name in enumerate(made.interfaces[host])
+            for index, name in enumerate(() if made.cables else made.interfaces[host])
         ]
         for name, bridge, address, rate in links:
             port = f"{host}-{name}"
@@ -246,6 +256,23 @@ def _build(made):
             if rate is not None:
                 _do("tc", "-n", switch, "qdisc", "add", "dev", port, *_shaped(rate))
                 made.tc(host, "qdisc", "add", "dev", name, *_shaped(rate))
+    # 3. Cables, each between two hosts.
+    for number, (host, name, other, far) in enumerate(made.cables):
+        ends = (host, name), (other, far)
+        _do(
+            *("ip", "link", "add", name, "netns", made.namespace(host), "type", "veth"),
+            *("peer", "name", far, "netns", made.namespace(other)),
+        )
+        for at, (end, interface) in enumerate(ends):
+            made.ip(end, "addr", "add", f"10.50.{number}.{at + 1}/24", "dev", interface)
+            made.ip(end, "link", "set", interface, "up")
+            made.tc(end, "qdisc", "add", "dev", interface, *_shaped(made.link_gbps))
+    # The kernel tells of carriers once a second.
+    until = time.monotonic() + 10
+    for host in made.hosts if made.cables else ():
+        show = ("ip", "-n", made.namespace(host), "-br", "link", "show", "type", "veth")
+        while " DOWN " in _do(*show).stdout and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def _write_enter(made):

@@ -15,8 +15,12 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import files_of_hosts
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
+from tccl_py.planning.grow import simulated_cluster
 from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
 from tests.cables.cases import CLUSTERS, MIRRORED, planned, ring
 
 HAND_MADE = [("0x0", "0x1"), ("0x2", "0x3")]
@@ -140,3 +144,13 @@ def test_what_nccl_cannot_do_over_cables_is_told():
     assert "spark0 and spark2, spark1 and spark3" in apart
     _, facing = planned(MIRRORED).notices
     assert "spark0 to spark1" in facing or "spark1 to spark2" in facing
+
+
+def test_hosts_with_cables_at_different_ports_are_planned_apart(tmp_path):
+    file = tmp_path / "cables.yaml"
+    file.write_text("cables: [[a:rocep1s0f0, b:rocep1s0f1]]")
+    made = simulated_cluster(load_bundled("gb10-2port"), None, "a,b", file)
+    assert [one.name for one in made.classes] == ["gb10-2port", "gb10-2port-a"]
+    plan = make_cluster_plan(made, [Simulator(load_bundled("gb10-2port"))] * 2)
+    ends = [(c.entry_nic, c.exit_nic) for host in plan.hosts for c in plan.paths[host.path].chains]
+    assert set(ends) == {(0, 0), (1, 1)}

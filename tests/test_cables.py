@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cable
-from tccl_py.readers.cables import cables_of
+from tccl_py.readers.cables import cables_of, cables_of_subnets, check_subnets
 from tccl_py.readers.switches import parse_switch_yaml
 from tccl_py.simulator.descriptions import load_bundled
 
@@ -218,3 +218,36 @@ def test_cables_that_do_not_fit_are_refused_by_name(old, new, part):
         read(FILE.replace(old, new, 1))
     assert part in str(refused.value)
     assert "net.yaml" in str(refused.value)
+
+
+# Cables that addresses tell
+
+
+def addresses(**hosts):
+    return {host: dict(enumerate(each)) for host, each in hosts.items()}
+
+
+def test_rails_of_a_switch_are_no_cables():
+    rails = {host: [f"10.0.{rail}.{n}" for rail in (0, 1)] for n, host in enumerate("abc")}
+    assert cables_of_subnets(addresses(**rails)) == ()
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        {"a": ["10.0.0.1"], "b": ["10.0.0.2"]},  # two hosts: as well a switch
+        {"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.1.1"], "c": ["10.0.1.2"]},  # a host's own
+        {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.1.1"]},  # one is alone
+        {"a": ["fe80::1"], "b": ["fe80::2"], "c": ["fe80::3"]},
+    ],
+)
+def test_addresses_that_leave_doubt_tell_no_cables(hosts):
+    assert cables_of_subnets(addresses(**hosts)) == ()
+
+
+def test_addresses_that_contradict_a_cable_of_a_file_are_named():
+    cables = [Cable.between("a", [0], "b", [1])]
+    check_subnets(cables, addresses(a=["10.0.0.1"], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
+    check_subnets(cables, addresses(a=[""], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
+    with pytest.raises(InputError, match=r"N0 of a, which is 10\.0\.0\.1, and N1 of b"):
+        check_subnets(cables, addresses(a=["10.0.0.1"], b=["10.0.0.2", "10.0.1.2"]), where="x")

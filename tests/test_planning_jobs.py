@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tccl_profiler.cluster.facts import Interface
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import Measurement
@@ -70,7 +71,9 @@ class Hosts(Bench):
                 machine=MACHINE,
                 knowledge=Knowledge(),
                 ranks=(2 * number, 2 * number + 1),
-                addresses={nic.index: name for nic in nics},
+                addresses={
+                    nic.index: Interface(name=nic.name, address="", up=True) for nic in nics
+                },
             )
             for number, name in enumerate(names)
         ]

@@ -1,16 +1,29 @@
 """The page of results: generated from files, as committed, and closed to what is no result."""
 
 import json
+import re
 
 import pytest
 
 from scripts import results_page
-from scripts.results_page import PAGE, RECORDED, page, read_result, row
+from scripts.results_page import (
+    IN_README,
+    PAGE,
+    README,
+    RECORDED,
+    TRANSFERS,
+    front_row,
+    page,
+    read_result,
+    readme,
+    row,
+)
 from tccl_py.errors import InputError
 from tccl_py.experiments.record import Verification
 from tccl_py.files import decode_json, encode_json
 from tccl_py.report.verification import verification_json
 
+FOLDER = RECORDED
 RECORDED = RECORDED / "h200x4-vm-no-p2p.json"
 
 
@@ -23,6 +36,23 @@ def printed():
 
 def test_the_page_is_as_the_script_writes_it():
     assert PAGE.read_text() == page()
+    assert README.read_text() == readme()
+
+
+def test_each_measured_figure_of_the_readme_is_in_a_recorded_file():
+    prose = re.sub(r"^```.*?^```$", "", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+    versions = r"(?:NCCL|Python|Apache)[ -][\d.]+(?: to [\d.]+)?"
+    figures = re.findall(r"\d+\.\d+", re.sub(versions, "", prose))
+    rows = [front_row(FOLDER / f"{name}.json") for name in IN_README]
+    assert figures == [figure for row in rows for figure in re.findall(r"\d+\.\d+", row)]
+    assert len(figures) >= 4 * 5
+    # The rows' own figures, from the files.
+    raw = "".join((FOLDER / f"{name}.json").read_text() for name in IN_README)
+    raw += TRANSFERS.read_text()
+    recorded = [float(figure) for figure in re.findall(r"\d+\.\d+", raw)]
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == figure for value in recorded), figure
 
 
 def test_a_sent_file_gives_the_row_of_the_recorded_one(printed, tmp_path):

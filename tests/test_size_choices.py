@@ -87,6 +87,7 @@ def test_where_the_cost_model_has_no_answer_there_are_no_rows_and_it_is_said():
         "of NCCL 2.27.7": replace(plan, stock=replace(plan.stock, settings=settings)),
         "NVLS": plan_of("nvswitch-8gpu-8nic"),
         "several hosts": equal_hosts(2),
+        "dry run": replace(plan, dry_run=True),
         "rings are not": replace(plan, stock=replace(plan.stock, rings=())),
     }
     for why, other in unknown.items():

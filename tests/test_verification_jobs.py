@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.calls import transfers
+from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
 from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, RowSet, calls_of, rows_of
@@ -233,6 +233,21 @@ def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(ser
     for rank, answer in enumerate(found.results):
         counts = [0 if row.groups and rank == 1 else 9 for row in spec.rows]
         assert [len(one) for one in answer.timings] == counts
+
+
+@needs_torch
+@pytest.mark.parametrize("world", [2, 36, 64, 256])
+def test_sums_of_as_many_ranks_are_exact_in_every_dtype(world):
+    torch = pytest.importorskip("torch")
+    ranks, device = tuple(range(world)), torch.device("cpu")
+    own = Communicator(torch=torch, dist=None, rank=0, members=ranks, device=device)
+    tensors = Tensors(own, torch.bfloat16, 1000, asynchronous=False)
+    values = tensors.of_all()
+    assert len(set(values[0].tolist())) > 1
+    total = torch.zeros(1000, dtype=torch.bfloat16)
+    for value in values:
+        total += value.to(torch.bfloat16)
+    assert tensors.compare(total, sum(values)) == ""
 
 
 @needs_torch

@@ -7,6 +7,7 @@ import pytest
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective
+from tccl_py.workloads.bundled import BUNDLED, bundled
 from tccl_py.workloads.workload import (
     Workload,
     WorkloadCollective,
@@ -61,3 +62,37 @@ def test_a_file_that_is_no_workload_is_one_sentence_about_the_file(content, tmp_
     with pytest.raises(InputError) as refused:
         read_workload(path)
     assert str(path) in refused.value.where
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_bundled_workload_is_for_any_number_of_ranks(name, ranks, tmp_path):
+    workload = bundled(name, ranks)
+    write_workload(workload, tmp_path / "it.json")
+    assert read_workload(tmp_path / "it.json") == workload
+    assert workload.source.startswith("formula") and workload.ranks == ranks
+
+
+def bytes_of(name, collective, ranks=8):
+    rows = bundled(name, ranks).rows
+    return sum(
+        row.bytes * row.calls * len(row.groups) for row in rows if row.collective == collective
+    )
+
+
+def test_bundled_workloads_have_the_parameters_that_their_papers_state():
+    # GPT-2 XL has 1.558 billion, Llama 3 8B 8.03 billion.
+    assert bytes_of("data-parallel", "all_reduce") == 4 * 1_557_611_200
+    assert bytes_of("fsdp", "reduce_scatter") == pytest.approx(4 * 8_030_261_248, rel=1e-6)
+    # Mixtral has 46.7 billion, of which the experts' are 32 x 8 x 3 x 4096 x 14336.
+    experts = 32 * 8 * 3 * 4096 * 14336
+    dense = bytes_of("mixture-of-experts", "all_reduce") / 2
+    assert dense + experts == pytest.approx(46_702_792_704, rel=1e-6)
+    # Seven boundaries of eight stages, both ways, 32 microbatches of 64 MiB.
+    assert bytes_of("pipeline", "send") == 7 * 2 * 32 * (64 << 20)
+    assert bytes_of("tensor-parallel-prefill", "all_reduce") == 160 * (32 << 20)
+
+
+def test_an_unknown_name_lists_the_bundled_ones():
+    with pytest.raises(InputError, match="data-parallel"):
+        bundled("no-such")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from msgspec.structs import replace
@@ -15,7 +18,7 @@ from tccl_py.cli.process import ANSWER_IS_NO, complain, flush_output, notice, pr
 from tccl_py.delivery.fit import ALIKE_VARIABLE
 from tccl_py.delivery.job import Delivery, JobRequest, deliver
 from tccl_py.delivery.placement import prefer_numa_node
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.files import picked
 from tccl_py.nccl.settings import env_conflicts, export_lines
 from tccl_py.plan.chains import CHOICES, ChoiceName
@@ -82,9 +85,10 @@ def env(
 
 
 def run(
-    directory: Path = options.DIRECTORY,
-    command: list[str] = arg("COMMAND", "The job and its arguments, after --."),
+    directory: str = arg("DIR", "A plan's directory; not needed with --record."),
+    command: list[str] | None = arg("COMMAND", "The job and its arguments, after --.", None),
     *,
+    record: Path | None = opt("FILE", "Write what the job communicates in a step to FILE."),
     gpus: str | None = GPUS,
     host: str | None = HOST,
     nccl: str | None = VERSION,
@@ -99,6 +103,8 @@ def run(
     Your own NCCL variables win. Where they contradict the plan, or it does not apply, COMMAND runs
     without the plan, and stderr says why.
 
+    With --record NCCL logs its calls, and FILE gets those of a step.
+
     Exit codes: those of COMMAND; 127 if there is no such program, 126 if it cannot be run.
 
     Examples:
@@ -107,16 +113,25 @@ def run(
         tccl run my-plan --plugin -- python train.py
         tccl run my-plan --workload job.json -- torchrun --nproc-per-node 8 train.py
         mpirun -n 8 tccl run my-plan -- python train.py
+        tccl run --record job.json -- torchrun --nproc-per-node 8 train.py
     """
+    words = command or []
+    if record is not None and not (Path(directory) / "plan.json").is_file():
+        of_plan = {"--gpus": gpus, "--host": host, "--nccl": nccl, "--choice": choice}
+        of_plan["--workload"] = workload
+        reason = "without DIR", "is about a plan", "name a plan's directory"
+        refuse({**of_plan, "--plugin": plugin, "--force": force}, reason)
+        _record([directory, *words], {}, record)
+    require(words, "COMMAND", "is missing", "name a program after --")
     request = JobRequest(
         host=host, nccl=nccl, plugin=plugin, equal_hosts=equal_hosts, force=force, is_rank=True
     )
     if workload is not None:
         try:
-            choice = _choice_for(workload, directory, choice)
+            choice = _choice_for(workload, Path(directory), choice)
         except InputError as error:
             notice(f"by the plan's recommendation: {error}")
-    _, delivery = _delivery(directory, request, gpus=gpus, choice=choice)
+    _, delivery = _delivery(Path(directory), request, gpus=gpus, choice=choice)
     variables, node = delivery.variables, delivery.numa_id
     unchecked = plugin or not variables
     conflicts = () if unchecked else env_conflicts(delivery.settings, os.environ)
@@ -128,10 +143,28 @@ def run(
         done = f"all memory of this rank is on NUMA node {node} by preference"
         notice(f"NUMA node {node} cannot be preferred: {why}" if why else done)
     flush_output(0)
+    if record is not None:
+        _record(words, variables, record)
     # Python ignores it, and what is ignored is inherited.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with _startable(words):
+        os.execvpe(words[0], words, {**variables, **os.environ})
+
+
+def _record(command: list[str], variables: Mapping[str, str], output: Path) -> NoReturn:
+    """Run a job whose calls NCCL logs, write what they are, and exit with the job's code."""
+    from tccl_py.cli.workload import record_job  # noqa: PLC0415 (slow)
+
+    with _startable(command):
+        code = record_job(command, {**variables, **os.environ}, output)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _startable(command: list[str]) -> Iterator[None]:
+    """Exit as a shell does where a command is no program."""
     try:
-        os.execvpe(command[0], command, {**variables, **os.environ})
+        yield
     except (OSError, ValueError) as error:
         # The empty name is a ValueError.
         missing = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)

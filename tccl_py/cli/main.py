@@ -44,6 +44,7 @@ COMMANDS = {
     "report": ("show:report", "Write a plan as one HTML page."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
+    "workload": ("workload:workload", "Show a job's collectives, from its logs or traces."),
     "export": ("export:export", "Write the files that a runtime reads, elsewhere."),
     "install": ("install:install", "Put a verified plan's settings where jobs find them."),
     "uninstall": ("install:uninstall", "Take out the lines of `tccl install`."),

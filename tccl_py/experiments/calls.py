@@ -2,7 +2,7 @@
 
 Each rank computes the formula in integers on its own device: no communicated value is used, and
 hundreds of cases take seconds. All values and sums are whole numbers that even bfloat16 holds
-exactly up to 30 ranks, so comparisons need no tolerance. Neighbours differ, so a shifted block
+exactly up to 256 ranks, so comparisons need no tolerance. Neighbours differ, so a shifted block
 shows.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.collectives import COLLECTIVE_WORDS, COLLECTIVES, P2P, Collective
 from tccl_py.experiments.spec import MIB, JobResult, Row, WrongValue
 from tccl_py.rank_processes.rank import Communicator
 from tccl_py.workloads.workload import ELEMENT_BYTES
@@ -52,7 +52,7 @@ batch to batch of a graph the same within 2 %."""
 _WAKE_S = 0.5
 _PROBED = 3
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 def run_checks(communicator: Communicator, result: JobResult) -> JobResult:
@@ -98,12 +98,20 @@ class Tensors(NamedTuple):
     asynchronous: bool
 
     def of(self, rank: int, *, block: int = 0) -> Any:
-        """Return what member `rank` contributes, for member `block` where blocks differ: 0 to 7."""
-        torch = self.on.torch
+        """Return what member `rank` contributes, for member `block` where blocks differ: 0 to 7.
+
+        Of many members it is less, so that bfloat16 holds the sum of all exactly.
+        """
+        torch, most = self.on.torch, next((m for m in (7, 3) if m * self.on.world <= 256), 1)
         index = torch.arange(self.length, dtype=torch.int64, device=self.on.device)
         index = index + (rank * 1_000_003 + block * 500_009)
         # The high bits of a product with an odd constant look random (Knuth, volume 3, 6.4).
-        return ((index * 2_654_435_761) >> 13) & 7
+        return ((index * 2_654_435_761) >> 13) & most
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this rank is the last member, the root of checks."""
+        return self.on.place == self.on.world - 1
 
     def own(self, *, block: int = 0) -> Any:
         """Return this rank's contribution in the case's dtype."""
@@ -122,11 +130,10 @@ class Tensors(NamedTuple):
         shape = (parts * self.length,)
         return self.on.torch.full(shape, 99, dtype=self.dtype, device=self.on.device)
 
-    def run(self, function: str, *arguments: Any, **more: Any) -> None:
-        """Run a collective, and wait for it."""
-        more |= {"group": self.on.group, "async_op": self.asynchronous}
-        work = getattr(self.on.dist, function)(*arguments, **more)
-        if self.asynchronous:
+    def run(self, call: Call) -> None:
+        """Run a call of a collective, and wait for it."""
+        work = call(async_op=self.asynchronous)
+        if work is not None:
             work.wait()
 
     def compare(self, values: Any, expected: Any) -> str:
@@ -147,72 +154,43 @@ class Tensors(NamedTuple):
 
 def _called(collective: Collective, tensors: Tensors) -> _Pairs:
     """Check a collective of the table; the last member is the root."""
-    facts = COLLECTIVES[collective]
-    root = tensors.on.members[-1]
-    is_root = tensors.on.rank == root
+    facts, on = COLLECTIVES[collective], tensors.on
     if len(facts.buffers) == 2:
         received, sent = facts.buffers
-        held = [tensors.empty(tensors.on.world if received else 1)]
-        held.append(tensors.on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
+        held = [tensors.empty(on.world if received else 1)]
+        held.append(on.torch.cat(tensors.own_blocks()) if sent else tensors.own())
     else:
-        held = [tensors.own() if is_root or facts.root != "src" else tensors.empty()]
-    tensors.run(facts.function or collective, *held, **({facts.root: root} if facts.root else {}))
-    # After a reduce the other ranks' buffers are undefined.
-    defined = is_root or facts.root != "dst"
-    return [(held[0], facts.expected(tensors))] if defined else []
+        held = [tensors.own() if tensors.is_last or facts.root != "src" else tensors.empty()]
+    tensors.run(_call_of(on, collective, held, on.members, root=on.members[-1]))
+    expected = facts.expected(tensors)
+    return [] if expected is None else [(held[0], expected)]
 
 
 def _scatter(tensors: Tensors) -> _Pairs:
-    got = tensors.empty()
-    blocks = None if tensors.on.place else tensors.own_blocks()
-    tensors.run("scatter", got, blocks, src=tensors.on.members[0])
-    return [(got, tensors.of(0, block=tensors.on.place))]
+    got, on = tensors.empty(), tensors.on
+    blocks = None if on.place else tensors.own_blocks()
+    tensors.run(partial(on.dist.scatter, got, blocks, src=on.members[0], group=on.group))
+    return [(got, tensors.of(0, block=on.place))]
 
 
 def _gather(tensors: Tensors) -> _Pairs:
-    parts = None if tensors.on.place else [tensors.empty() for _ in tensors.on.members]
-    tensors.run("gather", tensors.own(), parts, dst=tensors.on.members[0])
+    on = tensors.on
+    parts = None if on.place else [tensors.empty() for _ in on.members]
+    tensors.run(partial(on.dist.gather, tensors.own(), parts, dst=on.members[0], group=on.group))
     return list(zip(parts or (), tensors.of_all(), strict=False))
 
 
 def _largest(tensors: Tensors) -> _Pairs:
-    held = tensors.own()
-    tensors.run("all_reduce", held, op=tensors.on.dist.ReduceOp.MAX)
-    return [(held, tensors.on.torch.stack(tensors.of_all()).max(dim=0).values)]
-
-
-def _send_receive(tensors: Tensors) -> _Pairs:
-    """Send from each rank to the next: blocking in turn, or all at once."""
-    dist, members, at = tensors.on.dist, tensors.on.members, tensors.on.place
-    before, after = members[at - 1], members[(at + 1) % len(members)]
-    sent, received = tensors.own(), tensors.empty()
-    steps = [(dist.recv, received, before), (dist.send, sent, after)]
-    if tensors.asynchronous:
-        transfers(tensors.on, "send_recv", tensors.on.members, sent, received)()
-    else:
-        for step, tensor, peer in steps if at else reversed(steps):
-            step(tensor, peer, group=tensors.on.group)
-    return [(received, COLLECTIVES["send_recv"].expected(tensors))]
-
-
-def _send(tensors: Tensors) -> _Pairs:
-    """Send from the first member to the second."""
-    received = tensors.empty()
-    transfers(tensors.on, "send", tensors.on.members, tensors.own(), received)()
-    return [(received, COLLECTIVES["send"].expected(tensors))] if tensors.on.place == 1 else []
+    held, on = tensors.own(), tensors.on
+    tensors.run(partial(on.dist.all_reduce, held, op=on.dist.ReduceOp.MAX, group=on.group))
+    return [(held, on.torch.stack(tensors.of_all()).max(dim=0).values)]
 
 
 COLLECTIVE_CHECKS: dict[str, Callable[[Tensors], _Pairs]] = {
-    **{
-        name.replace("_", "-"): partial(_called, name)
-        for name in COLLECTIVES
-        if name not in ("send_recv", "send")
-    },
+    **{COLLECTIVE_WORDS[name]: partial(_called, name) for name in COLLECTIVES},
     "all-reduce of maxima": _largest,
     "scatter": _scatter,
     "gather": _gather,
-    "send/recv": _send_receive,
-    "send": _send,
 }
 
 
@@ -296,33 +274,37 @@ def row_call(communicator: Communicator, row: Row) -> Call:
         return zeros(1).zero_  # type: ignore[no-any-return]
     shares = world if any(facts.buffers) else 1
     held = [zeros(world if blocks else 1, shares=shares) for blocks in facts.buffers]
-    if row.collective in ("send_recv", "send"):
-        # Transfers follow a group's own order of ranks.
-        mine = (group for group in row.groups if communicator.rank in group)
-        ranks = next(mine, communicator.members)
-        return transfers(communicator, row.collective, ranks, *held)
-    more = {facts.root: communicator.members[0]} if facts.root else {}
-    call = getattr(communicator.dist, facts.function or row.collective)
-    return partial(call, *held, group=communicator.group, **more)
+    # Transfers follow a group's own order of ranks.
+    mine = (group for group in row.groups if communicator.rank in group)
+    ranks = next(mine, communicator.members)
+    return _call_of(communicator, row.collective, held, ranks, root=communicator.members[0])
+
+
+def _call_of(
+    on: Communicator, name: Collective, held: Sequence[Any], ranks: Sequence[int], *, root: int
+) -> Call:
+    """Return a call of a collective on these buffers."""
+    facts = COLLECTIVES[name]
+    if facts.function == P2P:
+        return transfers(on, name, ranks, *held)
+    more = {facts.root: root} if facts.root else {}
+    function = getattr(on.dist, facts.function or name)
+    return partial(function, *held, group=on.group, **more)
 
 
 def transfers(
-    communicator: Communicator,
-    collective: Collective,
-    ranks: Sequence[int],
-    sent: Any,
-    received: Any,
+    on: Communicator, collective: Collective, ranks: Sequence[int], received: Any, sent: Any
 ) -> Call:
     """Return a call that sends to the next of `ranks` and receives from the one before.
 
     That is `send_recv`; by `send` just the first one sends, and the second receives.
     """
-    dist, at = communicator.dist, ranks.index(communicator.rank)
+    dist, at = on.dist, ranks.index(on.rank)
     ends = (dist.isend, sent, ranks[(at + 1) % len(ranks)]), (dist.irecv, received, ranks[at - 1])
     parts = ends if collective == "send_recv" else ends[at : at + 1]
 
-    def exchange() -> None:
-        operations = [dist.P2POp(*end, communicator.group) for end in parts]
+    def exchange(*, async_op: bool = False) -> None:  # noqa: ARG001
+        operations = [dist.P2POp(*end, on.group) for end in parts]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 

@@ -13,10 +13,14 @@ Pattern = Literal["ring", "from root", "to root", "to next", "to all"]
 """Transfers of a large message: around rings, around them from or to a root, or between ranks."""
 
 
+P2P = "batch_isend_irecv"
+"""The function of torch.distributed for transfers, which have no collective: `calls.transfers`."""
+
+
 class CollectiveFacts(NamedTuple):
     """How a collective is called, checked and rated.
 
-    `expected` returns the values that a rank gets, by `calls.Tensors`. `function` of
+    `expected` returns the values that a rank gets, if any, by `calls.Tensors`. `function` of
     torch.distributed, by default of the collective's name, has the buffers as arguments: one, or a
     received and a sent one, `buffers` True for those with a block for every rank; `root` is the
     name of the root's argument. `program` is that of nccl-tests, if any, and `in_place` whether it
@@ -64,7 +68,8 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
     ),
     "reduce": CollectiveFacts(
         program="reduce_perf",
-        expected=lambda tensors: sum(tensors.of_all()),
+        # The other ranks' buffers are undefined.
+        expected=lambda tensors: sum(tensors.of_all()) if tensors.is_last else None,
         pattern="to root",
         root="dst",
     ),
@@ -78,17 +83,18 @@ COLLECTIVES: dict[Collective, CollectiveFacts] = {
         in_place=False,
         algorithms=(),
     ),
-    # Not one function: `calls.transfers`.
     "send_recv": CollectiveFacts(
         program="sendrecv_perf",
         expected=lambda tensors: tensors.of((tensors.on.place - 1) % tensors.on.world),
         pattern="to next",
+        function=P2P,
         buffers=(False, False),
         algorithms=(),
     ),
     "send": CollectiveFacts(
-        expected=lambda tensors: tensors.of(0),
+        expected=lambda tensors: tensors.of(0) if tensors.on.place == 1 else None,
         pattern="to next",
+        function=P2P,
         buffers=(False, False),
         algorithms=(),
     ),

@@ -164,5 +164,5 @@ def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
     sent, received = filled(source, source + 1), filled(target, 0)
     if row.mode == "copy":
         return Part(repeated(partial(received.copy_, sent, non_blocking=True), calls), fault=fault)
-    call = repeated(transfers(group, row.collective, (source, target), sent, received), calls)
+    call = repeated(transfers(group, row.collective, (source, target), received, sent), calls)
     return Part(call, fault=fault) if communicator.rank == target else Part(call, counts=False)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from tccl_py.errors import SearchError
-from tccl_py.model.cluster import Cable
+from tccl_py.model.cluster import Cable, cabled_nics
 
 Nics = tuple[int, ...]
 """A NIC for each ring."""
@@ -82,9 +82,8 @@ def cabled_ring(
 def steps_between(cables: Iterable[Cable]) -> dict[tuple[str, str], list[tuple[int, int]]]:
     """Return the functions that lead from a host to another: a NIC out and a NIC in."""
     steps: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    for cable in cables:
-        for out, into in (cable.ends, cable.ends[::-1]):
-            steps[out.host, into.host] += zip(out.nics, into.nics, strict=True)
+    for host, out, (following, into) in cabled_nics(cables):
+        steps[host, following].append((out, into))
     return dict(steps)
 
 

@@ -114,6 +114,14 @@ def cables_among(cables: Iterable[Cable], hosts: Container[str]) -> tuple[Cable,
     return tuple(cable for cable in cables if all(end.host in hosts for end in cable.ends))
 
 
+def cabled_nics(cables: Iterable[Cable]) -> Iterator[tuple[str, int, tuple[str, int]]]:
+    """Yield each host and NIC at a cable, and what it leads to."""
+    for cable in cables:
+        for near, far in (cable.ends, cable.ends[::-1]):
+            for out, into in zip(near.nics, far.nics, strict=True):
+                yield near.host, out, (far.host, into)
+
+
 def check_hosts_once(tree: SwitchTree, hosts_to_check: set[str], where: str) -> None:
     """Check that none of some hosts is at two switches, or at a switch twice (InputError)."""
     switch_of: dict[str, str] = {}

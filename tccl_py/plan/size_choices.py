@@ -40,9 +40,12 @@ def size_choices(plan: Plan) -> dict[ChoiceName, list[SizeChoice]]:
     """Return NCCL's choices for each collective and size; {} where they are not known."""
     if _was_asked(plan):
         return {name: list(plan.sizes[name].rows) for name in compared_choices(plan)}
+    models = (
+        {} if _why_none(plan) else {name: size_model(plan, name) for name in compared_choices(plan)}
+    )
     return {
         name: [model.choice(collective, size) for collective in COLLECTIVES for size in SIZES]
-        for name, model in _models(plan).items()
+        for name, model in models.items()
     }
 
 
@@ -181,23 +184,17 @@ def _why_none(plan: Plan) -> str:
     """Return where NCCL's cost model has no answer here, as the end of a sentence."""
     if not plan.closes:
         return "over several hosts"
-    if not plan.stock.rings:
-        return "where default NCCL's rings are not"
     seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    if not seen.system.rules.has_cost_model:
-        return f"of NCCL {plan.stock.settings.version}"
-    if seen.by_network:
-        return "where NCCL may cut the node in parts, as GPUs reach each other by the network"
-    if seen.system.nvs and min(seen.system.sm.values()) >= _FIRST_NVLS:
-        return "where NCCL may take NVLS: a plan made on the machine asks NCCL"
-    return ""
-
-
-def _models(plan: Plan) -> dict[ChoiceName, CostModel]:
-    """Return the models of default NCCL and of the recommended choice."""
-    if _why_none(plan):
-        return {}
-    return {name: size_model(plan, name) for name in compared_choices(plan)}
+    hopper = min(seen.system.sm.values()) >= _FIRST_NVLS
+    reasons = {
+        "in a dry run, without GPUs": plan.dry_run,
+        "where default NCCL's rings are not": not plan.stock.rings,
+        f"of NCCL {plan.stock.settings.version}": not seen.system.rules.has_cost_model,
+        "where NCCL may cut the node in parts, as GPUs meet by the network": seen.by_network,
+        "where NCCL may take NVLS: a plan made on the machine asks NCCL": seen.system.nvs
+        and hopper,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def size_model(plan: Plan, name: ChoiceName) -> CostModel:

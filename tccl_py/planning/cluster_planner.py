@@ -9,7 +9,7 @@ from itertools import chain, combinations, combinations_with_replacement, islice
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.model.cluster import Cluster, Host, NodeClass
+from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level
@@ -43,7 +43,7 @@ def plan_cluster(
     if cluster.cables:
         check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
     # A ring on each NIC, among others.
-    ports = {min(len(used_nics(one.machine)), MAX_RINGS) for one in cluster.classes}
+    ports = {min(len(_nics(cluster, one)), MAX_RINGS) for one in cluster.classes}
     counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))
     sets = request.budget.sets
     budget = msgspec.structs.replace(request.budget, sets=sets and max(1, sets // 2))
@@ -55,7 +55,7 @@ def plan_cluster(
             # A journal remembers, and must hear of it when a set is wanted once more.
             source=bench_of(source),
             gpus=gpus,
-            nics=used_nics(node_class.machine),
+            nics=_nics(cluster, node_class),
             version=request.version or ASSUMED,
             p2p_level=pinned_level(request.pinned_env),
             budget=budget,
@@ -95,6 +95,16 @@ def plan_cluster(
         sets_remembered=sum(source.sets_remembered for source in used),
         sets_by_symmetry=sum(node.study.sets_by_symmetry for node in nodes if node.study),
     )
+
+
+def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
+    """Return the NICs of rings: with cables, those that have one."""
+    used, of = used_nics(node_class.machine), cluster.host_classes
+    if not cluster.cables:
+        return used
+    ends = cabled_nics(cluster.cables)
+    here = {nic for host, nic, _ in ends if cluster.classes[of[host]].name == node_class.name}
+    return tuple(nic for nic in used if nic in here)
 
 
 class _Class:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, require
-from tccl_py.model.cluster import Cluster, check_cluster
+from tccl_py.model.cluster import Cable, Cluster, cabled_nics, check_cluster
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import HostReport, cluster_of, part_of, split
 from tccl_py.model.rings import joined, on_host
@@ -18,6 +19,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
 from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
+from tccl_py.planning.chain_search import used_nics
 from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.probes import (
@@ -30,7 +32,7 @@ from tccl_py.planning.probes import (
     pair_rates,
 )
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.cables import cables_of
+from tccl_py.readers.cables import cables_of, cables_of_subnets, check_subnets
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
@@ -150,24 +152,55 @@ def cluster_of_job(
         )
         for host in source.session.hosts
     ]
-    return _cluster(reports, switches, known, where="this MPI job")
+    addresses = {
+        host.name: {
+            nic: interface.address
+            for nic, interface in host.addresses.items()
+            if nic in used_nics(host.machine)
+        }
+        for host in source.session.hosts
+    }
+    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses)
 
 
 def _cluster(
-    reports: Sequence[HostReport], switches: Path | None, known: KnownPlan | None, *, where: str
+    reports: Sequence[HostReport],
+    switches: Path | None,
+    known: KnownPlan | None,
+    *,
+    where: str,
+    addresses: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Cluster:
-    """Return a cluster with the switches and rails of a file, if there is one."""
+    """Return a cluster with the switches and rails of a file, if there is one, or with cables.
+
+    Cables are a file's, or those that `addresses` of NICs by host tell.
+    """
     old = None if known is None else known.plan.cluster
     if switches is None:
         rails = "any" if old is None else old.rails
-        return cluster_of(reports, rails=rails, where=where, known=old)
+        cluster = cluster_of(reports, rails=rails, where=where, known=old)
+        cables = () if old else cables_of_subnets(addresses or {})
+        return _with_cables(cluster, cables, where=where) if cables else cluster
     names = [*(old.names if old else ()), *(report.host for report in reports)]
     network = read_switches(switches, dict.fromkeys(names))
     tree, rails = network.switches, network.rails
     cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
     machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
     cables = cables_of(network.ports, machines)
-    return check_cluster(msgspec.structs.replace(cluster, cables=cables), where=where)
+    check_subnets(cables, addresses or {}, where=str(switches))
+    return _with_cables(cluster, cables, where=where) if cables else cluster
+
+
+def _with_cables(cluster: Cluster, cables: Sequence[Cable], *, where: str) -> Cluster:
+    """Return the cluster with cables, and hosts with cables at other NICs in other classes."""
+    nics: dict[str, set[int]] = defaultdict(set)
+    for host, nic, _ in cabled_nics(cables):
+        nics[host].add(nic)
+    groups: dict[tuple[int, frozenset[int]], list[str]] = defaultdict(list)
+    for name, number in cluster.host_classes.items():
+        groups[number, frozenset(nics[name])].append(name)
+    cabled = msgspec.structs.replace(cluster, cables=tuple(cables))
+    return split(check_cluster(cabled, where=where), groups.values())
 
 
 def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:

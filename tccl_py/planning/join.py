@@ -59,7 +59,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         (default, variables),
         request,
         types=types,
-        notices=(*_notices(best, nodes), *notices_of_cables(cluster, nodes)),
+        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster, nodes)),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,
@@ -216,12 +216,12 @@ def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     return tuple(own.chains[channel ^ swapped] for channel in range(count))
 
 
-def _notices(best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:
+def _notices(cluster: Cluster, best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:
     for node in nodes:
         yield from node.kept.notices
         machine = node.node_class.machine
         names = ", ".join(nic.id for nic in machine.nics if nic.index not in node.nics)
-        if names:
+        if names and not cluster.cables:
             yield f"{node.node_class.name}: {names} left out, as too slow or of another kind"
     most = best.order_bound_gbps
     if most is not None:

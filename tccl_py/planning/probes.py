@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import MeasurementError
-from tccl_py.model.cluster import Cluster, SwitchTree
+from tccl_py.model.cluster import Cluster, SwitchTree, cabled_nics
 from tccl_py.model.machine import Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
@@ -48,12 +48,13 @@ PairRate = tuple[str, str, float]
 
 
 class End(msgspec.Struct, frozen=True):
-    """The far end of a NIC: the partner's NIC, the NUMA node beside the NIC, and a GPU or None.
+    """The far end of a NIC: a host and its NIC, the NUMA node beside that, and a GPU or None.
 
     Bytes end in the GPU where the transport joins GPUs, else in the node's memory. `assumed` is the
     rate in GB/s of flows that cannot be measured, None if unknown.
     """
 
+    host: str
     nic: int
     numa: int
     gpu: int | None = None
@@ -61,10 +62,9 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The hosts for measuring a class: `host`, with `partner` at the other end of each NIC."""
+    """The hosts for measuring a class: `host`, and the other end of each NIC."""
 
     host: str
-    partner: str
     ends: Mapping[int, End]
 
     def assumed(self, flow: Flow, nic: int) -> float | None:
@@ -77,7 +77,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedSource:
-    """Measure the sets of a class on a host and its partner.
+    """Measure the sets of a class on a host and what its NICs lead to.
 
     Args:
         bench: answers sets whose places name hosts.
@@ -157,14 +157,14 @@ class PlacedSource:
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
             sink = self._far_end(out, flow, beside)
-            return joined(flow, sink, sender=here.host, receiver=here.partner)
+            return joined(flow, sink, sender=here.host, receiver=here.ends[out].host)
         if into is not None:
             spring = self._far_end(into, flow, beside)
-            return joined(spring, flow, sender=here.partner, receiver=here.host)
+            return joined(spring, flow, sender=here.ends[into].host, receiver=here.host)
         return on_host(flow, here.host)
 
     def _far_end(self, nic: int, flow: Flow, beside: Sequence[Flow]) -> Flow:
-        """Return the partner's part of a flow by a NIC of the host.
+        """Return the far end's part of a flow by a NIC of the host.
 
         NCCL has one rule for all receivers, on both hosts, and one for all senders: a GPU there
         sends or receives as other flows `beside` this flow, or without any, as its own GPU.
@@ -210,37 +210,45 @@ def placements(
     """Return the hosts for measuring each class: its first host, with the next host as partner.
 
     A host under the same switch is preferred as a partner, then a host of the same class: switches
-    are judged apart. Raises InputError: a class without NIC.
+    are judged apart. Cables have a partner for each NIC. Raises InputError: a class without NIC.
     """
-    switch, of = cluster.switch_of, cluster.host_classes
+    of = cluster.host_classes
 
     def placement(host: str) -> Placement:
-        partner = min(
-            (name for name in cluster.names if name != host),
-            key=lambda name: (switch.get(name) != switch.get(host), of[name] != of[host]),
-        )
-        own, theirs = (cluster.classes[of[name]].machine for name in (host, partner))
-        used, known = used_nics(own), used_nics(theirs)
-        # The same rail where there is one; else NICs in turn.
-        nics = {nic: nic if nic in known else known[at % len(known)] for at, nic in enumerate(used)}
+        own, far = cluster.classes[of[host]].machine, _far_nics(cluster, host)
         speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
-        beside = gpus_beside_nics(theirs, known) if transport.joins_gpus else {}
-        return Placement(
-            host=host,
-            partner=partner,
-            ends={
-                nic: End(
-                    nic=other,
-                    numa=theirs.numa_of(f"N{other}"),
-                    gpu=beside.get(other),
-                    assumed=speeds.get(nic),
-                )
-                for nic, other in nics.items()
-            },
-        )
+        ends = {}
+        for nic, (name, other) in far.items():
+            theirs = cluster.classes[of[name]].machine
+            beside = gpus_beside_nics(theirs, used_nics(theirs)) if transport.joins_gpus else {}
+            ends[nic] = End(
+                host=name,
+                nic=other,
+                numa=theirs.numa_of(f"N{other}"),
+                gpu=beside.get(other),
+                assumed=speeds.get(nic),
+            )
+        return Placement(host=host, ends=ends)
 
     firsts = {number: host for host, number in reversed(of.items())}
     return tuple(placement(firsts[number]) for number in range(len(cluster.classes)))
+
+
+def _far_nics(cluster: Cluster, host: str) -> dict[int, tuple[str, int]]:
+    """Return the host and NIC at the other end of each NIC of a host."""
+    if cluster.cables:
+        return {out: far for near, out, far in cabled_nics(cluster.cables) if near == host}
+    switch, of = cluster.switch_of, cluster.host_classes
+    partner = min(
+        (name for name in cluster.names if name != host),
+        key=lambda name: (switch.get(name) != switch.get(host), of[name] != of[host]),
+    )
+    used, known = (used_nics(cluster.classes[of[name]].machine) for name in (host, partner))
+    # The same rail where there is one; else NICs in turn.
+    return {
+        nic: (partner, nic if nic in known else known[at % len(known)])
+        for at, nic in enumerate(used)
+    }
 
 
 def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
@@ -292,7 +300,9 @@ def odd_hosts(
         near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
         why = ""
         for partner in near[:2] if len(near) != 1 else near * 2:
-            place = placements(part_of(cluster, (host, partner)), transport)[0]
+            # Cables lead to further hosts than one partner.
+            hosts_at_hand = (host, *others) if cluster.cables else (host, partner)
+            place = placements(part_of(cluster, hosts_at_hand), transport)[0]
             why = difference(PlacedSource(source, place, anew=True), samples)
             if not why:
                 alike.append(host)
@@ -348,7 +358,7 @@ def pair_rates(source: Bench, cluster: Cluster, transport: NicTransport) -> list
         place, machine = placements(part, transport)[0], part.classes[0].machine
         nic = min(place.ends)
         gpu = None if place.ends[nic].gpu is None else gpus_beside_nics(machine, [nic])[nic]
-        here = End(nic, machine.numa_of(f"N{nic}"), gpu)
+        here = End(pair[0], nic, machine.numa_of(f"N{nic}"), gpu)
         out = _by_nic(here, _BLOCKS, _FIFO, sends=True)
         with suppress(MeasurementError):
             (answer,) = PlacedSource(source, place).measure([transfer_set([out])])

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.model.cluster import Cable, CableEnd, shown
+from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, shown
 from tccl_py.model.machine import Machine
 
 MAX_CABLED = 64
@@ -120,3 +120,49 @@ def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> t
 
 def _names(machine: Machine) -> Iterator[str]:
     return (nic.name for nic in machine.nics[:8])
+
+
+# Cables as the addresses of NICs tell: NCCL finds by subnets which NICs reach each other.
+
+
+Addresses = Mapping[str, Mapping[int, str]]
+"""The address of each NIC by host; an interface without an address has none."""
+
+
+def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
+    """Return the cables between NICs of three hosts or more, where each has a subnet of its own.
+
+    There are none where a subnet has more than two NICs, as the rails of a switch have.
+
+    >>> ends = {"a": ["10.0.1.1", "10.0.3.1"], "b": ["10.0.1.2", "10.0.2.1"]}
+    >>> ends["c"] = ["10.0.2.2", "10.0.3.2"]
+    >>> cables = cables_of_subnets({host: dict(enumerate(each)) for host, each in ends.items()})
+    >>> [[(end.host, end.nics) for end in cable.ends] for cable in cables]
+    [[('a', (0,)), ('b', (0,))], [('a', (1,)), ('c', (1,))], [('b', (1,)), ('c', (0,))]]
+    """
+    members: dict[str, list[tuple[str, int]]] = {}
+    for host, nics in addresses.items():
+        for nic, address in nics.items():
+            members.setdefault(_subnet(address), []).append((host, nic))
+    joined = {subnet: ends for subnet, ends in members.items() if subnet and len(ends) > 1}
+    pairs = [ends for ends in joined.values() if len({host for host, _ in ends}) == len(ends) == 2]
+    hosts = {host for ends in pairs for host, _ in ends}
+    if len(addresses) < 3 or len(pairs) < len(joined) or hosts != addresses.keys():
+        return ()
+    return tuple(Cable.between(a, [x], b, [y]) for (a, x), (b, y) in pairs)
+
+
+def check_subnets(cables: Sequence[Cable], addresses: Addresses, *, where: str) -> None:
+    """Check that the ends of cables are in one subnet, where both have addresses (InputError)."""
+    for host, nic, (other, far) in cabled_nics(cables):
+        ends = addresses.get(host, {}).get(nic, ""), addresses.get(other, {}).get(far, "")
+        if all(map(_subnet, ends)) and _subnet(ends[0]) != _subnet(ends[1]):
+            fault = f"joins N{nic} of {host}, which is {ends[0]}, and N{far} of {other}, {ends[1]}"
+            right = "addresses at the ends of a cable share their first 24 bits"
+            raise InputError(f"{where}, a cable that", fault, right)
+
+
+def _subnet(address: str) -> str:
+    """Return the part of an IPv4 address that NCCL compares; "" for any other address."""
+    head, _, last = address.rpartition(".")
+    return head if last else ""

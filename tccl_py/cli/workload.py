@@ -1,0 +1,126 @@
+"""`tccl workload`, and the recording of `tccl run --record`."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tccl_py.cli import options
+from tccl_py.cli.options import arg, opt
+from tccl_py.cli.output import print_table, results
+from tccl_py.cli.process import notice, notice_each, print_json
+from tccl_py.errors import InputError, counted, size_text
+from tccl_py.workloads.record import (
+    is_one_rank,
+    log_folder,
+    log_variables,
+    recorded_logs,
+    recording_cost,
+    run_job,
+)
+from tccl_py.workloads.sources import open_workload
+from tccl_py.workloads.workload import Workload, write_workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_ROWS = 40
+
+
+def workload(
+    names: list[str] = arg("NAME|FILE", "A bundled workload, a workload's file, logs, or folders."),
+    *,
+    ranks: int = opt("N", "Ranks of a bundled workload.", default=8),
+    output: Path | None = options.OUTPUT,
+    json: bool = options.JSON,
+) -> None:
+    """Show the collectives of a job's step: bytes, groups of ranks, calls.
+
+    Files are NCCL's logs (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL, NCCL_DEBUG_FILE with %h and
+    %p) of all ranks of one job. Steps are told by repetition; what comes before and after is left
+    out.
+
+    Examples:
+
+        tccl workload mixture-of-experts --ranks 4
+        tccl workload job.json
+        tccl workload job.json.logs -o job.json
+    """
+    shown = open_workload(names, ranks=ranks)
+    if output is not None:
+        shown = replace(shown, name=output.stem)
+        write_workload(shown, output)
+    if json:
+        print_json(shown)
+    else:
+        print_workload(results(), shown)
+
+
+def print_workload(console: Console, workload: Workload) -> None:
+    """Print a workload as a table, its largest rows first."""
+    steps = f", {counted(workload.steps, 'step')}" if workload.steps else ""
+    ranks = counted(workload.ranks, "rank")
+    console.print(f"{workload.name}: {ranks}{steps}, from {workload.source}")
+    rows = sorted(workload.rows, key=lambda row: -row.bytes * row.calls)
+    lines = [("collective", "dtype", "size", "groups", "calls a step", "MB a step")]
+    lines += [
+        (
+            row.collective,
+            row.dtype,
+            size_text(row.bytes),
+            f"{len(row.groups)} x {counted(len(row.groups[0]), 'rank')}",
+            f"{row.calls:.6g}",
+            f"{row.bytes * row.calls / 1e6:.3f}",
+        )
+        for row in rows[:_ROWS]
+    ]
+    print_table(console, lines)
+    if len(rows) > _ROWS:
+        console.print(f"and {counted(len(rows) - _ROWS, 'smaller row')}")
+    notice_each(workload.notices)
+
+
+def record_job(command: Sequence[str], environment: Mapping[str, str], output: Path) -> int:
+    """Run a job, write what it communicates to `output`, and return the job's exit code.
+
+    Where several of these commands run one job, one has to read the logs of all when it has ended.
+    """
+    one_rank = is_one_rank(environment)
+    folder = log_folder(output, shared=one_rank)
+    variables = log_variables(folder, environment, notice)
+    later = (
+        f"the logs stay in {folder}; `tccl workload {folder} -o {output}` reads those of all hosts"
+    )
+    begun = time.monotonic()
+    try:
+        code = run_job(command, {**environment, **variables})
+    except (OSError, ValueError):
+        shutil.rmtree(folder, ignore_errors=not one_rank)
+        raise
+    seconds = time.monotonic() - begun
+    if one_rank:
+        notice(f"{later} once the job has ended")
+        return code
+    try:
+        logs = recorded_logs(folder)
+        cost = recording_cost(logs, seconds)
+        recorded = open_workload([str(folder)], name=output.stem)
+        write_workload(recorded, output)
+    except InputError as error:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+            later = "the job's ranks need NCCL_DEBUG_FILE as it is in this environment"
+        fault = f"the job ended with code {code} and was not recorded: {error.what}"
+        if code:
+            notice(f"{fault}; {later}")
+            return code
+        raise InputError(error.where, fault, f"{error.right}; {later}") from error
+    print_workload(results(stderr=True), recorded)
+    notice(f"wrote {output}; {cost.text()}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return code

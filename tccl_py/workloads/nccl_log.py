@@ -1,0 +1,208 @@
+"""Reader of NCCL's logs of calls: NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL, 2.18 to 2.32.
+
+NCCL logs each call when the program makes it (enqueue.cc), and each communicator when it is ready
+(init.cc); formats of split communicators differ by release. Those of later releases have no id:
+they are told by their parent, the number of the split and its color.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import get_args
+
+from tccl_py.errors import counted, require
+from tccl_py.files import reading
+from tccl_py.workloads.recording import (
+    GRAPHS,
+    RecordedCommunicator,
+    RecordedRank,
+    Recording,
+    Transfer,
+    call,
+    transfers,
+)
+from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadCollective, WorkloadDtype
+
+_BLOCK = 1 << 20
+_LINE = 1 << 16
+"""Bytes of a line without its end that are held; NCCL's own have at most 1024."""
+_WHERE = rb"(?P<host>[^\s:]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[-?\d{1,4}\] NCCL INFO "
+_MADE = re.compile(
+    _WHERE + rb"(?:\w{1,40} )?comm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) "
+    rb"nranks (?P<ranks>\d{1,7}) cudaDev \d{1,4} (?:nvmlDev \d{1,4} )?busId (?P<bus>[0-9a-f]{1,16})"
+    rb"(?: parent (?P<parent>0x[0-9a-f]{1,16}))?(?: (?:split|child)Count (?P<split>\d{1,9}))?"
+    rb"(?: color (?P<color>-?\d{1,11}) key -?\d{1,11})?(?: commId (?P<id>0x[0-9a-f]{1,16}))?"
+    rb" ?- Init COMPLETE"
+)
+_CALL = re.compile(
+    _WHERE + rb"(?P<name>\w{1,30}): opCount (?P<op>[0-9a-f]{1,16}) sendbuff (?P<sent>\S{1,18}) "
+    rb"recvbuff (?P<received>\S{1,18}) count (?P<count>\d{1,18}) datatype (?P<dtype>\d{1,2}) "
+    rb"op \d{1,10} root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) "
+    rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
+)
+_LINES = re.compile(rb"[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*")
+_COLLECTIVES: dict[bytes, WorkloadCollective] = {
+    b"AllReduce": "all_reduce",
+    b"AllGather": "all_gather",
+    b"ReduceScatter": "reduce_scatter",
+    b"Broadcast": "broadcast",
+    b"Reduce": "reduce",
+    b"AlltoAll": "all_to_all",
+}
+_DTYPES: tuple[WorkloadDtype, ...] = get_args(WorkloadDtype)
+_Process = tuple[int, bytes, bytes]
+"""Number of the file, host and process: one file may have several."""
+
+
+class _Made:
+    """A communicator of a process, with the group of sends and receives that may go on.
+
+    `buffers` are those received into since `op`, NCCL's count of operations, last moved.
+    """
+
+    def __init__(
+        self, communicator: RecordedCommunicator, place: int, rank: RecordedRank, key: object
+    ) -> None:
+        self.communicator, self.place, self.rank, self.key = communicator, place, rank, key
+        self.op = b""
+        self.buffers: set[bytes] = set()
+        self.sides: dict[bytes, list[Transfer]] = {b"Send": [], b"Recv": []}
+        self.group_at = 0
+        self.stream = 0
+
+    def close_group(self, recording: Recording) -> None:
+        """Give the group of sends and receives its event, at its first call's place."""
+        sends, receives = self.sides[b"Send"], self.sides[b"Recv"]
+        if sends or receives:
+            event = transfers(self.communicator, self.place, sends, receives, self.stream)
+            self.rank.events[self.group_at] = recording.number(event)
+            self.sides = {b"Send": [], b"Recv": []}
+
+
+def read_nccl_logs(paths: Sequence[Path]) -> Recording:
+    """Read the logs of all ranks of a job, in any order (InputError)."""
+    where = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {counted(len(paths) - 1, 'log')}"
+    reader = _Reader(Recording(where))
+    for number, path in enumerate(paths):
+        with reading(path) as handle:
+            for line in _lines(handle):
+                reader.read(line, number)
+    reader.finish()
+    return reader.recording
+
+
+def _lines(handle: BufferedReader) -> Iterator[bytes]:
+    """Yield the lines of calls and communicators; memory is bounded also where no line ends."""
+    rest = b""
+    while block := handle.read(_BLOCK):
+        block = rest + block
+        end = block.rfind(b"\n") + 1
+        rest = block[end:] if len(block) - end <= _LINE else b""
+        yield from _LINES.findall(block, 0, end)
+    # A last line without its end may be cut in a number.
+
+
+class _Reader:
+    """The state of reading: communicators by process and address."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._made: dict[tuple[_Process, bytes], _Made] = {}
+        self._times: dict[object, int] = {}
+        self._unknown = self._stuck = 0
+
+    def read(self, line: bytes, file: int) -> None:
+        """Read a line of file number `file`."""
+        if (match := _CALL.search(line)) is not None:
+            self._read_call(match, (file, match["host"], match["pid"]))
+        elif (match := _MADE.search(line)) is not None:
+            self._read_communicator(match, (file, match["host"], match["pid"]))
+
+    def finish(self) -> None:
+        """Close what is open, and check that all communicators were known."""
+        for made in self._made.values():
+            made.close_group(self.recording)
+        fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
+        right = "record from the start of the job with NCCL_DEBUG_SUBSYS=INIT,COLL"
+        require(not self._unknown, self.recording.where, fault, right)
+        if self._stuck:
+            fault = f"{counted(self._stuck, 'call')} look captured in CUDA graphs."
+            self.recording.notices.append(f"{fault} {GRAPHS}")
+
+    def _read_communicator(self, match: re.Match[bytes], process: _Process) -> None:
+        bus, place = match["bus"], int(match["rank"])
+        rank = self.recording.rank(
+            (*process, bus), (match["host"], int(bus, 16), int(match["pid"]), process[0])
+        )
+        key: object = match["id"]
+        parent = self._made.get((process, match["parent"] or b""))
+        if key is None:
+            key = (parent.key if parent is not None else None, match["split"], match["color"])
+        # Of one parent NCCL 2.18 gives splits of one color the same id.
+        again = self._times[rank, key] = self._times.get((rank, key), 0) + 1
+        key = (key, again)
+        communicator = self.recording.join(key, int(match["ranks"]), place, rank)
+        if (old := self._made.get((process, match["comm"]))) is not None:
+            old.close_group(self.recording)
+        self._made[process, match["comm"]] = _Made(communicator, place, rank, key)
+
+    def _read_call(self, match: re.Match[bytes], process: _Process) -> None:
+        made = self._made.get((process, match["comm"]))
+        if made is None:
+            self._unknown += 1
+            return
+        name, root, dtype = match["name"], int(match["root"]), int(match["dtype"])
+        if dtype >= len(_DTYPES) or name not in _KNOWN:
+            self.recording.left_out[name.decode()] += 1
+            return
+        own, stream = made.communicator, made.rank.stream(match["stream"])
+        size = int(match["count"]) * ELEMENT_BYTES[_DTYPES[dtype]]
+        if name in made.sides:
+            self._read_transfer(made, match, root, size, stream)
+            return
+        made.close_group(self.recording)
+        self._note_capture(made, match["op"], match["received"])
+        if (collective := _COLLECTIVES.get(name)) is not None:
+            size *= own.size if collective in TIMES_RANKS else 1
+            event = call(own, collective, _DTYPES[dtype], size, stream)
+        else:
+            others = [(place, size) for place in range(own.size) if place != made.place]
+            to_root = [(root, size)] if made.place != root else []
+            sends = to_root if name == b"Gather" else others * (made.place == root)
+            event = transfers(own, made.place, sends, (), stream, together=False)
+        self.recording.add(made.rank, event)
+
+    def _read_transfer(
+        self, made: _Made, match: re.Match[bytes], peer: int, size: int, stream: int
+    ) -> None:
+        """Add to the group of sends and receives, or begin the next.
+
+        Calls of a group have one count of operations, and none sends to a peer twice.
+        """
+        side = made.sides[match["name"]]
+        if match["op"] != made.op or stream != made.stream or peer in (at for at, _ in side):
+            made.close_group(self.recording)
+            side = made.sides[match["name"]]
+        made.op = match["op"]
+        if not any(made.sides.values()):
+            made.group_at, made.stream = len(made.rank.events), stream
+            self.recording.add(made.rank, ())
+        side.append((peer, size))
+
+    def _note_capture(self, made: _Made, op: bytes, buffer: bytes) -> None:
+        """Count calls that use a buffer again while NCCL's count of operations stays.
+
+        No group of calls does that. Until 2.22, and with a network, the count stays while a CUDA
+        graph is captured.
+        """
+        if op != made.op:
+            made.op = op
+            made.buffers.clear()
+        self._stuck += buffer in made.buffers
+        made.buffers.add(buffer)
+
+
+_KNOWN = {*_COLLECTIVES, b"Send", b"Recv", b"Gather", b"Scatter"}

@@ -1,0 +1,131 @@
+"""The run of a job with NCCL's log of calls: variables, the job's process, and what it costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from tccl_py.errors import counted, require
+from tccl_py.files import SPACE, refused
+from tccl_py.launchers import in_job
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SUBSYSTEMS = ("INIT", "COLL")
+_PROBED = 2000
+"""Lines that are written to time one."""
+
+
+class RecordingCost(NamedTuple):
+    """Lines and bytes of the logs of a job of `seconds`, and seconds that a line takes to write."""
+
+    lines: int
+    bytes: int
+    line_seconds: float
+    seconds: float
+    logs: int
+
+    def text(self) -> str:
+        """Return the cost as a clause: each log is written by a rank of its own."""
+        share = self.lines / max(1, self.logs) * self.line_seconds / max(self.seconds, 1e-9)
+        return (
+            f"NCCL logged {counted(self.lines, 'line')} ({self.bytes / 1e6:.1f} MB) in "
+            f"{counted(self.logs, 'file')}; a line takes {self.line_seconds * 1e6:.1f} us here, "
+            f"measured by writing as many bytes: {share:.2%} of the job's {self.seconds:.1f} s"
+        )
+
+
+def is_one_rank(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher started this process as one of several ranks."""
+    # torchrun's variables; those of MPI's launchers come first.
+    return in_job(environment) or (
+        "RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"
+    )
+
+
+def log_folder(output: Path, *, shared: bool) -> Path:
+    """Make the folder of a recording's logs next to its file; a `shared` one may exist."""
+    folder = output.parent.resolve() / f"{output.name}.logs"
+    with refused(folder, "cannot be made", SPACE):
+        folder.mkdir(exist_ok=True)
+        used = not shared and any(folder.iterdir())
+    right = "read it by `tccl workload`, then remove it, or name another file"
+    require(not used, str(folder), "has logs of an earlier recording", right)
+    return folder
+
+
+def log_variables(
+    folder: Path, environment: Mapping[str, str], say: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the variables with which NCCL logs calls; `say` is told of each that they replace."""
+    subsystems = environment.get("NCCL_DEBUG_SUBSYS", "")
+    own = [] if subsystems.startswith("^") else subsystems.split(",")
+    wanted = dict.fromkeys([*filter(None, own), *_SUBSYSTEMS])
+    variables = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": ",".join(wanted),
+        "NCCL_DEBUG_FILE": str(folder).replace("%", "%%") + "/%h.%p.log",
+    }
+    for name, value in variables.items():
+        if environment.get(name, value) != value:
+            say(f"for this recording {name} is {value} in the place of {environment[name]}")
+    return variables
+
+
+def run_job(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a job, and return its exit code as a shell has it (OSError, ValueError: no program).
+
+    Signals to this process are passed on; Ctrl-C reaches both by the terminal.
+    """
+    with subprocess.Popen(list(command), env=dict(environment)) as job:
+
+        def forward(number: int, _: FrameType | None) -> None:
+            job.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in _FORWARDED}
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            code = job.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def recorded_logs(folder: Path) -> list[Path]:
+    """Return the logs in a folder (InputError without any)."""
+    logs = sorted(path for path in folder.iterdir() if path.suffix == ".log")
+    right = "run a job whose ranks use NCCL"
+    require(logs, str(folder), "has no log of NCCL", right)
+    return logs
+
+
+def recording_cost(logs: Sequence[Path], seconds: float) -> RecordingCost:
+    """Measure what the logs of a job of `seconds` cost, by writing lines as long as theirs."""
+    total = sum(path.stat().st_size for path in logs)
+    lines = sum(_lines_of(path) for path in logs)
+    line = b"x" * max(1, total // max(1, lines) - 1) + b"\n"
+    probe = logs[0].with_suffix(".probe")
+    try:
+        with refused(probe, "cannot be written", SPACE):
+            descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                begun = time.perf_counter()
+                for _ in range(_PROBED):
+                    os.write(descriptor, line)
+                each = (time.perf_counter() - begun) / _PROBED
+            finally:
+                os.close(descriptor)
+    finally:
+        probe.unlink(missing_ok=True)
+    return RecordingCost(lines, total, each, seconds, len(logs))
+
+
+def _lines_of(path: Path) -> int:
+    with path.open("rb") as handle:
+        return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))

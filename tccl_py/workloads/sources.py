@@ -1,0 +1,56 @@
+"""A workload from whatever a user names: a bundled name, its file, or files of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from tccl_py.errors import InputError, counted, require
+from tccl_py.files import reading
+from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.nccl_log import read_nccl_logs
+from tccl_py.workloads.recording import workload_of
+from tccl_py.workloads.workload import Workload, read_workload
+
+MAX_FILES = 1 << 16
+_HEAD = 1 << 16
+_READERS = {"NCCL's logs": read_nccl_logs}
+
+
+def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Workload:
+    """Return the workload of one file, or of a job's logs or traces; folders stand for their files.
+
+    A bundled one is for `ranks`. InputError: no such name or file, files of several kinds, or as
+    their reader.
+    """
+    if len(names) == 1 and names[0] in BUNDLED:
+        return bundled(names[0], ranks)
+    paths = sorted(chain.from_iterable(_files(Path(text)) for text in names))
+    require(paths, ", ".join(names), "has no files", "name the files of a job")
+    require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")
+    kinds = {path: _kind(path) for path in paths}
+    if set(kinds.values()) == {"workload"} and len(paths) == 1:
+        return read_workload(paths[0])
+    if len(set(kinds.values())) > 1 or "workload" in kinds.values():
+        other = next(path for path in paths if kinds[path] != kinds[paths[0]] or path != paths[0])
+        fault = f"is a file of {kinds[other]}, and {paths[0]} of {kinds[paths[0]]}"
+        raise InputError(str(other), fault, "name the files of one job")
+    kind = kinds[paths[0]]
+    source = f"{kind} in {counted(len(paths), 'file')}"
+    return workload_of(_READERS[kind](paths), name=name or paths[0].name, source=source)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+
+
+def _kind(path: Path) -> str:
+    """Return the kind of a file by its first bytes."""
+    with reading(path) as handle:
+        head = handle.read(_HEAD).lstrip()
+    if not head.startswith(b"{"):
+        return "NCCL's logs"
+    return "workload"

@@ -1,0 +1,84 @@
+"""Recordings of a job of eight ranks, by NCCL's log: calls and bytes are those of the program."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tccl_py.workloads.workload import read_workload
+from tests.gpu.ranks import REAL, REPOSITORY
+
+pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
+RANKS = 8
+FEW = {} if REAL else {"NCCL_MAX_NCHANNELS": "2", "NCCL_NVLS_ENABLE": "0"}
+"""Blocks of all kernels at a time have to fit on the one real GPU."""
+
+
+def tccl(*words, **variables):
+    done = subprocess.run(
+        [sys.executable, "-m", "tccl_py", *map(str, words)],
+        cwd=REPOSITORY,
+        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    print(done.stdout[-4000:], done.stderr[-4000:])
+    assert done.returncode == 0
+    return done
+
+
+def job(*words):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return *torchrun, "--nproc-per-node", RANKS, "-m", "tests.gpu.recorded_job", *words
+
+
+def calls_of(workload):
+    """Calls of a step by collective, dtype, bytes and ranks."""
+    calls = Counter()
+    for row in workload.rows:
+        for group in row.groups:
+            calls[row.collective, row.dtype, row.bytes, group] += row.calls
+    return calls
+
+
+def counted_by(folder):
+    """The same as the ranks of the program counted it; an all-to-all has its largest rank's."""
+    calls, all_to_alls = {}, {}
+    for path in folder.glob("*.json"):
+        own = json.loads(path.read_text())
+        for collective, dtype, size, ranks, count in own:
+            if collective == "all_to_all":
+                place = sum(
+                    call[0] == "all_to_all"
+                    for call in own[: own.index([collective, dtype, size, ranks, count])]
+                )
+                key = (*ranks,), place
+                all_to_alls[key] = max(all_to_alls.get(key, 0), size)
+            else:
+                call = collective, dtype, size, (*ranks,)
+                assert calls.setdefault(call, count) == count
+    for (ranks, _), size in all_to_alls.items():
+        calls["all_to_all", "int8", size, ranks] = 1
+    return calls
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The folder of a recording by NCCL's log, and of what the ranks counted."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "counts").mkdir()
+    tccl("run", "--record", folder / "job.json", "--", *job(folder / "counts"))
+    return folder
+
+
+def test_a_recorded_job_has_exactly_the_calls_and_bytes_that_its_ranks_counted(recorded):
+    expected = counted_by(recorded / "counts")
+    workload = read_workload(recorded / "job.json")
+    assert len(expected) > 20
+    assert calls_of(workload) == expected
+    assert (workload.ranks, workload.steps >= 11, workload.notices) == (RANKS, True, ())

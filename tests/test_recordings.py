@@ -1,0 +1,263 @@
+"""Workloads from NCCL's logs."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.workloads.nccl_log import read_nccl_logs
+from tccl_py.workloads.recording import workload_of
+from tccl_py.workloads.sources import open_workload
+from tccl_py.workloads.steps import steady_run
+
+MADE = {
+    "2.18": "comm {comm} rank {rank} nranks {n} cudaDev 0 busId {bus} commId {id} - Init COMPLETE",
+    "2.22": "ncclCommSplit comm {comm} rank {rank} nranks {n} cudaDev 0 nvmlDev 0 busId {bus} "
+    "parent 0x10 color {color} key 0 commId {id} - Init COMPLETE",
+    "2.23": "ncclCommSplit comm {comm} rank {rank} nranks {n} cudaDev 0 nvmlDev 0 busId {bus} "
+    "parent 0x10 color {color} key 0 - Init COMPLETE",
+    "2.28": "ncclCommSplit comm {comm} rank {rank} nranks {n} cudaDev 0 nvmlDev 0 busId {bus} "
+    "parent 0x10 splitCount {split} color {color} key 0 - Init COMPLETE",
+    "2.30": "ncclCommSplit comm {comm} rank {rank} nranks {n} cudaDev 0 nvmlDev 0 busId {bus} "
+    "parent 0x10 childCount {split} color {color} key 0 - Init COMPLETE",
+}
+"""How releases log a part of a communicator; the ids are those of a release that has one."""
+
+
+class RankLog:
+    """The log of one rank, in NCCL's words; communicator 0x10 has all ranks."""
+
+    def __init__(self, rank, ranks, *, host="node", release="2.28"):
+        self.rank, self.release = rank, release
+        self.where = f"{host}:{1000 + rank}:{2000 + rank} [0] NCCL INFO "
+        self.bus = f"{rank + 1:x}0"
+        self.sizes, self.lines, self.counts = {"0x10": ranks}, [], Counter()
+        self.say(
+            f"ncclCommInitRank comm 0x10 rank {rank} nranks {ranks} cudaDev 0 nvmlDev 0 "
+            f"busId {self.bus} commId 0xfeed - Init COMPLETE"
+        )
+
+    def say(self, text):
+        self.lines.append(f"{self.where}{text}\n")
+
+    def split(self, comm, members, number=1):
+        """Join a part of all ranks."""
+        self.sizes[comm] = len(members)
+        words = {"comm": comm, "rank": members.index(self.rank), "n": len(members), "bus": self.bus}
+        color = min(members) + 16 * number
+        words |= {"color": color, "split": number, "id": f"0x{color:x}"}
+        self.say(MADE[self.release].format(**words))
+
+    def call(self, name, count, comm="0x10", *, dtype=7, root=0, stream="0x5", buffer="", same=0):
+        """A call of its own, or, with `same`, one more of the group that the next ends."""
+        buffer = buffer or f"0x{random.getrandbits(40):x}"
+        self.say(
+            f"{name}: opCount {self.counts[comm]:x} sendbuff 0x1 recvbuff {buffer} count {count} "
+            f"datatype {dtype} op 0 root {root} comm {comm} [nranks={self.sizes[comm]}] "
+            f"stream {stream}"
+        )
+        self.counts[comm] += not same
+
+    def group(self, transfers, comm="0x10"):
+        """Sends and receives of one group, by (name, count, peer)."""
+        for name, count, peer in transfers:
+            self.call(name, count, comm, root=peer, same=True)
+        self.counts[comm] += 1
+
+
+def read(logs, folder, *, cut=None):
+    paths = []
+    for log in logs:
+        text = "".join(log.lines)
+        path = folder / f"{len(paths)}.log"
+        path.write_text(text if cut is None else text[: int(len(text) * cut)])
+        paths.append(path)
+    return workload_of(read_nccl_logs(paths), name="job", source="logs")
+
+
+def calls_of(workload):
+    calls = Counter()
+    for row in workload.rows:
+        for group in row.groups:
+            calls[row.collective, row.dtype, row.bytes, group] += row.calls
+    return calls
+
+
+def logs_of(ranks, steps, step, **more):
+    logs = [RankLog(rank, ranks, **more) for rank in range(ranks)]
+    for log in logs:
+        log.call("AllReduce", 1)
+        log.call("Broadcast", 99)
+    for log in logs:
+        for _ in range(steps):
+            step(log)
+        log.call("AllReduce", 1)
+    return logs
+
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("release", MADE)
+def test_parts_of_a_communicator_are_told_in_the_log_of_each_release(release, tmp_path):
+    logs = [RankLog(rank, 4, release=release) for rank in range(4)]
+    for log in logs:
+        pair = (0, 1) if log.rank < 2 else (2, 3)
+        log.split("0x20", pair)
+        log.split("0x30", (0, 2) if log.rank % 2 == 0 else (1, 3), number=2)
+        for _ in range(4):
+            log.call("AllReduce", 10, "0x20", dtype=9)
+            log.call("AllGather", 10, "0x30")
+    assert calls_of(read(logs, tmp_path)) == {
+        **{("all_reduce", "bfloat16", 20, pair): 1 for pair in ((0, 1), (2, 3))},
+        **{("all_gather", "int8", 80, pair): 1 for pair in ((0, 2), (1, 3))},
+    }
+
+
+def test_steady_steps_alone_are_counted(tmp_path):
+    def step(log):
+        for _ in range(3):
+            log.call("AllReduce", 1000)
+        log.call("ReduceScatter", 10, dtype=9)
+
+    workload = read(logs_of(4, 7, step), tmp_path)
+    assert (workload.ranks, workload.steps, workload.notices) == (4, 7, ())
+    assert calls_of(workload) == {
+        ("all_reduce", "float32", 4000, ALL): 3,
+        ("reduce_scatter", "bfloat16", 80, ALL): 1,
+    }
+
+
+def test_a_group_with_every_rank_is_one_all_to_all_with_the_bytes_of_its_largest_rank(tmp_path):
+    def step(log):
+        to = [("Send", 10 * (log.rank + 1), peer) for peer in range(4)]
+        of = [("Recv", 10 * (peer + 1), peer) for peer in range(4)]
+        log.group([call for pair in zip(to, of, strict=True) for call in pair])
+
+    assert calls_of(read(logs_of(4, 5, step), tmp_path)) == {("all_to_all", "int8", 640, ALL): 1}
+
+
+def test_an_exchange_with_neighbours_is_one_call_and_a_pipeline_sends(tmp_path):
+    def step(log):
+        log.group([("Send", 5, (log.rank + 1) % 4), ("Recv", 5, (log.rank - 1) % 4)])
+        if log.rank < 3:
+            log.call("Send", 8, root=log.rank + 1)
+        if log.rank > 0:
+            log.call("Recv", 8, root=log.rank - 1)
+
+    assert calls_of(read(logs_of(4, 5, step), tmp_path)) == {
+        ("send_recv", "int8", 20, ALL): 1,
+        **{("send", "int8", 32, (at, at + 1)): 1 for at in range(3)},
+    }
+
+
+def test_gathers_to_a_root_are_sends(tmp_path):
+    workload = read(logs_of(4, 5, lambda log: log.call("Gather", 4, root=3)), tmp_path)
+    assert calls_of(workload) == {("send", "int8", 16, (at, 3)): 1 for at in range(3)}
+
+
+def test_ranks_of_several_hosts_that_no_communicator_joins_are_numbered_by_host(tmp_path):
+    logs = []
+    for host in ("b", "a"):
+        for rank in range(2):
+            logs.append(RankLog(rank, 2, host=host))
+            logs[-1].lines[0] = logs[-1].lines[0].replace("0xfeed", f"0x{host}")
+            for _ in range(4):
+                logs[-1].call("AllReduce", 3)
+    workload = read(logs, tmp_path)
+    assert [row.groups for row in workload.rows] == [((2, 3), (0, 1))]
+    assert "host" in workload.notices[0]
+
+
+def test_calls_on_streams_of_their_own_are_told(tmp_path):
+    def step(log):
+        log.call("AllReduce", 3)
+        log.call("AllReduce", 4, stream="0x77")
+
+    rows = read(logs_of(4, 5, step), tmp_path).rows
+    assert [(row.bytes, row.stream) for row in rows] == [(12, 0), (16, 1)]
+
+
+def test_calls_that_look_captured_are_named_and_the_log_is_said_to_lack_replays(tmp_path):
+    log_pair = [RankLog(rank, 2) for rank in range(2)]
+    for log in log_pair:
+        for layer in range(6):
+            log.call("AllReduce", 10 + layer, buffer="0x9", same=True)
+    first, second = read(log_pair, tmp_path).notices
+    assert "10 calls look captured" in first and "replay" in second
+
+
+def test_steps_of_changing_sizes_are_told_and_averaged(tmp_path):
+    sizes = random.Random(1).choices(range(100, 200), k=40)
+
+    def step(log):
+        log.call("AllReduce", sizes[len(log.lines) // 2 % 40])
+        log.call("AllGather", 7)
+
+    workload = read(logs_of(2, 40, step), tmp_path)
+    total = Counter()
+    for row in workload.rows:
+        total[row.collective] += row.calls
+    assert workload.steps >= 39
+    assert total["all_gather"] == 1 and total["all_reduce"] == pytest.approx(1)
+
+
+def test_files_that_miss_ranks_or_communicators_are_refused_in_one_sentence(tmp_path):
+    logs = logs_of(4, 5, lambda log: log.call("AllReduce", 5))
+    with pytest.raises(InputError, match="3 of the 4 ranks"):
+        read(logs[:3], tmp_path)
+    for log in logs:
+        del log.lines[0]
+    with pytest.raises(InputError, match="creation"):
+        read(logs, tmp_path)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.floats(0, 1))
+def test_a_cut_or_hostile_log_is_read_or_refused(tmp_path_factory, lines, cut):
+    folder = tmp_path_factory.mktemp("hostile")
+    log = RankLog(0, 2)
+    log.call("AllReduce", 5)
+    content = b"".join(
+        part
+        for pair in zip(map(str.encode, log.lines), [*lines, b"", b""], strict=False)
+        for part in pair
+    )
+    path = folder / "0.log"
+    path.write_bytes(content[: int(len(content) * cut)])
+    with pytest.raises(InputError) as refused:
+        open_workload([str(path)])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cut_log_of_one_rank_leaves_a_workload_with_a_notice(tmp_path):
+    logs = logs_of(2, 30, lambda log: log.call("AllReduce", len(log.lines) % 3 + 1))
+    logs[1].lines = logs[1].lines[:20]
+    assert read(logs, tmp_path).steps > 0
+
+
+def test_a_line_without_end_is_not_held(tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    with pytest.raises(InputError, match="no calls"):
+        open_workload([str(path)])
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=4),
+    st.lists(st.integers(4, 7), min_size=1, max_size=6),
+    st.integers(9, 12),
+    st.lists(st.integers(8, 9), max_size=4),
+)
+def test_the_steady_run_is_found_between_a_warm_up_and_an_end(before, step, times, after):
+    calls = np.array([*before, *step * times, *after], np.uint32)
+    run = steady_run(calls)
+    whole = len(step) * times
+    assert run is not None
+    assert len(step) % run.period == 0
+    assert len(before) <= run.start and run.stop <= len(before) + whole
+    assert run.steps * run.period > whole - len(step)
