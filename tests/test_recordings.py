@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
+from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.nccl_log import read_nccl_logs
-from tccl_py.workloads.recording import workload_of
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.steps import steady_run
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from tccl_py.errors import counted, require
 from tccl_py.files import reading
@@ -20,7 +20,8 @@ from tccl_py.workloads.recording import (
     RecordedCommunicator,
     RecordedRank,
     Recording,
-    Transfer,
+    Side,
+    TransferGroup,
     call,
     transfers,
 )
@@ -52,40 +53,30 @@ _COLLECTIVES: dict[bytes, WorkloadCollective] = {
     b"Reduce": "reduce",
     b"AlltoAll": "all_to_all",
 }
+_TRANSFERS: dict[bytes, Side] = {b"Send": "send", b"Recv": "recv"}
+_KNOWN = {*_COLLECTIVES, *_TRANSFERS, b"Gather", b"Scatter"}
 _DTYPES: tuple[WorkloadDtype, ...] = get_args(WorkloadDtype)
 _Process = tuple[int, bytes, bytes]
 """Number of the file, host and process: one file may have several."""
 
 
-class _Made:
-    """A communicator of a process, with the group of sends and receives that may go on.
+class _Made(NamedTuple):
+    """A communicator of a process; `key` tells it from others.
 
-    `buffers` are those received into since `op`, NCCL's count of operations, last moved.
+    `buffers` are those received into since NCCL's count of operations, their key, last moved.
     """
 
-    def __init__(
-        self, communicator: RecordedCommunicator, place: int, rank: RecordedRank, key: object
-    ) -> None:
-        self.communicator, self.place, self.rank, self.key = communicator, place, rank, key
-        self.op = b""
-        self.buffers: set[bytes] = set()
-        self.sides: dict[bytes, list[Transfer]] = {b"Send": [], b"Recv": []}
-        self.group_at = 0
-        self.stream = 0
-
-    def close_group(self, recording: Recording) -> None:
-        """Give the group of sends and receives its event, at its first call's place."""
-        sends, receives = self.sides[b"Send"], self.sides[b"Recv"]
-        if sends or receives:
-            event = transfers(self.communicator, self.place, sends, receives, self.stream)
-            self.rank.events[self.group_at] = recording.number(event)
-            self.sides = {b"Send": [], b"Recv": []}
+    communicator: RecordedCommunicator
+    place: int
+    rank: RecordedRank
+    key: object
+    group: TransferGroup
+    buffers: dict[bytes, set[bytes]]
 
 
 def read_nccl_logs(paths: Sequence[Path]) -> Recording:
     """Read the logs of all ranks of a job, in any order (InputError)."""
-    where = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {counted(len(paths) - 1, 'log')}"
-    reader = _Reader(Recording(where))
+    reader = _Reader(Recording(paths))
     for number, path in enumerate(paths):
         with reading(path) as handle:
             for line in _lines(handle):
@@ -124,7 +115,7 @@ class _Reader:
     def finish(self) -> None:
         """Close what is open, and check that all communicators were known."""
         for made in self._made.values():
-            made.close_group(self.recording)
+            made.group.close()
         fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
         right = "record from the start of the job with NCCL_DEBUG_SUBSYS=INIT,COLL"
         require(not self._unknown, self.recording.where, fault, right)
@@ -146,8 +137,9 @@ class _Reader:
         key = (key, again)
         communicator = self.recording.join(key, int(match["ranks"]), place, rank)
         if (old := self._made.get((process, match["comm"]))) is not None:
-            old.close_group(self.recording)
-        self._made[process, match["comm"]] = _Made(communicator, place, rank, key)
+            old.group.close()
+        group = TransferGroup(self.recording, rank, communicator, place)
+        self._made[process, match["comm"]] = _Made(communicator, place, rank, key, group, {})
 
     def _read_call(self, match: re.Match[bytes], process: _Process) -> None:
         made = self._made.get((process, match["comm"]))
@@ -160,10 +152,11 @@ class _Reader:
             return
         own, stream = made.communicator, made.rank.stream(match["stream"])
         size = int(match["count"]) * ELEMENT_BYTES[_DTYPES[dtype]]
-        if name in made.sides:
-            self._read_transfer(made, match, root, size, stream)
+        if (side := _TRANSFERS.get(name)) is not None:
+            # Calls of a group have one count of operations.
+            made.group.add(side, (root, size), match["op"], stream)
             return
-        made.close_group(self.recording)
+        made.group.close()
         self._note_capture(made, match["op"], match["received"])
         if (collective := _COLLECTIVES.get(name)) is not None:
             size *= own.size if collective in TIMES_RANKS else 1
@@ -172,25 +165,8 @@ class _Reader:
             others = [(place, size) for place in range(own.size) if place != made.place]
             to_root = [(root, size)] if made.place != root else []
             sends = to_root if name == b"Gather" else others * (made.place == root)
-            event = transfers(own, made.place, sends, (), stream, together=False)
+            event = transfers(own, made.place, sends, (), stream)
         self.recording.add(made.rank, event)
-
-    def _read_transfer(
-        self, made: _Made, match: re.Match[bytes], peer: int, size: int, stream: int
-    ) -> None:
-        """Add to the group of sends and receives, or begin the next.
-
-        Calls of a group have one count of operations, and none sends to a peer twice.
-        """
-        side = made.sides[match["name"]]
-        if match["op"] != made.op or stream != made.stream or peer in (at for at, _ in side):
-            made.close_group(self.recording)
-            side = made.sides[match["name"]]
-        made.op = match["op"]
-        if not any(made.sides.values()):
-            made.group_at, made.stream = len(made.rank.events), stream
-            self.recording.add(made.rank, ())
-        side.append((peer, size))
 
     def _note_capture(self, made: _Made, op: bytes, buffer: bytes) -> None:
         """Count calls that use a buffer again while NCCL's count of operations stays.
@@ -198,11 +174,8 @@ class _Reader:
         No group of calls does that. Until 2.22, and with a network, the count stays while a CUDA
         graph is captured.
         """
-        if op != made.op:
-            made.op = op
+        if op not in made.buffers:
             made.buffers.clear()
-        self._stuck += buffer in made.buffers
-        made.buffers.add(buffer)
-
-
-_KNOWN = {*_COLLECTIVES, b"Send", b"Recv", b"Gather", b"Scatter"}
+        buffers = made.buffers.setdefault(op, set())
+        self._stuck += buffer in buffers
+        buffers.add(buffer)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import reading
+from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.inspector import read_inspector
 from tccl_py.workloads.nccl_log import read_nccl_logs
-from tccl_py.workloads.recording import workload_of
+from tccl_py.workloads.torch_trace import GZIP, read_torch_traces
 from tccl_py.workloads.workload import Workload, read_workload
 
 MAX_FILES = 1 << 16
 _HEAD = 1 << 16
-_READERS = {"NCCL's logs": read_nccl_logs}
+_LOGS, _TRACES, _INSPECTOR = "NCCL's logs", "PyTorch's profiler", "NCCL Inspector"
+_READERS = {_LOGS: read_nccl_logs, _TRACES: read_torch_traces, _INSPECTOR: read_inspector}
 
 
 def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Workload:
@@ -30,12 +34,12 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     require(paths, ", ".join(names), "has no files", "name the files of a job")
     require(len(paths) <= MAX_FILES, names[0], f"has {len(paths)} files", f"at most {MAX_FILES}")
     kinds = {path: _kind(path) for path in paths}
-    if set(kinds.values()) == {"workload"} and len(paths) == 1:
+    if set(kinds.values()) == {"a workload"} and len(paths) == 1:
         return read_workload(paths[0])
-    if len(set(kinds.values())) > 1 or "workload" in kinds.values():
-        other = next(path for path in paths if kinds[path] != kinds[paths[0]] or path != paths[0])
-        fault = f"is a file of {kinds[other]}, and {paths[0]} of {kinds[paths[0]]}"
-        raise InputError(str(other), fault, "name the files of one job")
+    first, *others = sorted(paths, key=lambda path: kinds[path] != kinds[paths[0]])
+    if others and {kinds[first], kinds[others[-1]]} != {kinds[first]} - {"a workload"}:
+        fault = f"is a file of {kinds[others[-1]]}, and {first} of {kinds[first]}"
+        raise InputError(str(others[-1]), fault, "name the files of one job")
     kind = kinds[paths[0]]
     source = f"{kind} in {counted(len(paths), 'file')}"
     return workload_of(_READERS[kind](paths), name=name or paths[0].name, source=source)
@@ -44,13 +48,18 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    return [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+    files = (file for file in path.iterdir() if not file.name.startswith("."))
+    return [file for file in files if file.is_file() and file.stat().st_size]
 
 
 def _kind(path: Path) -> str:
     """Return the kind of a file by its first bytes."""
     with reading(path) as handle:
         head = handle.read(_HEAD).lstrip()
+    if head.startswith(GZIP):
+        return _TRACES
     if not head.startswith(b"{"):
-        return "NCCL's logs"
-    return "workload"
+        return _LOGS
+    if b'"coll_perf"' in head or b'"p2p_perf"' in head:
+        return _INSPECTOR
+    return "a workload" if re.match(rb'\{\s*"name"', head) else _TRACES

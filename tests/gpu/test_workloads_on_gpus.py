@@ -12,7 +12,7 @@ from tccl_py.workloads.workload import read_workload
 from tests.gpu.ranks import REAL, REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
-RANKS = 8
+RANKS, TRACED = 8, 4
 FEW = {} if REAL else {"NCCL_MAX_NCHANNELS": "2", "NCCL_NVLS_ENABLE": "0"}
 """Blocks of all kernels at a time have to fit on the one real GPU."""
 
@@ -82,3 +82,19 @@ def test_a_recorded_job_has_exactly_the_calls_and_bytes_that_its_ranks_counted(r
     assert len(expected) > 20
     assert calls_of(workload) == expected
     assert (workload.ranks, workload.steps >= 11, workload.notices) == (RANKS, True, ())
+
+
+def test_the_profilers_traces_of_the_same_job_say_the_same(tmp_path):
+    for name in ("counts", "traces"):
+        (tmp_path / name).mkdir()
+    subprocess.run(
+        list(map(str, job(tmp_path / "counts", tmp_path / "traces"))),
+        cwd=REPOSITORY,
+        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=240,
+    )
+    tccl("workload", tmp_path / "traces", "-o", tmp_path / "job.json")
+    workload = read_workload(tmp_path / "job.json")
+    assert calls_of(workload) == counted_by(tmp_path / "counts")
+    assert (workload.ranks, workload.steps) == (RANKS, TRACED)

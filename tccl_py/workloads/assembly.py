@@ -1,0 +1,249 @@
+"""The workload that recorded calls make.
+
+1. Ranks are numbered as in the first communicator that has all of them.
+2. The blocks of an all-to-all differ between ranks: its bytes are those of the largest rank.
+3. Each rank's steady steps are found by repetition, and calls of a step are counted.
+4. Equal calls of disjoint groups are one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tccl_py.errors import InputError, counted, require
+from tccl_py.workloads.recording import (
+    GRAPHS,
+    TRANSFERRED,
+    Event,
+    Op,
+    RecordedCommunicator,
+    RecordedRank,
+    Recording,
+)
+from tccl_py.workloads.steps import steady_run
+from tccl_py.workloads.workload import (
+    MAX_ROWS,
+    Workload,
+    WorkloadRow,
+)
+
+Ints = NDArray[np.uint32]
+Calls = Mapping[Op, float]
+
+
+def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
+    """Return the workload of a recording (InputError where it is none, or misses ranks)."""
+    where = recording.where
+    communicators = list(recording.communicators.values())
+    used = {op.communicator for event in recording.events for op in event}
+    require(used, where, "has no calls of collectives over two ranks or more", _HOW)
+    for communicator in communicators:
+        found, size = len(communicator.members), communicator.size
+        if communicator.number in used and found < size:
+            fault = f"has {found} of the {size} ranks of a communicator"
+            raise InputError(where, fault, "give the files of all ranks, of all hosts")
+    notices = [*recording.notices]
+    ranks, assumed = _numbered(recording, communicators)
+    notices += [assumed] * bool(assumed)
+    calls = {number: np.frombuffer(rank.events, np.uint32) for number, rank in ranks.items()}
+    numbers = {id(rank): number for number, rank in ranks.items()}
+    _use_largest_rank(recording, communicators, calls, numbers)
+    steps, by_rank = _calls_of_steps(recording, calls)
+    rows, unequal = _rows(communicators, by_rank, numbers)
+    if unequal:
+        notices.append(f"Ranks of a communicator differ in {counted(unequal, 'row')}: cut logs?")
+    if not steps:
+        notices.append(f"No steps were told by repetition: a step is all that is here. {GRAPHS}")
+    for left_out, count in recording.left_out.items():
+        notices.append(f"{counted(count, 'call')} of {left_out} left out.")
+    if len(rows) > MAX_ROWS:
+        fault = f"has {len(rows)} different rows in a step"
+        raise InputError(where, fault, f"at most {MAX_ROWS}: record steps of equal sizes")
+    count = max(ranks) + 1
+    return Workload(
+        name=name, source=source, ranks=count, rows=rows, steps=steps, notices=tuple(notices)
+    )
+
+
+_HOW = "record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL, or by `tccl run --record`"
+
+
+def _numbered(
+    recording: Recording, communicators: Sequence[RecordedCommunicator]
+) -> tuple[dict[int, RecordedRank], str]:
+    """Return the ranks by their numbers in the job, and a notice if those are assumed."""
+    everyone = list(recording.ranks.values())
+    if all(rank.number is not None for rank in everyone):
+        return {cast(int, rank.number): rank for rank in everyone}, ""
+    everyone = [rank for rank in everyone if rank.events]
+    for communicator in communicators:
+        if (
+            len(communicator.members) >= len(everyone)
+            and len(communicator.members) == communicator.size
+        ):
+            members = {id(rank) for rank in communicator.members.values()}
+            if all(id(rank) in members for rank in everyone):
+                return dict(communicator.members), ""
+    everyone.sort(key=lambda rank: rank.place)
+    why = "No communicator has all ranks: they are numbered by host, and there by GPU or process."
+    return dict(enumerate(everyone)), why
+
+
+def _use_largest_rank(
+    recording: Recording,
+    communicators: Iterable[RecordedCommunicator],
+    calls: dict[int, Ints],
+    numbers: Mapping[int, int],
+) -> None:
+    """Give each all-to-all the bytes of its largest rank; NCCL logs each rank's own."""
+    events = recording.events
+    of = [
+        event[0].communicator if event and event[0].collective == "all_to_all" else -1
+        for event in events
+    ]
+    owner, sizes = np.array(of), np.array([event[0].bytes if event else 0 for event in events])
+    for communicator in communicators:
+        if communicator.number not in of:
+            continue
+        members = [numbers[id(rank)] for rank in communicator.members.values()]
+        places = [np.flatnonzero(owner[calls[number]] == communicator.number) for number in members]
+        own = [sizes[calls[number][at]] for number, at in zip(members, places, strict=True)]
+        if len({len(each) for each in own}) > 1:
+            continue
+        largest = np.maximum.reduce(own)
+        for number, at, mine in zip(members, places, own, strict=True):
+            if (mine != largest).any():
+                changed = calls[number].copy()
+                for place, size in zip(at[mine != largest], largest[mine != largest], strict=True):
+                    (op,) = events[changed[place]]
+                    changed[place] = recording.number((op._replace(bytes=int(size)),))
+                calls[number] = changed
+
+
+def _calls_of_steps(
+    recording: Recording, calls: Mapping[int, Ints]
+) -> tuple[int, dict[int, dict[Op, float]]]:
+    """Return the number of steady steps, and each rank's calls of a step in their order.
+
+    Where no step repeats exactly, one may whose sizes differ.
+    """
+    events = recording.events
+    kinds: dict[Event, int] = {}
+    coarse = np.array(
+        [
+            kinds.setdefault(tuple(op._replace(bytes=0) for op in event), len(kinds))
+            for event in events
+        ],
+        np.uint32,
+    )
+    parts = [
+        (number, part)
+        for number, own in calls.items()
+        for part in ([own] if recording.in_order else _by_communicator(events, own))
+        if len(part)
+    ]
+    windows: list[tuple[Ints, int]] = []
+    for _, own in parts:
+        run = None
+        if not recording.steps:
+            run = steady_run(own) or steady_run(coarse[own], least_kinds=2)
+        windows.append(
+            (own, recording.steps) if run is None else (own[run.start : run.stop], run.steps)
+        )
+    steps = min((count for _, count in windows if count), default=0)
+    result: dict[int, dict[Op, float]] = {number: {} for number in calls}
+    for (number, _), (window, count) in zip(parts, windows, strict=True):
+        # A part whose step is the half of others' has twice as many.
+        times = max(1, round(count / steps)) if count else 1
+        ops = result[number]
+        kind, first, occurs = np.unique(window, return_index=True, return_counts=True)
+        for at in np.argsort(first):
+            for op in events[kind[at]]:
+                ops[op] = ops.get(op, 0) + int(occurs[at]) * times / (count or steps or 1)
+    return steps, result
+
+
+def _by_communicator(events: Sequence[Event], calls: Ints) -> list[Ints]:
+    """Return a rank's calls of each communicator, sends and receives apart."""
+    keys: dict[tuple[int, bool], int] = {}
+    of = [
+        keys.setdefault((op.communicator, op.collective in TRANSFERRED), len(keys))
+        for op in (event[0] if event else Op(-1, "", "", 0, 0) for event in events)
+    ]
+    owner = np.array(of, np.uint32)[calls]
+    return [calls[owner == key] for key in range(len(keys))]
+
+
+Key = tuple[Any, ...]
+"""Collective, dtype and bytes."""
+
+
+def _rows(
+    communicators: Sequence[RecordedCommunicator],
+    by_rank: Mapping[int, Calls],
+    numbers: Mapping[int, int],
+) -> tuple[tuple[WorkloadRow, ...], int]:
+    """Return the rows of all ranks' calls, and how many of them the ranks of a group differ in."""
+    totals: dict[Key, float] = {}
+    unequal = 0
+    for communicator in communicators:
+        members = [rank for _, rank in sorted(communicator.members.items())]
+        group = tuple(numbers.get(id(rank), -1) for rank in members)
+        own = [_on(by_rank.get(number, {}), communicator.number) for number in group]
+        shared = [_by_key(ops) for ops in own]
+        for place, ops in enumerate(own):
+            for op, count in ops.items():
+                key = op.collective, op.dtype, op.bytes
+                equal = all(other.get(key) == shared[place][key] for other in shared)
+                row: Key = ()
+                if op.collective == "send" or (op.collective == "send_recv" and not equal):
+                    row = "send", *key[1:], op.stream, (group[place], group[op.peer])
+                elif op.collective != "recv" and place == 0:
+                    row = *key, op.stream, group
+                    unequal += not equal
+                if row:
+                    totals[row] = totals.get(row, 0) + count
+    return _packed(totals), unequal
+
+
+def _on(ops: Calls, communicator: int) -> dict[Op, float]:
+    return {op: count for op, count in ops.items() if op.communicator == communicator}
+
+
+def _by_key(ops: Calls) -> dict[Key, float]:
+    """Return calls by collective, dtype and bytes: numbers of streams may differ by rank."""
+    totals: dict[Key, float] = {}
+    for op, count in ops.items():
+        key = op.collective, op.dtype, op.bytes
+        totals[key] = totals.get(key, 0) + count
+    return totals
+
+
+def _packed(totals: Mapping[Key, float]) -> tuple[WorkloadRow, ...]:
+    """Return rows of equal calls, each of groups that share no rank."""
+    packed: dict[Key, list[list[tuple[int, ...]]]] = {}
+    for (*key, group), count in totals.items():
+        rows = packed.setdefault((*key, count), [])
+        fitting = (row for row in rows if set(group).isdisjoint(chain(*row)))
+        row = next(fitting, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(group)
+    streams = sorted({key[3] for key in packed})
+    return tuple(
+        WorkloadRow(
+            collective=collective,
+            dtype=dtype,
+            bytes=size,
+            groups=tuple(groups),
+            calls=calls,
+            stream=streams.index(stream),
+        )
+        for (collective, dtype, size, stream, calls), rows in packed.items()
+        for groups in rows
+    )

@@ -1,0 +1,230 @@
+"""Workloads from traces of PyTorch's profiler and from files of NCCL Inspector."""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tccl_py.errors import InputError
+from tccl_py.workloads.sources import open_workload
+
+WORLD = [0, 1, 2, 3]
+
+
+def calls_of(workload):
+    calls = Counter()
+    for row in workload.rows:
+        for group in row.groups:
+            calls[row.collective, row.dtype, row.bytes, group] += row.calls
+    return calls
+
+
+class Trace:
+    """A rank's trace as kineto writes it."""
+
+    def __init__(self, rank):
+        self.rank, self.events, self.clock = rank, [], 0.0
+
+    def event(self, name, kind="cpu_op", **args):
+        self.clock += 1
+        event = {"ph": "X", "cat": kind, "name": name, "ts": self.clock, "dur": 1, "args": args}
+        self.events.append(event)
+
+    def call(self, name, sent, received=None, *, ranks=WORLD, group="0", dtype="Float", **more):
+        number = len(self.events)
+        args = {
+            "External id": number, "Collective name": name, "dtype": dtype,
+            "In msg nelems": sent, "Out msg nelems": sent if received is None else received,
+            "Group size": len(ranks), "Process Group Name": group,
+            "Process Group Ranks": str(ranks), **more,
+        }  # fmt: skip
+        self.event("record_param_comms", **args)
+        return number
+
+    def write(self, folder, *, pack=True):
+        info = {"backend": "nccl", "rank": self.rank, "world_size": 4}
+        # Kineto sorts by thread, not by time.
+        whole = {"schemaVersion": 1, "distributedInfo": info, "traceEvents": self.events[::-1]}
+        text = json.dumps(whole, indent=2).encode()
+        path = folder / f"{self.rank}.json{'.gz' * pack}"
+        path.write_bytes(gzip.compress(text) if pack else text)
+        return path
+
+
+def step(trace, number):
+    rank = trace.rank
+    pair = [0, 1] if rank < 2 else [2, 3]
+    trace.event(f"ProfilerStep#{number}", "user_annotation")
+    made = trace.call("allreduce", 100, dtype="BFloat16")
+    trace.event(
+        "ncclDevKernel_AllReduce",
+        "kernel",
+        **{"External id": made, "stream": 7, "Collective name": "allreduce"},
+    )
+    trace.call("_allgather_base", 10, 20, ranks=pair, group=str(pair))
+    trace.call("_reduce_scatter_base", 20, 10, ranks=pair, group=str(pair), dtype="Half")
+    trace.call("all_to_allv", 4 * (rank + 1), 10)
+    trace.call("wait", 0)
+    if rank < 3:
+        trace.call("send", 8, Seq=2 * number, **{"Dst Rank": rank + 1})
+    if rank > 0:
+        trace.call("recv", 8, Seq=2 * number + 1, **{"Src Rank": rank - 1})
+    trace.call("send", 5, Seq=99 + number, **{"Dst Rank": (rank + 1) % 4})
+    trace.call("recv", 5, Seq=99 + number, **{"Src Rank": (rank - 1) % 4})
+    trace.call("barrier", 0)
+
+
+STEP = {
+    ("all_reduce", "bfloat16", 200, (0, 1, 2, 3)): 1,
+    **{("all_gather", "int8", 80, pair): 1 for pair in ((0, 1), (2, 3))},
+    **{("reduce_scatter", "float16", 40, pair): 1 for pair in ((0, 1), (2, 3))},
+    ("all_to_all", "int8", 64, (0, 1, 2, 3)): 1,
+    **{("send", "int8", 32, (at, at + 1)): 1 for at in range(3)},
+    ("send_recv", "int8", 20, (0, 1, 2, 3)): 1,
+    ("all_reduce", "float32", 4, (0, 1, 2, 3)): 1,
+}
+
+
+def traces(folder, *, pack=True):
+    paths = []
+    for rank in range(4):
+        trace = Trace(rank)
+        for number in range(2):
+            step(trace, number)
+        paths.append(trace.write(folder, pack=pack))
+    return paths
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_calls_of_the_marked_steps_of_traces_are_counted(tmp_path, pack):
+    traces(tmp_path, pack=pack)
+    workload = open_workload([str(tmp_path)])
+    assert calls_of(workload) == STEP
+    assert (workload.ranks, workload.steps, workload.notices) == (4, 2, ())
+    streams = {row.stream for row in workload.rows if row.bytes == 200}
+    assert streams.isdisjoint(row.stream for row in workload.rows if row.bytes != 200)
+
+
+def test_graph_launches_in_a_trace_are_named(tmp_path):
+    for rank in range(4):
+        trace = Trace(rank)
+        step(trace, 1)
+        trace.event("cudaGraphLaunch", "cuda_runtime")
+        trace.write(tmp_path)
+    assert "4 launches of CUDA graphs" in open_workload([str(tmp_path)]).notices[0]
+
+
+def test_ranks_that_a_trace_leaves_out_follow_from_the_stride(tmp_path):
+    for rank in range(0, 80, 2):
+        trace = Trace(rank)
+        trace.call("allreduce", 3, ranks=range(0, 80, 2))
+        shown = "[0, 2, 4, ..., 78]"
+        trace.events[-1]["args"] |= {
+            "Process Group Ranks": shown,
+            "Global rank start": 0,
+            "Global rank stride": 2,
+        }
+        trace.write(tmp_path)
+    (row,) = open_workload([str(tmp_path)]).rows
+    assert row.groups == (tuple(range(0, 80, 2)),)
+
+
+@given(
+    st.floats(0.001, 0.999),
+    st.booleans(),
+    st.sampled_from(["distributedInfo", '"ts": ', '"Group size"']),
+)
+def test_a_cut_or_hostile_trace_is_refused_in_one_sentence(tmp_path_factory, cut, pack, word):
+    folder = tmp_path_factory.mktemp("cut")
+    paths = traces(folder, pack=pack)
+    whole = paths[0].read_bytes()
+    end = int(len(whole) * cut)
+    paths[0].write_bytes(whole[:end] if pack or end % 2 else whole.replace(word.encode(), b'"nan'))
+    with pytest.raises(InputError) as refused:
+        open_workload([str(folder)])
+    assert "\n" not in str(refused.value)
+
+
+def test_events_nested_too_deep_are_refused(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text('{"distributedInfo": {"rank": 0}, "traceEvents": [' + "[" * 200_000)
+    with pytest.raises(InputError):
+        open_workload([str(path)])
+
+
+def inspected(rank, kind, *, comm="0xab", ranks=4, at=None, **perf):
+    header = {
+        "id": comm,
+        "comm_name": "unknown",
+        "rank": rank if at is None else at,
+        "n_ranks": ranks,
+        "nnodes": 1,
+    }
+    metadata = {"inspector_output_format_version": "v4.0", "hostname": "node", "pid": 100 + rank}
+    return json.dumps({"header": header, "metadata": metadata, f"{kind}_perf": perf}) + "\n"
+
+
+def collective(rank, name, size, number, **more):
+    return inspected(
+        rank,
+        "coll",
+        coll=name,
+        coll_sn=number,
+        coll_msg_size_bytes=size,
+        coll_exec_time_us=5,
+        **more,
+    )
+
+
+def transfer(rank, name, peer, size, **more):
+    return inspected(rank, "p2p", p2p=name, p2p_peer=peer, p2p_msg_size_bytes=size, **more)
+
+
+def test_files_of_nccl_inspector_are_read_by_communicator(tmp_path):
+    for rank in range(4):
+        pair = {"comm": f"0x{rank // 2}", "ranks": 2, "at": rank % 2}
+        lines = [collective(rank, "AllReduce", 1 << 20, number) for number in range(8)]
+        for number in range(16):
+            lines.append(collective(rank, "AllGather", 10_000 << number % 2, number, **pair))
+        for _ in range(8):
+            for peer in {0, 1, 2, 3} - {rank}:
+                lines += [transfer(rank, name, peer, 9000) for name in ("Send", "Recv")]
+        (tmp_path / f"{rank}.log").write_text("".join(lines))
+    workload = open_workload([str(tmp_path)])
+    assert calls_of(workload) == {
+        ("all_reduce", "bfloat16", 1 << 20, (0, 1, 2, 3)): 1,
+        **{
+            ("all_gather", "int8", size, pair): 1
+            for pair in ((0, 1), (2, 3))
+            for size in (20_000, 40_000)
+        },
+        ("all_to_all", "int8", 36_000, (0, 1, 2, 3)): 1,
+    }
+    assert workload.steps == 8
+    assert "bfloat16 is assumed" in workload.notices[0]
+
+
+def test_calls_that_inspector_dropped_are_named(tmp_path):
+    lines = [collective(0, "AllReduce", 1 << 20, number, ranks=2) for number in (1, 2, 5)]
+    lines += [collective(1, "AllReduce", 1 << 20, number, ranks=2) for number in (1, 2, 5)]
+    (tmp_path / "a.log").write_text("".join(lines))
+    assert any("4 calls are missing" in text for text in open_workload([str(tmp_path)]).notices)
+
+
+@given(st.binary(max_size=60))
+def test_a_damaged_line_of_inspector_is_named(tmp_path_factory, line):
+    path = tmp_path_factory.mktemp("damaged") / "a.log"
+    good = collective(0, "AllReduce", 1 << 20, 1, ranks=2).encode()
+    path.write_bytes(good + b"{" + line + b"\n" + good)
+    with pytest.raises(InputError, match="line 2"):
+        open_workload([str(path)])
+
+
+def test_files_of_two_kinds_are_not_one_job(tmp_path):
+    traces(tmp_path)
+    (tmp_path / "x.log").write_text("node:1:1 [0] NCCL INFO Bootstrap\n")
+    with pytest.raises(InputError, match="NCCL's logs"):
+        open_workload([str(tmp_path)])
