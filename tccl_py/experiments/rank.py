@@ -69,12 +69,10 @@ def main() -> None:
 
     @cache
     def over(groups: Groups) -> Communicator:
-        # A graph file fails every communicator over fewer GPUs.
-        graph_file = "NCCL_GRAPH_FILE" in os.environ
-        return communicator.split(() if graph_file else groups) if groups else communicator
+        return communicator.split(groups) if groups else communicator
 
     for groups in ((), *spec.check_groups) if spec.checks else ():
-        if over(groups).world > 1 or not groups:
+        if not groups or (_splits() and over(groups).world > 1):
             result = run_checks(over(groups), result)
     if spec.rows:
         warm_up(communicator)
@@ -104,6 +102,11 @@ def main() -> None:
     communicator.wait()
 
 
+def _splits() -> bool:
+    """Return whether ranks may form groups: a graph file fails communicators over fewer GPUs."""
+    return "NCCL_GRAPH_FILE" not in os.environ
+
+
 def _timings(
     spec: JobSpec, over: Callable[[Groups], Communicator], slot: TimeSlot
 ) -> Iterator[tuple[float, ...]]:
@@ -113,6 +116,12 @@ def _timings(
     barriers of the whole job, and have no times.
     """
     for row in spec.rows:
+        if row.groups and not _splits():
+            for _ in range(1 + BATCHES):
+                with slot():
+                    pass
+            yield ()
+            continue
         batches = []
         with ExitStack() as stack:
             with slot():
@@ -267,12 +276,12 @@ def time_training(
     """
     # Work that a graph replays must be made on another stream than the default one.
     stream = communicator.torch.cuda.Stream() if communicator.cuda else None
-    world, graph_file = communicator.world, "NCCL_GRAPH_FILE" in os.environ
+    world = communicator.world
     for name, parts in PARALLEL.items():
         if world % parts:
             continue
-        if graph_file and parts not in (1, world):
-            # A graph file fails communicators over fewer GPUs; other jobs have these slots.
+        if not _splits() and parts not in (1, world):
+            # Other jobs have these slots.
             for _ in range(2 + TRAINING_SLOTS + (0 if stream is None else 1 + TRAINING_SLOTS)):
                 with slot():
                     pass
