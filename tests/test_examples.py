@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import tccl_py
+from scripts.pictures import NOTEBOOKS, executed, pictures
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAYS = {
@@ -60,28 +61,33 @@ def test_an_example_runs_anywhere_and_says_where_its_figures_are_from(name, run,
 
 
 def test_every_notebook_is_run():
-    assert {path.name for path in EXAMPLES.glob("*.ipynb")} == set(SHOWN)
+    assert {path.name for path in NOTEBOOKS} == set(SHOWN)
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_the_cells_of_a_notebook_run_in_order_and_are_kept_without_outputs(name, capsys):
-    notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    space: dict[str, object] = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        assert (cell["outputs"], cell["execution_count"]) == ([], None)
-        *statements, last = ast.parse("".join(cell["source"])).body
-        if isinstance(last, ast.Expr):
-            # As a notebook does, a cell that ends with a value shows the value.
-            show = ast.parse("print(repr(0))").body[0]
-            show.value.args[0].args[0] = last.value
-            last = show
-        code = ast.fix_missing_locations(ast.Module(body=[*statements, last], type_ignores=[]))
-        exec(compile(code, name, "exec"), space)
-    printed = capsys.readouterr().out
-    assert [text for text in SHOWN[name] if text not in printed] == []
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_has_the_outputs_of_its_cells_with_drawings_that_a_code_host_shows(path):
+    text = path.read_text(encoding="utf-8")
+    assert executed(path) == text, "run python -m scripts.pictures"
+    assert [words for words in SHOWN[path.name] if words not in text] == []
+    drawn = [
+        "".join(output["data"]["image/svg+xml"])
+        for cell in json.loads(text)["cells"]
+        for output in cell.get("outputs", ())
+        if "image/svg+xml" in output.get("data", {})
+    ]
+    assert drawn
+    for svg in drawn:
+        ElementTree.fromstring(svg)
+        assert "iframe" not in svg
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_a_plan_for_light_and_dark_pages():
+    drawn = pictures()
+    assert {path.name for path in drawn} == {"rings-light.svg", "rings-dark.svg"}
+    assert all(path.read_text(encoding="utf-8") == text for path, text in drawn.items())
+    assert all("prefers-color-scheme" not in text for text in drawn.values())
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert all(f"docs/pictures/{path.name}" in readme for path in drawn)
 
 
 def test_a_plan_from_text_keeps_its_assumptions(run, tmp_path):

@@ -169,6 +169,14 @@ def row_of(devices: Sequence[str]) -> Layout:
     return Layout("row", "its GPUs", (), (), boxes, right, height + _PAD)
 
 
+def row_below(layout: Layout) -> Layout:
+    """Return the GPUs and NICs of a drawn machine alone, each where it stands."""
+    leaves = {name: box for name, box in layout.boxes.items() if box.kind in ("gpu", "nic")}
+    boxes = {name: msgspec.structs.replace(box, y=2.0) for name, box in leaves.items()}
+    bottom = 2.0 + _HEIGHTS["gpu"] + _PAD
+    return Layout(layout.id, layout.name, (), (), boxes, layout.width, bottom)
+
+
 class _Tree:
     """The devices that are drawn, their parents, and boxes as they are placed."""
 

@@ -1,18 +1,18 @@
 """The HTML page of a plan's directory, and drawings of machines, plans and rings in notebooks.
 
-Importing this module gives machines, plans and rings their `_repr_html_`.
+Importing this module gives machines, plans and rings their `_repr_svg_`.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import msgspec
@@ -44,6 +44,7 @@ from tccl_py.plan.text import (
 )
 from tccl_py.report.contents import Contents, HeatMap, cell_style, cell_text, heat_maps, viridis
 from tccl_py.report.hops import (
+    DrawnHop,
     HopsView,
     LinkLoad,
     cause_view,
@@ -53,7 +54,16 @@ from tccl_py.report.hops import (
     ring_view,
     ring_views,
 )
-from tccl_py.report.machine import Layout, NvLinks, lay_out, link_words, machine_sentence, nvlinks
+from tccl_py.report.machine import (
+    Layout,
+    NvLinks,
+    depth,
+    lay_out,
+    link_words,
+    machine_sentence,
+    nvlinks,
+    row_below,
+)
 from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import MachineModel, gpu_names
@@ -192,17 +202,25 @@ def _node(contents: Contents, number: int) -> NodeView:
     hosts = {name for name, at in plan.cluster.host_classes.items() if at == number}
     # Sets without host names, as a simulated cluster has, are about equal hosts.
     hosts |= {""} if len(plan.cluster.classes) == 1 else set()
+    numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
+    return msgspec.structs.replace(
+        loaded_view(plan, number),
+        name=part.name if len(plan.cluster.classes) > 1 else "",
+        gpus=gpus,
+        maps=heat_maps(journal, gpus, numa_nodes, hosts),
+    )
+
+
+def loaded_view(plan: Plan, number: int) -> NodeView:
+    """Return the machine of a class with the plan's rings on it and the loads of its links."""
+    part = plan.cluster.classes[number]
     # Hosts of a class may have different paths: the first one's is drawn.
     path = next((path for path in plan.paths if path.node_class == number), None)
     chains = path.chains if path is not None else ()
     hops = [(hop.flow, hop.rate_gbps) for chain in chains for hop in chain.hops]
-    numa_nodes = tuple(node.index for node in part.machine.numa_nodes)
     return msgspec.structs.replace(
         node_view(part.machine, plan, number),
-        name=part.name if len(plan.cluster.classes) > 1 else "",
-        gpus=gpus,
         loads={} if _has_stand_ins(plan) else link_loads(Paths(part.machine, part.knowledge), hops),
-        maps=heat_maps(journal, gpus, numa_nodes, hosts),
     )
 
 
@@ -331,35 +349,86 @@ def check_replaceable(target: Path, directory: Path, *, force: bool) -> None:
 
 # Drawings in notebooks
 
-_HEIGHT = 640.0
-"""The height of a plan's drawing, in which rings beyond the first are reached by scrolling."""
+Scheme = Literal["light", "dark"]
+_LINE, _TITLE = 18.0, 24.0
+"""Heights of a line of text, and of a ring's title."""
 
 
-def drawing(subject: Machine | MachineModel | Plan | PlanChain | Ring) -> str:
-    """Return HTML with SVG drawings of a machine, of a ring, or of a plan's rings on its machines.
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a drawing at `y`: a machine, or a row of its GPUs, with hops below it."""
 
-    The page is inside an iframe, so that its style and the notebook's do not meet.
+    y: float
+    layout: Layout
+    node: NodeView | None = None
+    title: str = ""
+    hops: tuple[DrawnHop, ...] = ()
+
+
+def drawing(
+    subject: Machine | MachineModel | Plan | PlanChain | Ring, *, scheme: Scheme | None = None
+) -> str:
+    """Return an SVG file of a machine, of a ring, or of a plan's rings on its machines.
+
+    Its colours are those of `scheme`, or follow the reader's.
     """
-    nodes, ring, height = [], None, _HEIGHT
     if isinstance(subject, MachineModel):
         subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):
         ring = ring_view((hop.flow, getattr(hop, "rate_gbps", None)) for hop in subject.hops)
-        height = ring.bottom + 90
         lines = [" → ".join(ring.layout.boxes)]
         if isinstance(subject, PlanChain):
             lines.append(f"{subject.rate_gbps:.2f} GB/s by the plan")
+        parts = [Part(y=_LINE * len(lines) + 8, layout=ring.layout, hops=ring.hops)]
     elif isinstance(subject, Plan):
-        classes = enumerate(subject.cluster.classes)
-        nodes = [node_view(part.machine, subject, number) for number, part in classes]
         lines = repr(subject).splitlines()
+        parts = list(_plan_parts(subject, _LINE * len(lines) + 8))
     else:
-        nodes, lines = [node_view(subject)], [subject.name]
-        height = nodes[0].nvlinks.bottom + 90
-    page = templates().get_template("drawing.html").render(nodes=nodes, ring=ring, lines=lines)
-    style = f"width:100%;height:{height:.0f}px;border:0;resize:vertical"
-    return f'<iframe sandbox srcdoc="{escape(page)}" style="{style}"></iframe>'
+        lines, node = [subject.name], node_view(subject)
+        parts = [Part(y=_LINE + 8, layout=node.layout, node=node)]
+    bottoms = [part.y + _bottom(part) for part in parts]
+    words = max(len(line) for line in lines) * 7.0
+    return (
+        templates()
+        .get_template("drawing.svg")
+        .render(
+            style=Markup(_style(scheme)),
+            lines=lines,
+            parts=parts,
+            width=max(words, *(part.layout.width for part in parts)) + 4,
+            height=max(bottoms) + 6,
+        )
+    )
+
+
+def _plan_parts(plan: Plan, y: float) -> Iterator[Part]:
+    """Yield each machine with its first ring, and a row of GPUs with each further ring."""
+    for number in range(len(plan.cluster.classes)):
+        node = loaded_view(plan, number)
+        for at, ring in enumerate(ring for ring in node.rings if ring.rate is not None):
+            title = f"{ring.title}: {ring.rate:.2f} GB/s"
+            layout = row_below(node.layout) if at else node.layout
+            hops = tuple(hop.moved(layout) for hop in ring.hops) if at else ring.hops
+            part = Part(
+                y=y + _TITLE, layout=layout, node=None if at else node, title=title, hops=hops
+            )
+            yield part
+            y = part.y + _bottom(part)
+
+
+def _bottom(part: Part) -> float:
+    """Return the y below a part, counted from its own."""
+    bottom = part.layout.bottom + depth([hop.wire for hop in part.hops])
+    return max(bottom, part.node.nvlinks.bottom if part.node is not None else 0.0)
+
+
+@functools.cache
+def _style(scheme: Scheme | None) -> str:
+    loader = templates().loader
+    assert loader is not None
+    text = loader.get_source(templates(), "drawing.css")[0]
+    head, dark, tail = re.split(r"@media [^{]*{\n(.*?)\n}\n", text, maxsplit=1, flags=re.DOTALL)
+    return {None: text, "light": head + tail, "dark": head + dark + tail}[scheme]
 
 
 for _kind in (Machine, MachineModel, Plan, PlanChain, Ring):
-    setattr(_kind, "_repr_html_", drawing)  # noqa: B010 (mypy knows no such attribute)
+    setattr(_kind, "_repr_svg_", drawing)  # noqa: B010 (mypy knows no such attribute)
