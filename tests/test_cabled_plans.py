@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
+from tccl_py.experiments.target import read_target
 from tccl_py.merge.cables import steps_between
 from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
@@ -154,3 +155,15 @@ def test_hosts_with_cables_at_different_ports_are_planned_apart(tmp_path):
     plan = make_cluster_plan(made, [Simulator(load_bundled("gb10-2port"))] * 2)
     ends = [(c.entry_nic, c.exit_nic) for host in plan.hosts for c in plan.paths[host.path].chains]
     assert set(ends) == {(0, 0), (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("cables", "names"), [(ring(), {"default"}), (MIRRORED, {"default", "graph"})]
+)
+def test_every_arm_of_a_verification_has_the_variables_without_which_nothing_connects(
+    cables, names, tmp_path
+):
+    write_plan(planned(cables), tmp_path)
+    target = read_target(load_plan(tmp_path), tmp_path)
+    assert names <= {arm.name for arm in target.arms}
+    assert all("NCCL_IB_SUBNET_AWARE_ROUTING" in arm.variables for arm in target.arms)

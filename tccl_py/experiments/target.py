@@ -17,7 +17,7 @@ from tccl_py.experiments.jobs import THIS_HOST, Arm
 from tccl_py.experiments.record import Verification
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
-from tccl_py.nccl.settings import Settings, pinned_level
+from tccl_py.nccl.settings import Settings, environment, pinned_level
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import nccl_files, write_plan
@@ -58,12 +58,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
-        """Return an arm for each different environment, default NCCL, the baseline, first."""
+        """Return an arm for each different environment, default NCCL, the baseline, first.
+
+        Where cables join hosts, NCCL makes no connection without the plan's variables.
+        """
         # Each of several hosts gets the file of its own name.
         file = f"{HOSTS_FOLDER}/HOST.xml" if self.hosts else GRAPH_FILE
         arms: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
+            if self.plan.cluster.cables:
+                variables |= environment(self.plan.variables.settings)
             if name != "default":
                 variables |= choice_variables(self.plan, self.directory, name, file)
             arm = Arm(

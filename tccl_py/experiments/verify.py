@@ -40,7 +40,9 @@ def verify_target(
     # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
     with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
     groups = groups_of(launcher.world) if with_groups else ()
-    rows = (*budget.rows, *budget.rows_in(groups), *budget.transfers(groups))
+    rows = (*budget.rows, *budget.rows_in(groups))
+    # Cables need not join all pairs of hosts.
+    rows += () if target.plan.cluster.cables else budget.transfers(groups)
     workload = budget.workload
     calls = {} if workload is None else timed_calls(workload, launcher.world)
     spec = JobSpec(rows=tuple(dict.fromkeys((*rows, *calls))), training=budget.training)

@@ -36,7 +36,8 @@ def rated_along_cables(
     The rate is None, with a note, where NCCL would connect functions that no cable joins.
     """
     try:
-        used = _own_pairs(cluster, nodes, subnet_routing=subnet_routing)
+        chains = [nodes[host.node_class].stock.chains for host in cluster.hosts]
+        used = own_pairs(cluster, chains, subnet_routing=subnet_routing)
     except _NoCableError as error:
         return msgspec.structs.replace(choice, rate_gbps=None, note=str(error))
     rates = []
@@ -44,19 +45,21 @@ def rated_along_cables(
         node = nodes[host.node_class]
         own = node.stock.settings
         under = msgspec.structs.replace(own, channels=len(pairs))
-        chains = node.between(under, pairs_of(*zip(*pairs, strict=True)))
-        if chains is None:
+        rated = node.between(under, pairs_of(*zip(*pairs, strict=True)))
+        if rated is None:
             return msgspec.structs.replace(choice, rate_gbps=None, note="not rated over cables")
-        rates.append(chains.rate_gbps)
+        rates.append(rated.rate_gbps)
+        if len(node.gpus) > 1 and choice.rate_gbps is not None:
+            # These are the best chains between the NICs; NCCL's own are no faster than rated.
+            rates.append(choice.rate_gbps)
     return msgspec.structs.replace(choice, rate_gbps=min(rates))
 
 
-def _own_pairs(
-    cluster: Cluster, nodes: Sequence[ClassRates], *, subnet_routing: bool
+def own_pairs(
+    cluster: Cluster, own: Sequence[Sequence[DefaultChain]], *, subnet_routing: bool
 ) -> list[list[NicPair]]:
-    """Return the NICs in and out of each channel of NCCL's own rings, for each host."""
+    """Return the NICs in and out of each channel of NCCL's own chains, for each host."""
     steps, hosts = steps_between(cluster.cables), cluster.hosts
-    own = [nodes[host.node_class].stock.chains for host in hosts]
     crossings: list[list[NicPair]] = []
     for number, host in enumerate(hosts):
         following = (number + 1) % len(hosts)

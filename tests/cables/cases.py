@@ -10,8 +10,11 @@ from itertools import combinations
 from pathlib import Path, PurePosixPath
 
 from tccl_py.model.cluster import Cable, Cluster, Host, NodeClass, check_cluster
-from tccl_py.nccl.settings import environment
+from tccl_py.nccl.graph_search import default_choice
+from tccl_py.nccl.settings import Settings, environment
+from tccl_py.nccl.view import view
 from tccl_py.plan.host_files import files_of_hosts
+from tccl_py.planning.cables import own_pairs
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -93,6 +96,15 @@ def hand_made():
     )
 
 
+def cabled(cluster, rank_of):
+    """Return the cables between functions, with hosts by rank."""
+    return [
+        (rank_of[a.host], x, rank_of[b.host], y)
+        for a, b in (cable.ends for cable in cluster.cables)
+        for x, y in zip(a.nics, b.nics, strict=True)
+    ]
+
+
 def case(name, plan, folder):
     """Write a plan's graph files; return what the judge needs."""
     order = {host: rank for rank, host in enumerate(plan.host_order)}
@@ -102,26 +114,39 @@ def case(name, plan, folder):
     for host, rank in order.items():
         text = hand_made() if "hand-made" in name else texts[f"hosts/{host}.xml"]
         (place / f"{rank}.xml").write_text(text)
-    ends = [cable.ends for cable in plan.cluster.cables]
     chains = [plan.paths[host.path].chains for host in plan.hosts]
     count = len(chains)
     return {
         "name": name,
         "hosts": count,
         "folder": place.name,
-        "cables": [
-            (order[a.host], x, order[b.host], y)
-            for a, b in ends
-            for x, y in zip(a.nics, b.nics, strict=True)
-        ],
+        "cables": cabled(plan.cluster, order),
         "variables": environment(plan.choices["graph"].settings),
-        "hops": sorted(
-            {
-                (rank, out.exit_nic, (rank + 1) % count, into.entry_nic)
-                for rank in range(count)
-                for out, into in zip(chains[rank], chains[(rank + 1) % count], strict=True)
-            }
-        ),
+        "hops": hops_of([[(c.entry_nic, c.exit_nic) for c in each] for each in chains]),
+    }
+
+
+def hops_of(ends):
+    """Return the hops of channels from each rank to the next, by their NICs in and out."""
+    return sorted(
+        {
+            (rank, out, (rank + 1) % len(ends), into)
+            for rank, here in enumerate(ends)
+            for (_, out), (into, _) in zip(here, ends[(rank + 1) % len(ends)], strict=True)
+        }
+    )
+
+
+def by_variables(graph_case, cables, hosts, ports):
+    """Return the case of NCCL's own rings over the same hosts, without a graph file."""
+    joined = cluster(cables, hosts, ports)
+    seen = view(MODEL.machine, MODEL.knowledge, Settings(), gpus=(0,))
+    own = default_choice(seen, nodes=hosts).chains
+    return graph_case | {
+        "name": f"{graph_case['name']}, by variables alone",
+        "folder": "",
+        "cables": cabled(joined, {host: rank for rank, host in enumerate(joined.names)}),
+        "hops": hops_of(own_pairs(joined, [own] * hosts, subnet_routing=True)),
     }
 
 
@@ -130,7 +155,10 @@ def main(folder):
     shutil.rmtree(folder, ignore_errors=True)
     cases = []
     for name, (cables, hosts, ports) in CLUSTERS.items():
-        cases.append(case(name, planned(cables, hosts, ports), folder))
+        plan = planned(cables, hosts, ports)
+        cases.append(case(name, plan, folder))
+        if plan.variables.rate_gbps is not None and "hand-made" not in name:
+            cases.append(by_variables(cases[-1], cables, hosts, ports))
     by_name = {one["name"]: one for one in cases}
     wrong = by_name["ring of 3"] | {"name": "ring of 3, a cable at another port", "hops": []}
     swapped = {(1, 0): (1, 1), (1, 1): (1, 0), (1, 2): (1, 3), (1, 3): (1, 2)}
