@@ -117,6 +117,27 @@ def test_collectives_of_all_hosts_are_checked_and_timed(namespaces, directory):
     assert not ranks_alive(namespaces)
 
 
+def test_groups_of_ranks_over_hosts_are_checked_and_timed(namespaces, directory, tmp_path):
+    rows = [
+        {"collective": name, "dtype": "float32", "bytes": 4096, "groups": groups, "calls": 2}
+        for name in ("all_reduce", "send", "all_to_all")
+        for groups in ([[2, 0]], [[0, 1, 2]])
+        if (name, len(groups[0])) != ("send", 3)
+    ]
+    workload = {"name": "all", "source": "a test", "ranks": 3, "rows": rows, "format_version": 1}
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(workload))
+    words = ("verify", str(directory), *QUICK, "--workload", str(file), "--json")
+    ran = namespaces.run(*words, hosts=HOSTS, timeout_s=300)
+    assert ran.code in (0, 1), ran.stderr
+    told = json.loads(ran.stdout)["workload"]
+    timed = {(row["collective"], len(row["groups"])): row["seconds"] for row in told["rows"]}
+    # A graph file fails communicators over fewer GPUs.
+    assert set(told["choices"]) == {"default"}
+    assert len(timed) == 5 and all(seconds["default"] > 0 for seconds in timed.values())
+    assert not any(arm["wrong"] for arm in json.loads(ran.stdout)["arms"])
+
+
 def test_hosts_that_are_not_the_plans_are_refused(namespaces, directory):
     ran = namespaces.run("verify", str(directory), *QUICK, hosts=("h0", "h2"), timeout_s=120)
     assert (ran.code, ran.stdout) == (2, "")
