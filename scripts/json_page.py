@@ -22,6 +22,7 @@ from tccl_py.health.advice import Advice
 from tccl_py.health.doctor import Diagnosis
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.workloads.workload import Workload
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# JSON keys
@@ -452,6 +453,7 @@ COMMANDS: Mapping[str, Any] = {
     "overlap": Overlap,
     "doctor": Diagnosis,
     "validate": Judged,
+    "workload": Workload,
 }
 TITLES = {"plan": "tccl plan, tccl show", "pairs": "tccl measure --all-pairs"}
 

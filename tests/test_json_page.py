@@ -71,6 +71,7 @@ def test_plans_have_the_keys_of_the_page(folder):
         ("validate", ("validate", "box/nccl/graph.xml", "--machine", "amd-3090", "--json")),
         ("advise", ("advise", "amd-v100", "--json")),
         ("measure", ("measure", "0:1", "--simulate", "amd-v100", "--json")),
+        ("workload", ("workload", "pipeline", "--ranks", "3", "--json")),
         ("pairs", ("measure", "--all-pairs", "--simulate", "amd-v100", "--json")),
     ],
 )

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -10,16 +9,9 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.workloads.sources import open_workload
+from tests.recorded_ranks import calls_of
 
 WORLD = [0, 1, 2, 3]
-
-
-def calls_of(workload):
-    calls = Counter()
-    for row in workload.rows:
-        for group in row.groups:
-            calls[row.collective, row.dtype, row.bytes, group] += row.calls
-    return calls
 
 
 class Trace:

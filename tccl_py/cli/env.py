@@ -85,7 +85,7 @@ def env(
 
 
 def run(
-    directory: str = arg("DIR", "A plan's directory; not needed with --record."),
+    directory: str = arg("DIR", "A plan's directory, not needed with --record."),
     command: list[str] | None = arg("COMMAND", "The job and its arguments, after --.", None),
     *,
     record: Path | None = opt("FILE", "Write what the job communicates in a step to FILE."),

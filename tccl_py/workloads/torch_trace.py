@@ -71,12 +71,32 @@ _TRANSFERS: dict[str, Side] = {"send": "send", "recv": "recv"}
 _Args = Mapping[str, Any]
 
 
+_ARGUMENTS = (
+    "Collective name",
+    "dtype",
+    "In msg nelems",
+    "Out msg nelems",
+    "Group size",
+    "Process Group Name",
+    "Process Group Ranks",
+    "Global rank start",
+    "Global rank stride",
+    "Rank",
+    "Src Rank",
+    "Dst Rank",
+)
+
+
 class _Call(NamedTuple):
-    """A call with its time, and the number by which its kernel is told."""
+    """A call with its time, number in its group, and the number by which its kernel is told.
+
+    Equal calls share the values of their `_ARGUMENTS`.
+    """
 
     time: float
+    sequence: object
     external: object
-    args: _Args
+    values: tuple[Any, ...]
 
 
 def read_torch_traces(paths: Sequence[Path]) -> Recording:
@@ -103,6 +123,7 @@ class _Trace:
         self.where = where
         self.rank = -1
         self.calls: list[_Call] = []
+        self._values: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.streams: dict[object, object] = {}
         self.steps: set[str] = set()
         self.graphs = 0
@@ -157,7 +178,10 @@ class _Trace:
             if kind == "kernel":
                 self.streams[args.get("External id")] = args.get("stream")
             elif name == "record_param_comms":
-                self.calls.append(_Call(float(event["ts"]), args.get("External id"), args))
+                values = tuple(args.get(name) for name in _ARGUMENTS)
+                values = self._values.setdefault(values, values)
+                marks = args.get("Seq"), args.get("External id")
+                self.calls.append(_Call(float(event["ts"]), *marks, values))
 
 
 def _rank_in(head: str, decoder: json.JSONDecoder) -> int:
@@ -177,23 +201,26 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
     rank = recording.rank(number, (number,), number)
     groups: dict[int, TransferGroup] = {}
     for at, made in enumerate(sorted(trace.calls, key=lambda made: made.time)):
-        name = str(made.args["Collective name"])
+        args = dict(zip(_ARGUMENTS, made.values, strict=True))
+        name = str(args["Collective name"])
         if any(part in name.lower() for part in _SILENT):
             continue
         try:
-            on, ranks = _communicator(recording, rank, made.args)
+            on, ranks = _communicator(recording, rank, args)
             stream = rank.stream(trace.streams.get(made.external))
             place = ranks.index(number)
             if (side := _TRANSFERS.get(name)) is not None:
                 group = groups.setdefault(on.number, TransferGroup(recording, rank, on, place))
-                peer = ranks.index(int(made.args[f"{'Dst' if name == 'send' else 'Src'} Rank"]))
-                transfer = peer, _bytes(made.args, "In")
+                peer = ranks.index(int(args[f"{'Dst' if name == 'send' else 'Src'} Rank"]))
+                transfer = peer, _bytes(args, "In")
                 # Calls of a group have one number; without one each is alone.
-                group.add(side, transfer, made.args.get("Seq", -at - 1), stream)
+                group.add(
+                    side, transfer, -at - 1 if made.sequence is None else made.sequence, stream
+                )
                 continue
             if on.number in groups:
                 groups[on.number].close()
-            event = _event(on, place, name, made.args, stream)
+            event = _event(on, place, name, args, stream)
         except (ValueError, KeyError, TypeError) as error:
             fault = f"has a call of {name[:40]} that is not understood ({error})"
             raise InputError(where, fault[:300], _WHOLE) from error

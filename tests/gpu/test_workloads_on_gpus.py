@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 
 from tccl_py.workloads.workload import read_workload
 from tests.gpu.ranks import REAL, REPOSITORY
+from tests.recorded_ranks import calls_of
 
 pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
 RANKS, TRACED = 8, 4
@@ -35,15 +35,6 @@ def tccl(*words, **variables):
 def job(*words):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     return *torchrun, "--nproc-per-node", RANKS, "-m", "tests.gpu.recorded_job", *words
-
-
-def calls_of(workload):
-    """Calls of a step by collective, dtype, bytes and ranks."""
-    calls = Counter()
-    for row in workload.rows:
-        for group in row.groups:
-            calls[row.collective, row.dtype, row.bytes, group] += row.calls
-    return calls
 
 
 def counted_by(folder):

@@ -1,0 +1,102 @@
+"""`tccl run --record`: the job runs as it would, and its logs become a workload."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tccl_py.workloads.workload import read_workload
+from tests.recorded_ranks import RankLog, calls_of
+
+JOB = """
+import os, shutil, sys
+place = os.path.dirname(os.environ["NCCL_DEBUG_FILE"]).replace("%%", "%")  # as NCCL does
+for path in sys.argv[2:]:
+    shutil.copy(path, place)
+print(os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"])
+sys.exit(int(sys.argv[1]))
+"""
+"""A job whose ranks are the logs that NCCL would write."""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The command of a job of two ranks, without its exit code and logs; and its logs."""
+    (tmp_path / "job.py").write_text(JOB)
+    logs = []
+    for rank in range(2):
+        log = RankLog(rank, 2)
+        for _ in range(5):
+            log.call("AllReduce", 10)
+        logs.append(tmp_path / f"{rank}.log")
+        logs[-1].write_text("".join(log.lines))
+    return [sys.executable, tmp_path / "job.py"], logs
+
+
+def run(*words, **variables):
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("NCCL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "tccl_py", "run", *map(str, words)],
+        env={**clean, **variables}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_a_recorded_job_keeps_its_exit_code_and_leaves_its_workload_alone(job, tmp_path):
+    (command, logs), out = job, tmp_path / "out" / "100%p.json"
+    out.parent.mkdir()
+    done = run("--record", out, "--", *command, 3, *logs)
+    assert (done.returncode, done.stdout) == (3, "INFO INIT,COLL\n")
+    workload = read_workload(out)
+    assert calls_of(workload) == {("all_reduce", "float32", 40, (0, 1)): 1}
+    assert (workload.name, workload.steps) == ("100%p", 5)
+    assert "a line takes" in done.stderr
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_users_own_log_settings_are_not_replaced_without_a_word(job, tmp_path):
+    command, logs = job
+    own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_SUBSYS": "NET", "NCCL_DEBUG_FILE": "/tmp/mine"}
+    done = run("--record", tmp_path / "it.json", "--", *command, 0, *logs, **own)
+    assert done.stdout == "INFO NET,INIT,COLL\n"
+    assert all(f"{name} is" in done.stderr for name in own)
+
+
+def test_logs_that_miss_ranks_stay_and_are_read_with_the_others_later(job, tmp_path):
+    (command, logs), out = job, tmp_path / "it.json"
+    done = run("--record", out, "--", *command, 0, logs[0])
+    assert done.returncode == 2 and "1 of the 2 ranks" in done.stderr
+    again = run("--record", out, "--", *command, 0, *logs)
+    assert again.returncode == 2 and "earlier recording" in again.stderr
+    words = [sys.executable, "-m", "tccl_py", "workload", f"{out}.logs", logs[1], "-o", out]
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+    assert read_workload(out).steps == 5
+
+
+def test_one_rank_of_a_job_leaves_the_reading_to_the_end_of_all(job, tmp_path):
+    (command, logs), out = job, tmp_path / "it.json"
+    for rank, log in enumerate(logs):
+        launched = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+        done = run("--record", out, "--", *command, 0, log, **launched)
+        assert (done.returncode, out.exists()) == (0, False)
+        assert f"tccl workload {out}.logs" in done.stderr
+
+
+def test_a_job_without_nccl_leaves_nothing(tmp_path):
+    done = run("--record", tmp_path / "it.json", "--", "true")
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert run("--record", tmp_path / "it.json", "--", "no-such-program").returncode == 127
+    assert run("--record", tmp_path / "it.json", "--gpus", "0", "--", "true").returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_signals_reach_a_recorded_job(tmp_path):
+    words = ["-m", "tccl_py", "run", "--record", tmp_path / "it.json", "--", "sh", "-c"]
+    script = f"trap 'exit 9' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    with subprocess.Popen([sys.executable, *map(str, words), script]) as process:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 9
