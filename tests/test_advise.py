@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
@@ -41,6 +42,12 @@ def test_a_topology_file_of_nccl_is_enough():
     assert (result.exit_code, found["simulated"]) == (0, True)
     assert found["sure"].startswith("low")
     assert "4 GPUs" in found["machine"]
+
+
+def test_rules_that_were_not_checked_for_a_release_are_an_assumption():
+    request = replace(advice_request("amd-v100", seconds=1000), version="2.35.1")
+    found = advise(machine_subject(request, pytest.fail))
+    assert any("NCCL 2.35.1 is newer than 2.32" in text for text in found.assumptions)
 
 
 def test_problems_of_the_host_come_with_their_fix():

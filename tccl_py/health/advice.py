@@ -14,6 +14,7 @@ from tccl_py.health.doctor import Diagnosis
 from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.transport import TRANSPORTS, pair_mechanism
+from tccl_py.nccl.versions import unchecked
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_basis, size_json, size_lines, size_notes
@@ -112,7 +113,7 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
         size_basis=size_basis(plan),
         by_size=tuple(size_json(plan)),
         poor=tuple(size_notes(plan)),
-        assumptions=tuple(assumptions(plan)),
+        assumptions=(*assumptions(plan), *filter(None, [unchecked(plan.settings.version)])),
         problems=tuple(f"{bad.severity.upper()} {bad.what}; {bad.fix}" for bad in problems),
         following=_PLAN_FIRST if not plan.simulated else f"on the machine: {_PLAN_FIRST}",
     )
@@ -153,6 +154,4 @@ def _sure(plan: Plan, subject: Subject) -> str:
         level = "low" if plan.assumed else "medium"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
-    return (
-        f"medium: {counted(plan.sets_measured, 'set')} measured here{error}; no NCCL job ran{cut}"
-    )
+    return f"medium: {counted(plan.sets_measured, 'set')} measured here{error}; no NCCL job was timed{cut}"
