@@ -154,4 +154,5 @@ def _sure(plan: Plan, subject: Subject) -> str:
         level = "low" if plan.assumed else "medium"
         return f"{level}: by a model with {provenances_text(subject.model)} parameters{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
-    return f"medium: {counted(plan.sets_measured, 'set')} measured here{error}; no NCCL job was timed{cut}"
+    sets = counted(plan.sets_measured, "set")
+    return f"medium: {sets} measured here{error}; no NCCL job was timed{cut}"
