@@ -3,6 +3,7 @@
 import xml.etree.ElementTree as ET
 from pathlib import PurePosixPath
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,3 +168,11 @@ def test_every_arm_of_a_verification_has_the_variables_without_which_nothing_con
     target = read_target(load_plan(tmp_path), tmp_path)
     assert names <= {arm.name for arm in target.arms}
     assert all("NCCL_IB_SUBNET_AWARE_ROUTING" in arm.variables for arm in target.arms)
+
+
+def test_a_plan_whose_jobs_need_variables_never_recommends_to_leave_nccl_as_it_is():
+    plan = msgspec.structs.replace(planned(ring()), winner="default")
+    assert plan.recommended == "variables"
+    facing = planned([(0, 0, 1, 0), (0, 1, 1, 1)], 2)
+    assert facing.choices["default"].rate_gbps is not None
+    assert not facing.connects_by_variables

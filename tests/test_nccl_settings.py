@@ -162,7 +162,9 @@ def test_misspelt_names_and_values_are_told():
     level, switch, other = notices(given)
     assert "ignores NCCL_P2P_LEVEL=BANANA" in level and "SYS" in level
     assert "NCCL_NVLS_ENABLE=off as 0" in switch
-    (missed,) = unfollowed(["NCCL_PXN_DISABLE", "NCCL_DEBUG"])
+    (missed,) = unfollowed(
+        {"NCCL_PXN_DISABLE": "1", "NCCL_DEBUG": "INFO", "NCCL_IB_MERGE_NICS": "0"}
+    )
     assert "NCCL_PXN_DISABLE" in missed
     assert other.endswith("no variable A")
 

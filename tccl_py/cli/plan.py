@@ -94,7 +94,7 @@ def plan(
     p2p: str | None = options.P2P,
     noise: float | None = options.NOISE,
     seed: int | None = options.SEED,
-    switches: Path | None = advanced("FILE", "Switches: topology.conf, or YAML."),
+    switches: Path | None = advanced("FILE", "Switches (topology.conf, or YAML) or cables."),
     extend: bool = advanced_flag("--extend", "Add hosts to the plan in DIR."),
     keep_order: bool = advanced_flag("--keep-order", "Keep the order of the hosts."),
     gpus_per_job: str | None = advanced("LIST", "GPUs of a host that jobs use, as 8,4,4-7,0+2."),

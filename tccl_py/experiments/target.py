@@ -60,14 +60,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def arms(self) -> tuple[Arm, ...]:
         """Return an arm for each different environment, default NCCL, the baseline, first.
 
-        Where cables join hosts, NCCL makes no connection without the plan's variables.
+        Where NCCL makes no connection without the plan's variables, the baseline has them too.
         """
         # Each of several hosts gets the file of its own name.
         file = f"{HOSTS_FOLDER}/HOST.xml" if self.hosts else GRAPH_FILE
         arms: dict[tuple[tuple[str, str], ...], Arm] = {}
         for name, choice in self.plan.choices.items():
             variables = dict(self.plan.pinned_env)
-            if self.plan.cluster.cables:
+            if self.plan.connects_by_variables:
                 variables |= environment(self.plan.variables.settings)
             if name != "default":
                 variables |= choice_variables(self.plan, self.directory, name, file)

@@ -7,7 +7,7 @@ in ncclGetLevel (graph/paths.cc). NCCL itself ignores names that it does not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -92,7 +92,9 @@ def notices(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"NCCL reads {setting} as {c_integer(text)[0]}: {rest[:60]!r} is no number"
 
 
-def unfollowed(variables: Iterable[str]) -> Iterator[str]:
+def unfollowed(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence on each variable that changes NCCL's graphs and is no rule here."""
     for name in sorted({*_UNFOLLOWED} & {*variables}):
-        yield f"{name} can give NCCL other paths, NICs or channels, which are not followed here"
+        # No rule here merges NICs.
+        if (name, variables[name]) != ("NCCL_IB_MERGE_NICS", "0"):
+            yield f"{name} can give NCCL other paths, NICs or channels, which are not followed here"

@@ -326,7 +326,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def recommended(self) -> ChoiceName:
         """The winner of jobs, or the smallest choice as good as the best; see `as_good`."""
-        return self.winner or as_good(self.rates)
+        name = self.winner or as_good(self.rates)
+        return "variables" if name == "default" and self.connects_by_variables else name
+
+    @property
+    def connects_by_variables(self) -> bool:
+        """Whether NCCL makes connections only with variables: jobs of its own rings have them."""
+        return bool(self.cluster.cables) and self.stock.rate_gbps is None
 
     @property
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:

@@ -195,8 +195,10 @@ def journal_by_class(
 def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Iterator[Cluster]:
     """Yield pairs of measured hosts, the first of a class: new classes were measured with others.
 
-    Hosts that a plan was extended by had the partners at hand.
+    Hosts that a plan was extended by had the partners at hand. Cables lead to fixed ones.
     """
+    if cluster.cables:
+        return
     classes = cluster.host_classes
     measured = [name for name in header.hosts if name in classes]
     own = [name for name in measured if classes[name] == number][:MOST_ODD]
