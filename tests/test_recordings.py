@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError
 from tccl_py.workloads.assembly import workload_of
 from tccl_py.workloads.nccl_log import read_nccl_logs
+from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.steps import steady_run
 from tests.recorded_ranks import MADE, RankLog, calls_of
@@ -64,7 +65,7 @@ def test_steady_steps_alone_are_counted(tmp_path):
         log.call("ReduceScatter", 10, dtype=9)
 
     workload = read(logs_of(4, 7, step), tmp_path)
-    assert (workload.ranks, workload.steps, workload.notices) == (4, 7, ())
+    assert (workload.ranks, workload.steps, workload.notices) == (4, 7, (GRAPHS,))
     assert calls_of(workload) == {
         ("all_reduce", "float32", 4000, ALL): 3,
         ("reduce_scatter", "bfloat16", 80, ALL): 1,
@@ -109,7 +110,7 @@ def test_ranks_of_several_hosts_that_no_communicator_joins_are_numbered_by_host(
                 logs[-1].call("AllReduce", 3)
     workload = read(logs, tmp_path)
     assert [row.groups for row in workload.rows] == [((2, 3), (0, 1))]
-    assert "host" in workload.notices[0]
+    assert "host" in workload.notices[1]
 
 
 def test_calls_on_streams_of_their_own_are_told(tmp_path):
@@ -121,13 +122,34 @@ def test_calls_on_streams_of_their_own_are_told(tmp_path):
     assert [(row.bytes, row.stream) for row in rows] == [(12, 0), (16, 1)]
 
 
-def test_calls_that_look_captured_are_named_and_the_log_is_said_to_lack_replays(tmp_path):
-    log_pair = [RankLog(rank, 2) for rank in range(2)]
-    for log in log_pair:
+def test_a_log_without_repetition_is_one_step_and_replays_are_said_to_be_missing(tmp_path):
+    logs = [RankLog(rank, 2) for rank in range(2)]
+    for log in logs:
         for layer in range(6):
-            log.call("AllReduce", 10 + layer, buffer="0x9", same=True)
-    first, second = read(log_pair, tmp_path).notices
-    assert "10 calls look captured" in first and "replay" in second
+            log.call("AllReduce", 10 + layer)
+    workload = read(logs, tmp_path)
+    assert (workload.steps, len(workload.rows)) == (0, 6)
+    assert "replayed" in workload.notices[0] and "repetition" in workload.notices[1]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_groups_are_told_also_where_nccls_count_of_operations_stays(frozen, tmp_path):
+    def step(log):
+        half = 4 if log.rank < 4 else -4
+        log.call("Send" if half > 0 else "Recv", 8, root=log.rank + half)
+        log.group([("Recv", 5, (log.rank - 1) % 8), ("Send", 5, (log.rank + 1) % 8)])
+        log.call("Recv" if half > 0 else "Send", 8, root=log.rank + half)
+        for _ in range(2):
+            blocks = [(name, 6, peer) for peer in range(8) for name in ("Send", "Recv")]
+            log.group(blocks)
+        if frozen:
+            log.counts.clear()
+
+    assert calls_of(read(logs_of(8, 5, step), tmp_path)) == {
+        **{("send", "int8", 32, (at, (at + 4) % 8)): 1 for at in range(8)},
+        ("send_recv", "int8", 20, tuple(range(8))): 1,
+        ("all_to_all", "int8", 192, tuple(range(8))): 2,
+    }
 
 
 def test_steps_of_changing_sizes_are_told_and_averaged(tmp_path):

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from tccl_py.errors import InputError, counted, require
 from tccl_py.workloads.recording import (
-    GRAPHS,
     TRANSFERRED,
     Event,
     Op,
@@ -58,7 +57,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
     if unequal:
         notices.append(f"Ranks of a communicator differ in {counted(unequal, 'row')}: cut logs?")
     if not steps:
-        notices.append(f"No steps were told by repetition: a step is all that is here. {GRAPHS}")
+        notices.append("No steps were told by repetition: a step is all that is here.")
     for left_out, count in recording.left_out.items():
         notices.append(f"{counted(count, 'call')} of {left_out} left out.")
     if len(rows) > MAX_ROWS:

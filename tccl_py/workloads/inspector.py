@@ -20,6 +20,7 @@ from tccl_py.files import reading
 from tccl_py.workloads.recording import (
     Recording,
     Side,
+    Transfer,
     TransferGroup,
     call,
 )
@@ -121,7 +122,7 @@ def _add(
         if key not in groups:
             groups[key] = TransferGroup(recording, rank, on, header.rank)
         side: Side = "send" if sent.p2p == "Send" else "recv"
-        groups[key].add(side, (sent.p2p_peer, sent.p2p_msg_size_bytes), None, 0)
+        groups[key].add(Transfer(side, sent.p2p_peer, sent.p2p_msg_size_bytes), None, 0)
     elif (made := line.coll_perf) is not None:
         collective = _COLLECTIVES.get(made.coll)
         if collective is None:

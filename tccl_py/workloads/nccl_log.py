@@ -21,8 +21,10 @@ from tccl_py.workloads.recording import (
     RecordedRank,
     Recording,
     Side,
+    Transfer,
     TransferGroup,
     call,
+    rooted,
     transfers,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadCollective, WorkloadDtype
@@ -61,17 +63,13 @@ _Process = tuple[int, bytes, bytes]
 
 
 class _Made(NamedTuple):
-    """A communicator of a process; `key` tells it from others.
-
-    `buffers` are those received into since NCCL's count of operations, their key, last moved.
-    """
+    """A communicator of a process; `key` tells it from others."""
 
     communicator: RecordedCommunicator
     place: int
     rank: RecordedRank
     key: object
     group: TransferGroup
-    buffers: dict[bytes, set[bytes]]
 
 
 def read_nccl_logs(paths: Sequence[Path]) -> Recording:
@@ -103,7 +101,7 @@ class _Reader:
         self.recording = recording
         self._made: dict[tuple[_Process, bytes], _Made] = {}
         self._times: dict[object, int] = {}
-        self._unknown = self._stuck = 0
+        self._unknown = 0
 
     def read(self, line: bytes, file: int) -> None:
         """Read a line of file number `file`."""
@@ -119,9 +117,7 @@ class _Reader:
         fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
         right = "record from the start of the job with NCCL_DEBUG_SUBSYS=INIT,COLL"
         require(not self._unknown, self.recording.where, fault, right)
-        if self._stuck:
-            fault = f"{counted(self._stuck, 'call')} look captured in CUDA graphs."
-            self.recording.notices.append(f"{fault} {GRAPHS}")
+        self.recording.notices.append(GRAPHS)
 
     def _read_communicator(self, match: re.Match[bytes], process: _Process) -> None:
         bus, place = match["bus"], int(match["rank"])
@@ -139,7 +135,7 @@ class _Reader:
         if (old := self._made.get((process, match["comm"]))) is not None:
             old.group.close()
         group = TransferGroup(self.recording, rank, communicator, place)
-        self._made[process, match["comm"]] = _Made(communicator, place, rank, key, group, {})
+        self._made[process, match["comm"]] = _Made(communicator, place, rank, key, group)
 
     def _read_call(self, match: re.Match[bytes], process: _Process) -> None:
         made = self._made.get((process, match["comm"]))
@@ -153,29 +149,14 @@ class _Reader:
         own, stream = made.communicator, made.rank.stream(match["stream"])
         size = int(match["count"]) * ELEMENT_BYTES[_DTYPES[dtype]]
         if (side := _TRANSFERS.get(name)) is not None:
-            # Calls of a group have one count of operations.
-            made.group.add(side, (root, size), match["op"], stream)
+            # Between hosts calls of a group alone have one count of operations.
+            made.group.add(Transfer(side, root, size), match["op"], stream)
             return
         made.group.close()
-        self._note_capture(made, match["op"], match["received"])
         if (collective := _COLLECTIVES.get(name)) is not None:
             size *= own.size if collective in TIMES_RANKS else 1
             event = call(own, collective, _DTYPES[dtype], size, stream)
         else:
-            others = [(place, size) for place in range(own.size) if place != made.place]
-            to_root = [(root, size)] if made.place != root else []
-            sends = to_root if name == b"Gather" else others * (made.place == root)
-            event = transfers(own, made.place, sends, (), stream)
+            sends = rooted(name == b"Gather", root, own.size, made.place, size)
+            event = transfers(own, made.place, sends, stream)
         self.recording.add(made.rank, event)
-
-    def _note_capture(self, made: _Made, op: bytes, buffer: bytes) -> None:
-        """Count calls that use a buffer again while NCCL's count of operations stays.
-
-        No group of calls does that. Until 2.22, and with a network, the count stays while a CUDA
-        graph is captured.
-        """
-        if op not in made.buffers:
-            made.buffers.clear()
-        buffers = made.buffers.setdefault(op, set())
-        self._stuck += buffer in buffers
-        buffers.add(buffer)

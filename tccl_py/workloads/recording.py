@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tccl_py.errors import InputError, require
 from tccl_py.workloads.workload import (
@@ -28,8 +28,8 @@ COPIED: WorkloadDtype = "int8"
 TRANSFERRED = frozenset({"all_to_all", "send_recv", "send", "recv"})
 REDUCED = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 GRAPHS = (
-    "Calls captured in a CUDA graph are recorded once, however often the graph was replayed: NCCL "
-    "logs no replays."
+    "A call that a CUDA graph captured is in NCCL's log once, however often it was replayed: the "
+    "log cannot tell it from others."
 )
 
 
@@ -48,9 +48,16 @@ class Op(NamedTuple):
 
 
 Event = tuple[Op, ...]
-Transfer = tuple[int, int]
-"""Peer and bytes of a send or a receive."""
 Side = Literal["send", "recv"]
+_SIDES: tuple[Side, ...] = get_args(Side)
+
+
+class Transfer(NamedTuple):
+    """A send to a peer, or a receive from it."""
+
+    side: Side
+    peer: int
+    bytes: int
 
 
 class RecordedRank:
@@ -145,63 +152,92 @@ def call(
 def transfers(
     on: RecordedCommunicator,
     place: int,
-    sends: Sequence[Transfer],
-    receives: Sequence[Transfer],
+    made: Sequence[Transfer],
     stream: int,
     *,
     grouped: bool = True,
 ) -> Event:
-    """Return the event of sends and receives of the rank at `place`.
+    """Return the event of sends and receives of the rank at `place`, in the order of their calls.
 
     An all-to-all names the rank itself, or all others; blocks without elements are left out of it.
     A source without groups (`grouped`) has no blocks of a rank for itself: they are as the others.
     """
-    targets, origins = ({peer for peer, _ in side} for side in (sends, receives))
-    to_itself = place in targets and place in origins
-    if on.size > 1 and (
-        to_itself or (len(targets | origins) == on.size - 1 > 1 and targets and origins)
-    ):
-        size = max(sum(count for _, count in side) for side in (sends, receives))
+    if _is_all_to_all(on, place, made):
+        size = max(sum(part.bytes for part in made if part.side == side) for side in _SIDES)
         size = size if grouped else size * on.size // (on.size - 1)
         return call(on, "all_to_all", COPIED, size, stream)
-    after, before = (place + 1) % on.size, (place - 1) % on.size
-    exchange = [(after, size) for _, size in sends], [(before, size) for _, size in sends]
-    if grouped and len(sends) == 1 and exchange == (list(sends), list(receives)):
-        return (Op(on.number, "send_recv", COPIED, sends[0][1], stream, after),)
-    ops = [Op(on.number, "send", COPIED, size, stream, peer) for peer, size in sends]
-    ops += [Op(on.number, "recv", COPIED, size, stream, peer) for peer, size in receives]
-    return tuple(op for op in sorted(ops) if op.bytes and op.peer != place)
+    ring = {("send", (place + 1) % on.size), ("recv", (place - 1) % on.size)}
+    ops: list[Op] = []
+    rest = [part for part in made if part.bytes and part.peer != place]
+    while rest:
+        first, *others = rest
+        pair = {(part.side, part.peer) for part in rest[:2]}
+        exchange = grouped and pair == ring and first.bytes == others[0].bytes
+        collective = "send_recv" if exchange else first.side
+        peer = (place + 1) % on.size if exchange else first.peer
+        ops.append(Op(on.number, collective, COPIED, first.bytes, stream, peer))
+        rest = others[1:] if exchange else others
+    return tuple(ops)
+
+
+def rooted(gather: bool, root: int, ranks: int, place: int, size: int) -> list[Transfer]:
+    """Return the sends of the rank at `place` in a gather to a root, or a scatter from it."""
+    if gather:
+        return [Transfer("send", root, size)] * (place != root)
+    others = [Transfer("send", at, size) for at in range(ranks) if at != root]
+    return others * (place == root)
+
+
+def _is_all_to_all(on: RecordedCommunicator, place: int, made: Sequence[Transfer]) -> bool:
+    targets, origins = ({part.peer for part in made if part.side == side} for side in _SIDES)
+    all_others = len((targets | origins) - {place}) == on.size - 1
+    return on.size > 1 and (
+        place in targets & origins or (all_others and len(targets & origins) > 1)
+    )
 
 
 class TransferGroup:
-    """Sends and receives of a rank on a communicator that are one event, at their first's place."""
+    """Sends and receives of a rank on a communicator that are one event, at their first's place.
+
+    Sources tell groups in part: within one host NCCL's count of operations stays. So a group also
+    ends where a rank sends to a peer again.
+    """
 
     def __init__(
         self, recording: Recording, rank: RecordedRank, on: RecordedCommunicator, place: int
     ) -> None:
         self._recording, self._rank, self._on, self._place = recording, rank, on, place
-        self._sides: dict[str, list[Transfer]] = {"send": [], "recv": []}
+        self._made: list[Transfer] = []
         self._key: object = None
         self._stream = self._at = 0
 
-    def add(
-        self, side: Literal["send", "recv"], transfer: Transfer, key: object, stream: int
-    ) -> None:
+    def add(self, transfer: Transfer, key: object, stream: int) -> None:
         """Add to the group, or begin the next: with another key, or where a peer comes again."""
-        again = any(peer == transfer[0] for peer, _ in self._sides[side])
-        if again or (key, stream) != (self._key, self._stream):
+        if (key, stream) != (self._key, self._stream):
             self.close()
-        if not any(self._sides.values()):
-            self._key, self._stream, self._at = key, stream, len(self._rank.events)
-            self._recording.add(self._rank, ())
-        self._sides[side].append(transfer)
+        ends = [(part.side, part.peer) for part in self._made]
+        if (transfer.side, transfer.peer) in ends:
+            after = ends.index((transfer.side, transfer.peer)) + 1
+            # Sends that an all-to-all follows in the group are no part of it.
+            begun = len({peer for _, peer in ends[after:]}) > 2
+            whole = _is_all_to_all(self._on, self._place, self._made) or not begun
+            rest = [] if whole else self._made[after:]
+            self._made = self._made[: len(self._made) - len(rest)]
+            self.close()
+            self._begin(key, stream, rest)
+        elif not self._made:
+            self._begin(key, stream, [])
+        self._made.append(transfer)
+
+    def _begin(self, key: object, stream: int, made: list[Transfer]) -> None:
+        self._key, self._stream, self._made = key, stream, made
+        self._at = len(self._rank.events)
+        self._recording.add(self._rank, ())
 
     def close(self) -> None:
         """Give the group its event."""
-        if any(self._sides.values()):
-            sides, grouped = self._sides, self._recording.in_order
-            event = transfers(
-                self._on, self._place, sides["send"], sides["recv"], self._stream, grouped=grouped
-            )
+        if self._made:
+            grouped = self._recording.in_order
+            event = transfers(self._on, self._place, self._made, self._stream, grouped=grouped)
             self._rank.events[self._at] = self._recording.number(event)
-            self._sides = {"send": [], "recv": []}
+            self._made = []

@@ -25,8 +25,10 @@ from tccl_py.workloads.recording import (
     RecordedRank,
     Recording,
     Side,
+    Transfer,
     TransferGroup,
     call,
+    rooted,
     transfers,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, MAX_RANKS, WorkloadCollective, WorkloadDtype
@@ -212,11 +214,9 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
             if (side := _TRANSFERS.get(name)) is not None:
                 group = groups.setdefault(on.number, TransferGroup(recording, rank, on, place))
                 peer = ranks.index(int(args[f"{'Dst' if name == 'send' else 'Src'} Rank"]))
-                transfer = peer, _bytes(args, "In")
+                transfer = Transfer(side, peer, _bytes(args, "In"))
                 # Calls of a group have one number; without one each is alone.
-                group.add(
-                    side, transfer, -at - 1 if made.sequence is None else made.sequence, stream
-                )
+                group.add(transfer, -at - 1 if made.sequence is None else made.sequence, stream)
                 continue
             if on.number in groups:
                 groups[on.number].close()
@@ -260,10 +260,9 @@ def _event(
     if name == "barrier":
         return call(on, "all_reduce", "float32", 4, stream)
     if name in ("gather", "scatter"):
-        root, others = int(args["Rank"]), [at for at in range(on.size) if at != place]
         size = _bytes(args, "In" if name == "gather" else "Out")
-        targets = [root] * (place != root) if name == "gather" else others * (place == root)
-        return transfers(on, place, [(at, size) for at in targets], (), stream)
+        sends = rooted(name == "gather", int(args["Rank"]), on.size, place, size)
+        return transfers(on, place, sends, stream)
     collective = _NAMES.get(name)
     if collective is None:
         return None
