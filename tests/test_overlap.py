@@ -9,6 +9,8 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +20,8 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import Launcher, Outcome
 from tccl_py.experiments.overlap import lines_of, parse_sets, row_sets, span, time_overlap
 from tccl_py.experiments.spec import JobResult
-from tccl_py.experiments.together import ThreadStopwatch
+from tccl_py.experiments.together import ThreadStopwatch, time_set
+from tccl_py.rank_processes.rank import Communicator
 from tests.processes import alive, children
 from tests.test_json_page import same_keys
 
@@ -122,6 +125,24 @@ def test_pieces_of_work_run_at_the_same_time():
 def test_an_error_in_a_piece_of_work_is_not_lost():
     with pytest.raises(ZeroDivisionError):
         ThreadStopwatch().together([lambda: 1 / 0, lambda: None])
+
+
+def test_gemms_beside_a_copy_run_on_its_gpu_and_counts_are_agreed_on_the_ranks_own(monkeypatch):
+    torch, busy, multiply = MagicMock(), [], MagicMock()
+    torch.device = lambda kind, index: SimpleNamespace(type=kind, index=index)
+    torch.cuda.Event().elapsed_time.return_value = 1.0
+    torch.tensor().tolist.return_value = [3.0]
+    torch.full().__eq__ = lambda *_: MagicMock()  # all bytes are right
+    made = "tccl_py.experiments.together.gemms"
+    monkeypatch.setattr(made, lambda on, _: busy.append(on.device.index) or multiply)
+    own = Communicator(
+        torch=torch, dist=MagicMock(), rank=0, members=(0,), device=torch.device("cuda", 0)
+    )
+    *_, beside_gemm = sets_of((2, 3), copies=True)
+    times, wrong = time_set(own, beside_gemm)
+    assert ([len(row) for row in times["concurrent"]], wrong) == ([3, 3], ())
+    # torch refuses a collective on another device than the process group's.
+    assert (busy, torch.tensor.call_args.kwargs["device"].index) == ([2], 0)
 
 
 def test_few_samples_give_all_they_have():

@@ -95,13 +95,13 @@ def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[
 
     Rows are timed alone and together in turn, so that drift favours neither.
     """
-    cuda, devices = communicator.cuda, [communicator.device.index]
-    copied = [place for row in rows.rows if row.mode == "copy" for place in row.groups[0]]
-    if copied and cuda:
-        devices = list(dict.fromkeys(copied))
-        device = communicator.torch.device("cuda", devices[0])
-        communicator = replace(communicator, device=device)
-    watch = CudaStopwatch(communicator.torch, devices) if cuda else ThreadStopwatch()
+    torch, cuda, busy = communicator.torch, communicator.cuda, communicator
+    devices = [place for row in rows.rows if row.mode == "copy" for place in row.groups[0]]
+    devices = list(dict.fromkeys(devices)) or [communicator.device.index]
+    if cuda:
+        # The communicator's own device is another one than that of copies and of GEMMs beside them.
+        busy = replace(communicator, device=torch.device("cuda", devices[0]))
+    watch = CudaStopwatch(torch, devices) if cuda else ThreadStopwatch()
 
     def single(part: Part | None) -> float:
         communicator.dist.barrier()  # A stopwatch waits for its devices first.
@@ -109,7 +109,7 @@ def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[
 
     parts = [_part(communicator, row, rows.calls) for row in rows.rows if row.mode != "gemm"]
     if len(parts) < len(rows.rows):
-        multiply, (other,) = gemms(communicator, 4096 if cuda else 256), parts
+        multiply, (other,) = gemms(busy, 4096 if cuda else 256), parts
         for _ in range(_WARM_UPS + 1):
             seconds, of_one = single(other), single(Part(multiply))
         count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
