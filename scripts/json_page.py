@@ -378,8 +378,15 @@ class Measured(Keys, kw_only=True):
     outliers: Any = UNSET
 
 
+class Difference(Keys, kw_only=True):
+    """A fact in which two plans differ, as `tccl diff --json` prints it."""
+
+    what: str
+    values: Annotated[list[Any], says("of the first plan and of the second")]
+
+
 class Pair(Keys, kw_only=True):
-    """A pair of `tccl measure --all-pairs --json`."""
+    """A pair of `tccl measure --json` without sets."""
 
     from_: int = msgspec.field(name="from")
     to: int
@@ -451,11 +458,12 @@ COMMANDS: Mapping[str, Any] = {
     "measure": list[Measured],
     "pairs": list[Pair],
     "overlap": Overlap,
+    "diff": list[Difference],
     "doctor": Diagnosis,
     "validate": Judged,
     "workload": Workload,
 }
-TITLES = {"plan": "tccl plan, tccl show", "pairs": "tccl measure --all-pairs"}
+TITLES = {"plan": "tccl plan, tccl show", "pairs": "tccl measure without sets"}
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.model.measurement import JournalHeader
+from tccl_py.model.measurement import JOURNAL_FILE, JournalHeader
 from tccl_py.model.rings import bounce, direct_write
 from tccl_py.model.transfer import transfer_set
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench

@@ -73,7 +73,10 @@ BAD = {
         ("discover", "--nccl-topology", TOPOLOGY, "-o", "."),
         ".: is a directory",
     ),
-    "no set": (("measure", *ON), "SET: is missing; name flows, as 0:1, or add --all-pairs"),
+    "matrix of a set": (
+        ("measure", SET, *ON, "--csv"),
+        "--csv beside SET: is for all pairs; leave SET out",
+    ),
     "empty set": (
         ("measure", " ", *ON),
         "transfer set: is empty",

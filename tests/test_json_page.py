@@ -72,7 +72,8 @@ def test_plans_have_the_keys_of_the_page(folder):
         ("advise", ("advise", "amd-v100", "--json")),
         ("measure", ("measure", "0:1", "--simulate", "amd-v100", "--json")),
         ("workload", ("workload", "pipeline", "--ranks", "3", "--json")),
-        ("pairs", ("measure", "--all-pairs", "--simulate", "amd-v100", "--json")),
+        ("pairs", ("measure", "--simulate", "amd-v100", "--json")),
+        ("diff", ("diff", "box", "box", "--json")),
     ],
 )
 def test_commands_print_the_keys_of_the_page(folder, monkeypatch, name, words):

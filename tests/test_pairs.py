@@ -96,10 +96,15 @@ def test_wrong_use_is_one_line(more):
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
-def test_options_of_all_pairs_need_it():
+def test_options_of_all_pairs_are_refused_beside_sets():
     result = CliRunner().invoke(app, ["measure", "0:1", "--simulate", BOX, "--bidirectional"])
-    assert result.exit_code == 2
-    assert "--all-pairs" in result.stderr
+    assert (result.exit_code, "--bidirectional beside SET" in result.stderr) == (2, True)
+
+
+def test_without_sets_all_pairs_are_measured():
+    said = CliRunner().invoke(app, ["measure", "--simulate", BOX]).stdout
+    assert said == tccl("--simulate", BOX).stdout
+    assert said.startswith("GB/s from row to column")
 
 
 @pytest.mark.gpu(count=2)

@@ -4,6 +4,7 @@ import functools
 import html
 import json
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,13 +16,14 @@ from typer.testing import CliRunner
 
 import tccl_py
 from tccl_py.cli.main import app
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.model.rings import Hop, Ring
 from tccl_py.model.transfer import parse_flow
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import WORLD, PlanChain, PlanHop
 from tccl_py.plan.hop_rows import way
-from tccl_py.plan.staging import JOURNAL_FILE, MANIFEST_FILE
+from tccl_py.plan.staging import MANIFEST_FILE
 from tccl_py.planning.grow import simulated_cluster
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, read_description
@@ -217,6 +219,31 @@ def test_a_plan_keeps_the_models_and_the_measurements_of_its_source(tmp_path):
     assert set(journal.measurements) == set(source.sets)
     assert read_description(tmp_path / "plan" / "machines" / "mine.json").model == model
     assert CliRunner().invoke(app, ["explain", str(tmp_path / "plan")]).exit_code == 0
+
+
+def test_a_copied_plan_directory_is_a_source_that_answers_by_its_journal_alone(tmp_path):
+    made, copied = tmp_path / "made", tmp_path / "copied"
+    with tccl_py.open_source(SMALL, noise=0.01, seed=3) as source:
+        plan = plan_of(SMALL)
+        plan = tccl_py.make_plan(plan.machine, plan.knowledge, source)
+        plan.write(made, source)
+        told = tccl_py.explain(plan, source)
+    shutil.copytree(made, copied)
+    plan = tccl_py.load_plan(copied)
+    with tccl_py.open_source(str(copied)) as source:
+        assert (source.simulated, source.dry_run, source.model) == (True, False, None)
+        assert source.header == read_journal(copied / JOURNAL_FILE).header
+        assert plan.rate(plan.orders, source=source) == pytest.approx(plan.rate_gbps, rel=0.05)
+        assert plan.what_if(plan.orders[0], source) == plan.rate(plan.orders, source=source)
+        assert tccl_py.explain(plan, source).rings[0].rate_gbps == told.rings[0].rate_gbps
+        with pytest.raises(MeasurementError, match=r"is not in .*measurements\.jsonl"):
+            source.measure("G0->G0->G1 G0->G0->G2 G0->G0->G3 G1->G1->G2")
+        assert source.times_measured == 0
+    for given in ({"gpus": [0]}, {"noise": 0.1}, {"journal": made}, {"devices": 2}):
+        with pytest.raises(InputError):
+            tccl_py.open_source(copied, **given)
+    with pytest.raises(InputError, match=r"measurements\.jsonl"):
+        tccl_py.open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

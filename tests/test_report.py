@@ -357,7 +357,7 @@ def test_achieved_rates_are_shown_where_they_were_verified(tmp_path):
     assert "rank 1 ended" in page_of(place).words
     assert 'class="verdict bad"' in report_html(read_contents(place))
     (place / "verify.json").write_text('{"something": "else"}')
-    assert "does not fit" in page_of(place).words
+    assert "verify.json is left out" in page_of(place).words
 
 
 def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
@@ -487,4 +487,4 @@ def test_pairs_of_the_most_usual_number_of_channels_are_shown():
     found = journal(("0:1", 9), ("0:1,blocks=4", 5), ("1:0,blocks=4", 6), ("1:2,blocks=8", 7))
     first = heat_maps(found, (0, 1, 2), ())[0]
     assert {ends: one.gbps for ends, one in first.readings.items()} == {(0, 1): 5.0, (1, 0): 6.0}
-    assert "--all-pairs" in first.caption
+    assert "tccl measure --journal" in first.caption

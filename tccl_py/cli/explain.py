@@ -17,10 +17,9 @@ from tccl_py.errors import counted, interrupts_put_off
 from tccl_py.explanation.explain import MOST_FINDINGS, MOST_SETS
 from tccl_py.explanation.explain import explain as explanation_of
 from tccl_py.explanation.findings import Explanation
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
-from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.text import planned_gpus
 from tccl_py.planning.plan_sources import class_sources, hosts_again, source_again
 from tccl_py.sources.bench import Bench

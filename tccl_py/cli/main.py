@@ -42,6 +42,7 @@ COMMANDS = {
     "show": ("show:show", "Show a plan: rings, rates, bound, settings, and default NCCL."),
     "explain": ("explain:explain", "Explain a plan: which transfers slow each other down."),
     "report": ("show:report", "Write a plan as one HTML page."),
+    "diff": ("show:diff", "Say in what two plans differ."),
     "env": ("env:env", "Print the environment for a job over some GPUs of a plan."),
     "run": ("env:run", "Run a job with the recommended choice of a plan."),
     "workload": ("workload:workload", "Show a job's collectives, from its logs or traces."),

@@ -56,7 +56,7 @@ def measure(
         None,
     ),
     *,
-    all_pairs: bool = flag("--all-pairs", "Measure every pair of GPUs alone."),
+    all_pairs: bool = flag("--all-pairs", "Measure every pair of GPUs alone, as without SETs."),
     bidirectional: bool = flag("--bidirectional", "All pairs: both directions together."),
     via: str | None = opt("host", "All pairs: through host memory."),
     gpus: str | None = opt("LIST", "All pairs: of these GPUs, as 0,2,5 or 0-3."),
@@ -76,14 +76,14 @@ def measure(
     """Measure how fast transfers are that run at the same time, in GB/s for each flow.
 
     `0:4` is GPU 0 writing to GPU 4, `"0<4"` GPU 0 reading from GPU 4, and `0:C1:4` a bounce through
-    NUMA node 1. Flows joined by `+`, or by spaces in quotes, run at the same time. With --all-pairs
+    NUMA node 1. Flows joined by `+`, or by spaces in quotes, run at the same time. Without sets
     each GPU writes to each other GPU. Under mpirun or srun sets may span hosts.
 
     Examples:
 
         tccl measure 0:1 0:1,blocks=16+1:0,blocks=16
         tccl measure "G0->G0->G1{blocks=16} G1->G1->G0{blocks=16}"
-        tccl measure --all-pairs --csv
+        tccl measure --csv
         tccl measure "G0->G0->G4 G1->G1->G5" --simulate asus-esc8000a-e13p
         tccl measure "G0->G0->C0->G1->G1" --backend host --devices 2
         mpirun -N 1 tccl measure "h0.C0->h0.N0->h1.N0->h1.N0->h1.C0"
@@ -96,16 +96,17 @@ def measure(
         options.check_source(vars(asked), in_job=job is not None)
         asked.how = measurement_options(target=target, meeting=meeting, check=check)
         asked.model = {"noise": noise or 0.0, "seed": seed or 0}
-        if all_pairs:
-            given = {"SET": sets or None, "--meeting": meeting}
-            refuse(given, ("beside --all-pairs", "is for sets", "leave it out"))
-            refuse({"--all-pairs": job}, ("", "is about one host", "start the command by itself"))
-            _measure_pairs(asked)
+        if sets and not all_pairs:
+            refuse(of_pairs, ("beside SET", "is for all pairs", "leave SET out"))
+            _measure_sets(asked, sets, job, stack)
             return
-        refuse(of_pairs, ("without --all-pairs", "is for all pairs", "add --all-pairs"))
-        if not sets:
-            raise InputError("SET", "is missing", "name flows, as 0:1, or add --all-pairs")
-        _measure_sets(asked, sets, job, stack)
+        given = {"SET": sets or None, "--meeting": meeting}
+        refuse(
+            given,
+            ("without SET" if not sets else "beside --all-pairs", "is for sets", "leave it out"),
+        )
+        refuse({"--all-pairs": job}, ("", "is about one host", "name sets of the hosts"))
+        _measure_pairs(asked)
 
 
 def _measure_sets(

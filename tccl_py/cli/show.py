@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from tccl_py.cli import options
-from tccl_py.cli.options import flag
+from tccl_py.cli.options import arg, flag
 from tccl_py.cli.output import GOOD, grid, print_table, results
 from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
@@ -26,6 +27,7 @@ from tccl_py.plan.text import (
     summary,
     used_paths,
 )
+from tccl_py.plan.text import diff as difference
 
 
 def show(
@@ -105,6 +107,32 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"assumed: {text}")
     for text in (*stopped, *plan.notices):
         console.print(f"note: {text}")
+
+
+def diff(
+    one: Path = arg("DIR", "A plan's directory, or its plan.json."),
+    other: Path = arg("OTHER", "Another plan's."),
+    *,
+    json: bool = options.JSON,
+) -> None:
+    """Say in what two plans differ: machines, rings, rates, settings, pinned variables.
+
+    The exit code is 1 if the plans differ.
+
+    Example:
+
+        tccl diff my-plan plan-of-last-week
+    """
+    differences = difference(load_plan(one), load_plan(other))
+    if json:
+        print_json([{"what": name, "values": list(both)} for name, both in differences.items()])
+    else:
+        rows = [(name, *map(str, both)) for name, both in differences.items()]
+        print_table(results(), [("", str(one), str(other)), *rows])
+    if differences:
+        raise typer.Exit(1)
+    if not json:
+        results().print("no difference")
 
 
 def report(

@@ -43,9 +43,8 @@ from tccl_py.health.drift import (
     metric,
 )
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.planning.plan_sources import class_sources, hosts_again, journal_by_class, journal_of
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.hosts import HostsSource

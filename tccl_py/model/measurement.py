@@ -22,6 +22,8 @@ FlowCoupling = Literal["pass-on", "independent"]
 
 MAX_GBPS = 1e6  # A petabyte a second, far above any memory or link; a higher rate is damage
 TOGETHER = 0.9  # The least overlap of a set's measurement
+JOURNAL_FILE = "measurements.jsonl"
+"""The journal in a plan's directory."""
 JOURNAL_FORMAT = 1
 
 

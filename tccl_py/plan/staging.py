@@ -34,7 +34,6 @@ from tccl_py.files import (
 
 PLAN_FILE = "plan.json"
 MANIFEST_FILE = "manifest.json"
-JOURNAL_FILE = "measurements.jsonl"
 FORMAT_VERSION = 1
 AGAIN = "plan again by `tccl plan --force`, which measures nothing twice"
 _PLUGIN_FILES = ("nccl/plugin", "nccl/libnccl-env-")

@@ -14,9 +14,10 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path, missing, refused
 from tccl_py.model.cluster import single_host
 from tccl_py.model.machine import Fingerprint
+from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import FOLDERS, JOURNAL_FILE, PLAN_FILE, locked, make, unmake
+from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
 from tccl_py.planning.planner import chosen_gpus, plan_hosts
 from tccl_py.planning.request import PlanRequest, not_pinned
 from tccl_py.search.problem import Reporter

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import JournalHeader, Measurement
+from tccl_py.model.measurement import JOURNAL_FILE, JournalHeader, Measurement
 from tccl_py.model.nic_transports import NIC_TRANSPORTS
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.staging import JOURNAL_FILE, check_if_listed
+from tccl_py.plan.staging import check_if_listed
 from tccl_py.planning.probes import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel

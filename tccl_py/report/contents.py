@@ -23,12 +23,12 @@ from tccl_py.explanation.findings import Explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import HostState
 from tccl_py.model.machine import PciLink
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import JOURNAL_FILE, Measurement
 from tccl_py.model.rings import bounce
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import Kept, plan_in, planned_fingerprint
-from tccl_py.plan.staging import JOURNAL_FILE, PLAN_FILE
+from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.planning.plan_sources import planned_model
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
@@ -272,7 +272,7 @@ def _alone_caption(alone: Readings, gpus: int) -> str:
     sentence = f"The fastest mechanism from one GPU to another alone, each with {channels}."
     if len(alone) == gpus * (gpus - 1):
         return sentence
-    return f"{sentence} For all: `tccl measure --all-pairs --journal DIR/measurements.jsonl`."
+    return f"{sentence} For all: `tccl measure --journal DIR/measurements.jsonl`."
 
 
 def simulated_pairs(plan: Plan, directory: Path) -> Journal:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, MeasurementError, counted
 from tccl_py.files import (
     SPACE,
     check_version,
@@ -125,6 +125,19 @@ def _measurement(line: bytes, header: JournalHeader, where: str) -> Measurement 
 def _torn_notice(path: Path, torn: bytes) -> str:
     characters = len(torn.decode(errors="replace"))
     return f"{path}: dropped a torn last line of {characters} characters"
+
+
+class RecordedSource:
+    """A source without its machine: a journal's header, for a bench that answers by the journal."""
+
+    def __init__(self, path: Path, header: JournalHeader) -> None:
+        self._path, self.header = path, header
+        self.simulated, self.dry_run = header.simulated, header.dry_run
+
+    def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
+        """Raise a MeasurementError: the journal has no answer, and nothing is measured here."""
+        where = f"the machine of the plan is not here, so measure it on {self.header.machine}"
+        raise MeasurementError(f"{sets[0]} is not in {self._path}: {where}")
 
 
 class JournalFile:

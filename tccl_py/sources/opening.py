@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tccl_py.errors import check_type, require
+from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
+from tccl_py.sources.journal import RecordedSource, read_journal
 from tccl_py.sources.profiled import (
     MeasuredMachine,
     MeasurementOptions,
@@ -41,12 +43,13 @@ def open_source(
     >>> round(measured.rate_gbps, 1), measured.simulated, source.sets_measured
     (39.6, True, 1)
 
+    A plan's directory, copied from any machine, answers by its journal; nothing is measured.
     Without a machine, or with `backend="host"`, the profiler measures this host. The hosts of an
     MPI job are measured by `tccl_py.sources.hosts.open_hosts`.
 
     Args:
-        machine: a model to simulate (a bundled name, a file, or a MachineModel), or what
-            `measured_machine` gave; None is this host.
+        machine: a model to simulate (a bundled name, a file, or a MachineModel), a plan's
+            directory, or what `measured_machine` gave; None is this host.
         backend, devices: of this host, as `measured_machine` takes them; not beside a machine.
         gpus: indices of the GPUs that sets will name; None is all.
         options: of measurements; not of simulations.
@@ -62,6 +65,13 @@ def open_source(
     simulated = isinstance(machine, (str, Path, MachineModel))
     require(not simulated or options is None, "options", "are of hardware", "leave them out")
     require(simulated or noise == seed == 0, "noise, seed", "are of models", "leave them out")
+    if isinstance(machine, (str, Path)) and Path(machine).is_dir():
+        given = {"gpus": gpus, "noise, seed": noise or seed, "journal": journal}
+        for name, value in given.items():
+            require(not value, name, "is beside a plan's directory", "leave it out")
+        path = Path(machine) / JOURNAL_FILE
+        contents = read_journal(path)
+        return Bench(RecordedSource(path, contents.header), contents.measurements)
     if isinstance(machine, (str, Path, MachineModel)):
         model = machine if isinstance(machine, MachineModel) else load_machine(machine)
         for index in gpus or ():

@@ -8,11 +8,11 @@ import shutil
 import msgspec
 import pytest
 
+from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.staging import JOURNAL_FILE
 from tccl_py.plan.tables import kept_files
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.readers.hosts import HostSlots
