@@ -23,7 +23,7 @@ from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
-from tests.cables.cases import CLUSTERS, MIRRORED, planned, ring
+from tests.cables.cases import CLUSTERS, MIRRORED, cluster, planned, ring
 
 HAND_MADE = [("0x0", "0x1"), ("0x2", "0x3")]
 """Channels of the public files for three hosts that leave by port 1 into port 0 of the next."""
@@ -124,9 +124,9 @@ def test_jobs_over_parts_of_the_hosts_are_planned_from_the_tables(tmp_path):
     assert all(used == named for used, named in used_by_nccl(job))
 
 
-def test_a_cabling_without_a_ring_names_the_hosts_without_two_ways():
+def test_a_cabling_without_a_ring_names_the_hosts_without_two_ways_before_any_measurement():
     with pytest.raises(SearchError, match=r"spark0, spark2 has no two"):
-        planned(ring()[:2])
+        make_cluster_plan(cluster(ring()[:2]), [None])
 
 
 def test_nccl_that_cannot_follow_subnets_is_refused():
@@ -156,6 +156,8 @@ def test_hosts_with_cables_at_different_ports_are_planned_apart(tmp_path):
     plan = make_cluster_plan(made, [Simulator(load_bundled("gb10-2port"))] * 2)
     ends = [(c.entry_nic, c.exit_nic) for host in plan.hosts for c in plan.paths[host.path].chains]
     assert set(ends) == {(0, 0), (1, 1)}
+    assert plan.choices["default"].rate_gbps is None
+    assert plan.variables.rate_gbps == pytest.approx(12.25, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,16 @@ class HostTask(Task, frozen=True, kw_only=True):
     cabled: bool = False
 
     @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL; of hosts with cables it has no NIC without one."""
+        plain, nics = super().default_settings, self.machine.nics
+        names = tuple(nic.name for nic in nics if nic.index in self.nics)
+        if not self.cabled or len(names) == len(nics):
+            return plain
+        rdma = all(nic.rdma for nic in nics)
+        return msgspec.structs.replace(plain, **{"ib_hca" if rdma else "socket_ifname": names})
+
+    @property
     def same_nic(self) -> bool:
         """Return whether chains leave by the NIC of their entry, as NCCL does on hosts of a GPU."""
         return len(self.gpus) == 1 and not self.cabled

@@ -9,6 +9,7 @@ from itertools import chain, combinations, combinations_with_replacement, islice
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
@@ -42,6 +43,8 @@ def plan_cluster(
     gpus = _gpus(cluster)
     if cluster.cables:
         check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
+        # Without a ring nothing need be measured.
+        cabled_ring(cluster.names, cluster.cables, 1, lambda *_: 1, keep_order=request.keep_order)
     # A ring on each NIC, among others.
     ports = {min(len(_nics(cluster, one)), MAX_RINGS) for one in cluster.classes}
     counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))

@@ -42,6 +42,11 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default = rated_along_cables(default, cluster, nodes, subnet_routing=False)
+        if default.settings != msgspec.structs.replace(
+            default.settings, ib_hca=(), socket_ifname=()
+        ):
+            note = "NCCL takes NICs too that lead to no host of the job"
+            default = msgspec.structs.replace(default, rate_gbps=None, note=note)
         variables = rated_along_cables(variables, cluster, nodes, subnet_routing=True)
         names = "cross_nic", "ib_hca", "subnet_routing", "algo"
         changes = {name: getattr(settings, name) for name in names}

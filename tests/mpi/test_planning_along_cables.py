@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tccl_py.plan.load import load_plan
-from tests.namespaces import PAYLOAD, namespaces_in
+from tests.namespaces import MANAGEMENT, PAYLOAD, namespaces_in
 
 pytestmark = pytest.mark.mpi
 
@@ -34,11 +34,11 @@ def planned(namespaces, tmp_path_factory):
     assert ran.code == 0, ran.stderr
     after = [namespaces.received(*end) for end in ends]
     received = {end: now - then for end, now, then in zip(ends, after, before, strict=True)}
-    return json.loads(ran.stdout), load_plan(folder), received
+    return json.loads(ran.stdout), load_plan(folder), received, folder
 
 
 def test_the_rings_go_along_the_cables_that_the_subnets_tell(planned):
-    _, plan, _ = planned
+    _, plan, *_ = planned
     joined = {end for a, x, b, y in CABLES for end in (((a, x), (b, y)), ((b, y), (a, x)))}
     assert sorted(plan.host_order) == ["h0", "h1", "h2", "h3"]
     names = {nic.index: nic.name for nic in plan.cluster.classes[0].machine.nics}
@@ -50,7 +50,7 @@ def test_the_rings_go_along_the_cables_that_the_subnets_tell(planned):
 
 
 def test_chains_are_measured_over_the_cables_of_the_plan_at_their_rate(planned):
-    told, plan, received = planned
+    told, plan, received, _ = planned
     assert told["rate_gbps"] == pytest.approx(LINK_GBPS * PAYLOAD, rel=0.2)
     assert plan.whole_ring_gbps == pytest.approx(LINK_GBPS * PAYLOAD, rel=0.3)
     # The whole ring passes each cable once, in one direction.
@@ -66,3 +66,28 @@ def test_a_cable_of_the_file_that_the_addresses_contradict_is_named(namespaces, 
     assert ran.code == 2
     assert "N1 of h1, which is 10.50.0.2, and N1 of h3, 10.50.2.2" in ran.stderr
     assert not (tmp_path / "plan").exists()
+
+
+def test_a_host_with_an_address_of_another_cable_has_no_way(namespaces, tmp_path):
+    namespaces.ip("h1", "addr", "del", "10.50.0.2/24", "dev", "eth1")
+    namespaces.ip("h1", "addr", "add", "10.50.9.2/24", "dev", "eth1")
+    try:
+        ran = namespaces.run(*PLAN, "-o", str(tmp_path / "plan"), hosts=GIVEN)
+    finally:
+        namespaces.ip("h1", "addr", "del", "10.50.9.2/24", "dev", "eth1")
+        namespaces.ip("h1", "addr", "add", "10.50.0.2/24", "dev", "eth1")
+    assert ran.code == 1
+    assert "h0, h1 has no two" in ran.stderr
+
+
+def test_jobs_of_the_plan_are_verified_in_its_order(planned, namespaces):
+    _, plan, *_ = planned
+    words = ("--backend", "host", "--no-checks", "--sizes", "4K", "--rounds", "6", "--json")
+    ran = namespaces.run(
+        *("verify", str(planned[3]), *words, "--seconds", "0.2"),
+        hosts=GIVEN,
+        options=("-x", f"GLOO_SOCKET_IFNAME={MANAGEMENT}"),
+    )
+    assert ran.code in (0, 1), ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["hosts"] == list(plan.host_order)
