@@ -80,7 +80,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of findings of all versions: digest of the plan's files, and version."""
 
     plan_digest: str = ""
-    format_version: int = 1
+    format_version: int
 
 
 def plan_digest(directory: Path) -> str:
@@ -103,6 +103,7 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
     """
 
     FILE: ClassVar[str]
+    format_version: int = 1
 
     def keep(self: K, directory: Path, say: Callable[[str], None] | None = None) -> K:
         """Write the file into a plan's directory, whole or not at all; return the written value.
