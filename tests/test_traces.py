@@ -106,7 +106,7 @@ def test_graph_launches_in_a_trace_are_named(tmp_path):
         step(trace, 1)
         trace.event("cudaGraphLaunch", "cuda_runtime")
         trace.write(tmp_path)
-    assert "4 launches of CUDA graphs" in open_workload([str(tmp_path)]).notices[0]
+    assert "CUDA graphs were launched 4 times" in open_workload([str(tmp_path)]).notices[0]
 
 
 def test_ranks_that_a_trace_leaves_out_follow_from_the_stride(tmp_path):

@@ -121,6 +121,6 @@ def record_job(command: Sequence[str], environment: Mapping[str, str], output: P
             return code
         raise InputError(error.where, fault, f"{error.right}; {later}") from error
     print_workload(results(stderr=True), recorded)
-    notice(f"wrote {output}; {cost.text()}")
+    notice(f"wrote {output}; {cost}")
     shutil.rmtree(folder, ignore_errors=True)
     return code

@@ -25,14 +25,12 @@ from tccl_py.workloads.recording import (
     Recording,
 )
 from tccl_py.workloads.steps import steady_run
-from tccl_py.workloads.workload import (
-    MAX_ROWS,
-    Workload,
-    WorkloadRow,
-)
+from tccl_py.workloads.workload import MAX_ROWS, Workload, WorkloadRow
 
 Ints = NDArray[np.uint32]
 Calls = Mapping[Op, float]
+Numbers = Mapping[RecordedRank, int]
+"""Of ranks in the job."""
 
 
 def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
@@ -46,11 +44,10 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
         if communicator.number in used and found < size:
             fault = f"has {found} of the {size} ranks of a communicator"
             raise InputError(where, fault, "give the files of all ranks, of all hosts")
-    notices = [*recording.notices]
     ranks, assumed = _numbered(recording, communicators)
-    notices += [assumed] * bool(assumed)
+    notices = [*recording.notices, *filter(None, [assumed])]
     calls = {number: np.frombuffer(rank.events, np.uint32) for number, rank in ranks.items()}
-    numbers = {id(rank): number for number, rank in ranks.items()}
+    numbers = {rank: number for number, rank in ranks.items()}
     _use_largest_rank(recording, communicators, calls, numbers)
     steps, by_rank = _calls_of_steps(recording, calls)
     rows, unequal = _rows(communicators, by_rank, numbers)
@@ -81,13 +78,8 @@ def _numbered(
         return {cast(int, rank.number): rank for rank in everyone}, ""
     everyone = [rank for rank in everyone if rank.events]
     for communicator in communicators:
-        if (
-            len(communicator.members) >= len(everyone)
-            and len(communicator.members) == communicator.size
-        ):
-            members = {id(rank) for rank in communicator.members.values()}
-            if all(id(rank) in members for rank in everyone):
-                return dict(communicator.members), ""
+        if set(communicator.members.values()).issuperset(everyone):
+            return dict(communicator.members), ""
     everyone.sort(key=lambda rank: rank.place)
     why = "No communicator has all ranks: they are numbered by host, and there by GPU or process."
     return dict(enumerate(everyone)), why
@@ -97,7 +89,7 @@ def _use_largest_rank(
     recording: Recording,
     communicators: Iterable[RecordedCommunicator],
     calls: dict[int, Ints],
-    numbers: Mapping[int, int],
+    numbers: Numbers,
 ) -> None:
     """Give each all-to-all the bytes of its largest rank; NCCL logs each rank's own."""
     events = recording.events
@@ -109,7 +101,7 @@ def _use_largest_rank(
     for communicator in communicators:
         if communicator.number not in of:
             continue
-        members = [numbers[id(rank)] for rank in communicator.members.values()]
+        members = [numbers[rank] for rank in communicator.members.values()]
         places = [np.flatnonzero(owner[calls[number]] == communicator.number) for number in members]
         own = [sizes[calls[number][at]] for number, at in zip(members, places, strict=True)]
         if len({len(each) for each in own}) > 1:
@@ -185,14 +177,14 @@ Key = tuple[Any, ...]
 def _rows(
     communicators: Sequence[RecordedCommunicator],
     by_rank: Mapping[int, Calls],
-    numbers: Mapping[int, int],
+    numbers: Numbers,
 ) -> tuple[tuple[WorkloadRow, ...], int]:
     """Return the rows of all ranks' calls, and how many of them the ranks of a group differ in."""
     totals: dict[Key, float] = {}
     unequal = 0
     for communicator in communicators:
         members = [rank for _, rank in sorted(communicator.members.items())]
-        group = tuple(numbers.get(id(rank), -1) for rank in members)
+        group = tuple(numbers.get(rank, -1) for rank in members)
         own = [_on(by_rank.get(number, {}), communicator.number) for number in group]
         shared = [_by_key(ops) for ops in own]
         for place, ops in enumerate(own):

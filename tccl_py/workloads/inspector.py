@@ -18,24 +18,17 @@ from msgspec import Meta
 from tccl_py.errors import InputError, counted
 from tccl_py.files import reading
 from tccl_py.workloads.recording import (
+    COLLECTIVES,
     Recording,
     Side,
     Transfer,
     TransferGroup,
     call,
 )
-from tccl_py.workloads.workload import MAX_RANKS, TIMES_RANKS, WorkloadCollective
+from tccl_py.workloads.workload import MAX_RANKS, TIMES_RANKS
 
 _LINE = 1 << 20
 _ASSUMED = "bfloat16"
-_COLLECTIVES: dict[str, WorkloadCollective] = {
-    "AllReduce": "all_reduce",
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast",
-    "Reduce": "reduce",
-    "AlltoAll": "all_to_all",
-}
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
@@ -124,7 +117,7 @@ def _add(
         side: Side = "send" if sent.p2p == "Send" else "recv"
         groups[key].add(Transfer(side, sent.p2p_peer, sent.p2p_msg_size_bytes), None, 0)
     elif (made := line.coll_perf) is not None:
-        collective = _COLLECTIVES.get(made.coll)
+        collective = COLLECTIVES.get(made.coll)
         if collective is None:
             recording.left_out[made.coll[:40]] += 1
             return

@@ -16,6 +16,7 @@ from typing import NamedTuple, get_args
 from tccl_py.errors import counted, require
 from tccl_py.files import reading
 from tccl_py.workloads.recording import (
+    COLLECTIVES,
     GRAPHS,
     RecordedCommunicator,
     RecordedRank,
@@ -27,7 +28,7 @@ from tccl_py.workloads.recording import (
     rooted,
     transfers,
 )
-from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadCollective, WorkloadDtype
+from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadDtype
 
 _BLOCK = 1 << 20
 _LINE = 1 << 16
@@ -47,16 +48,8 @@ _CALL = re.compile(
     rb"\[nranks=\d{1,7}\] stream (?P<stream>\S{1,18})"
 )
 _LINES = re.compile(rb"[^\n]*(?:: opCount |- Init COMPLETE)[^\n]*")
-_COLLECTIVES: dict[bytes, WorkloadCollective] = {
-    b"AllReduce": "all_reduce",
-    b"AllGather": "all_gather",
-    b"ReduceScatter": "reduce_scatter",
-    b"Broadcast": "broadcast",
-    b"Reduce": "reduce",
-    b"AlltoAll": "all_to_all",
-}
-_TRANSFERS: dict[bytes, Side] = {b"Send": "send", b"Recv": "recv"}
-_KNOWN = {*_COLLECTIVES, *_TRANSFERS, b"Gather", b"Scatter"}
+_TRANSFERS: dict[str, Side] = {"Send": "send", "Recv": "recv"}
+_KNOWN = {*COLLECTIVES, *_TRANSFERS, "Gather", "Scatter"}
 _DTYPES: tuple[WorkloadDtype, ...] = get_args(WorkloadDtype)
 _Process = tuple[int, bytes, bytes]
 """Number of the file, host and process: one file may have several."""
@@ -142,9 +135,9 @@ class _Reader:
         if made is None:
             self._unknown += 1
             return
-        name, root, dtype = match["name"], int(match["root"]), int(match["dtype"])
+        name, root, dtype = match["name"].decode(), int(match["root"]), int(match["dtype"])
         if dtype >= len(_DTYPES) or name not in _KNOWN:
-            self.recording.left_out[name.decode()] += 1
+            self.recording.left_out[name] += 1
             return
         own, stream = made.communicator, made.rank.stream(match["stream"])
         size = int(match["count"]) * ELEMENT_BYTES[_DTYPES[dtype]]
@@ -153,10 +146,10 @@ class _Reader:
             made.group.add(Transfer(side, root, size), match["op"], stream)
             return
         made.group.close()
-        if (collective := _COLLECTIVES.get(name)) is not None:
+        if (collective := COLLECTIVES.get(name)) is not None:
             size *= own.size if collective in TIMES_RANKS else 1
             event = call(own, collective, _DTYPES[dtype], size, stream)
         else:
-            sends = rooted(name == b"Gather", root, own.size, made.place, size)
+            sends = rooted(name == "Gather", root, own.size, made.place, size)
             event = transfers(own, made.place, sends, stream)
         self.recording.add(made.rank, event)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from tccl_py.errors import counted, require
 from tccl_py.files import SPACE, refused
@@ -19,25 +17,6 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, sig
 _SUBSYSTEMS = ("INIT", "COLL")
 _PROBED = 2000
 """Lines that are written to time one."""
-
-
-class RecordingCost(NamedTuple):
-    """Lines and bytes of the logs of a job of `seconds`, and seconds that a line takes to write."""
-
-    lines: int
-    bytes: int
-    line_seconds: float
-    seconds: float
-    logs: int
-
-    def text(self) -> str:
-        """Return the cost as a clause: each log is written by a rank of its own."""
-        share = self.lines / max(1, self.logs) * self.line_seconds / max(self.seconds, 1e-9)
-        return (
-            f"NCCL logged {counted(self.lines, 'line')} ({self.bytes / 1e6:.1f} MB) in "
-            f"{counted(self.logs, 'file')}; a line takes {self.line_seconds * 1e6:.1f} us here, "
-            f"measured by writing as many bytes: {share:.2%} of the job's {self.seconds:.1f} s"
-        )
 
 
 def is_one_rank(environment: Mapping[str, str]) -> bool:
@@ -105,25 +84,27 @@ def recorded_logs(folder: Path) -> list[Path]:
     return logs
 
 
-def recording_cost(logs: Sequence[Path], seconds: float) -> RecordingCost:
-    """Measure what the logs of a job of `seconds` cost, by writing lines as long as theirs."""
+def recording_cost(logs: Sequence[Path], seconds: float) -> str:
+    """Measure what the logs of a job of `seconds` cost, and return it as a clause.
+
+    Lines as long as theirs are written to their place; each rank writes its own log.
+    """
     total = sum(path.stat().st_size for path in logs)
-    lines = sum(_lines_of(path) for path in logs)
+    lines = sum(map(_lines_of, logs))
     line = b"x" * max(1, total // max(1, lines) - 1) + b"\n"
     probe = logs[0].with_suffix(".probe")
-    try:
-        with refused(probe, "cannot be written", SPACE):
-            descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                begun = time.perf_counter()
-                for _ in range(_PROBED):
-                    os.write(descriptor, line)
-                each = (time.perf_counter() - begun) / _PROBED
-            finally:
-                os.close(descriptor)
-    finally:
-        probe.unlink(missing_ok=True)
-    return RecordingCost(lines, total, each, seconds, len(logs))
+    with refused(probe, "cannot be written", SPACE), probe.open("wb", buffering=0) as file:
+        begun = time.perf_counter()
+        for _ in range(_PROBED):
+            file.write(line)
+        each = (time.perf_counter() - begun) / _PROBED
+    probe.unlink(missing_ok=True)
+    share = lines / len(logs) * each / max(seconds, 1e-9)
+    return (
+        f"NCCL logged {counted(lines, 'line')} ({total / 1e6:.1f} MB) in "
+        f"{counted(len(logs), 'file')}; a line takes {each * 1e6:.1f} us here, measured by writing "
+        f"as many bytes: {share:.2%} of the job's {seconds:.1f} s"
+    )
 
 
 def _lines_of(path: Path) -> int:

@@ -19,6 +19,15 @@ from tccl_py.workloads.workload import (
     WorkloadDtype,
 )
 
+COLLECTIVES: dict[str, WorkloadCollective] = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+    "AlltoAll": "all_to_all",
+}
+"""By NCCL's names."""
 MAX_CALLS = 20_000_000
 """Of all ranks together: four bytes each are held."""
 MAX_EVENTS = 1_000_000

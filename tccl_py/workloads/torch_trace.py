@@ -113,8 +113,8 @@ def read_torch_traces(paths: Sequence[Path]) -> Recording:
         graphs += trace.graphs
     recording.steps = min(steps) if len(steps) == 1 else 0
     if graphs:
-        text = f"{counted(graphs, 'launch').replace('launchs', 'launches')} of CUDA graphs are in"
-        recording.notices.append(f"{text} the traces, and not what the graphs communicate.")
+        text = f"CUDA graphs were launched {counted(graphs, 'time')}: what they communicate"
+        recording.notices.append(f"{text} is not in the traces.")
     return recording
 
 
@@ -237,6 +237,7 @@ def _communicator(
 ) -> tuple[RecordedCommunicator, list[int]]:
     """Return the communicator of a call's process group, and its ranks."""
     text, size = str(args["Process Group Ranks"]), int(args["Group size"])
+    require(size <= MAX_RANKS, recording.where, f"has a group of {size} ranks", _WHOLE)
     ranks = [int(part) for part in re.findall(r"\d{1,7}", text)]
     if len(ranks) != size:
         # From 30 ranks on, the profiler leaves out some.
