@@ -11,6 +11,7 @@ from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cluster
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, routed
+from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import PlanChoice
 from tccl_py.plan.tables import ClassRates
 from tccl_py.planning.host_rings import pairs_of
@@ -24,11 +25,32 @@ _REASONS = (
 )
 
 
+_CABLED_SETTINGS = ("cross_nic", "ib_hca", "socket_ifname", "subnet_routing", "algo")
+
+
 class _NoCableError(Exception):
     """A connection of NCCL's own rings that no cable carries."""
 
 
-def rated_along_cables(
+def choices_along_cables(
+    default: PlanChoice,
+    variables: PlanChoice,
+    cluster: Cluster,
+    nodes: Sequence[ClassRates],
+    settings: Settings,
+) -> tuple[PlanChoice, PlanChoice]:
+    """Return default NCCL, and its own rings with the variables of a plan's settings."""
+    default = _rated(default, cluster, nodes, subnet_routing=False)
+    if default.settings.ib_hca or default.settings.socket_ifname:
+        note = "NCCL takes NICs too that lead to no host of the job"
+        default = msgspec.structs.replace(default, rate_gbps=None, note=note)
+    changes = {name: getattr(settings, name) for name in _CABLED_SETTINGS}
+    under = msgspec.structs.replace(variables.settings, **changes)
+    variables = _rated(variables, cluster, nodes, subnet_routing=True)
+    return default, msgspec.structs.replace(variables, settings=under)
+
+
+def _rated(
     choice: PlanChoice, cluster: Cluster, nodes: Sequence[ClassRates], *, subnet_routing: bool
 ) -> PlanChoice:
     """Return NCCL's own rings over hosts in the order given, with the rate that cables let them.

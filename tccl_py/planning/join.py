@@ -21,7 +21,7 @@ from tccl_py.plan.chains import PlanChain, PlanChoice, preferred
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import ends_as_measured, path_types
 from tccl_py.plan.tables import ClassRates, OwnChains
-from tccl_py.planning.cables import notices_of_cables, rated_along_cables
+from tccl_py.planning.cables import choices_along_cables, notices_of_cables
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
 from tccl_py.planning.study import JoinedRings, assembled
@@ -41,17 +41,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     settings = _with_nics(cluster, best, nodes, request.ib_gid_index)
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
-        default = rated_along_cables(default, cluster, nodes, subnet_routing=False)
-        if default.settings != msgspec.structs.replace(
-            default.settings, ib_hca=(), socket_ifname=()
-        ):
-            note = "NCCL takes NICs too that lead to no host of the job"
-            default = msgspec.structs.replace(default, rate_gbps=None, note=note)
-        variables = rated_along_cables(variables, cluster, nodes, subnet_routing=True)
-        names = "cross_nic", "ib_hca", "subnet_routing", "algo"
-        changes = {name: getattr(settings, name) for name in names}
-        under = msgspec.structs.replace(variables.settings, **changes)
-        variables = msgspec.structs.replace(variables, settings=under)
+        default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
     used = {cluster.host_classes[name] for name in best.hosts}
 
     def types(number: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
