@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tccl_py.errors import InputError
 from tccl_py.workloads.assembly import workload_of
@@ -111,6 +112,27 @@ def test_ranks_of_several_hosts_that_no_communicator_joins_are_numbered_by_host(
     workload = read(logs, tmp_path)
     assert [row.groups for row in workload.rows] == [((2, 3), (0, 1))]
     assert "host" in workload.notices[1]
+
+
+def test_ranks_of_two_hosts_are_joined_in_any_order_of_files_and_lines(tmp_path):
+    def step(log):
+        log.call("AllReduce", 10)
+        log.call("Broadcast", log.rank // 2 + 1, "0x20")
+
+    logs = [RankLog(rank, 4, host=f"host{rank % 2}") for rank in range(4)]
+    for log in logs:
+        log.split("0x20", (0, 1) if log.rank < 2 else (2, 3))
+        for _ in range(6):
+            step(log)
+    expected = read(logs, tmp_path)
+    assert calls_of(expected)["broadcast", "int8", 8, (2, 3)] == 1
+    assert replace(read(logs[::-1], tmp_path), rows=()) == replace(expected, rows=())
+    assert calls_of(read(logs[::-1], tmp_path)) == calls_of(expected)
+    mixed = RankLog(0, 4)
+    mixed.lines = [
+        line for lines in zip(*(log.lines for log in logs), strict=True) for line in lines
+    ]
+    assert calls_of(read([mixed], tmp_path)) == calls_of(expected)
 
 
 def test_calls_on_streams_of_their_own_are_told(tmp_path):
