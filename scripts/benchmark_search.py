@@ -22,8 +22,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
 from tccl_py.planning.choices import rated_choices
-from tccl_py.planning.machine import FEW_RING_COUNTS, RING_COUNTS
-from tccl_py.planning.planner import make_plan
+from tccl_py.planning.planner import FEW_RING_COUNTS, RING_COUNTS, make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET
 from tccl_py.planning.study import Stock, Task
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets

@@ -37,8 +37,7 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.nccl_files import graph_files
 from tccl_py.plan.plan import Plan
-from tccl_py.planning import machine as machine_planner
-from tccl_py.planning import study
+from tccl_py.planning import parts, planner, study
 from tccl_py.planning.installed_nccl import MOST_FILES
 from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import DEFAULT_BUDGET
@@ -154,8 +153,9 @@ class Ledger:
         """Watch the planner's phases and searches."""
         with ExitStack() as stack:
             for name, phase in PHASES.items():
-                watched = self._watched(getattr(machine_planner, name), phase)
-                stack.enter_context(patch.object(machine_planner, name, watched))
+                module = planner if hasattr(planner, name) else parts
+                watched = self._watched(getattr(module, name), phase)
+                stack.enter_context(patch.object(module, name, watched))
             searching = self._counted(study.find_rings)
             stack.enter_context(patch.object(study, "find_rings", searching))
             yield

@@ -18,7 +18,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.nccl.validator import Verdict, validate
 from tccl_py.plan.chains import per_channel
 from tccl_py.plan.directory import nccl_files
-from tccl_py.planning.machine import ALL_SUBSETS_UP_TO
+from tccl_py.planning.parts import ALL_SUBSETS_UP_TO
 from tccl_py.planning.planner import make_plan
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tccl_py.search.problem import Budget

@@ -17,8 +17,8 @@ from tccl_py.experiments.target import Target
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
 from tccl_py.model.transfer import Fifo, parse_set
 from tccl_py.plan.text import limit_text, plan_json
-from tccl_py.planning.machine import bare_copies, limit_gbps
 from tccl_py.planning.planner import make_plan
+from tccl_py.planning.study import bare_copies, limit_gbps
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.fakes import space_of

@@ -26,7 +26,7 @@ from tccl_py.plan.chains import per_channel
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.machine import subsets
+from tccl_py.planning.parts import subsets
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget, SearchProblem
 from tccl_py.search.strategies import find_rings

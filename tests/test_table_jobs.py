@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
-from tccl_py.model.cluster import Cluster, Host, NodeClass
+from tccl_py.model.cluster import Cluster, Host, NodeClass, gpus_text
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.rings import Hop
@@ -21,7 +21,7 @@ from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, gpus_text, table_files
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, OwnChains, table_files
 from tccl_py.planning.chain_search import paired_chain_set
 from tccl_py.planning.jobs import as_achieved, bound_of, plan_of_job
 from tccl_py.planning.join import plan_over

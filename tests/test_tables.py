@@ -18,12 +18,12 @@ from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.tables import (
     ClassRates,
     KeptTable,
-    job_gpus,
     read_tables,
     table_files,
 )
 from tccl_py.planning.jobs import image_of
 from tccl_py.planning.join import plan_over
+from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Budget

@@ -28,9 +28,9 @@ from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.chains import ChoiceName, Order, condensed
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import Kept
-from tccl_py.plan.tables import job_gpus
 from tccl_py.planning.choices import own_rings
 from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.study import Task, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.bench import bench_of

@@ -45,9 +45,8 @@ from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
-from tccl_py.plan.tables import job_gpus
 from tccl_py.plan.text import choice_words, plan_name
-from tccl_py.planning.machine import subsets
+from tccl_py.planning.parts import job_gpus, subsets
 from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version

@@ -52,7 +52,7 @@ from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.nccl_files import plugin_variables, subset_graph
 from tccl_py.plan.results import Kept, Tuning, keep_tuning
-from tccl_py.planning.machine import subsets
+from tccl_py.planning.parts import subsets
 
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
 FURTHER = tuple(

@@ -281,6 +281,17 @@ def parse_gpus(text: str, where: str = "GPU list") -> tuple[int, ...]:
     return tuple(indices)
 
 
+def gpus_text(gpus: Sequence[int]) -> str:
+    """Return GPUs as a part of a file name, and as an item of --gpus-per-job.
+
+    >>> gpus_text((0, 1, 2, 3)), gpus_text((0, 2, 5)), gpus_text((4,))
+    ('0-3', '0+2+5', '4')
+    """
+    if len(gpus) > 1 and tuple(gpus) == tuple(range(gpus[0], gpus[-1] + 1)):
+        return f"{gpus[0]}-{gpus[-1]}"
+    return "+".join(map(str, gpus))
+
+
 def compress(names: Iterable[str]) -> str:
     """Return the expression of these names, in order: the inverse of `readers.hosts.expand`.
 

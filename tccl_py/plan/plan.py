@@ -1,7 +1,6 @@
 """The Plan: rings over one host or several, their settings, and their bandwidth.
 
-A single host is a cluster of one, whose rings close inside it. Over several hosts a ring is an open
-chain on each host, from an entry NIC to an exit NIC.
+Rings close inside a single host; over several a ring is an open chain on each, from NIC to NIC.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     Sources = BandwidthSource | Sequence[BandwidthSource] | None
 
 FORMAT_VERSION = 2
-_SHOWN_GPUS = 16
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -114,12 +112,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         from tccl_py.plan.text import planned_gpus  # noqa: PLC0415 (is above)
 
         name, slowest = self.bottleneck
-        order = " ".join(map(str, self.orders[0][:_SHOWN_GPUS]))
-        more = " ..." if len(self.orders[0]) > _SHOWN_GPUS else ""
+        order = " ".join(map(str, self.orders[0][:16])) + " ..." * (len(self.orders[0]) > 16)
         count = f"{self.ring_count} rings, the first" if self.ring_count > 1 else "ring"
         return (
             f"Plan for {planned_gpus(self)}: {self.provenance}\n{self.advice}\n"
-            f"{count} {order}{more}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
+            f"{count} {order}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
         )
 
     def write(
@@ -172,8 +169,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: no such ring, or as `rate`.
         """
-        right = f"0 to {self.ring_count - 1}"
-        require(0 <= ring < self.ring_count, "ring", f"is {ring}", right)
+        count = self.ring_count
+        require(0 <= ring < count, "ring", f"is {ring}", f"0 to {count - 1}")
         orders = (*self.orders[:ring], order, *self.orders[ring + 1 :])
         return self.rate(orders, source=source)
 
@@ -184,10 +181,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return plan_json(self)
 
     def hop_rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them.
-
-        `links` are the devices along the way, and `numa` the NUMA nodes among them.
-        """
+        """Return a dictionary for each hop of each ring, as pandas.DataFrame takes them."""
         from tccl_py.plan.hop_rows import hop_rows  # noqa: PLC0415 (is above)
 
         return hop_rows(self)
@@ -221,8 +215,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def _only_class(self) -> NodeClass:
         classes = self.cluster.classes
-        what = f"has hosts of {len(classes)} classes"
-        require(len(classes) == 1, "plan", what, "name one of its classes")
+        require(
+            len(classes) == 1, "plan", f"has {len(classes)} classes of hosts", "name one of them"
+        )
         return classes[0]
 
     @cached_property

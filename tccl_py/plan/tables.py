@@ -6,7 +6,6 @@ settings, the best chains between given NICs, and default NCCL's own chains.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.files import check_version, decode_json, encode_line, picked, read_text
-from tccl_py.model.cluster import NodeClass, parse_gpus, shown
+from tccl_py.model.cluster import NodeClass, gpus_text, shown
 from tccl_py.model.rings import Hop
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair
@@ -204,17 +203,6 @@ class ClassRates:
 # Files.
 
 
-def gpus_text(gpus: Sequence[int]) -> str:
-    """Return GPUs as a part of a file name, and as an item of --gpus-per-job.
-
-    >>> gpus_text((0, 1, 2, 3)), gpus_text((0, 2, 5)), gpus_text((4,))
-    ('0-3', '0+2+5', '4')
-    """
-    if len(gpus) > 1 and tuple(gpus) == tuple(range(gpus[0], gpus[-1] + 1)):
-        return f"{gpus[0]}-{gpus[-1]}"
-    return "+".join(map(str, gpus))
-
-
 def table_files(tables: Iterable[KeptTable]) -> dict[str, str]:
     """Return the names of tables' files in a plan's directory, and their texts."""
     return {
@@ -272,47 +260,3 @@ def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> K
     if not fits:
         raise InputError(where, f"does not fit class {shown(kept.node_class)}", AGAIN)
     return kept
-
-
-# Subsets of GPUs.
-
-
-def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return the sets of GPUs of jobs on hosts with these GPUs, all GPUs first.
-
-    `text` lists counts, of the lowest GPUs, and sets; a host without the GPUs of an item leaves the
-    item out. None is all GPUs, half of them, a quarter, and one.
-
-    >>> job_gpus(None, range(8))
-    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]]
-    >>> job_gpus("2,4-7,0+2", range(8), range(2))
-    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (4, 5, 6, 7), (0, 2)], [(0, 1)]]
-
-    Raises InputError: an item that is neither count nor set, or beyond every host.
-    """
-    found = [[tuple(gpus)] for gpus in hosts]
-    for sets, gpus in zip(found, hosts, strict=True):
-        counts = (len(gpus) // 2, len(gpus) // 4, 1) if text is None else ()
-        sets.extend(tuple(gpus[:some]) for some in counts if some)
-    for item in [] if text is None else map(str.strip, text.split(",")):
-        named = [_named_gpus(item, gpus) for gpus in hosts]
-        if not any(named):
-            listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
-            what = f"{shown(item)} fits no host: their GPUs are {listed}"
-            raise InputError("`gpus_per_job`", what, "name fewer, or leave it out")
-        for sets, more in zip(found, named, strict=True):
-            sets.extend(more)
-    return [list(dict.fromkeys(sets)) for sets in found]
-
-
-def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the set of GPUs of an item of `gpus_per_job`; none if the host lacks one of them."""
-    if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
-        return [tuple(gpus[: int(item)])] if int(item) <= len(gpus) else []
-    try:
-        # A number alone would be a count.
-        some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
-    except InputError as error:
-        what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
-        raise InputError("`gpus_per_job`", what, f"write counts or sets, {right}") from error
-    return [tuple(sorted(some))] if set(some) <= set(gpus) else []

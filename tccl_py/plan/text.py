@@ -36,15 +36,6 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 }
 
 
-def gpu_list(gpus: Sequence[int]) -> str:
-    """Return GPU indices as `tccl env --gpus` takes them.
-
-    >>> gpu_list((0, 1, 2, 5))
-    '0-2,5'
-    """
-    return compress(map(str, gpus)).strip("[]")
-
-
 def plan_name(plan: Plan) -> str:
     """Return the machine of a plan, or the number of hosts with the machine of each class."""
     machines = ", ".join(part.machine.name for part in plan.cluster.classes)
@@ -88,11 +79,6 @@ def _advice(plan: Plan) -> str:
     if not variables:
         return f"Use the graph file{times}."
     return f"Use the graph file and set {variables}{times}."
-
-
-def order_words(ring: Sequence[int]) -> str:
-    """Return a ring's GPUs, back to the first: 0 → 2 → 1 → 0."""
-    return " → ".join(str(gpu) for gpu in (*ring, ring[0]))
 
 
 def settings_words(settings: Settings) -> str:

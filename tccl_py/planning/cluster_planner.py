@@ -10,15 +10,16 @@ import msgspec
 
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.merge.cables import cabled_ring
-from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics
+from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.tables import ClassRates, KeptTable, gpus_text, job_gpus
+from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
+from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.request import PlanRequest
 from tccl_py.search.problem import Reporter
 from tccl_py.sources.bench import bench_of

@@ -18,6 +18,7 @@ from tccl_py.model.cluster import (
     cables_among,
     class_name,
     compress,
+    gpus_text,
     shown,
 )
 from tccl_py.model.reports import restricted
@@ -33,7 +34,7 @@ from tccl_py.plan.nccl_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory
-from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, gpus_text, read_tables
+from tccl_py.plan.tables import ClassRates, KeptTable, OwnChains, read_tables
 from tccl_py.planning.join import plan_over
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.hosts import HostSlots

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import InputError, check_type, counted, require
+from tccl_py.errors import (
+    BudgetSpentError,
+    InputError,
+    check_type,
+    counted,
+    require,
+)
 from tccl_py.model.cluster import Cluster, parse_gpus, single_host
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED
+from tccl_py.plan.chains import CUT_SHORT, Alternative, PlanChain, plan_chain
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.machine import plan_machine
-from tccl_py.planning.request import DEFAULT_BUDGET, PlanRequest
-from tccl_py.planning.study import OwnRings, Task
+from tccl_py.planning.choices import Rated, SettingsSearch, as_graph, interval, rated_choices
+from tccl_py.planning.request import DEFAULT_BUDGET, MOST_SETS, PlanRequest
+from tccl_py.planning.study import (
+    Choice,
+    JoinedRings,
+    OwnRings,
+    Stock,
+    Task,
+    assembled,
+    limit_gbps,
+    measured_well,
+)
 from tccl_py.search.problem import Budget, Reporter, SearchProblem
 from tccl_py.search.strategies import Strategy
 from tccl_py.sources.bench import bench_for
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
+
+RING_COUNTS = (1, 2, 4)
+FEW_RING_COUNTS = (1, 2)
+"""On machines of more than 8 GPUs sets of four rings are too many to say much about."""
 
 
 def plan_hosts(
@@ -60,6 +81,127 @@ def plan_hosts(
     return plan_machine(
         request, cluster, gpus or lowest, source, own_rings=own_rings, reporter=reporter
     )
+
+
+def plan_machine(
+    request: PlanRequest,
+    cluster: Cluster,
+    gpus: tuple[int, ...],
+    source: BandwidthSource,
+    *,
+    own_rings: OwnRings | None = None,
+    reporter: Reporter | None = None,
+) -> Plan:
+    """Return the plan of a single host; see `planner.plan_hosts`."""
+    (host,), budget = cluster.classes, request.budget
+    usual = RING_COUNTS if len(gpus) <= 8 else FEW_RING_COUNTS
+    task = Task(
+        machine=host.machine,
+        knowledge=host.knowledge,
+        source=bench_for(source, host.machine.name),
+        gpus=gpus,
+        version=request.version or ASSUMED,
+        ring_counts=request.ring_counts or usual,
+        strategy=request.strategy,
+        budget=budget,
+        reporter=reporter,
+        p2p_level=pinned_level(request.pinned_env),
+        own_rings=own_rings,
+        placement=True,
+    )
+    with task.source.limited(budget.sets, budget.seconds) as allowance:
+        allowance.allow(1 / 2)
+        rated = rated_choices(task)
+        known = [] if rated.by_default is rated.by_variables else [rated.by_default.rings.rings]
+        search = SettingsSearch(task, as_graph(rated.by_variables), known)
+        search.cancelled = rated.cancelled
+        if not rated.cancelled:
+            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allowance.allow)
+        allowance.allow(1)
+        plan = _completed(task, rated, search, request, cluster)
+    short = (CUT_SHORT,) * task.source.cut_short
+    return msgspec.structs.replace(plan, notices=(*plan.notices, *short))
+
+
+def _completed(
+    task: Task, rated: Rated, search: SettingsSearch, request: PlanRequest, cluster: Cluster
+) -> Plan:
+    """Return the plan of the best choice, with its limit and rings for subsets."""
+    source = task.source
+    best, measurement = _final(task, rated.by_variables, search.best)
+    results = [one.result for one in (*search.searched, best) if one.result is not None]
+    rates = dealt(measurement.transfers.flows, measurement.gbps)
+    joined = JoinedRings(
+        settings=best.settings,
+        rings=len(best.rings.rings),
+        hosts=cluster.names,
+        chains=(
+            tuple(
+                plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
+                for ring in best.rings.rings
+            ),
+        ),
+        rate_gbps=best.rate_gbps,
+        error=interval(measurement),
+        assumed=measurement.assumed,
+        bound_gbps=best.bound_gbps,
+        bound_assumptions=best.bound_assumptions,
+    )
+
+    def types(_: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
+        pairs = (hop.ends for chain in chains for hop in chain.hops)
+        return task.view(best.settings).farthest(pairs), ""
+
+    plan = assembled(
+        cluster,
+        (task.gpus,),
+        joined,
+        (rated.default, rated.variables),
+        request,
+        types=types,
+        notices=dict.fromkeys(note for result in results for note in result.notices),
+        simulated=source.simulated,
+        dry_run=source.dry_run,
+        cancelled=search.cancelled,
+    )
+    rings = {
+        "default": rated.by_default.rings,
+        "variables": rated.by_variables.rings,
+        "graph": best.rings,
+    }
+    changes: dict[str, object] = {
+        "alternatives": tuple(
+            Alternative(
+                settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
+            )
+            for one in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+        ),
+        "sets_by_symmetry": sum(result.sets_by_symmetry for result in results),
+    }
+    if not plan.cancelled:
+        try:
+            # Two sets, which those for subsets of GPUs must not use up.
+            limit = limit_gbps(source, rings[plan.recommended], assumed=plan.assumed)
+            changes["limit_gbps"] = limit
+            if request.subsets or (request.subsets is None and plan.recommended != "default"):
+                from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
+
+                everywhere = request.subsets is True
+                changes["subsets"] = smaller_sets(task, plan, best, everywhere=everywhere)
+        except KeyboardInterrupt:
+            changes["cancelled"] = True
+    counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
+    return msgspec.structs.replace(plan, **changes, **counts)
+
+
+def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
+    """Return the planned choice, measured well; NCCL's own where noise favoured another."""
+    with suppress(BudgetSpentError):
+        measurement = measured_well(task.source, best.rings)
+        rate = best.rings.rate(measurement)
+        if rate >= own.rate_gbps:
+            return msgspec.structs.replace(best, rate_gbps=rate), measurement
+    return as_graph(own), own.measurement
 
 
 def make_plan(
@@ -114,14 +256,7 @@ def make_plan(
     check_type(machine, "machine", Machine)
     check_type(knowledge, "knowledge", Knowledge)
     indices = chosen_gpus(machine, gpus)
-    request = PlanRequest(
-        version=version,
-        ring_counts=_tuple(ring_counts),
-        strategy=strategy,
-        budget=budget,
-        pinned_env=pinned_env or {},
-        subsets=subsets,
-    )
+    request = _request(version, ring_counts, strategy, budget, pinned_env, subsets=subsets)
     cluster = single_host(machine, knowledge, indices)
     return plan_hosts(
         request, cluster, [source], gpus=indices, own_rings=own_rings, reporter=reporter
@@ -166,22 +301,29 @@ def make_cluster_plan(
     variables that say nothing of P2P. SearchError: no ring exists. MeasurementError: a source
     cannot measure a needed set.
     """
-    request = PlanRequest(
-        version=version,
-        ring_counts=_tuple(ring_counts),
-        strategy=strategy,
-        budget=budget,
-        pinned_env=pinned_env or {},
-        keep_order=keep_order,
-        ib_gid_index=ib_gid_index,
-        gpus_per_job=gpus_per_job,
-    )
+    more = {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
+    request = _request(version, ring_counts, strategy, budget, pinned_env, **more)
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 
 
-def _tuple(ring_counts: Sequence[int] | None) -> tuple[int, ...] | None:
+def _request(
+    version: str,
+    ring_counts: Sequence[int] | None,
+    strategy: str | Strategy,
+    budget: Budget,
+    pinned_env: Mapping[str, str] | None,
+    **more: Any,
+) -> PlanRequest:
+    """Return a request with what is asked for one host as for several, and more."""
     check_type(ring_counts, "ring_counts", Iterable, type(None))
-    return tuple(ring_counts) if ring_counts else None
+    return PlanRequest(
+        version=version,
+        ring_counts=tuple(ring_counts) if ring_counts else None,
+        strategy=strategy,
+        budget=budget,
+        pinned_env=pinned_env or {},
+        **more,
+    )
 
 
 def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 
 import msgspec
@@ -10,9 +11,10 @@ import msgspec
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Knowledge, Machine
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
 from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
+from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
@@ -258,6 +260,38 @@ def search_under(
         return find_rings(problem, strategy=task.strategy, reporter=task.reporter)
     except (SearchError, MeasurementError):
         return None
+
+
+# The machine's limit for given rings: bare copies over the same hops, all at the same time.
+def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> float | None:
+    """Measure bare copies over the hops of a ring set, by copy engines and by kernels.
+
+    Return the better of the two in GB/s, scored as the rings are; None if neither can be measured.
+    With `assumed` assumed values may lie behind the limit, as they do behind the plan.
+    """
+    rates = []
+    for copy_engine in (True, False):
+        with suppress(MeasurementError):
+            (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
+            if assumed or not found.assumed:
+                rates.append(rings.rate(found))
+    return max(rates, default=None)
+
+
+def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
+    """Return a plain transfer for each transfer of the rings' hops.
+
+    A bounce becomes an independent write and read of host memory as large as its FIFOs together:
+    in a larger buffer the host's memory would decide, not its caches.
+    """
+    flows = []
+    for flow in rings.flows.flows:
+        size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
+        for one in flow.transfers:
+            executor = Place("D" if copy_engine else "G", one.executor.index)
+            bare = Transfer(one.source, executor, one.destination)
+            flows.append(Flow((bare,), buffer=size))
+    return transfer_set(flows)
 
 
 # Rings over one host or several, as a Plan.

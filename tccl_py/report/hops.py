@@ -19,7 +19,6 @@ from tccl_py.nccl.paths import path_types
 from tccl_py.nccl.transport import pair_mechanism
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import order_words
 from tccl_py.report.machine import Layout, Wire, depth, row_of, wires
 
 _TOLERANCE = 1e-6
@@ -100,6 +99,11 @@ class HopsView(msgspec.Struct, frozen=True, kw_only=True):
         ends = [(hop, f"{hop.source} to {hop.target}") for hop in self.hops]
         slow = ", ".join(words for hop, words in ends if hop.slowest)
         return ", ".join(words for _, words in ends) + "." + f" The slowest: {slow}." * bool(slow)
+
+
+def order_words(ring: Sequence[int]) -> str:
+    """Return a ring's GPUs, back to the first: 0 → 2 → 1 → 0."""
+    return " → ".join(str(gpu) for gpu in (*ring, ring[0]))
 
 
 def ring_views(plan: Plan, number: int, layout: Layout) -> list[HopsView]:

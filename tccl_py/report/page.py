@@ -23,6 +23,7 @@ from tccl_py.errors import InputError, counted, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
+from tccl_py.model.cluster import compress
 from tccl_py.model.machine import Machine, NumaNode
 from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
@@ -33,9 +34,7 @@ from tccl_py.plan.text import (
     CHOICE_WORDS,
     assumptions,
     choice_words,
-    gpu_list,
     limit_text,
-    order_words,
     plan_name,
     proof,
     recommended_words,
@@ -51,6 +50,7 @@ from tccl_py.report.hops import (
     cause_words,
     drawn_kinds,
     link_loads,
+    order_words,
     ring_view,
     ring_views,
 )
@@ -184,6 +184,15 @@ def _counted(words: Iterable[str]) -> str:
 
 def _family(node: NumaNode) -> str:
     return f" (family {node.family}, model {node.model})" if node.family is not None else ""
+
+
+def gpu_list(gpus: Sequence[int]) -> str:
+    """Return GPU indices as `tccl env --gpus` takes them.
+
+    >>> gpu_list((0, 1, 2, 5))
+    '0-2,5'
+    """
+    return compress(map(str, gpus)).strip("[]")
 
 
 def _command(contents: Contents) -> str:

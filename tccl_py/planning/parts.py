@@ -1,0 +1,187 @@
+"""Parts of a plan's GPUs: which of them get answers, and rings for those of one host."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import msgspec
+
+from tccl_py.errors import InputError
+from tccl_py.model.cluster import gpus_text, parse_gpus, shown
+from tccl_py.model.machine import Machine
+from tccl_py.model.symmetry import Symmetry, automorphisms, images_of_gpus
+from tccl_py.model.transfer import index_of
+from tccl_py.nccl.plugin.index import plugin_environment
+from tccl_py.nccl.settings import Settings
+from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
+from tccl_py.plan.plan import Plan
+from tccl_py.planning.choices import own_gbps
+from tccl_py.planning.study import Choice, Task, search_under
+from tccl_py.search.problem import Budget
+
+ALL_SUBSETS_UP_TO = 8
+"""Machines with more GPUs have too many subsets: only usual ones are planned."""
+SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
+SUBSET_RING_COUNTS = (1, 2)
+
+
+def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return the sets of GPUs of jobs on hosts with these GPUs, all GPUs first.
+
+    `text` lists counts, of the lowest GPUs, and sets; a host without the GPUs of an item leaves the
+    item out. None is all GPUs, half of them, a quarter, and one.
+
+    >>> job_gpus(None, range(8))
+    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), (0, 1), (0,)]]
+    >>> job_gpus("2,4-7,0+2", range(8), range(2))
+    [[(0, 1, 2, 3, 4, 5, 6, 7), (0, 1), (4, 5, 6, 7), (0, 2)], [(0, 1)]]
+
+    Raises InputError: an item that is neither count nor set, or beyond every host.
+    """
+    found = [[tuple(gpus)] for gpus in hosts]
+    for sets, gpus in zip(found, hosts, strict=True):
+        counts = (len(gpus) // 2, len(gpus) // 4, 1) if text is None else ()
+        sets.extend(tuple(gpus[:some]) for some in counts if some)
+    for item in [] if text is None else map(str.strip, text.split(",")):
+        named = [_named_gpus(item, gpus) for gpus in hosts]
+        if not any(named):
+            listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
+            what = f"{shown(item)} fits no host: their GPUs are {listed}"
+            raise InputError("`gpus_per_job`", what, "name fewer, or leave it out")
+        for sets, more in zip(found, named, strict=True):
+            sets.extend(more)
+    return [list(dict.fromkeys(sets)) for sets in found]
+
+
+def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the set of GPUs of an item of `gpus_per_job`; none if the host lacks one of them."""
+    if re.fullmatch("0*[1-9][0-9]{0,3}", item, re.ASCII):
+        return [tuple(gpus[: int(item)])] if int(item) <= len(gpus) else []
+    try:
+        # A number alone would be a count.
+        some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
+    except InputError as error:
+        what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
+        raise InputError("`gpus_per_job`", what, f"write counts or sets, {right}") from error
+    return [tuple(sorted(some))] if set(some) <= set(gpus) else []
+
+
+def smaller_sets(
+    task: Task, plan: Plan, best: Choice, *, everywhere: bool
+) -> tuple[SubsetRings, ...]:
+    """Return what the recommended choice needs to know of smaller sets of GPUs.
+
+    Only graph files need rings of their own, else rings are searched `everywhere` alone. Where the
+    plugin gives variables to single communicators, NCCL's own rings are rated.
+    """
+    variables = plan.variables.settings
+    if everywhere or plan.recommended == "graph":
+        planned = subset_rings(task, best.settings, best.orders)
+        return _rated(task, planned, (best.settings, variables))
+    if plan.recommended == "variables" and plugin_environment(variables)[1]:
+        return _gaining(task, variables)
+    return ()
+
+
+def subset_rings(
+    task: Task, settings: Settings, orders: Sequence[Order]
+) -> tuple[SubsetRings, ...]:
+    """Return rings for every proper subset of two GPUs or more, under the plan's settings.
+
+    Subsets that a symmetry of the machine exchanges share one search. Of more than
+    ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
+    """
+    wanted = subsets(task.machine, task.gpus)
+    symmetry = automorphisms(task.machine, task.knowledge)
+    found: dict[Order, SubsetRings] = {}
+    for subset in wanted:
+        if subset not in found and (planned := _subset(task, settings, orders, subset)):
+            found.update(_images(planned, symmetry))
+    # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
+    return tuple(found[subset] for subset in wanted if subset in found)
+
+
+def _rated(
+    task: Task, planned: Iterable[SubsetRings], settings: Iterable[Settings]
+) -> tuple[SubsetRings, ...]:
+    """Return the subsets, with whether NCCL's own rings are slower under any of these settings."""
+    plain = dict.fromkeys(msgspec.structs.replace(one, shm_placement=False) for one in settings)
+
+    def gains(subset: SubsetRings) -> bool:
+        part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
+        return any(subset.rate_gbps > own_gbps(part, one) * (1 + AS_GOOD) for one in plain)
+
+    return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
+
+
+def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
+    """Return the subsets, without rings, with whether the variables beat default NCCL."""
+    if len(task.gpus) > ALL_SUBSETS_UP_TO:
+        return ()
+    found = []
+    for gpus in subsets(task.machine, task.gpus):
+        part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
+        default, rate = (own_gbps(part, one) for one in (task.default_settings, variables))
+        # Rates of sets that may not be measured any more are infinite.
+        if 0 < rate < inf:
+            gains = rate > default * (1 + AS_GOOD)
+            found.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
+    return tuple(found)
+
+
+def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
+    """Return the proper subsets of two GPUs or more that a plan has rings for, by size.
+
+    Of more than ALL_SUBSETS_UP_TO GPUs they are halves and quarters in the order of indices, all
+    GPUs below one switch, and pairs of these.
+    """
+    count, combinations = len(gpus), itertools.combinations
+    if count <= ALL_SUBSETS_UP_TO:
+        return tuple(one for size in range(2, count) for one in combinations(gpus, size))
+    parts = [
+        gpus[at : at + size] for size in (count // 2, count // 4) for at in range(0, count, size)
+    ]
+    parents = {gpu.index: gpu.parent for gpu in machine.gpus}
+    below = [
+        tuple(gpu for gpu in gpus if parents[gpu] == parent)
+        for parent in dict.fromkeys(parents[gpu] for gpu in gpus)
+    ]
+    pairs = [pair for group in below for pair in combinations(group, 2)]
+    found = {one for one in (*parts, *below, *pairs) if 2 <= len(one) < count}
+    return tuple(sorted(found, key=lambda one: (len(one), one)))
+
+
+def _subset(
+    task: Task, settings: Settings, orders: Sequence[Order], gpus: Order
+) -> SubsetRings | None:
+    """Return rings over exactly these GPUs; None where the settings leave a GPU without a hop."""
+    part = msgspec.structs.replace(
+        task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
+    )
+    # The whole machine's rings without the GPUs that are missing are a good beginning.
+    known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
+    result = search_under(part, settings, known=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    if result is None:
+        return None
+    if result.cancelled:
+        raise KeyboardInterrupt
+    rings = tuple(one.gpus for one in result.rings.rings)
+    nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
+    return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
+
+
+def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
+    """The plan of a subset carried over to all subsets that look the same."""
+    found = {planned.gpus: planned}
+    for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
+        rings = tuple(tuple(index_of(names[f"G{gpu}"]) for gpu in ring) for ring in planned.rings)
+        places = zip(planned.gpus, planned.nodes, strict=False)
+        nodes = sorted(
+            (index_of(names[f"G{g}"]), index_of(names[f"C{node}"])) for g, node in places
+        )
+        image = {"gpus": gpus, "rings": rings, "nodes": tuple(node for _, node in nodes)}
+        found.setdefault(gpus, msgspec.structs.replace(planned, **image))
+    return found
