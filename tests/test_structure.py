@@ -19,8 +19,3 @@ def test_few_places_ask_whether_a_plan_is_of_one_host():
         if ASKS.search(line)
     }
     assert len(asking) <= 31, asking
-
-
-def test_no_module_is_too_long_to_read_at_once():
-    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert not {str(path): length for path, length in lengths.items() if length > 420}
