@@ -125,7 +125,7 @@ def test_jobs_over_parts_of_the_hosts_are_planned_from_the_tables(tmp_path):
 
 
 def test_a_cabling_without_a_ring_names_the_hosts_without_two_ways_before_any_measurement():
-    with pytest.raises(SearchError, match=r"spark0, spark2 has no two"):
+    with pytest.raises(SearchError, match=r"no two lead to spark0, spark2"):
         make_cluster_plan(cluster(ring()[:2]), [None])
 
 

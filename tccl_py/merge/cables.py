@@ -26,8 +26,8 @@ MAX_STEPS = 200_000
 _NAMED = 5
 
 
-class Crossing(msgspec.Struct, frozen=True, order=True):
-    """A step from a host to the next: a NIC out and a NIC in for each ring."""
+class NicMap(msgspec.Struct, frozen=True, order=True):
+    """From a host to the next: out by `exits`, in by `entries`."""
 
     exits: Nics
     entries: Nics
@@ -41,7 +41,7 @@ class CabledRing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     hosts: tuple[str, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[NicMap, ...]
     rate_gbps: float
     bound_gbps: float
 
@@ -67,7 +67,7 @@ def cabled_ring(
     >>> cables = [Cable.between(x, (0, 2), y, (1, 3)) for x, y in ends]
     >>> ring = cabled_ring("abc", cables, 2, lambda host, entries, exits: 12.5)
     >>> ring.hosts, ring.crossings[0]
-    (('a', 'b', 'c'), Crossing(exits=(0, 2), entries=(1, 3)))
+    (('a', 'b', 'c'), NicMap(exits=(0, 2), entries=(1, 3)))
 
     Raises SearchError: the cables close to no ring over these hosts.
     """
@@ -87,10 +87,10 @@ def steps_between(cables: Iterable[Cable]) -> dict[tuple[str, str], list[tuple[i
     return dict(steps)
 
 
-def _crossing(functions: Sequence[tuple[int, int]], rings: int, turn: int) -> Crossing:
+def _crossing(functions: Sequence[tuple[int, int]], rings: int, turn: int) -> NicMap:
     """Return a step whose functions are dealt to the rings in turn."""
     dealt = [functions[(ring + turn) % len(functions)] for ring in range(rings)]
-    return Crossing(tuple(out for out, _ in dealt), tuple(into for _, into in dealt))
+    return NicMap(tuple(out for out, _ in dealt), tuple(into for _, into in dealt))
 
 
 class _Search:
@@ -208,9 +208,9 @@ def _why_none(
     graph = nx.Graph(pair for pair in ways if set(pair) <= set(hosts))
     graph.add_nodes_from(hosts)
     few = [host for host in hosts if len(hosts) > 2 and graph.degree(host) < 2]
-    if few or (len(hosts) == 2 and not graph.edges):
-        names = ", ".join((few or list(hosts))[:_NAMED])
-        return f"a ring enters a host by one cable and leaves it by another; {names} has no two"
+    if few:
+        names = ", ".join(few[:_NAMED])
+        return f"a ring enters a host by one cable and leaves it by another; no two lead to {names}"
     if not nx.is_connected(graph):
         parts = [sorted(part)[0] for part in nx.connected_components(graph)]
         return f"no cables lead from {parts[0]} to {parts[1]}"

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tccl_py.errors import SearchError
-from tccl_py.merge.cables import CabledRing, cabled_ring
+from tccl_py.merge.cables import CabledRing, NicMap, Nics, cabled_ring
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
@@ -24,18 +24,8 @@ from tccl_py.plan.chains import PlanChain
 from tccl_py.plan.tables import ClassRates, KeptChains, NicPairs
 from tccl_py.planning.study import JoinedRings
 
-Nics = tuple[int, ...]
-"""A NIC for each ring."""
-
 MANY_TUPLES = 24
 """Up to so many even tuples are all tried; of more, those that the best chains lead to."""
-
-
-class NicMap(msgspec.Struct, frozen=True, order=True):
-    """From a host to the next: out by `exits`, in by `entries`."""
-
-    exits: Nics
-    entries: Nics
 
 
 def pairs_of(entries: Nics, exits: Nics) -> NicPairs:
@@ -191,9 +181,7 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
 
         cluster = self.cluster
         ring = cabled_ring(cluster.names, cluster.cables, count, rate, keep_order=self.keep_order)
-        if ring is None:
-            return None
-        return ring, tuple(NicMap(step.exits, step.entries) for step in ring.crossings)
+        return None if ring is None else (ring, ring.crossings)
 
     def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
         return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))
