@@ -289,6 +289,25 @@ def test_values_that_do_not_fit_the_host_are_told_in_files_and_jobs(
         assert all(words in one.what and one.fix == fix for one in findings)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "protocol", "version", "fails"),
+    [
+        ("allreduce:tree", "LL", "2.31.2", True),
+        ("allreduce:tree", "LL", "2.30.7", False),
+        ("allreduce:tree", "allreduce:LL", "2.31.2", False),
+        ("ring;allreduce:tree", "LL", "2.31.2", False),
+    ],
+)
+def test_algorithms_of_some_collectives_beside_protocols_of_all_are_told(
+    tmp_path, algorithm, protocol, version, fails
+):
+    variables = {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol}
+    nccl = (InstalledNccl(version=version, source="of a test"),)
+    host = recorded("clean", tmp_path, environment=variables, nccl=nccl)
+    severities = [one.severity for one in examine(host).findings if "beside" in one.what]
+    assert severities == ["hang"] * fails
+
+
 def test_ll128_is_nccls_own_affair_where_nvlink_joins_all_gpus(tmp_path):
     state = driver(2)
     gpus = tuple(dataclasses.replace(gpu, links={"": 18}) for gpu in state.gpus)

@@ -41,7 +41,13 @@ from tccl_py.nccl.plugin.index import (
     digest,
 )
 from tccl_py.nccl.variables import similar_name
-from tccl_py.nccl.versions import NEWER_VARIABLE, allows_newer, unchecked, why_no_plugin
+from tccl_py.nccl.versions import (
+    NEWER_VARIABLE,
+    allows_newer,
+    unchecked,
+    version_facts,
+    why_no_plugin,
+)
 from tccl_py.nccl_library import (
     CONF_VARIABLE,
     HOST_FILE,
@@ -241,6 +247,7 @@ def check_settings(host: HostState) -> Results:
             line = variables.pop(name)
             fault = f"{name}={_cut(line.value)} {fields.pop('what')}"
             yield defect(fields.pop("rule"), line.where, what=fault, fix=_undo(line), **fields)
+    yield from _pinned_functions(host, variables)
     graph = variables.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
         fault, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
@@ -256,6 +263,19 @@ def check_settings(host: HostState) -> Results:
             effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
             fault = f"{name}={_cut(line.value)} is set"
             yield defect(name, line.where, what=fault, effect=effect, fix=_undo(line))
+
+
+def _pinned_functions(host: HostState, variables: Mapping[str, ConfLine]) -> Results:
+    """Report algorithms for some collectives alone beside protocols for all."""
+    algorithm, protocol = variables.get("NCCL_ALGO"), variables.get("NCCL_PROTO")
+    if algorithm is None or protocol is None:
+        return
+    some = all(":" in part for part in algorithm.value.split(";"))
+    every = any(":" not in part for part in protocol.value.split(";"))
+    fails = any(version_facts(nccl.version).algorithms_exclude for nccl in host.nccl or ())
+    if some and every and (fails or not host.nccl):
+        fault = f"NCCL_ALGO={_cut(algorithm.value)} beside NCCL_PROTO={_cut(protocol.value)}"
+        yield defect("functions", algorithm.where, what=fault, fix=_undo(algorithm))
 
 
 def _undo(line: ConfLine) -> str:

@@ -59,6 +59,9 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     counts as `unknown_gts`. `has_rubin`: it knows sm 107. With `routes_by_subnet` RDMA connections
     can be made to leave by a NIC in the subnet of the other end's.
 
+    With `algorithms_exclude`, NCCL_ALGO for some collectives beside NCCL_PROTO for all leaves the
+    others none.
+
     Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
     `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
     256 threads. `blackwell_ll_gbps` limits LL inside a node from sm 100 on, and
@@ -109,6 +112,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     plateau_collectives: tuple[str, ...] = ()
     plateau_by_steps: bool = False
     later_tie_wins: bool = False
+    algorithms_exclude: bool = False
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
@@ -163,6 +167,7 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "trees_take_lesser_rate": True,
         "plateau_collectives": ("all_gather", "reduce_scatter"),
         "later_tie_wins": True,
+        "algorithms_exclude": True,
     },
     # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks, ring model).
     (2, 32, 0): {
