@@ -272,7 +272,7 @@ class Communication(Keys, kw_only=True):
     choices: Annotated[dict[ChoiceName, StepTime], says("those with times of all rows")]
     rows: list[RowTime]
     unknown: Annotated[float, says("the share of calls without times")]
-    dry_run: bool
+    basis: Annotated[str, says("of other times than those of jobs on GPUs: what they rest on")]
 
 
 class Verify(Keys, kw_only=True):

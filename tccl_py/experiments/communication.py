@@ -44,7 +44,8 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The communication of a workload in a step by each choice, one call after the other.
 
     `chosen` is the choice whose time decides. `unknown` is the share of calls whose time no choice
-    has, and `digest` that of the workload. In a `dry_run` jobs ran in host memory.
+    has, and `digest` that of the workload. `basis` says what other times than those of jobs on GPUs
+    the answer rests on.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     choices: dict[ChoiceName, StepTime]
     rows: tuple[RowTime, ...]
     unknown: float = 0.0
-    dry_run: bool = False
+    basis: str = ""
 
     @property
     def losses(self) -> dict[str, tuple[float, float]]:
@@ -91,7 +92,7 @@ def verified_choice(directory: Path, text: str) -> Communication:
     """
     name = workload_digest(open_workload(text)) if Path(text).is_file() else text
     found = (Communications.load(directory) or Communications()).named(name)
-    if found is None or found.dry_run:
+    if found is None or found.basis:
         what = "was verified for it without GPUs" if found else "was not verified for it"
         right = f"`tccl verify {directory} --workload FILE` first, or leave it out"
         raise InputError(f"workload {text[:80]!r}", f"{directory} {what}", right)
@@ -125,7 +126,7 @@ def communication_of(
     calls: Mapping[Row, float],
     times: Mapping[ChoiceName, Times[Row]],
     *,
-    dry_run: bool = False,
+    basis: str = "",
 ) -> Communication:
     """Return a workload's communication by each choice from seconds of its rows in each round."""
     steps = step_times(calls, times)
@@ -147,13 +148,12 @@ def communication_of(
         choices=steps,
         rows=tuple(rows),
         unknown=max(0.0, 1 - sum(calls.values()) / sum(row.calls for row in workload.rows)),
-        dry_run=dry_run,
+        basis=basis,
     )
 
 
 def communication_line(found: Communication) -> str:
     """Return the time of a step before and after, by what choice, and what that slows."""
-    basis = " in a DRY RUN" * found.dry_run
     default, chosen = found.choices["default"], found.choices[found.chosen]
     if found.chosen == "default":
         others = [
@@ -172,7 +172,8 @@ def communication_line(found: Communication) -> str:
         f"{name}, {_share(share)} of it, is slower ({speed:.2f})"
         for name, (share, speed) in found.losses.items()
     ]
-    unknown = [f"{_share(found.unknown)} of its calls were not timed"] if found.unknown > 0 else []
+    unknown = [f"{_share(found.unknown)} of its calls have no times"] if found.unknown > 0 else []
+    basis = f" ({found.basis})" if found.basis else ""
     return f"your job's communication{basis}: " + "; ".join([line, *slower, *unknown])
 
 
@@ -193,6 +194,8 @@ def _share(share: float) -> str:
 
 
 def _interval(speed: Interval) -> str:
+    if speed.low == speed.high:
+        return f"{speed.middle:.2f}"
     return f"{speed.middle:.2f}, {speed.low:.2f} to {speed.high:.2f}"
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations, product
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -22,7 +23,7 @@ from tccl_py.experiments.spec import KIB, MIB, Dtype, JobSpec, WrongValue
 from tccl_py.experiments.table import LEAST_ROUNDS
 from tccl_py.files import picked
 from tccl_py.model.measurement import Backend, BandwidthSource
-from tccl_py.model.rings import Hop, neighbours
+from tccl_py.model.rings import Hop, Ring, neighbours
 from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.chains import ChoiceName, Order, condensed
@@ -33,7 +34,7 @@ from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.study import Task, rings_under
 from tccl_py.readers.hosts import HostSlots
-from tccl_py.sources.bench import bench_of
+from tccl_py.sources.bench import Bench, bench_of
 
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
@@ -202,15 +203,9 @@ def simulated_cells(
     """Yield large messages over sets of a machine's GPUs, by the rings of every arm."""
     remembered = bench_of(source)
     for gpus in gpu_sets:
-        task = Task(
-            machine=plan.machine,
-            knowledge=plan.knowledge,
-            source=remembered,
-            gpus=gpus,
-            version=plan.settings.version,
-            p2p_level=pinned_level(plan.pinned_env),
-        )
-        rates = {name: _rates(task, plan, name, collectives) for name in plan.choices}
+        rates = {
+            name: arm_rates(plan, remembered, [gpus], name, collectives) for name in plan.choices
+        }
         yield from _large_cells(rates, gpus)
 
 
@@ -230,54 +225,80 @@ def _large_cells(
             )
 
 
-def _rates(
-    task: Task, plan: Plan, name: ChoiceName, collectives: Sequence[Collective]
+class _Part(NamedTuple):
+    """Rings over a set of GPUs under an arm's settings."""
+
+    task: Task
+    settings: Settings
+    rings: Sequence[Ring]
+
+
+def arm_rates(
+    plan: Plan,
+    source: Bench,
+    gpu_sets: Iterable[Order],
+    name: ChoiceName,
+    collectives: Iterable[Collective],
 ) -> dict[Collective, float]:
-    """Return the bus bandwidth of each collective in an arm; none where its rings have no rate."""
-    settings, planned = plan.choices[name].settings, plan.subset(task.gpus)
+    """Return the bus bandwidth of large collectives in an arm, in all sets of GPUs at once.
+
+    None where its rings have no rate.
+    """
     try:
-        if name != "graph" or planned is None or not planned.gains:
-            # A set of GPUs without a graph file gets the variables alone.
-            settings = replace(settings, shm_placement=False)
-            rings_alone = own_rings(task, settings)
-            # NCCL doubles the channels of its own search as it does a graph file's.
-            settings = replace(settings, channels=max(1, rings_alone.channels // 2))
-            orders = condensed(rings_alone.rings)
-        else:
-            orders = planned.rings
-            nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
-            task = replace(task, nodes=nodes, spaces={})
-        rings = rings_under(task, settings, orders).rings
-        hops = [hop for ring in rings for hop in ring.hops]
-        return {
-            collective: _gbps(task, settings, hops, len(rings), collective)
-            for collective in collectives
-        }
+        parts = [_part(plan, source, gpus, name) for gpus in gpu_sets]
+        return {collective: _gbps(parts, source, collective) for collective in collectives}
     except (SearchError, MeasurementError):
         return {}
 
 
-def _gbps(
-    task: Task, settings: Settings, hops: Sequence[Hop], rings: int, collective: Collective
-) -> float:
-    gpus = task.gpus
+def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
+    task = Task(
+        machine=plan.machine,
+        knowledge=plan.knowledge,
+        source=source,
+        gpus=gpus,
+        version=plan.settings.version,
+        p2p_level=pinned_level(plan.pinned_env),
+    )
+    settings, planned = plan.choices[name].settings, plan.subset(gpus)
+    if name != "graph" or planned is None or not planned.gains:
+        # A set of GPUs without a graph file gets the variables alone.
+        settings = replace(settings, shm_placement=False)
+        rings_alone = own_rings(task, settings)
+        # NCCL doubles the channels of its own search as it does a graph file's.
+        settings = replace(settings, channels=max(1, rings_alone.channels // 2))
+        orders = condensed(rings_alone.rings)
+    else:
+        orders = planned.rings
+        nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
+        task = replace(task, nodes=nodes, spaces={})
+    return _Part(task, settings, rings_under(task, settings, orders).rings)
 
+
+def _gbps(parts: Sequence[_Part], source: Bench, collective: Collective) -> float:
     def slowest(moved: Iterable[Hop]) -> float:
-        (measurement,) = task.source.measure([transfer_set(hop.flow for hop in moved)])
+        (measurement,) = source.measure([transfer_set(hop.flow for hop in moved)])
         return measurement.rate_gbps
 
-    pattern = COLLECTIVES[collective].pattern
+    pattern, count = COLLECTIVES[collective].pattern, min(len(part.rings) for part in parts)
+    hops = [hop for part in parts for ring in part.rings for hop in ring.hops]
     if pattern == "ring":
-        return rings * slowest(hops)
+        return count * slowest(hops)
     if pattern in ("from root", "to root"):
         back = "target" if pattern == "from root" else "source"
-        without = ([hop for hop in hops if getattr(hop, back) != root] for root in gpus)
-        return rings * statistics.harmonic_mean(map(slowest, without))
+        roots = zip(*(part.task.gpus for part in parts), strict=False)
+        without = ([hop for hop in hops if getattr(hop, back) not in of] for of in roots)
+        return count * statistics.harmonic_mean(map(slowest, without))
     # The transfers to all peers share the channels.
-    peers = 1 if pattern == "to next" else len(gpus) - 1
-    pairs = neighbours(gpus) if pattern == "to next" else permutations(gpus, 2)
-    space = task.space(settings, peers)
-    return peers * slowest(space.between(*pair)[0] for pair in pairs)
+    moved: list[Hop] = []
+    peers = 1
+    for task, settings, _ in parts:
+        gpus = task.gpus
+        pairs = permutations(gpus, 2) if pattern == "to all" else neighbours(gpus)
+        peers = len(gpus) - 1 if pattern == "to all" else 1
+        space = task.space(settings, peers)
+        moved += [space.between(*pair)[0] for pair in pairs]
+    return peers * slowest(moved)
 
 
 def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
