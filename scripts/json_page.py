@@ -168,6 +168,7 @@ class Plan(Keys, kw_only=True):
     assumptions: Annotated[list[str], says("the assumptions of bound and rates")]
     by_size: list[BySize]
     tunings: list[Tuning]
+    workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
 
 
 class Env(Keys, kw_only=True):

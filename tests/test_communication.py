@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tccl_py.cli.main import app
 from tccl_py.decision import harm
 from tccl_py.errors import InputError
+from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.communication import (
     MOST_ROWS,
     Communications,
@@ -17,13 +20,18 @@ from tccl_py.experiments.communication import (
     verified_choice,
     workload_digest,
 )
+from tccl_py.experiments.prediction import predicted_communication
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.files import decode_json
 from tccl_py.plan.directory import write_plan
+from tccl_py.plan.load import load_plan
+from tccl_py.simulator.descriptions import load_bundled
+from tccl_py.simulator.source import Simulator
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload
 from tests.planned import SMALL, plan_of
+from tests.test_json_page import same_keys
 
 CASES = Path(__file__).parent / "cases"
 
@@ -159,6 +167,71 @@ def test_on_four_gpus_without_p2p_the_job_decides(job):
     assert result.chosen == BEST[job]
     if job == "data parallel":
         assert result.choices["variables"].speed.low > 1.5
+
+
+# Predictions.
+
+
+def predicted(made, *, name="asus-esc8000a-e13p"):
+    """What the model of a machine says of a workload."""
+    model = load_bundled(name)
+    return predicted_communication(plan_of(name), made, Simulator(model))
+
+
+def test_a_model_tells_large_messages_alone_and_in_all_groups_at_once():
+    sizes = workload(("all_reduce", 64 << 20, 3), ("all_reduce", 4096, 1), ranks=8)
+    found = predicted(sizes)
+    assert (found.unknown, [row.bytes for row in found.rows]) == (0.25, [64 << 20])
+    plan = plan_of("asus-esc8000a-e13p")
+    seconds = 3 * bus_gbps("all_reduce", 8, 64 << 20, 1.0) / plan.stock.rate_gbps
+    assert found.choices["default"].seconds == pytest.approx(seconds)
+    assert f"({plan.provenance})" in communication_line(found)
+    assert predicted(workload(("all_reduce", 4096, 1), ranks=8)) is None
+
+    def by_groups(*groups):
+        row = WorkloadRow(
+            collective="all_reduce", dtype="int8", bytes=1 << 26, groups=groups, calls=1
+        )
+        return predicted(Workload(name="g", source="", ranks=8, rows=(row,)))
+
+    alone, beside = by_groups((0, 4), (1, 5)), by_groups((0, 4), (1, 5), (2, 6), (3, 7))
+    # A graph file fails smaller communicators; more of these share the links between the sockets.
+    assert "graph" not in alone.choices
+    assert beside.choices["default"].seconds >= alone.choices["default"].seconds
+
+
+def test_without_a_source_ring_collectives_over_all_gpus_have_the_plans_rates():
+    plan = plan_of("asus-esc8000a-e13p")
+    rows = ("all_gather", 64 << 20, 1), ("all_to_all", 64 << 20, 1)
+    found = predicted_communication(plan, workload(*rows, ranks=8))
+    assert [row.collective for row in found.rows] == ["all_gather"]
+    assert found.unknown == 0.5
+
+
+@pytest.mark.parametrize(
+    ("job", "recommended"), [("data-parallel", "variables"), ("tensor-parallel-decode", "default")]
+)
+def test_a_plan_for_a_workload_recommends_what_is_predicted_for_it(tmp_path, job, recommended):
+    place = tmp_path / "plan"
+    words = ("plan", place, "--simulate", "intel-v100", "--max-sets", "20", "--workload", job)
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert done.exit_code == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["recommended"] == load_plan(place).recommended == recommended
+    assert ("workload" in answer) == (recommended == "variables")
+    assert "your job's communication" in answer["notices"][-1]
+    assert same_keys("plan", answer)
+    # A prediction verifies nothing.
+    with pytest.raises(InputError, match="was not verified for it"):
+        verified_choice(place, job)
+
+
+def test_advice_for_a_workload_begins_with_its_communication():
+    words = ("advise", "intel-v100", "--workload", "pipeline")
+    done = CliRunner().invoke(app, words)
+    assert done.stdout.startswith("Your job   your job's communication")
+    refused = CliRunner().invoke(app, ["advise", "intel-v100", "--workload", "no-such-job"])
+    assert refused.exit_code == 2 and "no-such-job" in refused.stderr
 
 
 # What is kept beside a plan.

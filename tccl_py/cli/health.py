@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import typer
+from msgspec.structs import asdict
 from rich.padding import Padding
 
 from tccl_py.cli import options
@@ -225,6 +226,7 @@ def advise(
     machine: str | None = arg("MACHINE", f"This one if not given. {MACHINE_HELP}", None),
     *,
     p2p: str | None = options.P2P,
+    workload: str | None = options.WORKLOAD,
     json: bool = options.JSON,
 ) -> None:
     """Say in ten lines what NCCL does on a machine and what to try first, within a minute.
@@ -237,11 +239,14 @@ def advise(
         tccl advise
         tccl advise topology.xml
         tccl advise topo-m.txt --p2p yes
+        tccl advise asus-esc8000a-e13p --workload mixture-of-experts
     """
-    from tccl_py.health.advice import advice_request  # noqa: PLC0415 (slow)
-    from tccl_py.health.advice import advise as advice_on  # noqa: PLC0415
+    from tccl_py.cli.plan import job_workload, plan_by_workload  # noqa: PLC0415 (slow)
+    from tccl_py.health.advice import advice_by, advice_request  # noqa: PLC0415
     from tccl_py.planning.opening import machine_subject  # noqa: PLC0415
 
+    job = None if workload is None else job_workload(workload)
+    predicted, line = None, ""
     with interrupts_put_off():
         if machine is None:
             refuse({"--p2p": p2p}, ("without MACHINE", "is about models", "name a MACHINE"))
@@ -252,12 +257,16 @@ def advise(
                 raise
             right = "name a MACHINE, as in `tccl advise topology.xml`"
             raise InputError(error.where, error.what, right) from error
-        advice = advice_on(subject, examine(this_host()) if machine is None else None)
+        made = subject.search(None)
+        if job is not None:
+            made, predicted, line = plan_by_workload(made, job, subject.model)
+        advice = advice_by(made, subject, examine(this_host()) if machine is None else None)
     if json:
-        print_json(advice)
+        print_json(advice if predicted is None else {**asdict(advice), "workload": predicted})
         return
     console = results()
-    for name, text in advice.lines():
+    lines = [("Your job", line)] if line else []
+    for name, text in [*lines, *advice.lines()]:
         console.print(grid([(name.ljust(9), text)]), style=GOOD if name == "Try first" else "")
 
 

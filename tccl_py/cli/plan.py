@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +50,11 @@ from tccl_py.search.strategies import STRATEGIES
 from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
+    from tccl_py.experiments.communication import Communication
     from tccl_py.model.measurement import Backend
+    from tccl_py.simulator.model import MachineModel
     from tccl_py.sources.hosts import Job
+    from tccl_py.workloads.workload import Workload
 
 _SETS = DEFAULT_BUDGET.sets or 1
 HOST_SETS = 1250
@@ -77,6 +80,7 @@ def plan(
         "more. The default only of hosts that talk over sockets.",
         default=None,
     ),
+    workload: str | None = options.WORKLOAD,
     force: bool = flag("--force", "Replace a plan that is already in DIR."),
     json: bool = options.JSON,
     output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
@@ -107,10 +111,13 @@ def plan(
     with --simulate they come from a model. After Ctrl-C the best plan so far is written, and the
     same command resumes from the journal in DIR.
 
+    With --workload the plan recommends what is predicted to be best for that job's communication.
+
     Examples:
 
         tccl plan my-plan
         tccl plan asus-plan --simulate asus-esc8000a-e13p
+        tccl plan asus-plan --simulate asus-esc8000a-e13p --workload mixture-of-experts
         tccl plan sixteen-hosts --simulate nvswitch-8gpu-8nic --nodes 16
         NCCL_P2P_DISABLE=1 tccl plan no-p2p-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan gpu-cluster --switches topology.conf
@@ -149,6 +156,8 @@ def plan(
     ranks = in_job()
     _check(request, in_job=ranks, force=force, tune=tune)
     several = ranks or request.names_hosts
+    job_of = None if workload is None else job_workload(workload)
+    predicted = None
     with ExitStack() as stack:
         if tune and not several:
             _check_tuning()
@@ -163,6 +172,8 @@ def plan(
                     subject.source.watch(line.measured)
                 notice_each(subject.keep_in(journal, replace=force))
                 made = subject.search(line)
+                if job_of is not None:
+                    made, predicted, _ = plan_by_workload(made, job_of, subject.model)
             with undisturbed():
                 # The plan and tables of an interrupted extension stay as they are.
                 if not (extend and made.cancelled):
@@ -176,7 +187,7 @@ def plan(
             if not made.cancelled:
                 made = _tuned(made, output, subject.source, job, tune)
     if json:
-        print_plan_json(made, output)
+        print_plan_json(made, output, predicted)
     else:
         print_plan(made, results())
     if made.cancelled:
@@ -185,6 +196,37 @@ def plan(
         notice(f"interrupted: {output} has {held}; {again}")
         raise typer.Exit(INTERRUPTED)
     notice(f"wrote {output}")
+
+
+def job_workload(text: str) -> Callable[[int], Workload]:
+    """Return a workload by its number of ranks."""
+    from tccl_py.experiments.communication import workload_for  # noqa: PLC0415 (slow)
+
+    return workload_for(text)
+
+
+def plan_by_workload(
+    made: Plan, workload: Callable[[int], Workload], model: MachineModel | None
+) -> tuple[Plan, Communication | None, str]:
+    """Return a plan that recommends what is predicted to be best for a job, and what that is."""
+    from tccl_py.experiments.communication import communication_line  # noqa: PLC0415 (slow)
+    from tccl_py.experiments.prediction import predicted_communication  # noqa: PLC0415
+    from tccl_py.simulator.source import Simulator  # noqa: PLC0415
+
+    source = None if model is None else Simulator(model)
+    try:
+        job = workload(len(made.orders[0]))
+        predicted = predicted_communication(made, job, source)
+        line = "nothing of your job's communication can be predicted"
+    except InputError as error:
+        predicted, line = None, str(error)
+    else:
+        # Any doubt is default NCCL.
+        made = replace(made, winner="default" if predicted is None else predicted.chosen)
+    if predicted is not None:
+        line = communication_line(predicted)
+    line += "; `tccl verify DIR --workload` times it"
+    return replace(made, notices=(*made.notices, line)), predicted, line
 
 
 def _budget(

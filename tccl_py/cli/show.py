@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -28,6 +29,9 @@ from tccl_py.plan.text import (
     used_paths,
 )
 from tccl_py.plan.text import diff as difference
+
+if TYPE_CHECKING:
+    from tccl_py.experiments.communication import Communication
 
 
 def show(
@@ -81,14 +85,18 @@ def show(
             console.print("sets: none has a graph file of its own; see the line plugin above")
 
 
-def print_plan_json(plan: Plan, directory: Path) -> None:
-    """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found."""
+def print_plan_json(plan: Plan, directory: Path, workload: Communication | None = None) -> None:
+    """Print a plan as JSON, with NCCL's choices by message size, and those that tuning found.
+
+    A `workload` is what is predicted for a job.
+    """
     from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
     from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
     from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
 
     tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings})
+    more = {} if workload is None else {"workload": workload}
+    print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings} | more)
 
 
 def print_plan(plan: Plan, console: Console) -> None:

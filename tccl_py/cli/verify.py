@@ -19,7 +19,7 @@ from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.communication import communication_line, open_workload
+from tccl_py.experiments.communication import communication_line, workload_for
 from tccl_py.experiments.evaluation import EVALUATED, csv_text
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
@@ -143,7 +143,8 @@ def verify(
         )
     with _job_options(directory, backend, pin_env, program=program) as launcher:
         if workload is not None:
-            budget = replace(budget, workload=open_workload(workload))
+            ranks = len(plan_in(directory).orders[0])
+            budget = replace(budget, workload=workload_for(workload)(ranks))
         only = cast("ChoiceName | None", choice)
         result = verify_plan(directory, budget, launcher, tune=tune, only=only)
     if json:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +21,9 @@ from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.statistics import Interval
-from tccl_py.workloads.workload import Workload, read_workload
+from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.sources import open_workload
+from tccl_py.workloads.workload import Workload
 
 MOST_ROWS = 40
 """Rows of a workload that are timed: those that take most of a step."""
@@ -80,9 +83,15 @@ class Communications(Kept, frozen=True, kw_only=True):
         return next((each for each in self.workloads if workload in (each.digest, each.name)), None)
 
 
-def open_workload(text: str) -> Workload:
-    """Read the workload of a file. Raises InputError: no such file, or it is none."""
-    return read_workload(Path(text))
+def workload_for(text: str) -> Callable[[int], Workload]:
+    """Return a workload by its number of ranks: a bundled one, or that of a file whatever it is.
+
+    Raises InputError: no such name or file, or it is none.
+    """
+    if text in BUNDLED:
+        return partial(bundled, text)
+    made = open_workload([text])
+    return lambda _: made
 
 
 def verified_choice(directory: Path, text: str) -> Communication:
@@ -90,7 +99,7 @@ def verified_choice(directory: Path, text: str) -> Communication:
 
     Raises InputError: a plan that was not verified for just this workload, or without GPUs.
     """
-    name = workload_digest(open_workload(text)) if Path(text).is_file() else text
+    name = workload_digest(open_workload([text])) if Path(text).exists() else text
     found = (Communications.load(directory) or Communications()).named(name)
     if found is None or found.basis:
         what = "was verified for it without GPUs" if found else "was not verified for it"

@@ -294,10 +294,14 @@ def _gbps(parts: Sequence[_Part], source: Bench, collective: Collective) -> floa
     peers = 1
     for task, settings, _ in parts:
         gpus = task.gpus
-        pairs = permutations(gpus, 2) if pattern == "to all" else neighbours(gpus)
+        pairs: Iterable[Order] = neighbours(gpus)
+        if pattern == "to all":
+            pairs = permutations(gpus, 2)
+        elif collective == "send":
+            pairs = [gpus[:2]]
         peers = len(gpus) - 1 if pattern == "to all" else 1
         space = task.space(settings, peers)
-        moved += [space.between(*pair)[0] for pair in pairs]
+        moved += [space.between(pair[0], pair[1])[0] for pair in pairs]
     return peers * slowest(moved)
 
 

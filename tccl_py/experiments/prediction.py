@@ -28,7 +28,7 @@ def predicted_communication(
     rates, and other rows none. Raises InputError: the workload is of another number of ranks.
     """
     calls = timed_calls(workload, len(plan.orders[0]))
-    bench = None if source is None or plan.is_cluster else bench_of(source)
+    bench = None if source is None or not plan.closes else bench_of(source)
     rates: dict[ChoiceName, dict[Row, list[float]]] = {name: {} for name in plan.choices}
     large = sorted((row for row in calls if row.bytes >= _LEAST_BYTES), key=lambda row: row.groups)
     for groups, rows in groupby(large, key=lambda row: row.groups):

@@ -93,7 +93,11 @@ def advise(subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
 
     Raises InputError: fewer than two GPUs. SearchError, MeasurementError: as `make_plan`.
     """
-    plan = subject.search(None)
+    return advice_by(subject.search(None), subject, diagnosis)
+
+
+def advice_by(plan: Plan, subject: Subject, diagnosis: Diagnosis | None = None) -> Advice:
+    """Say what to try by the plan of a subject."""
     chosen = plan.choices[plan.recommended]
     findings = diagnosis.findings if diagnosis is not None else ()
     problems = [finding for finding in findings if finding.severity != "note"]
