@@ -35,8 +35,8 @@ def install(
 
     The lines stand between two marker lines and load the plan's plugin, which gives each
     communicator its graph file or default NCCL. Without the plugin they set variables alone. All
-    hosts of a job need the same lines: without them it may hang. What is recommended harms no job;
-    with --workload it is the best for that job, and others may lose.
+    hosts of a job need the same lines: without them it may hang. With --workload other jobs may
+    lose.
 
     Examples:
 

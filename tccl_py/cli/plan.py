@@ -80,7 +80,7 @@ def plan(
         "more. The default only of hosts that talk over sockets.",
         default=None,
     ),
-    workload: str | None = options.WORKLOAD,
+    workload: str | None = advanced("FILE|NAME", "Recommend what is best for this job."),
     force: bool = flag("--force", "Replace a plan that is already in DIR."),
     json: bool = options.JSON,
     output: Path | None = advanced("DIR", "The same as DIR.", "-o", "--output"),
@@ -111,13 +111,11 @@ def plan(
     with --simulate they come from a model. After Ctrl-C the best plan so far is written, and the
     same command resumes from the journal in DIR.
 
-    With --workload the plan recommends what is predicted to be best for that job's communication.
-
     Examples:
 
         tccl plan my-plan
         tccl plan asus-plan --simulate asus-esc8000a-e13p
-        tccl plan asus-plan --simulate asus-esc8000a-e13p --workload mixture-of-experts
+        tccl plan expert-plan --simulate asus-esc8000a-e13p --workload mixture-of-experts
         tccl plan sixteen-hosts --simulate nvswitch-8gpu-8nic --nodes 16
         NCCL_P2P_DISABLE=1 tccl plan no-p2p-plan --pin-env NCCL_P2P_DISABLE
         mpirun -N 1 tccl plan gpu-cluster --switches topology.conf

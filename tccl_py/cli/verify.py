@@ -87,11 +87,10 @@ def verify(
     """Run real collectives by default NCCL and by the plan's choices, and name the winner.
 
     Needs torch, or a program of nccl-tests (--with), and idle GPUs. A cluster's plan is verified
-    under mpirun or srun, with a rank on each host. Without a loss in any row the winner becomes
-    the plan's recommendation; with --workload the time of that job's communication decides.
+    under mpirun or srun, with a rank on each host.
 
-    Exit codes: 0 the recommended choice, or that of --choice, wins or is as good, and with
-    --workload always; 1 no; 2 wrong use, or no plan for this machine.
+    Exit codes: 0 the recommended choice, or that of --choice, wins or is as good, or with
+    --workload; 1 no; 2 wrong use, or no plan for this machine.
 
     Examples:
 
