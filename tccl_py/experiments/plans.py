@@ -184,11 +184,13 @@ def _kept(plan: Target, result: Verification, say: Say) -> Verification:
 
     Where jobs on GPUs say that the plan's choice may not be used, the plan gets the winner.
     """
-    if result.accepted or result.dry_run or result.winner == plan.plan.recommended:
+    winner = replace(result, recommended=result.winner, chosen=result.winner)
+    settled = plan.settled(winner)
+    same = settled.plan.recommended == plan.plan.recommended
+    if result.accepted or result.dry_run or same:
         return result.keep(plan.directory, say)
     known = Communications.load(plan.directory)
-    winner = replace(result, recommended=result.winner, chosen=result.winner)
-    plan.settled(winner).write()
+    settled.write()
     say(f"the plan recommends {choice_words(winner.chosen, winner.judged.settings)} now")
     if known is not None:
         known.keep(plan.directory)
