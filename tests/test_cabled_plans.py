@@ -1,5 +1,6 @@
 """Plans for hosts that cables join: chains, files, variables, and what NCCL makes of them."""
 
+import re
 import xml.etree.ElementTree as ET
 from pathlib import PurePosixPath
 
@@ -14,7 +15,7 @@ from tccl_py.merge.cables import steps_between
 from tccl_py.nccl.network import routed
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
-from tccl_py.plan.host_files import files_of_hosts
+from tccl_py.plan.host_files import files_of_hosts, host_graphs, job_plugin_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
 from tccl_py.planning.grow import simulated_cluster
@@ -178,3 +179,13 @@ def test_a_plan_whose_jobs_need_variables_never_recommends_to_leave_nccl_as_it_i
     facing = planned([(0, 0, 1, 0), (0, 1, 1, 1)], 2)
     assert facing.choices["default"].rate_gbps is not None
     assert not facing.connects_by_variables
+
+
+def test_the_plugin_of_a_job_has_the_file_of_each_host_and_needs_the_variables():
+    plan = planned(MIRRORED)
+    files = job_plugin_files(plan, files_of_hosts(plan, PurePosixPath("/plan")))
+    for host in plan.host_order:
+        index = files[f"hosts/{host}.index"]
+        assert "need NCCL_IB_SUBNET_AWARE_ROUTING 1" in index.splitlines()
+        (name,) = re.findall(r"^set 0 (\S+)", index, re.MULTILINE)
+        assert files[f"hosts/{name}"] == host_graphs(plan)[host]
