@@ -22,7 +22,7 @@ from tccl_py.workloads.recording import (
     Recording,
     Side,
     Transfer,
-    TransferGroup,
+    Transfers,
     call,
 )
 from tccl_py.workloads.workload import MAX_RANKS, TIMES_RANKS
@@ -70,7 +70,7 @@ def read_inspector(paths: Sequence[Path]) -> Recording:
         f"NCCL Inspector logs no datatypes: {_ASSUMED} is assumed where values are added up. "
         "Messages below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, 8192 by default, are not in its files."
     )
-    groups: dict[tuple[int, int], TransferGroup] = {}
+    groups: dict[tuple[int, int], Transfers] = {}
     numbers: dict[tuple[object, ...], list[int]] = {}
     decoder = msgspec.json.Decoder(_Line)
     for path in paths:
@@ -104,7 +104,7 @@ def _lines(handle: BufferedReader) -> Iterator[tuple[int, bytes]]:
 def _add(
     recording: Recording,
     line: _Line,
-    groups: dict[tuple[int, int], TransferGroup],
+    groups: dict[tuple[int, int], Transfers],
     numbers: dict[tuple[object, ...], list[int]],
 ) -> None:
     header, process = line.header, (line.metadata.hostname, line.metadata.pid)
@@ -113,7 +113,7 @@ def _add(
     key = on.number, header.rank
     if (sent := line.p2p_perf) is not None:
         if key not in groups:
-            groups[key] = TransferGroup(recording, rank, on, header.rank)
+            groups[key] = Transfers(recording, rank, on, header.rank)
         side: Side = "send" if sent.p2p == "Send" else "recv"
         groups[key].add(Transfer(side, sent.p2p_peer, sent.p2p_msg_size_bytes), None, 0)
     elif (made := line.coll_perf) is not None:

@@ -23,10 +23,9 @@ from tccl_py.workloads.recording import (
     Recording,
     Side,
     Transfer,
-    TransferGroup,
+    Transfers,
     call,
     rooted,
-    transfers,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, TIMES_RANKS, WorkloadDtype
 
@@ -62,7 +61,7 @@ class _Made(NamedTuple):
     place: int
     rank: RecordedRank
     key: object
-    group: TransferGroup
+    group: Transfers
 
 
 def read_nccl_logs(paths: Sequence[Path]) -> Recording:
@@ -127,7 +126,7 @@ class _Reader:
         communicator = self.recording.join(key, int(match["ranks"]), place, rank)
         if (old := self._made.get((process, match["comm"]))) is not None:
             old.group.close()
-        group = TransferGroup(self.recording, rank, communicator, place)
+        group = Transfers(self.recording, rank, communicator, place)
         self._made[process, match["comm"]] = _Made(communicator, place, rank, key, group)
 
     def _read_call(self, match: re.Match[bytes], process: _Process) -> None:
@@ -150,6 +149,6 @@ class _Reader:
             size *= own.size if collective in TIMES_RANKS else 1
             event = call(own, collective, _DTYPES[dtype], size, stream)
         else:
-            sends = rooted(name == "Gather", root, own.size, made.place, size)
-            event = transfers(own, made.place, sends, stream)
+            gather = name == "Gather"
+            event = rooted(own, made.place, root, size, stream, gather=gather)
         self.recording.add(made.rank, event)

@@ -49,7 +49,7 @@ class Op(NamedTuple):
     """
 
     communicator: int
-    collective: WorkloadCollective | str
+    collective: str
     dtype: str
     bytes: int
     stream: int
@@ -158,46 +158,21 @@ def call(
     return (op,) if on.size > 1 and count_bytes else ()
 
 
-def transfers(
-    on: RecordedCommunicator,
-    place: int,
-    made: Sequence[Transfer],
-    stream: int,
-    *,
-    grouped: bool = True,
+def rooted(
+    on: RecordedCommunicator, place: int, root: int, count_bytes: int, stream: int, *, gather: bool
 ) -> Event:
-    """Return the event of sends and receives of the rank at `place`, in the order of their calls.
-
-    An all-to-all names the rank itself, or all others; blocks without elements are left out of it.
-    A source without groups (`grouped`) has no blocks of a rank for itself: they are as the others.
-    """
-    if _is_all_to_all(on, place, made):
-        size = max(sum(part.bytes for part in made if part.side == side) for side in _SIDES)
-        size = size if grouped else size * on.size // (on.size - 1)
-        return call(on, "all_to_all", COPIED, size, stream)
-    ring = {("send", (place + 1) % on.size), ("recv", (place - 1) % on.size)}
-    ops: list[Op] = []
-    rest = [part for part in made if part.bytes and part.peer != place]
-    while rest:
-        first, *others = rest
-        pair = {(part.side, part.peer) for part in rest[:2]}
-        exchange = grouped and pair == ring and first.bytes == others[0].bytes
-        collective = "send_recv" if exchange else first.side
-        peer = (place + 1) % on.size if exchange else first.peer
-        ops.append(Op(on.number, collective, COPIED, first.bytes, stream, peer))
-        rest = others[1:] if exchange else others
-    return tuple(ops)
-
-
-def rooted(gather: bool, root: int, ranks: int, place: int, size: int) -> list[Transfer]:
     """Return the sends of the rank at `place` in a gather to a root, or a scatter from it."""
-    if gather:
-        return [Transfer("send", root, size)] * (place != root)
-    others = [Transfer("send", at, size) for at in range(ranks) if at != root]
-    return others * (place == root)
+    peers = [root] if gather else range(on.size)
+    sends = peers if gather or place == root else ()
+    return tuple(
+        Op(on.number, "send", COPIED, count_bytes, stream, peer)
+        for peer in sends
+        if peer != place and count_bytes
+    )
 
 
 def _is_all_to_all(on: RecordedCommunicator, place: int, made: Sequence[Transfer]) -> bool:
+    """Return whether transfers name the rank itself, or all others, some in both directions."""
     targets, origins = ({part.peer for part in made if part.side == side} for side in _SIDES)
     all_others = len((targets | origins) - {place}) == on.size - 1
     return on.size > 1 and (
@@ -205,11 +180,13 @@ def _is_all_to_all(on: RecordedCommunicator, place: int, made: Sequence[Transfer
     )
 
 
-class TransferGroup:
-    """Sends and receives of a rank on a communicator that are one event, at their first's place.
+class Transfers:
+    """Sends and receives of a rank on a communicator, as events.
 
-    Sources tell groups in part: within one host NCCL's count of operations stays. So a group also
-    ends where a rank sends to a peer again.
+    Which run together sources tell in part: within a host NCCL's count of operations stays. So an
+    all-to-all is told by its peers, which come in their order, each once a side (blocks without
+    elements are left out), and an exchange by a send to the next rank beside a receive from the
+    one before. Others are events of their own.
     """
 
     def __init__(
@@ -217,36 +194,66 @@ class TransferGroup:
     ) -> None:
         self._recording, self._rank, self._on, self._place = recording, rank, on, place
         self._made: list[Transfer] = []
+        self._single: Transfer | None = None
         self._key: object = None
-        self._stream = self._at = 0
+        self._stream = 0
 
     def add(self, transfer: Transfer, key: object, stream: int) -> None:
-        """Add to the group, or begin the next: with another key, or where a peer comes again."""
+        """Add the next; those with another `key` do not run together with the ones before."""
         if (key, stream) != (self._key, self._stream):
             self.close()
+            self._key, self._stream = key, stream
         ends = [(part.side, part.peer) for part in self._made]
-        if (transfer.side, transfer.peer) in ends:
-            after = ends.index((transfer.side, transfer.peer)) + 1
-            # Sends that an all-to-all follows in the group are no part of it.
-            begun = len({peer for _, peer in ends[after:]}) > 2
-            whole = _is_all_to_all(self._on, self._place, self._made) or not begun
-            rest = [] if whole else self._made[after:]
-            self._made = self._made[: len(self._made) - len(rest)]
-            self.close()
-            self._begin(key, stream, rest)
-        elif not self._made:
-            self._begin(key, stream, [])
+        again = (transfer.side, transfer.peer) in ends
+        if again and not self._whole():
+            # What comes before an all-to-all is no part of it.
+            first = ends.index((transfer.side, transfer.peer)) + 1
+            self._made, rest = self._made[:first], self._made[first:]
+            self._emit()
+            self._made = rest
+        elif again or (self._recording.in_order and ends and transfer.peer < ends[-1][1]):
+            self._emit()
         self._made.append(transfer)
 
-    def _begin(self, key: object, stream: int, made: list[Transfer]) -> None:
-        self._key, self._stream, self._made = key, stream, made
-        self._at = len(self._rank.events)
-        self._recording.add(self._rank, ())
-
     def close(self) -> None:
-        """Give the group its event."""
-        if self._made:
-            grouped = self._recording.in_order
-            event = transfers(self._on, self._place, self._made, self._stream, grouped=grouped)
-            self._rank.events[self._at] = self._recording.number(event)
-            self._made = []
+        """Add the events of all that was added."""
+        self._emit()
+        self._add_single(None)
+
+    def _whole(self) -> bool:
+        return _is_all_to_all(self._on, self._place, self._made)
+
+    def _emit(self) -> None:
+        made, self._made = self._made, []
+        if not _is_all_to_all(self._on, self._place, made):
+            for transfer in made:
+                if transfer.bytes and transfer.peer != self._place:
+                    self._add_single(transfer)
+            return
+        self._add_single(None)
+        size = max(sum(part.bytes for part in made if part.side == side) for side in _SIDES)
+        if not self._recording.in_order:
+            # NCCL Inspector has no block of a rank for itself: it is as the others.
+            size = size * self._on.size // (self._on.size - 1)
+        event = call(self._on, "all_to_all", COPIED, size, self._stream)
+        self._recording.add(self._rank, event)
+
+    def _add_single(self, transfer: Transfer | None) -> None:
+        """Add the single transfer before this one, or both as an exchange."""
+        before, self._single = self._single, transfer
+        if before is None:
+            return
+        size = self._on.size
+        ring = {("send", (self._place + 1) % size), ("recv", (self._place - 1) % size)}
+        collective: str = before.side
+        peer = before.peer
+        if (
+            transfer is not None
+            and self._recording.in_order
+            and {(part.side, part.peer) for part in (before, transfer)} == ring
+            and before.bytes == transfer.bytes
+        ):
+            self._single = None
+            collective, peer = "send_recv", (self._place + 1) % size
+        op = Op(self._on.number, collective, COPIED, before.bytes, self._stream, peer)
+        self._recording.add(self._rank, (op,))

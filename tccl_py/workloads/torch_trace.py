@@ -26,10 +26,9 @@ from tccl_py.workloads.recording import (
     Recording,
     Side,
     Transfer,
-    TransferGroup,
+    Transfers,
     call,
     rooted,
-    transfers,
 )
 from tccl_py.workloads.workload import ELEMENT_BYTES, MAX_RANKS, WorkloadCollective, WorkloadDtype
 
@@ -201,7 +200,7 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
     fits = 0 <= number < MAX_RANKS and number not in recording.ranks
     require(fits, where, f"is of rank {number} again", "give one trace of each rank")
     rank = recording.rank(number, (number,), number)
-    groups: dict[int, TransferGroup] = {}
+    groups: dict[int, Transfers] = {}
     for at, made in enumerate(sorted(trace.calls, key=lambda made: made.time)):
         args = dict(zip(_ARGUMENTS, made.values, strict=True))
         name = str(args["Collective name"])
@@ -212,7 +211,7 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
             stream = rank.stream(trace.streams.get(made.external))
             place = ranks.index(number)
             if (side := _TRANSFERS.get(name)) is not None:
-                group = groups.setdefault(on.number, TransferGroup(recording, rank, on, place))
+                group = groups.setdefault(on.number, Transfers(recording, rank, on, place))
                 peer = ranks.index(int(args[f"{'Dst' if name == 'send' else 'Src'} Rank"]))
                 transfer = Transfer(side, peer, _bytes(args, "In"))
                 # Calls of a group have one number; without one each is alone.
@@ -262,8 +261,7 @@ def _event(
         return call(on, "all_reduce", "float32", 4, stream)
     if name in ("gather", "scatter"):
         size = _bytes(args, "In" if name == "gather" else "Out")
-        sends = rooted(name == "gather", int(args["Rank"]), on.size, place, size)
-        return transfers(on, place, sends, stream)
+        return rooted(on, place, int(args["Rank"]), size, stream, gather=name == "gather")
     collective = _NAMES.get(name)
     if collective is None:
         return None
