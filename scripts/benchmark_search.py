@@ -27,10 +27,11 @@ from tccl_py.planning.request import DEFAULT_BUDGET
 from tccl_py.planning.study import Stock, Task
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
-from tccl_py.simulator.descriptions import bundled_names, load_bundled
+from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench
+from tests.planned import SEVERAL_GPUS
 from tests.reference_strategies import SkippedError, brute_force, tccl
 
 SETTINGS = Settings(p2p_level="SYS", channels=8)
@@ -270,7 +271,7 @@ def main() -> int:
     parser.add_argument("--tccl-seconds", type=float, default=60.0, help="budget of `tccl`")
     arguments = parser.parse_args()
     try:
-        names = arguments.machines or bundled_names()
+        names = arguments.machines or SEVERAL_GPUS
         benches = [MachineRuns(name, arguments.tccl_seconds) for name in names]
     except InputError as error:
         parser.error(str(error))

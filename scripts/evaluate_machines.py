@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tccl_py import Simulator, bundled_names, make_plan
+from tccl_py import Simulator, make_plan
 from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.evaluation import EVALUATED, Evaluation, Summary
 from tccl_py.experiments.jobs import Launcher
@@ -16,6 +16,7 @@ from tccl_py.experiments.plans import evaluate_plan
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.simulator.descriptions import load_bundled
+from tests.planned import SEVERAL_GPUS
 
 PAGE = Path("docs/evaluation.md")
 BEGIN = "<!-- table by scripts/evaluate-machines -->"
@@ -23,7 +24,7 @@ BEGIN = "<!-- table by scripts/evaluate-machines -->"
 
 def main() -> None:
     """Rewrite the tables below the mark in the page."""
-    evaluations = [evaluated(name) for name in bundled_names()]
+    evaluations = [evaluated(name) for name in SEVERAL_GPUS]
     head, mark, _ = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{mark}\n\n{tables(evaluations)}")
 

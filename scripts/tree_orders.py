@@ -22,7 +22,7 @@ from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.plan import Plan
-from tccl_py.simulator.descriptions import bundled_names
+from tests.planned import SEVERAL_GPUS
 
 _RANDOM_ORDERS = 300
 
@@ -30,7 +30,7 @@ _RANDOM_ORDERS = 300
 def main() -> None:
     """Print a row for each machine and environment."""
     print("machine | pinned | recommended | as planned | best start | worst start | best order")
-    for name in sys.argv[1:] or bundled_names():
+    for name in sys.argv[1:] or SEVERAL_GPUS:
         for pinned in ({}, {"NCCL_P2P_DISABLE": "1"}):
             model = tccl_py.load_machine(name)
             source = tccl_py.Simulator(model)
