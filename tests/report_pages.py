@@ -18,7 +18,7 @@ from tccl_py.sources.journal import JournalFile
 from tests.planned import with_parts
 
 PLANS = Path(__file__).parent.parent / "plans"
-VOID = {"meta", "link", "br"}
+VOID = {"meta", "link", "br", "input"}
 EVIL = '<script>alert("x")</script>\x1b[31m\u202e&amp;'
 
 

@@ -11,7 +11,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.table import compare
 from tccl_py.files import decode_json
-from tccl_py.report.sizes import size_charts
+from tccl_py.report.sizes import arm_charts, size_charts
 
 CASES = Path(__file__).parent / "cases" / "verification"
 NAMES = ("h200x2-vm", "h200x2-vm-no-p2p-tuned", "h200x2-vm-tuned")
@@ -123,6 +123,16 @@ def test_on_four_gpus_with_nvlink_a_graph_file_is_slower_nowhere_and_a_little_fa
     assert graph.rings.same
     assert graph.large.low >= 1.01
     assert min(one.compared.low for one in graph.sizes) >= 0.98
+
+
+def test_charts_of_a_verification_have_speed_latency_and_bandwidth_of_every_choice():
+    speed, latency, bandwidth = arm_charts(recorded("h200x4-vm-no-p2p"))
+    assert [one.kind for one in speed.series] == ["variables", "graph"]
+    assert [one.kind for one in latency.series] == ["default", "variables", "graph"]
+    assert [one.kind for one in bandwidth.series] == ["default", "variables", "graph"]
+    assert {chart.id for chart in (speed, latency, bandwidth)} == {
+        "verified-0", "verified-1", "verified-2",
+    }  # fmt: skip
 
 
 def recorded_sizes():

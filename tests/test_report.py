@@ -23,7 +23,7 @@ from tccl_py.plan.text import limit_text
 from tccl_py.report.contents import heat_maps, read_contents, viridis
 from tccl_py.report.hops import flow_ends, hops_view, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
-from tccl_py.report.page import report_html
+from tccl_py.report.page import rate_bars, report_html
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.pairs import pair_flow
@@ -402,8 +402,35 @@ def test_the_top_says_of_which_hardware_and_software_the_page_is(tmp_path):
 
 def test_default_nccls_ring_is_drawn_beside_the_plans(tmp_path):
     page = page_of(plan_directory(tmp_path / "plan", "amd-v100"))
-    names = {a.get("aria-labelledby", "").partition("-title")[0] for a in page.all("svg")}
+    names = {a.get("id") for a in page.all("g")}
     assert {"ring-0-0", "default-0"} <= names
+    # One drawing has all rings, of which one is shown.
+    picks = page.all("input")
+    assert [a["id"] for a in picks] == ["show-ring-0-0", "show-default-0"]
+    assert ["checked" in a for a in picks] == [True, False]
+    assert {a["for"] for a in page.all("label")} == {a["id"] for a in picks}
+
+
+def test_a_page_of_default_nccl_has_nothing_to_paste_and_others_an_absolute_path(tmp_path):
+    nothing = page_of(plan_directory(tmp_path / "default", "h200x4-vm"))
+    assert "Nothing to do." in nothing.words
+    assert "eval" not in nothing.words
+    words = page_of(plan_directory(tmp_path / "plan", "amd-v100")).words
+    assert f'eval "$(tccl env {tmp_path / "plan"} --gpus 0-3)"' in words
+    assert "Nothing to do." not in words
+
+
+def test_bare_copies_above_the_bound_say_why():
+    plan = load_plan(PLANS / "amd-v100.json")
+    bare, bound = rate_bars(plan, {})[-2:]
+    assert bare.gbps > bound.gbps
+    assert bare.note.startswith("no bound")
+
+
+def test_equal_rates_are_a_sentence_and_no_map(tmp_path):
+    sets = all_singles_and_pairs(range(4), [0, 1, 2, 3], pairs=0)
+    page = page_of(plan_directory(tmp_path / "plan", "h200x4-vm", sets=list(sets)[:12]))
+    assert "All the same: " in page.words
 
 
 def test_loads_of_links_are_the_sums_of_the_flows_that_cross_them():

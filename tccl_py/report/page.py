@@ -64,7 +64,7 @@ from tccl_py.report.machine import (
     nvlinks,
     row_below,
 )
-from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells, size_charts
+from tccl_py.report.sizes import ENTRY_COLUMNS, arm_charts, entry_cells, size_charts
 from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import MachineModel, gpu_names
 
@@ -88,6 +88,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     loads: dict[str, LinkLoad] = {}
     maps: list[HeatMap] = []
+
+    @property
+    def paths(self) -> str:
+        """The meaning of the words below the hops of all rings."""
+        hops = tuple(hop for ring in self.rings for hop in ring.hops)
+        return HopsView(id="", title="", layout=self.layout, hops=hops).paths
 
 
 def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
@@ -136,6 +142,7 @@ def report_html(contents: Contents) -> str:
             size_basis=size_basis(plan),
             size_notes=size_notes(plan),
             charts=list(size_charts(contents.sizes)),
+            verified_charts=list(arm_charts(verified)) if verified else [],
             entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
             entry_columns=ENTRY_COLUMNS,
             gradient=[viridis(step / 10) for step in range(11)],
@@ -196,8 +203,10 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def _command(contents: Contents) -> str:
-    """Return the command for a job over the plan's GPUs."""
-    plan, directory = contents.plan, shlex.quote(str(contents.directory))
+    """Return the command for a job over the plan's GPUs, or "" where there is nothing to set."""
+    plan, directory = contents.plan, shlex.quote(str(contents.directory.resolve()))
+    if plan.recommended == "default":
+        return ""
     if not plan.closes:
         return f". {directory}/nccl/env.sh"
     return f'eval "$(tccl env {directory} --gpus {gpu_list(plan.gpus)})"'
@@ -287,8 +296,15 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
         limit_text(plan) or "bare copies": plan.limit_gbps,
         f"upper bound: the plan is {proof(plan)}": plan.bound_gbps,
     }
+    above = plan.limit_gbps and plan.bound_gbps and plan.limit_gbps > plan.bound_gbps
+    whys = dict.fromkeys(limits, "")
+    if above:
+        whys[next(iter(limits))] = "no bound: NCCL's kernels move less than bare copies"
     bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
-    return bars + [Bar(label=label, gbps=bounds[label], kind="bound") for label in bounds]
+    return bars + [
+        Bar(label=label, gbps=gbps, kind="bound", note=whys[label])
+        for label, gbps in bounds.items()
+    ]
 
 
 def settings_bars(plan: Plan) -> list[Bar]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import counted, size_text
+from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Choice
 from tccl_py.files import picked
@@ -121,7 +122,13 @@ def _ratio(interval: Interval | None) -> str:
 
 _WIDTH, _HEIGHT = 560.0, 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 12.0, 10.0, 34.0
-SERIES = {"default": "default NCCL", "variables": "variables", "plan": "the plan", "tuned": "tuned"}
+SERIES = {
+    "default": "default NCCL",
+    "variables": "variables",
+    "graph": "graph file",
+    "plan": "the plan",
+    "tuned": "tuned",
+}
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +175,27 @@ def size_charts(tunings: Sequence[SizeTuning]) -> Iterator[SizeChart]:
             if any(points.values()):
                 title = f"{_TITLES[at]}: {collective.replace('_', '-')}, bfloat16, GPUs {gpus}"
                 yield _chart(f"size-{number}-{collective}-{at}", title, points)
+
+
+def arm_charts(result: Verification) -> Iterator[SizeChart]:
+    """Yield charts of a verification: speed, latency and bus bandwidth of every choice."""
+    arms = [arm for arm in result.arms if arm.sizes]
+    tables: tuple[dict[int, Spans], ...] = ({}, {}, {})
+    for rows in zip(*(arm.sizes for arm in arms), strict=True):
+        for arm, row in zip(arms, rows, strict=True):
+            latency = median_interval([seconds * 1e6 for seconds in row.seconds])
+            per_us = row.gbps * latency.middle
+            low, high = per_us / latency.high, per_us / latency.low
+            bandwidth = Interval(middle=row.gbps, low=low, high=high)
+            over = row.compared
+            speed = Interval(middle=over.ratio, low=over.low, high=over.high)
+            for table, span in zip(tables, (speed, latency, bandwidth), strict=True):
+                if table is not tables[0] or arm.name != "default":
+                    table.setdefault(row.bytes, {})[arm.name] = span
+    for at, table in enumerate(tables):
+        if len(table) > 1:
+            title = f"{_TITLES[at]}: {result.collective.replace('_', '-')}"
+            yield _chart(f"verified-{at}", title, dict(sorted(table.items())))
 
 
 def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
