@@ -22,7 +22,7 @@ from tccl_py.nccl.versions import NEWER_VARIABLE, allows_newer, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graph_file
-from tccl_py.plan.nccl_files import GRAPH_FILE, graph_files, placement, subset_file
+from tccl_py.plan.nccl_files import graph_files, part_file, placement
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host
@@ -208,7 +208,7 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
     if request.plugin and not disabled:
         disabled = request.why_no_plugin(plan)
-    file = GRAPH_FILE if gpus == plan.gpus else subset_file(gpus)
+    file = part_file(plan, gpus)
     return _Place({"gpus": gpus}, file, disabled)
 
 

@@ -28,12 +28,10 @@ from tccl_py.plan.plan import Plan
 GRAPH_FILE = "graph.xml"
 
 
-def subset_file(gpus: Sequence[int]) -> str:
-    """The name of the graph file for a communicator over exactly these GPUs.
-
-    >>> subset_file((0, 2, 5))
-    'subsets/graph-0-2-5.xml'
-    """
+def part_file(plan: Plan, gpus: Sequence[int]) -> str:
+    """Return the name of the graph file for a communicator over exactly these GPUs of a host."""
+    if tuple(gpus) == plan.gpus:
+        return GRAPH_FILE
     return f"subsets/graph-{'-'.join(str(gpu) for gpu in gpus)}.xml"
 
 
@@ -42,19 +40,15 @@ def plugin_sets(plan: Plan) -> tuple[IndexedSet, ...]:
 
     These sets gain by the recommended choice: by a graph file, or by variables alone.
     """
-    if not plan.closes:
-        return ()
-    gaining = (plan.gpus, *(subset.gpus for subset in plan.subsets if subset.gains))
+    gaining = [part for part in plan.parts.values() if part.gains and plan.closes]
     if plan.recommended == "variables" and plugin_variables(plan)[1]:
-        return tuple(IndexedSet(gpus=gpus) for gpus in gaining)
+        return tuple(IndexedSet(gpus=part.gpus) for part in gaining)
     return tuple(
         IndexedSet(
-            gpus=gpus,
-            file=GRAPH_FILE if gpus == plan.gpus else subset_file(gpus),
-            nodes=placement(plan, gpus),
+            gpus=part.gpus, file=part_file(plan, part.gpus), nodes=placement(plan, part.gpus)
         )
-        for gpus in gaining
-        if plan.recommended == "graph" and plan.subset(gpus)
+        for part in gaining
+        if plan.recommended == "graph" and part.rings
     )
 
 
@@ -78,7 +72,7 @@ def subset_graph(plan: Plan, subset: SubsetRings) -> str:
     return graph_text(
         per_channel(subset.rings, plan.settings.channels),
         plan.settings,
-        rate_gbps=subset.rate_gbps,
+        rate_gbps=plan.best_known_gbps if subset.gpus == plan.gpus else subset.rate_gbps,
         type_intra=seen.farthest(hops),
         provenance=plan.provenance,
     )
@@ -144,10 +138,8 @@ def env_text(settings: Settings, graph: PurePosixPath | None, *, provenance: str
 
 def machine_files(plan: Plan, place: PurePosixPath) -> dict[str, str]:
     """Return graph files and env.sh of a single host, as they will lie in `place`."""
-    whole = SubsetRings(gpus=plan.gpus, rings=plan.orders, rate_gbps=plan.best_known_gbps)
-    files = {GRAPH_FILE: subset_graph(plan, whole)}
-    planned = (subset for subset in plan.subsets if subset.rings)
-    files |= {subset_file(subset.gpus): subset_graph(plan, subset) for subset in planned}
+    parts = [part for part in plan.parts.values() if part.rings]
+    files = {part_file(plan, part.gpus): subset_graph(plan, part) for part in parts}
     graph = place / GRAPH_FILE if plan.names_graph else None
     return files | {"env.sh": env_text(plan.plain_settings, graph, provenance=plan.provenance)}
 

@@ -144,12 +144,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ) -> float:
         """Return the bandwidth of any rings over the plan's GPUs, all of them together, in GB/s.
 
-        >>> import tccl_py
-        >>> model = tccl_py.load_machine("asus-esc8000a-e13p")
-        >>> plan = tccl_py.make_plan(model.machine, model.knowledge, tccl_py.Simulator(model))
-        >>> len(plan.orders), plan.rate(plan.orders) == plan.rate_gbps
-        (2, True)
-
         Args:
             rings: orders of GPUs, or of ranks over several hosts, as in `orders`; one or several.
             settings: NCCL's; None is those of the plan's graph files.
@@ -280,9 +274,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
         slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
-        number, hop = min(
-            slowest, key=lambda found: slowest_first(found[1].rate_gbps, found[1].flow)
-        )
+        number, hop = min(slowest, key=lambda pair: slowest_first(pair[1].rate_gbps, pair[1].flow))
         return self.cluster.classes[number].name, hop
 
     @property
@@ -332,12 +324,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:
         """The bandwidth of each choice and its relative error: all achieved, or all predicted."""
-        return {
-            name: (choice.achieved_gbps or 0.0, 0.0)
-            if self.tuned
-            else (choice.rate_gbps or 0.0, choice.error)
-            for name, choice in self.choices.items()
-        }
+        if self.tuned:
+            return {name: (one.achieved_gbps or 0.0, 0.0) for name, one in self.choices.items()}
+        return {name: (one.rate_gbps or 0.0, one.error) for name, one in self.choices.items()}
 
     @property
     def job_settings(self) -> Settings:
@@ -392,15 +381,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         rate, default = self.rates[name][0], self.rates["default"][0]
         return None if not rate or not default else rate / default
 
+    @cached_property
+    def parts(self) -> dict[tuple[int, ...], SubsetRings]:
+        """The answers for all GPUs (ranks over several hosts) and for sets of them, by set."""
+        nodes = sender_nodes(self.machine, self.rings) if self.settings.shm_placement else ()
+        gpus = tuple(sorted(self.orders[0]))
+        whole = SubsetRings(gpus=gpus, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes)
+        return {part.gpus: part for part in (whole, *self.subsets)}
+
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs (ranks over several hosts), or None."""
-        wanted = tuple(sorted(gpus))
-        if wanted == tuple(sorted(self.orders[0])):
-            nodes = sender_nodes(self.machine, self.rings) if self.settings.shm_placement else ()
-            return SubsetRings(
-                gpus=wanted, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes
-            )
-        return next((one for one in self.subsets if one.gpus == wanted and one.rings), None)
+        part = self.parts.get(tuple(sorted(gpus)))
+        return part if part is not None and part.rings else None
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all.
