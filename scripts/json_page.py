@@ -169,6 +169,7 @@ class Plan(Keys, kw_only=True):
     by_size: list[BySize]
     tunings: list[Tuning]
     workload: Annotated[Communication | UnsetType, says("with `--workload`: predicted")] = UNSET
+    trade_offs: Annotated[list[TradeOff] | UnsetType, says("of a verified plan")] = UNSET
 
 
 class Env(Keys, kw_only=True):
@@ -276,6 +277,14 @@ class Communication(Keys, kw_only=True):
     basis: Annotated[str, says("of other times than those of jobs on GPUs: what they rest on")]
 
 
+class TradeOff(Keys, kw_only=True):
+    """A choice and its speed over default NCCL's for each bundled workload."""
+
+    choice: ChoiceName
+    harmless: bool
+    workloads: Annotated[dict[str, float], says("estimated from the rows; without unknown ones")]
+
+
 class Verify(Keys, kw_only=True):
     """`tccl verify --json`."""
 
@@ -288,6 +297,7 @@ class Verify(Keys, kw_only=True):
     chosen: Annotated[ChoiceName, says("the choice in question: `--choice`, or `recommended`")]
     arms: Annotated[list[Arm], says("`default` first")]
     workload: Annotated[Communication | None, says("with `--workload`")]
+    trade_offs: Annotated[list[TradeOff], says("the choices that none dominates")]
     simulated: Annotated[bool, says("whether predictions are simulated")]
     dry_run: bool
     tried: Annotated[list[Tried], says("candidates of `--tune`")]

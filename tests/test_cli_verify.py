@@ -25,9 +25,9 @@ from tests.verified import FakeJobs, by_plan, by_variables, changed, without_gpu
 
 NAME = "intel-v100"
 KEYS = [
-    "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "simulated",
-    "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective", "devices",
-    "versions", "notices", "tunings",
+    "machine", "accepted", "winner", "recommended", "chosen", "arms", "workload", "trade_offs",
+    "simulated", "dry_run", "tried", "rounds", "seconds", "hosts", "backend", "collective",
+    "devices", "versions", "notices", "tunings",
 ]  # fmt: skip
 ARM_KEYS = [
     "name", "accepted", "objections", "gbps", "ratio", "low", "high", "predicted_gbps",

@@ -18,12 +18,14 @@ from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.experiments.table import FALSE_RATE, Compared, compare
 from tccl_py.experiments.target import read_target
+from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
-from tccl_py.report.verification import headline
+from tccl_py.report.verification import headline, trade_off_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.statistics import sign_flip_p
+from tccl_py.workloads.bundled import BUNDLED
 from tests.nccl_cases import torn
 from tests.planned import SMALL, as_only, plan_of, rebind
 from tests.verified import FakeJobs, by_plan, by_variables, changed, dry_run, run_verification
@@ -259,9 +261,10 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
     assert [one.bytes for one in found.judged.sizes] == [4096, 256 << 20]
     timed = {(one.collective, one.bytes, one.groups) for one in found.judged.transfers}
     pairs = ((0, 1), (2, 3))
-    assert timed == set(
-        itertools.product(("send_recv", "all_to_all"), (64 << 10, 1 << 20, 64 << 20), ((), pairs))
-    )
+    sizes = 64 << 10, 1 << 20, 64 << 20
+    moved = itertools.product(("send_recv", "all_to_all"), sizes, ((), pairs))
+    gathered = itertools.product(("all_gather", "reduce_scatter"), sizes[1:], ((),))
+    assert timed == {*moved, *gathered}
     assert any("send/recv of 64 KiB" in why for why in found.judged.objections) == (ratio < 0.97)
     # Default NCCL beside itself, by which the others are judged.
     assert len(found.again) == len(found.arms[0].rows) + len(found.arms[0].transfers)
@@ -271,7 +274,9 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
 def test_send_recv_is_timed_once_where_it_is_the_collective(plan, place):
     budget = RunBudget(sizes=(64 << 20,), collectives=("send_recv",))
     found = run_verification(plan, place, dry_run(plan, FakeJobs(by_plan(lambda _: 1.2))), budget)
-    assert {one.collective for arm in found.arms for one in arm.transfers} == {"all_to_all"}
+    assert {one.collective for arm in found.arms for one in arm.transfers} == {
+        "all_to_all", "all_gather", "reduce_scatter",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 300.0])
@@ -291,6 +296,33 @@ def test_a_choice_is_not_recommended_before_a_loss_would_have_been_seen(boxed, b
         assert "4 KiB" in found.against("variables")
     else:
         assert found.rounds > 7
+
+
+@pytest.mark.parametrize(
+    ("ratio", "choices"), [(0.75, ["default", "variables"]), (1.3, ["variables"])]
+)
+def test_trade_offs_are_the_choices_that_none_dominates_for_bundled_jobs(
+    boxed, box, ratio, choices
+):
+    fake = FakeJobs(
+        by_plan(lambda _: 1.0, variables=lambda _: 1.3),
+        noise=0.0005,
+        transfers=lambda environment: 1.3 / ratio if by_variables(environment) else 1.0,
+    )
+    found = run_verification(boxed, box, dry_run(boxed, fake), RunBudget())
+    offers = trade_offs(found)
+    assert [one.choice for one in offers] == choices
+    variables = offers[-1]
+    assert variables.harmless == (ratio > 1)
+    assert set(variables.workloads) == set(BUNDLED)
+    assert variables.workloads["data-parallel"] == pytest.approx(1.3, rel=0.01)
+    assert variables.workloads["fsdp"] == pytest.approx(1.3, rel=0.01)
+    assert variables.workloads["pipeline"] == pytest.approx(ratio, rel=0.01)
+    experts = variables.workloads["mixture-of-experts"]
+    assert min(ratio, 1.3) * 0.99 < experts < 1.31
+    lines = list(trade_off_lines(found))
+    assert len(lines) == (ratio < 1)
+    assert not lines or "not harmless, by these rows: data-parallel 1.30" in lines[0]
 
 
 def test_a_tuned_plan_recommends_the_winner_of_its_jobs_whatever_its_rates(boxed):

@@ -62,6 +62,7 @@ def show(
         size_table,
     )
     from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415
+    from tccl_py.report.verification import trade_off_lines  # noqa: PLC0415
 
     console = results()
     print_plan(plan, console)
@@ -69,6 +70,8 @@ def show(
         verified = Verification.load(directory)
         for text in verified.judged.objections if verified is not None else ():
             console.print(f"note: by jobs, {text}")
+        for text in trade_off_lines(verified) if verified is not None else ():
+            console.print(f"note: {text}")
     title = f"choices by message size, {size_basis(plan)} (--json has all collectives)"
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):
@@ -90,12 +93,18 @@ def print_plan_json(plan: Plan, directory: Path, workload: Communication | None 
 
     A `workload` is what is predicted for a job.
     """
+    from tccl_py.experiments.record import Verification  # noqa: PLC0415
     from tccl_py.experiments.sizes import load_sizes  # noqa: PLC0415
+    from tccl_py.experiments.trade_offs import trade_offs  # noqa: PLC0415
     from tccl_py.plan.size_choices import size_json  # noqa: PLC0415 (not for a plan as text)
     from tccl_py.report.sizes import tuning_json  # noqa: PLC0415
 
     tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-    more = {} if workload is None else {"workload": workload}
+    more: dict[str, object] = {} if workload is None else {"workload": workload}
+    if (directory / Verification.FILE).exists():
+        with suppress(InputError):
+            verified = Verification.load(directory)
+            more["trade_offs"] = () if verified is None else trade_offs(verified)
     print_json(plan_json(plan) | {"by_size": size_json(plan), "tunings": tunings} | more)
 
 

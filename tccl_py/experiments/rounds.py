@@ -18,6 +18,7 @@ from tccl_py.workloads.workload import Workload
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
 _TRANSFERS: tuple[Collective, ...] = ("send_recv", "all_to_all")
+_OF_ALL: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _TRANSFER_SIZES = (64 << 10, 1 << 20, 64 << 20)
 """Sizes of transfers between pairs: small FIFOs slow them alike from 16 MiB up."""
 _LARGEST_DRY, _DRY_SECONDS = 4 << 20, 30.0
@@ -55,14 +56,19 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         return rows_of(self.sizes, self.collectives, self.dtype)
 
     def transfers(self, groups: Iterable[Groups] = ()) -> tuple[Row, ...]:
-        """Return send/recv and all-to-all over all ranks and in `groups`, if not compared anyway.
+        """Return rows of other collectives than those compared.
 
-        Pipeline and expert parallel jobs move by them, and what speeds rings up may slow them.
+        Pipeline and expert parallel jobs move by send/recv and all-to-all, over all ranks and in
+        `groups`, and what speeds rings up may slow them.
         """
         most = max(self.sizes)
         sizes = tuple(size for size in _TRANSFER_SIZES if size <= most) or (most,)
         collectives = [name for name in _TRANSFERS if name not in self.collectives]
-        return rows_of(sizes, collectives, groups=((), *groups))
+        of_all = [name for name in _OF_ALL if name not in self.collectives]
+        return (
+            *rows_of(sizes, collectives, groups=((), *groups)),
+            *rows_of(sizes[-2:], of_all),
+        )
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
         """Return the collectives in smaller communicators, at some sizes."""

@@ -30,6 +30,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import Kept, plan_in, planned_fingerprint
 from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.planning.plan_sources import planned_model
+from tccl_py.report.verification import trade_off_lines
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.journal import JournalContents, read_journal
 from tccl_py.sources.pairs import pair_flow, pair_sets
@@ -96,6 +97,7 @@ def read_contents(directory: Path) -> Contents:
     verification = loaded(Verification)
     for arm in verification.arms if verification is not None else ():
         notices += [f"jobs of the choice {arm.name} failed: {arm.failure}"] * bool(arm.failure)
+    notices += trade_off_lines(verification) if verification is not None else ()
     sizes = load_sizes(directory)
     if any(tuning.backend != "cuda" for tuning in sizes):
         sizes = ()

@@ -14,6 +14,7 @@ from tccl_py.experiments.evaluation import Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.table import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
+from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName, mark
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
@@ -27,6 +28,7 @@ def verification_json(result: Verification) -> dict[str, Any]:
         **picked(result, "machine", "accepted", "winner", "recommended", "chosen"),
         "arms": [_arm_json(arm) for arm in result.arms],
         "workload": result.workload,
+        "trade_offs": trade_offs(result),
         **picked(result, "simulated", "dry_run", "tried", "rounds", "seconds", "hosts"),
         **picked(result, "backend", "collective", "devices", "versions", "notices"),
     }
@@ -126,6 +128,7 @@ def facts_of(result: Verification) -> list[str]:
             worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
             outcome = f"{trial.gbps:.2f} GB/s, {worst}"
         lines.append(f"tried {choice_words(trial.arm, trial.settings)}: {outcome}")
+    lines += trade_off_lines(result)
     if result.rounds:
         at_once = f", {result.at_once} jobs at once," if result.at_once > 1 else ""
         lines.append(
@@ -134,6 +137,16 @@ def facts_of(result: Verification) -> list[str]:
             f"{100 * FALSE_RATE:.0f} at most have a row that is called better or worse."
         )
     return lines
+
+
+def trade_off_lines(result: Verification) -> Iterator[str]:
+    """Yield a line for each choice that none dominates, if there are several."""
+    choices = trade_offs(result)
+    for each in choices if len(choices) > 1 else ():
+        if each.choice != "default":
+            speeds = ", ".join(f"{name} {speed:.2f}" for name, speed in each.workloads.items())
+            harm = "harmless" if each.harmless else "not harmless"
+            yield f"{CHOICE_WORDS[each.choice]}, {harm}, by these rows: {speeds} times default NCCL"
 
 
 def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:

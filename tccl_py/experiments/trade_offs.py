@@ -1,0 +1,112 @@
+"""Trade-offs between choices: what each wins and loses for bundled workloads, none dominated.
+
+The times of a workload are estimated from the rows of a verification: between two sizes of its
+collective in communicators of as many ranks on a line of logarithms, beyond the largest size in
+proportion to bytes, below the smallest as that one. A send is taken as one of send/recv.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+import msgspec
+
+from tccl_py.decision import undominated
+from tccl_py.experiments.record import ArmResult, Verification
+from tccl_py.experiments.spec import Row, calls_of
+from tccl_py.experiments.table import Timed
+from tccl_py.plan.chains import ChoiceName
+from tccl_py.workloads.bundled import BUNDLED, bundled
+
+_MOST_UNKNOWN = 0.1
+"""Share of a workload's bytes that may be without times."""
+
+Curve = list[tuple[int, float]]
+"""Seconds of a call by bytes, ascending."""
+Curves = Mapping[tuple[str, int], Curve]
+"""Curves by collective and ranks of the communicator."""
+
+
+class TradeOff(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice's speed over default NCCL's for each bundled workload, and whether it harms none."""
+
+    choice: ChoiceName
+    harmless: bool
+    workloads: dict[str, float]
+
+
+def trade_offs(result: Verification) -> tuple[TradeOff, ...]:
+    """Return the choices that no other equals or exceeds for all bundled workloads."""
+    ranks = len(result.devices)
+    arms = {arm.name: arm for arm in result.arms if not arm.faults and arm.sizes}
+    if ranks < 2 or "default" not in arms:
+        return ()
+    curves = {name: _curves(arm, ranks) for name, arm in arms.items()}
+    jobs = {name: calls_of(bundled(name, ranks)) for name in BUNDLED}
+    speeds: dict[ChoiceName, dict[str, float]] = {
+        name: {
+            job: speed
+            for job, calls in jobs.items()
+            if (speed := _speed(calls, curves["default"], curves[name], ranks)) is not None
+        }
+        for name in arms
+    }
+    # Speeds within 1 % are equal, and a job that a choice cannot run has none by it.
+    compared = {
+        name: {job: round(of.get(job, 0.0), 2) for job in speeds["default"]}
+        for name, of in speeds.items()
+    }
+    return tuple(
+        TradeOff(choice=name, harmless=arms[name].accepted, workloads=speeds[name])
+        for name in undominated(compared)
+    )
+
+
+def _curves(arm: ArmResult, ranks: int) -> Curves:
+    """Return an arm's median seconds by size."""
+    rows: dict[tuple[str, int], dict[int, float]] = {}
+    for row in (*arm.rows, *arm.transfers):
+        if row.bytes:
+            rows.setdefault(_kind(row, ranks), {}).setdefault(row.bytes, median(row.seconds))
+    return {kind: sorted(seconds.items()) for kind, seconds in rows.items()}
+
+
+def _kind(row: Row | Timed, ranks: int) -> tuple[str, int]:
+    collective = "send_recv" if row.collective == "send" else row.collective
+    return collective, max(map(len, row.groups), default=ranks)
+
+
+def _speed(calls: Mapping[Row, float], default: Curves, arm: Curves, ranks: int) -> float | None:
+    """Return the speed of a step's calls over default NCCL's; None where too much is unknown."""
+    known = {row: count for row, count in calls.items() if _kind(row, ranks) in arm}
+    if _bytes(known.items()) < (1 - _MOST_UNKNOWN) * _bytes(calls.items()):
+        return None
+
+    def seconds(curves: Curves) -> float:
+        return sum(n * at_size(curves[_kind(row, ranks)], row.bytes) for row, n in known.items())
+
+    return seconds(default) / seconds(arm)
+
+
+def _bytes(calls: Iterable[tuple[Row, float]]) -> float:
+    return sum(row.bytes * count for row, count in calls)
+
+
+def at_size(curve: Curve, size: int) -> float:
+    """Return the seconds of a call of `size` bytes.
+
+    >>> [round(at_size([(4, 1.0), (16, 4.0)], size), 6) for size in (1, 4, 8, 16, 64)]
+    [1.0, 1.0, 2.0, 4.0, 16.0]
+    """
+    at = bisect_left(curve, (size, 0.0))
+    if at == 0:
+        return curve[0][1]
+    (small, fast) = curve[at - 1]
+    if at == len(curve):
+        return fast * size / small
+    (large, slow) = curve[at]
+    share = math.log(size / small) / math.log(large / small)
+    return fast * math.exp(share * math.log(slow / fast))
