@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError
 from tccl_py.workloads.sources import open_workload
-from tests.recorded_ranks import calls_of
+from tests.recorded_ranks import RankLog, calls_of
 
 WORLD = [0, 1, 2, 3]
 
@@ -61,11 +61,11 @@ def step(trace, number):
     trace.call("all_to_allv", 4 * (rank + 1), 10)
     trace.call("wait", 0)
     if rank < 3:
-        trace.call("send", 8, Seq=2 * number, **{"Dst Rank": rank + 1})
+        trace.call("send", 8, **{"Dst Rank": rank + 1})
     if rank > 0:
-        trace.call("recv", 8, Seq=2 * number + 1, **{"Src Rank": rank - 1})
-    trace.call("send", 5, Seq=99 + number, **{"Dst Rank": (rank + 1) % 4})
-    trace.call("recv", 5, Seq=99 + number, **{"Src Rank": (rank - 1) % 4})
+        trace.call("recv", 8, **{"Src Rank": rank - 1})
+    trace.call("send", 5, **{"Dst Rank": (rank + 1) % 4})
+    trace.call("recv", 5, **{"Src Rank": (rank - 1) % 4})
     trace.call("barrier", 0)
 
 
@@ -220,3 +220,63 @@ def test_files_of_two_kinds_are_not_one_job(tmp_path):
     (tmp_path / "x.log").write_text("node:1:1 [0] NCCL INFO Bootstrap\n")
     with pytest.raises(InputError, match="NCCL's logs"):
         open_workload([str(tmp_path)])
+
+
+ENDS = {0: {"Dst Rank": 2}, 2: {"Src Rank": 0}}
+KINDS = st.sampled_from(["allreduce", "gather in pairs", "all_to_allv", "send", "exchange"])
+
+
+def log_call(log, kind, count):
+    """A call as NCCL logs it, within a host."""
+    rank = log.rank
+    after, before = (rank + 1) % 4, (rank - 1) % 4
+    if kind == "allreduce":
+        log.call("AllReduce", count)
+    elif kind == "gather in pairs":
+        log.call("AllGather", count, "0x20", dtype=9)
+    elif kind == "all_to_allv":
+        log.group([(name, count, peer) for peer in range(4) for name in ("Send", "Recv")])
+    elif kind == "send" and rank % 2 == 0:
+        log.call("Recv" if rank else "Send", count, root=2 - rank)
+    elif kind == "exchange":
+        log.group([("Send", count, after), ("Recv", count, before)])
+
+
+def trace_call(trace, kind, count):
+    """The same call as the profiler records it."""
+    rank = trace.rank
+    pair = [0, 1] if rank < 2 else [2, 3]
+    if kind == "allreduce":
+        trace.call("allreduce", count)
+    elif kind == "gather in pairs":
+        trace.call(
+            "_allgather_base", count, 2 * count, ranks=pair, group=str(pair), dtype="BFloat16"
+        )
+    elif kind == "all_to_allv":
+        trace.call("all_to_allv", 4 * count)
+    elif kind == "send" and rank % 2 == 0:
+        trace.call("recv" if rank else "send", count, **ENDS[rank])
+    elif kind == "exchange":
+        trace.call("send", count, **{"Dst Rank": (rank + 1) % 4})
+        trace.call("recv", count, **{"Src Rank": (rank - 1) % 4})
+
+
+@given(st.lists(st.tuples(KINDS, st.integers(1, 5)), min_size=1, max_size=6))
+def test_a_log_and_a_trace_of_one_program_say_the_same(tmp_path_factory, program):
+    folders = [tmp_path_factory.mktemp(name) for name in ("logs", "traces")]
+    for rank in range(4):
+        log, trace = RankLog(rank, 4, frozen=True), Trace(rank)
+        log.split("0x20", (0, 1) if rank < 2 else (2, 3))
+        for number in range(3):
+            trace.event(f"ProfilerStep#{number}", "user_annotation")
+            for kind, count in program:
+                log_call(log, kind, count)
+                trace_call(trace, kind, count)
+        (folders[0] / f"{rank}.log").write_text("".join(log.lines))
+        trace.write(folders[1])
+    logged, traced = (open_workload([str(folder)]) for folder in folders)
+    # A program may repeat itself within a step.
+    steps = max(1, logged.steps) / (3 if logged.steps else 1)
+    assert {call: count * steps for call, count in calls_of(logged).items()} == {
+        call: count * (1 if logged.steps else 3) for call, count in calls_of(traced).items()
+    }

@@ -62,11 +62,12 @@ _SIDES: tuple[Side, ...] = get_args(Side)
 
 
 class Transfer(NamedTuple):
-    """A send to a peer, or a receive from it."""
+    """A send to a peer, or a receive from it; `at` is the place of its event."""
 
     side: Side
     peer: int
     bytes: int
+    at: int = 0
 
 
 class RecordedRank:
@@ -204,24 +205,23 @@ class Transfers:
             self.close()
             self._key, self._stream = key, stream
         ends = [(part.side, part.peer) for part in self._made]
-        again = (transfer.side, transfer.peer) in ends
-        if again and not self._whole():
+        if (transfer.side, transfer.peer) in ends:
             # What comes before an all-to-all is no part of it.
             first = ends.index((transfer.side, transfer.peer)) + 1
-            self._made, rest = self._made[:first], self._made[first:]
+            whole = _is_all_to_all(self._on, self._place, self._made)
+            rest = [] if whole else self._made[first:]
+            self._made = self._made[: len(ends) - len(rest)]
             self._emit()
             self._made = rest
-        elif again or (self._recording.in_order and ends and transfer.peer < ends[-1][1]):
+        if self._recording.in_order and self._made and transfer.peer < self._made[-1].peer:
             self._emit()
-        self._made.append(transfer)
+        self._made.append(transfer._replace(at=len(self._rank.events)))
+        self._recording.add(self._rank, ())
 
     def close(self) -> None:
-        """Add the events of all that was added."""
+        """Give all that was added their events, at the places of their first calls."""
         self._emit()
         self._add_single(None)
-
-    def _whole(self) -> bool:
-        return _is_all_to_all(self._on, self._place, self._made)
 
     def _emit(self) -> None:
         made, self._made = self._made, []
@@ -236,7 +236,7 @@ class Transfers:
             # NCCL Inspector has no block of a rank for itself: it is as the others.
             size = size * self._on.size // (self._on.size - 1)
         event = call(self._on, "all_to_all", COPIED, size, self._stream)
-        self._recording.add(self._rank, event)
+        self._rank.events[made[0].at] = self._recording.number(event)
 
     def _add_single(self, transfer: Transfer | None) -> None:
         """Add the single transfer before this one, or both as an exchange."""
@@ -256,4 +256,4 @@ class Transfers:
             self._single = None
             collective, peer = "send_recv", (self._place + 1) % size
         op = Op(self._on.number, collective, COPIED, before.bytes, self._stream, peer)
-        self._recording.add(self._rank, (op,))
+        self._rank.events[before.at] = self._recording.number((op,))

@@ -89,13 +89,12 @@ _ARGUMENTS = (
 
 
 class _Call(NamedTuple):
-    """A call with its time, number in its group, and the number by which its kernel is told.
+    """A call with its time, and the number by which its kernel is told.
 
     Equal calls share the values of their `_ARGUMENTS`.
     """
 
     time: float
-    sequence: object
     external: object
     values: tuple[Any, ...]
 
@@ -110,6 +109,11 @@ def read_torch_traces(paths: Sequence[Path]) -> Recording:
             _add_calls(recording, trace)
         steps.add(len(trace.steps))
         graphs += trace.graphs
+    for key, made in recording.communicators.items():
+        # A rank may make no call of a group that it is in.
+        for place, number in enumerate(cast(tuple[int, ...], key)[1:]):
+            if number in recording.ranks:
+                made.members[place] = recording.ranks[number]
     recording.steps = min(steps) if len(steps) == 1 else 0
     if graphs:
         text = f"CUDA graphs were launched {counted(graphs, 'time')}: what they communicate"
@@ -181,8 +185,7 @@ class _Trace:
             elif name == "record_param_comms":
                 values = tuple(args.get(name) for name in _ARGUMENTS)
                 values = self._values.setdefault(values, values)
-                marks = args.get("Seq"), args.get("External id")
-                self.calls.append(_Call(float(event["ts"]), *marks, values))
+                self.calls.append(_Call(float(event["ts"]), args.get("External id"), values))
 
 
 def _rank_in(head: str, decoder: json.JSONDecoder) -> int:
@@ -201,7 +204,7 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
     require(fits, where, f"is of rank {number} again", "give one trace of each rank")
     rank = recording.rank(number, (number,), number)
     groups: dict[int, Transfers] = {}
-    for at, made in enumerate(sorted(trace.calls, key=lambda made: made.time)):
+    for made in sorted(trace.calls, key=lambda made: made.time):
         args = dict(zip(_ARGUMENTS, made.values, strict=True))
         name = str(args["Collective name"])
         if any(part in name.lower() for part in _SILENT):
@@ -214,8 +217,7 @@ def _add_calls(recording: Recording, trace: _Trace) -> None:
                 group = groups.setdefault(on.number, Transfers(recording, rank, on, place))
                 peer = ranks.index(int(args[f"{'Dst' if name == 'send' else 'Src'} Rank"]))
                 transfer = Transfer(side, peer, _bytes(args, "In"))
-                # Calls of a group have one number; without one each is alone.
-                group.add(transfer, -at - 1 if made.sequence is None else made.sequence, stream)
+                group.add(transfer, None, stream)
                 continue
             if on.number in groups:
                 groups[on.number].close()
