@@ -243,8 +243,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.paths[host.path].node_class
 
     def host_named(self, names: Iterable[str]) -> str | None:
-        """Return the first of these names that is a host's; None if none is."""
-        return next((name for name in names if name in self.cluster.host_classes), None)
+        """Return the first of these names that is one of several hosts'; None if none is."""
+        known = () if self.closes else self.cluster.host_classes
+        return next((name for name in names if name in known), None)
 
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""
