@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cable
-from tccl_py.readers.cables import cables_of, cables_of_subnets, check_subnets
+from tccl_py.readers.cables import cables_of, cables_of_subnets, subnet_prefix
 from tccl_py.readers.switches import parse_switch_yaml
 from tccl_py.simulator.descriptions import load_bundled
 
@@ -224,7 +224,11 @@ def test_cables_that_do_not_fit_are_refused_by_name(old, new, part):
 
 
 def addresses(**hosts):
-    return {host: dict(enumerate(each)) for host, each in hosts.items()}
+    """NICs by host; an address without a mask has 24 bits."""
+    return {
+        host: {nic: one if "/" in one else f"{one}/24" for nic, one in enumerate(each) if one}
+        for host, each in hosts.items()
+    }
 
 
 def test_rails_of_a_switch_are_no_cables():
@@ -238,16 +242,35 @@ def test_rails_of_a_switch_are_no_cables():
         {"a": ["10.0.0.1"], "b": ["10.0.0.2"]},  # two hosts: as well a switch
         {"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.1.1"], "c": ["10.0.1.2"]},  # a host's own
         {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.1.1"]},  # one is alone
-        {"a": ["fe80::1"], "b": ["fe80::2"], "c": ["fe80::3"]},
+        {"a": ["fe80::1/0"], "b": ["fe80::2/0"], "c": ["fe80::3/0"]},
     ],
 )
 def test_addresses_that_leave_doubt_tell_no_cables(hosts):
     assert cables_of_subnets(addresses(**hosts)) == ()
 
 
+CABLE = [Cable.between("a", [0], "b", [1])]
+
+
 def test_addresses_that_contradict_a_cable_of_a_file_are_named():
-    cables = [Cable.between("a", [0], "b", [1])]
-    check_subnets(cables, addresses(a=["10.0.0.1"], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
-    check_subnets(cables, addresses(a=[""], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
-    with pytest.raises(InputError, match=r"N0 of a, which is 10\.0\.0\.1, and N1 of b"):
-        check_subnets(cables, addresses(a=["10.0.0.1"], b=["10.0.0.2", "10.0.1.2"]), where="x")
+    subnet_prefix(CABLE, addresses(a=["10.0.0.1"], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
+    subnet_prefix(CABLE, addresses(a=[""], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
+    with pytest.raises(InputError, match=r"N0 of a, which is 10\.0\.0\.1/24, and N1 of b"):
+        subnet_prefix(CABLE, addresses(a=["10.0.0.1"], b=["10.0.0.2", "10.0.1.2"]), where="x")
+
+
+@pytest.mark.parametrize(
+    ("masks", "bits"),
+    [
+        (["10.0.0.{}/24", "10.0.1.{}/24", "10.0.2.{}/24"], None),
+        (["10.0.0.{}/30", "10.0.1.{}/30", "10.0.2.{}/30"], None),
+        (["10.0.0.{}/30", "10.0.0.4{}/30", "10.0.0.8{}/30"], 30),
+        (["10.0.{}.1/16", "10.1.{}.1/16", "10.2.{}.1/16"], 16),
+    ],
+)
+def test_nccl_compares_other_bits_where_24_do_not_tell_cables_apart(masks, bits):
+    first, second, third = ([mask.format(end) for end in (1, 2)] for mask in masks)
+    hosts = addresses(a=[first[0], third[1]], b=[second[0], first[1]], c=[third[0], second[1]])
+    cables = cables_of_subnets(hosts)
+    assert len(cables) == 3
+    assert subnet_prefix(cables, hosts, where="x") == bits

@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     without a port (`mlx5_0:1`), `socket_ifname` interfaces; () is all. A connection over sockets
     has `socket_threads` helper threads with `sockets_per_thread` sockets each. With
     `subnet_routing` a connection takes NICs of one subnet, a side's own where the other's does not
-    reach it; NICs are then not merged.
+    reach it, by the first `subnet_prefix` bits of addresses; NICs are then not merged.
     """
 
     version: str = ASSUMED
@@ -85,6 +85,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     socket_threads: Annotated[int, Meta(ge=1, le=_MAX_SOCKET_THREADS)] | None = None
     sockets_per_thread: Annotated[int, Meta(ge=1, le=_MAX_SOCKETS)] | None = None
     subnet_routing: bool = False
+    subnet_prefix: Annotated[int, Meta(ge=1, le=32)] | None = None
 
 
 _DEFAULTS = Settings()
@@ -183,6 +184,7 @@ _VARIABLES = {
     "subnet_routing": _Variable(
         "NCCL_IB_SUBNET_AWARE_ROUTING", lambda _, n: None if n == UNSET else n != 0
     ),
+    "subnet_prefix": _Variable("NCCL_IB_SUBNET_PREFIX_LEN", _number),
 }
 """The variable of each setting; a level LOC is written as NCCL_P2P_DISABLE."""
 _SWITCHES = {"shm_locality": "1", "shm_placement": "0"}

@@ -25,7 +25,14 @@ _REASONS = (
 )
 
 
-_CABLED_SETTINGS = ("cross_nic", "ib_hca", "socket_ifname", "subnet_routing", "algo")
+_CABLED_SETTINGS = (
+    "cross_nic",
+    "ib_hca",
+    "socket_ifname",
+    "subnet_routing",
+    "subnet_prefix",
+    "algo",
+)
 
 
 class _NoCableError(Exception):

@@ -32,7 +32,7 @@ from tccl_py.planning.probes import (
     pair_rates,
 )
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.cables import cables_of, cables_of_subnets, check_subnets
+from tccl_py.readers.cables import Addresses, cables_of, cables_of_subnets, subnet_prefix
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
@@ -63,6 +63,7 @@ class KnownPlan(msgspec.Struct, frozen=True):
             # A function of Python is not known by its name.
             strategy=next(iter({self.plan.strategy} & STRATEGIES.keys()), new.strategy),
             ib_gid_index=self.plan.settings.ib_gid_index,
+            subnet_prefix=new.subnet_prefix or self.plan.settings.subnet_prefix,
             pinned_env=self.plan.pinned_env,
         )
 
@@ -152,15 +153,19 @@ def cluster_of_job(
         )
         for host in source.session.hosts
     ]
-    addresses = {
+    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses_of(source))
+
+
+def addresses_of(source: HostsSource) -> Addresses:
+    """Return the addresses of the NICs of rings by host."""
+    return {
         host.name: {
-            nic: interface.address
+            nic: f"{interface.address}/{interface.prefix}"
             for nic, interface in host.addresses.items()
             if nic in used_nics(host.machine)
         }
         for host in source.session.hosts
     }
-    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses)
 
 
 def _cluster(
@@ -169,7 +174,7 @@ def _cluster(
     known: KnownPlan | None,
     *,
     where: str,
-    addresses: Mapping[str, Mapping[int, str]] | None = None,
+    addresses: Addresses | None = None,
 ) -> Cluster:
     """Return a cluster with the switches and rails of a file, if there is one, or with cables.
 
@@ -187,7 +192,7 @@ def _cluster(
     cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
     machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
     cables = cables_of(network.ports, machines)
-    check_subnets(cables, addresses or {}, where=str(switches))
+    subnet_prefix(cables, addresses or {}, where=str(switches))
     return _with_cables(cluster, cables, where=where) if cables else cluster
 
 

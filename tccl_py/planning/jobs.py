@@ -85,6 +85,7 @@ def plan_of_job(
         strategy=plan.strategy,
         keep_order=keep_order,
         ib_gid_index=plan.settings.ib_gid_index,
+        subnet_prefix=plan.settings.subnet_prefix,
         pinned_env=plan.pinned_env,
     )
     made = plan_over(cluster, nodes, request)

@@ -38,7 +38,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     Raises SearchError: no ring exists. MeasurementError: a source cannot measure a needed set.
     """
     best, cancelled = best_rings(cluster, nodes, keep_order=request.keep_order)
-    settings = _with_nics(cluster, best, nodes, request.ib_gid_index)
+    settings = _with_nics(cluster, best, nodes, request)
     default, variables = _own_choices(cluster, nodes)
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
@@ -131,7 +131,7 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
 
 
 def _with_nics(
-    cluster: Cluster, joined: JoinedRings, nodes: Sequence[ClassRates], ib_gid_index: int | None
+    cluster: Cluster, joined: JoinedRings, nodes: Sequence[ClassRates], request: PlanRequest
 ) -> Settings:
     """Return the settings with the NICs for NCCL, and leave for rings to change NICs."""
     nics = [n for node in nodes for n in node.node_class.machine.nics if n.index in node.nics]
@@ -141,11 +141,12 @@ def _with_nics(
     return msgspec.structs.replace(
         settings,
         ib_hca=tuple(names) if rdma else (),
-        ib_gid_index=ib_gid_index if rdma else None,
+        ib_gid_index=request.ib_gid_index if rdma else None,
         socket_ifname=() if rdma else tuple(names),
         # By itself NCCL lets rings change NICs only where it finds that better.
         cross_nic=1 if any(c.entry_nic != c.exit_nic for c in chains) else settings.cross_nic,
         subnet_routing=bool(cluster.cables),
+        subnet_prefix=request.subnet_prefix,
         # Trees join hosts that no cable joins.
         algo="Ring" if cluster.cables else settings.algo,
     )

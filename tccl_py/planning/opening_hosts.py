@@ -15,6 +15,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.planning.grow import (
     KnownPlan,
+    addresses_of,
     cluster_of_job,
     grown_plan,
     named_cluster,
@@ -26,6 +27,7 @@ from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
 from tccl_py.planning.plan_sources import planned_models
 from tccl_py.planning.request import PlanRequest
+from tccl_py.readers.cables import subnet_prefix
 from tccl_py.readers.hosts import listed_hosts
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
@@ -118,6 +120,8 @@ def _of_job(
         if planned != version:
             say(f"these hosts have NCCL {version}, and the plan is for {planned}")
     cluster = cluster_of_job(source, request.switches, known)
+    bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
+    request = msgspec.structs.replace(request, subnet_prefix=bits)
     tables = list[KeptTable]()
 
     def say_each(texts: Iterable[str]) -> None:

@@ -52,6 +52,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     subsets: bool | None = None
     keep_order: bool = False
     ib_gid_index: int | None = None
+    subnet_prefix: int | None = None
     gpus_per_job: str | None = None
 
     def __post_init__(self) -> None:

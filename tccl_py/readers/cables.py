@@ -14,7 +14,9 @@ outside the job.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import IPv4Interface, IPv4Network
 from typing import Annotated
 
 import msgspec
@@ -126,7 +128,9 @@ def _names(machine: Machine) -> Iterator[str]:
 
 
 Addresses = Mapping[str, Mapping[int, str]]
-"""The address of each NIC by host; an interface without an address has none."""
+"""The address of each NIC by host, as `10.0.1.1/24`; an interface without an address has none."""
+NCCL_BITS = 24
+"""The bits by which NCCL compares addresses, unless NCCL_IB_SUBNET_PREFIX_LEN says another."""
 
 
 def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
@@ -134,35 +138,52 @@ def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
 
     There are none where a subnet has more than two NICs, as the rails of a switch have.
 
-    >>> ends = {"a": ["10.0.1.1", "10.0.3.1"], "b": ["10.0.1.2", "10.0.2.1"]}
-    >>> ends["c"] = ["10.0.2.2", "10.0.3.2"]
+    >>> ends = {"a": ["10.0.1.1/24", "10.0.3.1/24"], "b": ["10.0.1.2/24", "10.0.2.1/24"]}
+    >>> ends["c"] = ["10.0.2.2/24", "10.0.3.2/24"]
     >>> cables = cables_of_subnets({host: dict(enumerate(each)) for host, each in ends.items()})
     >>> [[(end.host, end.nics) for end in cable.ends] for cable in cables]
     [[('a', (0,)), ('b', (0,))], [('a', (1,)), ('c', (1,))], [('b', (1,)), ('c', (0,))]]
     """
-    members: dict[str, list[tuple[str, int]]] = {}
+    members: dict[object, list[tuple[str, int]]] = {}
     for host, nics in addresses.items():
-        for nic, address in nics.items():
-            members.setdefault(_subnet(address), []).append((host, nic))
-    joined = {subnet: ends for subnet, ends in members.items() if subnet and len(ends) > 1}
-    pairs = [ends for ends in joined.values() if len({host for host, _ in ends}) == len(ends) == 2]
+        for nic, text in nics.items():
+            if (address := _interface(text)) is not None:
+                members.setdefault(address.network, []).append((host, nic))
+    joined = [ends for ends in members.values() if len(ends) > 1]
+    pairs = [ends for ends in joined if len({host for host, _ in ends}) == len(ends) == 2]
     hosts = {host for ends in pairs for host, _ in ends}
     if len(addresses) < 3 or len(pairs) < len(joined) or hosts != addresses.keys():
         return ()
     return tuple(Cable.between(a, [x], b, [y]) for (a, x), (b, y) in pairs)
 
 
-def check_subnets(cables: Sequence[Cable], addresses: Addresses, *, where: str) -> None:
-    """Check that the ends of cables are in one subnet, where both have addresses (InputError)."""
+def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) -> int | None:
+    """Return the bits by which NCCL has to compare addresses; None is its own number.
+
+    Raises InputError: the ends of a cable are in different subnets.
+    """
+    members: dict[IPv4Network, set[int]] = defaultdict(set)
     for host, nic, (other, far) in cabled_nics(cables):
-        ends = addresses.get(host, {}).get(nic, ""), addresses.get(other, {}).get(far, "")
-        if all(map(_subnet, ends)) and _subnet(ends[0]) != _subnet(ends[1]):
-            fault = f"joins N{nic} of {host}, which is {ends[0]}, and N{far} of {other}, {ends[1]}"
-            right = "addresses at the ends of a cable share their first 24 bits"
+        texts = addresses.get(host, {}).get(nic, ""), addresses.get(other, {}).get(far, "")
+        near, away = map(_interface, texts)
+        if near is None or away is None:
+            continue
+        if near.network != away.network:
+            fault = f"joins N{nic} of {host}, which is {near}, and N{far} of {other}, {away}"
+            right = "give the ends of a cable addresses in one subnet"
             raise InputError(f"{where}, a cable that", fault, right)
+        members[near.network] |= {int(near.ip), int(away.ip)}
+
+    def tells(bits: int) -> bool:
+        heads = [{address >> (32 - bits) for address in each} for each in members.values()]
+        return len(set.union(*heads)) == len(heads) == sum(map(len, heads))
+
+    if not members or tells(NCCL_BITS):
+        return None
+    lengths = sorted({network.prefixlen for network in members}, reverse=True)
+    return next(filter(tells, lengths), None)
 
 
-def _subnet(address: str) -> str:
-    """Return the part of an IPv4 address that NCCL compares; "" for any other address."""
-    head, _, last = address.rpartition(".")
-    return head if last else ""
+def _interface(text: str) -> IPv4Interface | None:
+    """Return an IPv4 address with its network; None for any other text."""
+    return IPv4Interface(text) if "." in text else None

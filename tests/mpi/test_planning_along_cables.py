@@ -64,7 +64,7 @@ def test_a_cable_of_the_file_that_the_addresses_contradict_is_named(namespaces, 
     file.write_text("\n".join(["cables:", *lines, ""]))
     ran = namespaces.run(*PLAN, "-o", str(tmp_path / "plan"), "--switches", str(file), hosts=GIVEN)
     assert ran.code == 2
-    assert "N1 of h1, which is 10.50.0.2, and N1 of h3, 10.50.2.2" in ran.stderr
+    assert "N1 of h1, which is 10.50.0.2/24, and N1 of h3, 10.50.2.2/24" in ran.stderr
     assert not (tmp_path / "plan").exists()
 
 

@@ -24,19 +24,24 @@ from tccl_py.readers.sysfs import HostFiles, network_ports
 
 FILES = HostFiles()
 PROC = Path("/proc")
-_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # include/uapi/linux/sockios.h
+# include/uapi/linux/sockios.h
+_SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS = 0x8915, 0x891B, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _GLOBAL_SCOPE = "00"
 _GPUS = "start ranks where GPUs are, or add `backend` host for a dry run on the hosts' memory"
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """An interface, its address or "", and whether it is up and has a carrier."""
+    """An interface, its address or "", and whether it is up and has a carrier.
+
+    `prefix` is the length of an IPv4 address's network, 0 for any other address.
+    """
 
     name: str
     address: str
     up: bool
     speed_mbps: int = 0
+    prefix: int = 0
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,12 +199,14 @@ def interfaces_here() -> dict[str, Interface]:
     for _, name in socket.if_nameindex():
         flags, answer = _ioctl(_SIOCGIFFLAGS, name), _ioctl(_SIOCGIFADDR, name)
         state = struct.unpack_from("H", flags)[0] if flags else 0
+        mask = _ioctl(_SIOCGIFNETMASK, name) if answer else b""
         interfaces[name] = Interface(
             name=name,
             address=socket.inet_ntoa(answer[4:8]) if answer else addresses6.get(name, ""),
             up=bool(state & _IFF_UP and state & _IFF_RUNNING),
             # The kernel refuses to tell the speed of what is down.
             speed_mbps=max(FILES.number(f"sys/class/net/{name}/speed") or 0, 0),
+            prefix=int.from_bytes(mask[4:8], "big").bit_count(),
         )
     return interfaces
 
