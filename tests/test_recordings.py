@@ -221,6 +221,20 @@ def test_a_cut_log_of_one_rank_leaves_a_workload_with_a_notice(tmp_path):
     assert read(logs, tmp_path).steps > 0
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "AllReduce", "count": 10**17},
+        {"name": "Send", "count": 5, "root": 7},
+        {"name": "Gather", "count": 5, "root": 9},
+    ],
+)
+def test_calls_that_cannot_be_are_refused(call, tmp_path):
+    logs = logs_of(2, 5, lambda log: log.call(**call))
+    with pytest.raises(InputError, match="unchanged"):
+        read(logs, tmp_path)
+
+
 def test_a_line_without_end_is_not_held(tmp_path):
     path = tmp_path / "log"
     with path.open("wb") as file:

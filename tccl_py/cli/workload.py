@@ -41,9 +41,9 @@ def workload(
 ) -> None:
     """Show the collectives of a job's step: bytes, groups of ranks, calls.
 
-    Files are NCCL's logs (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL, NCCL_DEBUG_FILE with %h and
-    %p) of all ranks of one job. Steps are told by repetition; what comes before and after is left
-    out.
+    Files are of all ranks of one job: NCCL's logs (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL),
+    traces of PyTorch's profiler, or files of NCCL Inspector. Steps are told by repetition; what
+    comes before and after is left out.
 
     Examples:
 

@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple, get_args
 
 from tccl_py.errors import InputError, require
 from tccl_py.workloads.workload import (
+    MAX_BYTES,
     MAX_RANKS,
+    MAX_STREAM,
     WorkloadCollective,
     WorkloadDtype,
 )
@@ -84,7 +86,7 @@ class RecordedRank:
 
     def stream(self, name: object) -> int:
         """Return the number of a stream, in the order of their first calls."""
-        return self.streams.setdefault(name, len(self.streams))
+        return self.streams.setdefault(name, min(len(self.streams), MAX_STREAM))
 
 
 class RecordedCommunicator(NamedTuple):
@@ -109,6 +111,7 @@ class Recording:
         self.in_order = True
         """Whether calls of different communicators stand in the order in which they were made."""
         self._numbers: dict[Event, int] = {}
+        self._sizes: list[int] = []
         self._calls = 0
 
     def rank(
@@ -125,16 +128,24 @@ class Recording:
         require(fits, self.where, f"has rank {place} of {size}", "give the files of one job")
         number = len(self.communicators)
         made = self.communicators.setdefault(key, RecordedCommunicator(number, size, {}))
+        if made.number == number:
+            self._sizes.append(size)
         if made.size != size or made.members.setdefault(place, rank) is not rank:
             fault = f"has a communicator whose rank {place} of {size} is there twice"
             raise InputError(self.where, fault, "give the files of one run of a job")
         return made
 
     def number(self, event: Event) -> int:
-        """Return the number of an event."""
-        number = self._numbers.setdefault(event, len(self._numbers))
-        fault = f"has more than {MAX_EVENTS} calls that differ"
-        require(number < MAX_EVENTS, self.where, fault, "record fewer steps")
+        """Return the number of an event (InputError if it cannot be)."""
+        number = self._numbers.get(event)
+        if number is None:
+            number = self._numbers[event] = len(self._numbers)
+            fault = f"has more than {MAX_EVENTS} calls that differ"
+            require(number < MAX_EVENTS, self.where, fault, "record fewer steps")
+            for op in event:
+                fits = op.bytes <= MAX_BYTES and op.peer < self._sizes[op.communicator]
+                fault = f"has a call of {op.bytes} bytes, of rank {op.peer}"
+                require(fits, self.where, fault, "give the files of one job, unchanged")
         return number
 
     def add(self, rank: RecordedRank, event: Event) -> None:
@@ -195,6 +206,7 @@ class Transfers:
     ) -> None:
         self._recording, self._rank, self._on, self._place = recording, rank, on, place
         self._made: list[Transfer] = []
+        self._ends: dict[tuple[Side, int], int] = {}
         self._single: Transfer | None = None
         self._key: object = None
         self._stream = 0
@@ -204,17 +216,18 @@ class Transfers:
         if (key, stream) != (self._key, self._stream):
             self.close()
             self._key, self._stream = key, stream
-        ends = [(part.side, part.peer) for part in self._made]
-        if (transfer.side, transfer.peer) in ends:
+        end = transfer.side, transfer.peer
+        if (first := self._ends.get(end)) is not None:
             # What comes before an all-to-all is no part of it.
-            first = ends.index((transfer.side, transfer.peer)) + 1
-            whole = _is_all_to_all(self._on, self._place, self._made)
-            rest = [] if whole else self._made[first:]
-            self._made = self._made[: len(ends) - len(rest)]
+            made, whole = self._made, _is_all_to_all(self._on, self._place, self._made)
+            rest = [] if whole else made[first + 1 :]
+            self._made = made[: len(made) - len(rest)]
             self._emit()
             self._made = rest
+            self._ends = {(part.side, part.peer): at for at, part in enumerate(rest)}
         if self._recording.in_order and self._made and transfer.peer < self._made[-1].peer:
             self._emit()
+        self._ends[end] = len(self._made)
         self._made.append(transfer._replace(at=len(self._rank.events)))
         self._recording.add(self._rank, ())
 
@@ -224,7 +237,7 @@ class Transfers:
         self._add_single(None)
 
     def _emit(self) -> None:
-        made, self._made = self._made, []
+        made, self._made, self._ends = self._made, [], {}
         if not _is_all_to_all(self._on, self._place, made):
             for transfer in made:
                 if transfer.bytes and transfer.peer != self._place:

@@ -9,10 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from tccl_py.errors import require
-from tccl_py.files import check_version, decode_json, encode_json, read_text, write_atomically
+from tccl_py.files import (
+    check_types,
+    check_version,
+    decode_json,
+    encode_json,
+    read_text,
+    write_atomically,
+)
 
 FORMAT_VERSION = 1
-MAX_RANKS, MAX_ROWS = 1 << 16, 10_000
+MAX_RANKS, MAX_ROWS, MAX_BYTES, MAX_STREAM = 1 << 16, 10_000, 1 << 50, 1000
 
 WorkloadCollective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all",
@@ -50,10 +57,10 @@ class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     collective: WorkloadCollective
     dtype: WorkloadDtype
-    bytes: Annotated[int, Meta(ge=1, le=1 << 50)]
+    bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)]
     groups: Annotated[tuple[_Group, ...], Meta(min_length=1)]
     calls: Annotated[float, Meta(gt=0, le=1e9)]
-    stream: Annotated[int, Meta(ge=0, le=1000)] = 0
+    stream: Annotated[int, Meta(ge=0, le=MAX_STREAM)] = 0
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,5 +101,6 @@ def read_workload(path: Path) -> Workload:
 
 
 def write_workload(workload: Workload, path: Path) -> None:
-    """Write a workload, whole or not at all."""
+    """Write a workload, whole or not at all (InputError also where it could not be read)."""
+    check_types(workload, where=str(path))
     write_atomically(path, encode_json(check_workload(workload, path)))
