@@ -50,7 +50,7 @@ def step(trace, number):
     rank = trace.rank
     pair = [0, 1] if rank < 2 else [2, 3]
     trace.event(f"ProfilerStep#{number}", "user_annotation")
-    made = trace.call("allreduce", 100, dtype="BFloat16")
+    made = trace.call("allreduce", 100, dtype="BFloat16", **{"Process Group Ranks": WORLD})
     trace.event(
         "ncclDevKernel_AllReduce",
         "kernel",

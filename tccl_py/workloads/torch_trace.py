@@ -183,7 +183,9 @@ class _Trace:
             if kind == "kernel":
                 self.streams[args.get("External id")] = args.get("stream")
             elif name == "record_param_comms":
-                values = tuple(args.get(name) for name in _ARGUMENTS)
+                given = (args.get(name) for name in _ARGUMENTS)
+                # Ranks are a text, or a list in traces that other programs wrote.
+                values = tuple(str(value) if isinstance(value, list) else value for value in given)
                 values = self._values.setdefault(values, values)
                 self.calls.append(_Call(float(event["ts"]), args.get("External id"), values))
 
