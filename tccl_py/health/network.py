@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -30,43 +31,41 @@ def check_functions(host: HostState, variables: Mapping[str, str]) -> Results:
 
 def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]:
     functions = roce_functions(host)
-    bits = _prefix_bits(variables)
-    addressed = [one for one in functions if one.addresses]
-    if len({subnet for one in addressed for subnet in one.subnets(bits)}) < 2:
+    addressed = [function for function in functions if function.addresses]
+    users: dict[str, list[str]] = defaultdict(list)
+    for function in addressed:
+        for subnet in function.subnets(_prefix_bits(variables)):
+            users[subnet].append(function.name)
+    if len(users) < 2:
         return
-    for one in functions:
-        where = f"{one.name} ({one.interface or 'no interface'})"
-        if not one.active:
+    for function in functions:
+        where = f"{function.name} ({function.interface or 'no interface'})"
+        if not function.active:
             yield defect("function-down", where)
-        elif not one.addresses:
+        elif not function.addresses:
             yield defect("no-address", where)
-        elif one.mtu is not None and one.mtu < _MTU:
-            fix = f"ip link set {one.interface} mtu {_MTU} (as root, on both ends of the cable)"
-            yield defect("small-mtu", where, measured=str(one.mtu), expected=str(_MTU), fix=fix)
-    yield from _shared_subnets(addressed, bits)
-    if left_out := [one.name for one in addressed if not _chosen(one, variables)]:
+        elif function.mtu is not None and function.mtu < _MTU:
+            fix = (
+                f"ip link set {function.interface} mtu {_MTU} (as root, on both ends of the cable)"
+            )
+            yield defect(
+                "small-mtu", where, measured=str(function.mtu), expected=str(_MTU), fix=fix
+            )
+    for subnet, names in sorted(users.items()):
+        if len(names) > 1:
+            yield defect("subnet-twice", f"{listed(names)} in {subnet}")
+    if left_out := [function.name for function in addressed if not _chosen(function, variables)]:
         value = variables["NCCL_IB_HCA"]
         yield defect("left-out", listed(left_out), measured=f"NCCL_IB_HCA={value[:60]}")
     for name, (path, line) in _FIREWALLS.items():
         if host.has(path) and line in host.text(path):
-            subnets = sorted({subnet for one in addressed for subnet in one.subnets(bits)})
             fix = "let all traffic in from the neighbours' addresses in each of these subnets"
-            yield defect("firewall", f"{name}, subnets {listed(subnets)}", fix=fix)
+            yield defect("firewall", f"{name}, subnets {listed(sorted(users))}", fix=fix)
 
 
 def _prefix_bits(variables: Mapping[str, str]) -> int:
     text = variables.get(PREFIX_VARIABLE, "")
     return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else PREFIX_BITS
-
-
-def _shared_subnets(functions: Sequence[Function], bits: int) -> Iterator[Defect]:
-    users: dict[str, list[str]] = {}
-    for one in functions:
-        for subnet in one.subnets(bits):
-            users.setdefault(subnet, []).append(one.name)
-    for subnet, names in sorted(users.items()):
-        if len(names) > 1:
-            yield defect("subnet-twice", f"{listed(names)} in {subnet}")
 
 
 def _chosen(function: Function, variables: Mapping[str, str]) -> bool:

@@ -24,6 +24,7 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, shown
 from tccl_py.model.machine import Machine
+from tccl_py.readers.roce import PREFIX_BITS
 
 MAX_CABLED = 64
 """Hosts of one ring along cables."""
@@ -129,8 +130,6 @@ def _names(machine: Machine) -> Iterator[str]:
 
 Addresses = Mapping[str, Mapping[int, str]]
 """The address of each NIC by host, as `10.0.1.1/24`; an interface without an address has none."""
-NCCL_BITS = 24
-"""The bits by which NCCL compares addresses, unless NCCL_IB_SUBNET_PREFIX_LEN says another."""
 
 
 def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
@@ -178,7 +177,7 @@ def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) 
         heads = [{address >> (32 - bits) for address in each} for each in members.values()]
         return len(set.union(*heads)) == len(heads) == sum(map(len, heads))
 
-    if not members or tells(NCCL_BITS):
+    if not members or tells(PREFIX_BITS):
         return None
     lengths = sorted({network.prefixlen for network in members}, reverse=True)
     return next(filter(tells, lengths), None)
