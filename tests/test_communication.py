@@ -142,6 +142,9 @@ def two():
 def test_on_two_gpus_without_p2p_the_job_decides(two, job):
     found = judged(JOBS[job], two)
     assert found.chosen == BEST[job]
+    if job != "few experts":
+        page = (CASES.parents[1] / "docs" / "will-my-job-be-faster.md").read_text()
+        assert f"| {communication_line(found).partition(': ')[2]} |" in page
     if job == "data parallel":
         assert found.choices["variables"].speed.low > 1.2
     if job == "few experts":

@@ -203,9 +203,8 @@ def _share(share: float) -> str:
 
 
 def _interval(speed: Interval) -> str:
-    if speed.low == speed.high:
-        return f"{speed.middle:.2f}"
-    return f"{speed.middle:.2f}, {speed.low:.2f} to {speed.high:.2f}"
+    middle, low, high = (f"{value:.2f}" for value in (speed.middle, speed.low, speed.high))
+    return middle if low == high else f"{middle}, {low} to {high}"
 
 
 def _unit(seconds: float) -> tuple[float, str]:
