@@ -105,6 +105,15 @@ def texts_of_nccl(directory):
     return [path for path in (directory / "nccl").rglob("*.*") if path.suffix != ".so"]
 
 
+def test_what_no_job_has_shown_is_said_until_jobs_decide(tmp_path):
+    for winner, said in ((None, True), ("variables", False), ("default", False)):
+        place = tmp_path / str(winner)
+        plan = msgspec.structs.replace(plan_of("intel-v100"), winner=winner)
+        place.mkdir()
+        write_plan(plan, place, models=as_only(load_bundled("intel-v100")))
+        assert ("unknown: whether small messages" in done("show", place).stdout) == said
+
+
 def test_every_file_of_the_directory_says_that_it_is_simulated(directory):
     plan = json.loads((directory / "plan.json").read_text())
     assert plan["simulated"] is True

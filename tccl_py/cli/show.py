@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
 
 
+_UNKNOWN = (
+    "whether small messages, send/recv and all-to-all lose by what is recommended for large "
+    "all-reduces, until `tccl verify` has run jobs"
+)
+
+
 def show(
     directory: Path = options.PLAN_PATH,
     *,
@@ -122,6 +128,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     stopped = ("the search was interrupted: this is the best until then",) * plan.cancelled
     for text in assumptions(plan):
         console.print(f"assumed: {text}")
+    if plan.winner is None and plan.recommended != "default":
+        console.print(f"unknown: {_UNKNOWN}")
     for text in (*stopped, *plan.notices):
         console.print(f"note: {text}")
 
