@@ -131,8 +131,10 @@ def test_a_cabling_without_a_ring_names_the_hosts_without_two_ways_before_any_me
 
 
 def test_nccl_that_cannot_follow_subnets_is_refused():
-    with pytest.raises(InputError, match=r"NCCL 2\.30\.3 is the first"):
-        planned(ring(), version="2.28.9")
+    for version in ("2.28.9", "2.30.4"):
+        with pytest.raises(InputError, match=r"NCCL 2\.30\.7 is the first"):
+            planned(ring(), version=version)
+    assert planned(ring(), version="2.30.7").settings.subnet_routing
 
 
 def test_the_bound_of_a_cabled_plan_is_not_below_any_order():

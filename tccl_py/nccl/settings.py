@@ -103,7 +103,7 @@ def check_settings(settings: Settings) -> Settings:
     right = "the plugin places what the sender allocates: set shm_locality to sender"
     require(placed, where, "shm_placement is true", right)
     routes = facts.routes_by_subnet or not settings.subnet_routing
-    require(routes, where, "connections cannot follow subnets", "NCCL 2.30.3 is the first that can")
+    require(routes, where, "connections cannot follow subnets", "NCCL 2.30.7 is the first that can")
     most = facts.max_channels
     fault = f"channels is {settings.channels}"
     require(settings.channels <= most, where, fault, f"1 to {most}")

@@ -152,8 +152,8 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         # init.cc computeBuffSizes, graph/connect.cc ncclTopoPostset
         "rereads": ("NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     },
-    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,), "routes_by_subnet": True},
-    (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True},
+    (2, 30, 3): {"device_nodes": True, "unknown_inter": (90.2,)},
+    (2, 30, 7): {"nearer_wins": True, "shares_nets_by_place": True, "routes_by_subnet": True},
     # ConnectX-8 beside sm 100 still shares NICs by place: a Machine does not say the card.
     (2, 31, 0): {
         "name": "2.31",

@@ -6,7 +6,7 @@
  *   send HOST ASKED USED HOST LISTENED      (device numbers; ASKED is NCCL's choice)
  *   refused HOST ASKED HOST LISTENED
  * With NCCL_IB_SUBNET_AWARE_ROUTING=1 a function without a cable to the other end gives way, as
- * NCCL 2.30.3 and newer do with a subnet for each cable: first the sender's, then the listener's.
+ * NCCL 2.30.7 and newer do with a subnet for each cable: first the sender's, then the listener's.
  *
  * Layouts of structures: the public plugin interface of NCCL, written down anew.
  */
