@@ -18,7 +18,8 @@ from tccl_py.planning.host_rings import pairs_of
 
 _NAMED = 4
 _REASONS = (
-    "NCCL_IB_SUBNET_AWARE_ROUTING=1 sends by the NIC that reaches the next host's, "
+    "NCCL_IB_SUBNET_AWARE_ROUTING=1 (NCCL 2.30.7 and newer) sends by the NIC that reaches the next "
+    "host's, "
     "NCCL_IB_MERGE_NICS=0 leaves each NIC its own subnet, NCCL_IB_HCA fixes the numbers of NICs, "
     "NCCL_CROSS_NIC=1 lets rings enter and leave by different ports, and NCCL_ALGO=Ring keeps to "
     "neighbours, as trees do not"
