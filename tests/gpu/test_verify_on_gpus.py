@@ -5,6 +5,7 @@ Needs two GPUs or more and torch with NCCL. NCCL_NVLS_ENABLE is taken from the e
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -79,7 +80,9 @@ def verified(planned, *words):
         assert (arm["rings"] or {"same": True})["same"], arm["rings"]
     kept = Verification.load(planned)
     assert kept.versions["nccl"]
-    assert kept.accepted == (done.returncode == 0)
+    # The plan has the winner now, where its own choice may not be used.
+    assert found["accepted"] == (done.returncode == 0)
+    assert "--choice" in words or kept.accepted
     for arm in kept.arms:
         for one in arm.rows:
             c = one.compared
@@ -92,19 +95,21 @@ def verified(planned, *words):
 
 def test_the_graph_file_is_nowhere_slower_than_default_nccl_and_faster_at_large_sizes(measured):
     found = verified(measured, "--choice", "graph", *OPTIONS)
-    assert found.at_once == 4
+    assert found.at_once == 3
     graph = found.arm("graph")
     if REAL:
         assert found.accepted
         assert all(one.compared.ratio > 1.0 for one in graph.sizes if one.bytes >= 64 << 20)
 
 
-def test_without_p2p_the_winner_is_much_faster_than_default_nccl(without_p2p):
-    found = verified(without_p2p, *OPTIONS)
+def test_without_p2p_variables_are_much_faster_than_default_nccl(without_p2p, tmp_path):
+    place = shutil.copytree(without_p2p, tmp_path / "plan")  # verification may rewrite it
+    found = verified(place, *OPTIONS)
     assert all(one.environment["NCCL_P2P_DISABLE"] == "1" for one in found.arms)
     variables = found.arm("variables")
     if variables is not None and groups_of(len(found.gpus)):
         assert variables.groups
     if REAL:
-        assert found.winner != "default"
-        assert found.best.large.low > 1.2
+        assert variables.large.low > 1.2
+        slow = any("send/recv" in text for text in variables.objections)
+        assert slow == (found.winner != "variables")
