@@ -94,7 +94,7 @@ def step_times(
     >>> {name: time.seconds for name, time in step_times(calls, times).items()}
     {'default': 12.0, 'variables': 9.0}
     """
-    found = {}
+    times_of_step = {}
     for name, rows in times.items():
         if not calls.keys() <= rows.keys():
             continue
@@ -102,7 +102,7 @@ def step_times(
         default = _steps(calls, times["default"])
         spread = median_interval(steps)
         rounds = [slow > fast for slow, fast in zip(default, steps, strict=True)]
-        found[name] = StepTime(
+        times_of_step[name] = StepTime(
             # By the medians of rows, so that rows add up to the whole.
             seconds=sum(count * median(rows[row]) for row, count in calls.items()),
             low=spread.low,
@@ -110,7 +110,7 @@ def step_times(
             speed=over(steps, default),
             faster=len(rounds) == 1 or _sign_test(sum(rounds), len(rounds)) <= 1 - _LEVEL,
         )
-    return found
+    return times_of_step
 
 
 def best_for(steps: Mapping[ChoiceName, StepTime]) -> ChoiceName:

@@ -92,6 +92,8 @@ def test_rows_that_take_least_are_left_out_with_their_share_of_the_calls():
     assert communication_of(made, calls, times).unknown == pytest.approx(10 / 50)
     with pytest.raises(InputError, match="of 2 ranks, and jobs here have 4"):
         timed_calls(made, 4)
+    with pytest.raises(InputError, match="communicates nothing"):
+        timed_calls(workload(), 2)
 
 
 # Recorded times of two H200 without P2P, and of four.

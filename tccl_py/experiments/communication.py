@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.decision import StepTime, Times, best_for, over, step_times
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.experiments.table import SMALLEST_EFFECT
@@ -62,14 +62,14 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def losses(self) -> dict[str, tuple[float, float]]:
         """Return what the chosen one slows: collectives, with their share of a step and speed."""
-        found = {}
+        slower = {}
         whole = self.choices["default"].seconds
         for collective in dict.fromkeys(row.collective for row in self.rows):
             rows = [row for row in self.rows if row.collective == collective]
             before, after = (_sum(rows, name) for name in ("default", self.chosen))
             if before < after * (1 - SMALLEST_EFFECT):
-                found[COLLECTIVE_WORDS[collective]] = before / whole, before / after
-        return found
+                slower[COLLECTIVE_WORDS[collective]] = before / whole, before / after
+        return slower
 
 
 class Communications(Kept, frozen=True, kw_only=True):
@@ -100,12 +100,12 @@ def verified_choice(directory: Path, text: str) -> Communication:
     Raises InputError: a plan that was not verified for just this workload, or without GPUs.
     """
     name = workload_digest(open_workload([text])) if Path(text).exists() else text
-    found = (Communications.load(directory) or Communications()).named(name)
-    if found is None or found.basis:
-        what = "was verified for it without GPUs" if found else "was not verified for it"
+    verified = (Communications.load(directory) or Communications()).named(name)
+    if verified is None or verified.basis:
+        fault = "was verified for it without GPUs" if verified else "was not verified for it"
         right = f"`tccl verify {directory} --workload FILE` first, or leave it out"
-        raise InputError(f"workload {text[:80]!r}", f"{directory} {what}", right)
-    return found
+        raise InputError(f"workload {text[:80]!r}", f"{directory} {fault}", right)
+    return verified
 
 
 def workload_digest(workload: Workload) -> str:
@@ -117,11 +117,13 @@ def workload_digest(workload: Workload) -> str:
 def timed_calls(workload: Workload, ranks: int) -> dict[Row, float]:
     """Return the rows of a workload that jobs time, those that take most, with calls in a step.
 
-    Raises InputError: the workload is of another number of ranks.
+    Raises InputError: the workload is of another number of ranks, or has no rows.
     """
+    where = f"workload {workload.name[:80]!r}"
     if workload.ranks != ranks:
-        what = f"is of a job of {workload.ranks} ranks, and jobs here have {ranks}"
-        raise InputError(f"workload {workload.name[:80]!r}", what, f"record or make it for {ranks}")
+        fault = f"is of a job of {workload.ranks} ranks, and jobs here have {ranks}"
+        raise InputError(where, fault, f"record or make it for {ranks}")
+    require(workload.rows, where, "communicates nothing", "name one with rows")
     calls = calls_of(workload)
 
     def seconds(row: Row) -> float:
@@ -161,13 +163,13 @@ def communication_of(
     )
 
 
-def communication_line(found: Communication) -> str:
+def communication_line(communication: Communication) -> str:
     """Return the time of a step before and after, by what choice, and what that slows."""
-    default, chosen = found.choices["default"], found.choices[found.chosen]
-    if found.chosen == "default":
+    default, chosen = communication.choices["default"], communication.choices[communication.chosen]
+    if communication.chosen == "default":
         others = [
             f"{CHOICE_WORDS[name]} {_interval(step.speed)}"
-            for name, step in found.choices.items()
+            for name, step in communication.choices.items()
             if name != "default"
         ]
         rest = f": {', '.join(others)}" if others else ""
@@ -176,22 +178,26 @@ def communication_line(found: Communication) -> str:
     else:
         before, after = default.seconds, chosen.seconds
         times = f"{_number(before, before)} -> {_duration(after, before)}"
-        line = f"{times} a step ({_interval(chosen.speed)}) by {CHOICE_WORDS[found.chosen]}"
+        line = f"{times} a step ({_interval(chosen.speed)}) by {CHOICE_WORDS[communication.chosen]}"
     slower = [
         f"{name}, {_share(share)} of it, is slower ({speed:.2f})"
-        for name, (share, speed) in found.losses.items()
+        for name, (share, speed) in communication.losses.items()
     ]
-    unknown = [f"{_share(found.unknown)} of its calls have no times"] if found.unknown > 0 else []
-    basis = f" ({found.basis})" if found.basis else ""
+    unknown = (
+        [f"{_share(communication.unknown)} of its calls have no times"]
+        if communication.unknown > 0
+        else []
+    )
+    basis = f" ({communication.basis})" if communication.basis else ""
     return f"your job's communication{basis}: " + "; ".join([line, *slower, *unknown])
 
 
-def keep_communication(found: Communication, directory: Path) -> None:
+def keep_communication(communication: Communication, directory: Path) -> None:
     """Keep what is known of a workload beside a plan, in the place of what was before."""
-    known = Communications.load(directory) or Communications()
-    others = [each for each in known.workloads if found.digest != each.digest]
-    others = [each for each in others if found.name != each.name]
-    Communications(workloads=(found, *others)[:_MOST_KEPT]).keep(directory)
+    kept = Communications.load(directory) or Communications()
+    others = [each for each in kept.workloads if communication.digest != each.digest]
+    others = [each for each in others if communication.name != each.name]
+    Communications(workloads=(communication, *others)[:_MOST_KEPT]).keep(directory)
 
 
 def _sum(rows: Iterable[RowTime], name: ChoiceName) -> float:
