@@ -225,6 +225,8 @@ def test_a_plan_for_a_workload_recommends_what_is_predicted_for_it(tmp_path, job
     assert answer["recommended"] == load_plan(place).recommended == recommended
     assert ("workload" in answer) == (recommended == "variables")
     assert "your job's communication" in answer["notices"][-1]
+    if recommended == "default":
+        assert "For large all-reduces alone" in load_plan(place).advice
     assert same_keys("plan", answer)
     # A prediction verifies nothing.
     with pytest.raises(InputError, match="was not verified for it"):

@@ -57,18 +57,11 @@ def _advice(plan: Plan) -> str:
     name, gain = plan.recommended, plan.gain(plan.recommended)
     times = "" if gain is None else f": {gain:.2f}x default NCCL ({plan.expected})"
     variables = environment_text(plan.job_settings)
-    offered = plan.gain("variables") if plan.winner == name == "default" else None
-    if offered is not None and offered > 1 + AS_GOOD and plan.variables.note:
-        variables = environment_text(plan.variables.settings)
-        return (
-            f"Leave NCCL as it is, or set {variables} where large messages decide: "
-            f"{offered:.2f}x default NCCL ({plan.expected}), but {plan.variables.note}."
-        )
     early = not plan.at_bound and (plan.cancelled or plan.cut_short)
     ended = "was clearly faster before the search ended early"
     if name == "default":
-        rest = ended if early else "is clearly faster"
-        return f"Leave NCCL as it is. No variable or graph file {rest}."
+        none = f". No variable or graph file {ended if early else 'is clearly faster'}."
+        return f"Leave NCCL as it is{_offered(plan) or none}"
     if name == "variables":
         return f"Set {variables}{times}. No graph file {ended if early else 'is needed'}."
     if plan.needs_plugin:
@@ -79,6 +72,25 @@ def _advice(plan: Plan) -> str:
     if not variables:
         return f"Use the graph file{times}."
     return f"Use the graph file and set {variables}{times}."
+
+
+def _offered(plan: Plan) -> str:
+    """Return what would be faster for large all-reduces, where more than these decided; or ""."""
+    gains = {name: plan.gain(name) or 0.0 for name in plan.choices}
+    note = plan.variables.note
+    name = (
+        "variables"
+        if note and gains["variables"] > 1 + AS_GOOD
+        else max(gains, key=lambda other: gains[other])
+    )
+    if plan.winner is None or gains[name] <= 1 + AS_GOOD:
+        return ""
+    gain = f"{gains[name]:.2f}x default NCCL ({plan.expected})"
+    if name == "variables" and note:
+        variables = environment_text(plan.variables.settings)
+        return f", or set {variables} where large messages decide: {gain}, but {note}."
+    how = choice_words(name, plan.choices[name].settings)
+    return f". For large all-reduces alone {gain} by {how}."
 
 
 def settings_words(settings: Settings) -> str:
