@@ -13,12 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cli.plan import until_jobs_decide
 from tccl_py.errors import InputError
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.plugin.index import INDEX_FILE
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.plan.text import limit_text
 from tccl_py.planning.planner import make_plan
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
@@ -112,6 +114,22 @@ def test_what_no_job_has_shown_is_said_until_jobs_decide(tmp_path):
         place.mkdir()
         write_plan(plan, place, models=as_only(load_bundled("intel-v100")))
         assert ("unknown: whether small messages" in done("show", place).stdout) == said
+
+
+def test_a_measured_plan_recommends_default_nccl_until_jobs_have_run(capsys):
+    plan = plan_of("intel-v100")
+    assert plan.recommended == "variables"
+    measured = msgspec.structs.replace(plan, simulated=False, assumed=False)
+    made = until_jobs_decide(measured)
+    assert made.recommended == "default"
+    assert "variables only, NCCL_P2P_LEVEL=PHB loses in any row" in capsys.readouterr().err
+    assert f"alone {plan.gain('variables'):.2f}x default NCCL" in made.advice
+    assert limit_text(made) == limit_text(plan)
+    dry_run = msgspec.structs.replace(measured, dry_run=True)
+    decided = msgspec.structs.replace(measured, winner="variables")
+    for other in (plan, dry_run, decided):
+        assert until_jobs_decide(other) is other
+    assert capsys.readouterr().err == ""
 
 
 def test_every_file_of_the_directory_says_that_it_is_simulated(directory):

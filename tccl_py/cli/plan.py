@@ -37,6 +37,7 @@ from tccl_py.nccl.settings import MAX_GID_INDEX
 from tccl_py.nccl.versions import asked_version, known_versions
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.plan import Plan
+from tccl_py.plan.text import choice_words
 from tccl_py.planning.opening import (
     UNDER_MPI,
     holds_measurements,
@@ -172,6 +173,7 @@ def plan(
                 made = subject.search(line)
                 if job_of is not None:
                     made, predicted, _ = plan_by_workload(made, job_of, subject.model)
+                made = until_jobs_decide(made)
             with undisturbed():
                 # The plan and tables of an interrupted extension stay as they are.
                 if not (extend and made.cancelled):
@@ -225,6 +227,24 @@ def plan_by_workload(
         line = communication_line(predicted)
     line += "; `tccl verify DIR --workload` times it"
     return replace(made, notices=(*made.notices, line)), predicted, line
+
+
+def until_jobs_decide(made: Plan) -> Plan:
+    """Return a host's plan that recommends default NCCL until jobs show what harms no row.
+
+    What is fastest for large all-reduces may slow small messages, send/recv and all-to-all, and no
+    rule tells. A model's plan, which no job here can judge, recommends what it predicts.
+    """
+    if made.winner is not None or made.simulated or made.dry_run or not made.closes:
+        return made
+    default = replace(made, winner="default")
+    if made.recommended != default.recommended:
+        notice(
+            "default NCCL is recommended until jobs have run: `tccl verify DIR` tells whether "
+            f"{choice_words(made.recommended, made.job_settings)} loses in any row, and else makes "
+            "it the plan's choice"
+        )
+    return default
 
 
 def _budget(

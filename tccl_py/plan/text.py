@@ -22,7 +22,15 @@ from tccl_py.nccl.settings import (
     shell_words,
 )
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.plan.chains import AS_GOOD, WORLD, ChoiceName, PlanChain, PlanChoice, SubsetRings
+from tccl_py.plan.chains import (
+    AS_GOOD,
+    WORLD,
+    ChoiceName,
+    PlanChain,
+    PlanChoice,
+    SubsetRings,
+    as_good,
+)
 from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
@@ -182,8 +190,8 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def limit_text(plan: Plan) -> str:
-    """Return the meaning of the limit, and the recommended choice's share; "" if not known."""
-    rate = plan.rates[plan.recommended][0]
+    """Return the meaning of the limit, and the share of what is fastest; "" if not known."""
+    rate = plan.rates[as_good(plan.rates)][0]
     if not rate or not plan.limit_gbps:
         return ""
     if rate > plan.limit_gbps * (1 + AS_GOOD):
