@@ -57,7 +57,7 @@ def without_block(data: bytes, *, where: str) -> bytes | None:
     if block is None:
         return data
     remaining = data[: block.start()] + data[block.end() :]
-    if block[1] == b"made" and remaining in _HEADS:
+    if block[1] == b"made" and block.end() == len(data) and remaining in _HEADS:
         return None
     # The newline that we added goes, unless somebody has written behind it.
     last = block.end() == len(data) and remaining.endswith(b"\n")

@@ -72,7 +72,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     that all jobs have, with the plan or without. `sizes` are the answers of NCCL, where it was
     asked, on its choices by message size: default NCCL's and the recommended choice's. `simulated`
     and `assumed` say what the rates rest on; in a `dry_run` transfers or jobs ran in host memory.
-    `winner` is the choice that jobs found best.
+    `winner` is the choice that jobs found best, or what is recommended before jobs
+    have run: default NCCL, or what is predicted for a workload.
     """
 
     format_version: int = FORMAT_VERSION
