@@ -300,6 +300,7 @@ def test_the_chains_of_a_cluster_are_explained_on_a_host_of_each_class(tmp_path)
     found = Explanation.load(directory)
     (ring,) = found.rings
     plan = load_plan(directory)
+    assert ring.node_class == plan.cluster.classes[0].name
     assert ring.rate_gbps == pytest.approx(plan.rate_gbps)
     assert found.simulated
     chains = (chain for path in plan.paths for chain in path.chains)

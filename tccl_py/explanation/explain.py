@@ -158,9 +158,9 @@ class _ClassExplainer:
         self._paths = Paths(self._machine, self._class.knowledge)
         gpus = plan.class_gpus[number]
         keys = SymmetryKeys(automorphisms(self._machine, self._class.knowledge, gpus=gpus))
-        network = any(hop.flow.is_network for ring in plan.rings for hop in ring.hops)
+        self._network = any(hop.flow.is_network for ring in plan.rings for hop in ring.hops)
         bench = bench_for(source, self._machine.name)
-        self.prober = Prober(bench, keys, max_sets=sets, network=network)
+        self.prober = Prober(bench, keys, max_sets=sets, network=self._network)
         self._mark = "simulated" if source.simulated else "measured"
         self._kinds_of_places = cache(self._uncached_kinds_of_places)
 
@@ -169,7 +169,7 @@ class _ClassExplainer:
         prober, flows = self.prober, subject.flows
         explanation = RingExplanation(
             name=subject.name,
-            node_class=self._class.name if len(self._plan.cluster.classes) > 1 else "",
+            node_class=self._class.name if self._network else "",
             rings=subject.rings,
             rate_gbps=subject.rate_gbps,
             slowest=None,
