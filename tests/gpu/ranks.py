@@ -1,9 +1,12 @@
 """Ranks of a job: started together, and all ended together."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tccl_py.nccl_library import find_library, version_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
@@ -43,12 +46,17 @@ def run_ranks(commands, environments, *, timeout=RANKS_TIMEOUT_S):
 
 
 def torch_nccl():
-    """The version of torch's NCCL; None without torch."""
+    """The version of the NCCL that torch loads, also of another than it was built with; or None."""
     try:
         import torch  # noqa: PLC0415
     except ImportError:
         return None
-    return torch.cuda.nccl.version()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(find_library()).ncclGetVersion(ctypes.byref(number))
+    except OSError:
+        return torch.cuda.nccl.version()
+    return tuple(map(int, version_text(number.value).split(".")))
 
 
 def groups_of(size):

@@ -51,7 +51,7 @@ def install(folder, plan, fingerprint):
 
 def run_job(way, size, conf, folder, **variables):
     """Run one rank a GPU; return their errors and NCCL's log of each rank."""
-    kept = ("NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME")
+    kept = ("NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE")
     environment = {
         name: text
         for name, text in os.environ.items()
