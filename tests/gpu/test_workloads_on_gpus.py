@@ -1,4 +1,4 @@
-"""Recordings of a job of eight ranks, by NCCL's log: calls and bytes are those of the program."""
+"""Recordings of a job of eight ranks: calls and bytes are those of the program."""
 
 import json
 import os
@@ -7,15 +7,20 @@ import sys
 
 import pytest
 
+from tccl_py.experiments.jobs import Arm, HostRanks, Launcher
+from tccl_py.experiments.spec import JobSpec, calls_of
+from tccl_py.nccl.settings import Settings
 from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.workload import read_workload
 from tests.gpu.ranks import REAL, REPOSITORY
-from tests.recorded_ranks import calls_of
+from tests.recorded_ranks import calls_of as calls_by_group
 
 pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
 RANKS, TRACED = 8, 4
 FEW = {} if REAL else {"NCCL_MAX_NCHANNELS": "2", "NCCL_NVLS_ENABLE": "0"}
 """Blocks of all kernels at a time have to fit on the one real GPU."""
+INSPECTOR = os.environ.get("TCCL_TEST_INSPECTOR", "")
+"""NVIDIA's libnccl-profiler-inspector.so, built from plugins/profiler/inspector of NCCL 2.30."""
 
 
 def tccl(*words, **variables):
@@ -72,21 +77,61 @@ def test_a_recorded_job_has_exactly_the_calls_and_bytes_that_its_ranks_counted(r
     expected = counted_by(recorded / "counts")
     workload = read_workload(recorded / "job.json")
     assert len(expected) > 20
-    assert calls_of(workload) == expected
+    assert calls_by_group(workload) == expected
     assert (workload.ranks, workload.steps >= 11, workload.notices) == (RANKS, True, (GRAPHS,))
 
 
 def test_the_profilers_traces_of_the_same_job_say_the_same(tmp_path):
-    for name in ("counts", "traces"):
-        (tmp_path / name).mkdir()
+    workload = read_of(tmp_path, "traces", "traces")
+    assert calls_by_group(workload) == counted_by(tmp_path / "counts")
+    assert (workload.ranks, workload.steps) == (RANKS, TRACED)
+
+
+@pytest.mark.skipif(not INSPECTOR, reason="TCCL_TEST_INSPECTOR names no plugin of NCCL Inspector")
+def test_the_files_of_nccl_inspector_of_the_same_job_say_the_same(tmp_path):
+    variables = {
+        "NCCL_PROFILER_PLUGIN": INSPECTOR,
+        "NCCL_INSPECTOR_ENABLE": "1",
+        "NCCL_INSPECTOR_DUMP_DIR": str(tmp_path / "inspected"),
+        # Blocks of the all-to-all are smaller than what is logged by default.
+        "NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES": "0",
+        "NCCL_INSPECTOR_REQUIRE_KERNEL_TIMING": "0",
+    }
+    workload = read_of(tmp_path, "inspected", **variables)
+    added = {"float32": "bfloat16"}
+    expected = {
+        (collective, added.get(dtype, dtype), *call): count
+        for (collective, dtype, *call), count in counted_by(tmp_path / "counts").items()
+    }
+    assert calls_by_group(workload) == expected
+
+
+def read_of(folder, files, *traces, **variables):
+    """The workload of what a job leaves in a folder of `folder`, next to its ranks' counts."""
+    for name in ("counts", files):
+        (folder / name).mkdir()
     subprocess.run(
-        list(map(str, job(tmp_path / "counts", tmp_path / "traces"))),
+        list(map(str, job(folder / "counts", *(folder / name for name in traces)))),
         cwd=REPOSITORY,
-        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **FEW, "OMP_NUM_THREADS": "1", **variables},
         check=True,
         timeout=240,
     )
-    tccl("workload", tmp_path / "traces", "-o", tmp_path / "job.json")
-    workload = read_workload(tmp_path / "job.json")
-    assert calls_of(workload) == counted_by(tmp_path / "counts")
-    assert (workload.ranks, workload.steps) == (RANKS, TRACED)
+    tccl("workload", folder / files, "-o", folder / "job.json")
+    return read_workload(folder / "job.json")
+
+
+def test_the_rows_of_a_recorded_job_give_right_values_in_all_groups(recorded):
+    calls = calls_of(read_workload(recorded / "job.json"))
+    groups = tuple(dict.fromkeys(row.groups for row in calls if row.groups))
+    ranks = tuple(range(RANKS))
+    host = HostRanks(ranks=ranks, gpus=ranks, environment={**os.environ, **FEW})
+    launcher = Launcher(hosts=(host,), keep=(*FEW, "NCCL_MAX_P2P_NCHANNELS"))
+    default = Arm(name="default", variables={}, settings=Settings())
+    spec = JobSpec(checks=True, check_groups=groups, rows=tuple(calls), seconds=0.01)
+    (outcome,) = launcher.run([default], spec)
+    assert len(groups) > 5
+    for rank, result in enumerate(outcome.results):
+        assert (result.wrong, result.left_out) == ((), ())
+        inside = [not row.groups or any(rank in part for part in row.groups) for row in calls]
+        assert [bool(times) for times in result.timings] == inside
