@@ -1,6 +1,7 @@
 """The decision between choices: harm in a row, a step's communication, and trade-offs."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tccl_py.decision import LEAST_RATIO, best_for, harm, step_times, undominated
+from tccl_py.experiments.record import Verification
+from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
+from tccl_py.files import decode_json
 from tccl_py.plan.chains import CHOICES
 
+RECORDED = Path(__file__).parent / "cases" / "verification"
 SECONDS = st.floats(1e-6, 1.0)
 SPEEDS = st.floats(0.5, 2.0)
 
@@ -36,6 +41,39 @@ def test_equal_arms_are_harmless_and_a_loss_of_five_percent_is_seen_in_four_of_f
     assert verdicts(1.0, noise, rounds)["none"] >= 0.8
     assert verdicts(0.95, noise, rounds)["none"] <= 0.2
     assert verdicts(0.75, noise, rounds)["loses"] >= 0.95
+
+
+def recorded_noise():
+    """Seconds of each recorded row of jobs on H200, over their median."""
+    for path in sorted(RECORDED.glob("*.json")):
+        result = decode_json(path.read_text(), Verification, where=str(path))
+        for row in (row for arm in result.arms for row in arm.rows):
+            yield np.array(row.seconds) / np.median(row.seconds)
+
+
+def verdict_in_rounds(random, noise, speed):
+    """What is said of an arm when rounds are added for as long as its row is open."""
+    seconds = random.choice(noise, size=(3, MAX_ROUNDS))
+    seconds[0] /= speed
+    rounds = range(LEAST_ROUNDS, MAX_ROUNDS + 1)
+    verdicts = (harm(*seconds[:, :count]) for count in rounds)
+    return next((verdict for verdict in verdicts if verdict != "open"), "open")
+
+
+def test_with_recorded_noise_rounds_are_added_until_a_loss_of_five_percent_is_seen():
+    random = np.random.default_rng(1)
+    rows = sorted(recorded_noise(), key=lambda noise: float(np.std(np.log(noise))))
+    assert len(rows) > 100
+    # Also among the noisiest fifth, whose jobs differ by 4 % and more.
+    for part in (rows, rows[-len(rows) // 5 :]):
+        found = {
+            speed: [verdict_in_rounds(random, noise, speed) for noise in part for _ in range(3)]
+            for speed in (1.0, 0.95, 0.9)
+        }
+        shares = {speed: np.mean([v == "none" for v in of]) for speed, of in found.items()}
+        assert shares[1.0] >= 0.9
+        assert shares[0.95] <= 0.2
+        assert shares[0.9] <= 0.02
 
 
 def test_where_default_nccl_differs_from_itself_few_rounds_show_nothing():
