@@ -44,6 +44,7 @@ from tccl_py.plan.staging import check_files
 from tccl_py.rank_processes.tasks import RankOutput
 from tccl_py.report.contents import read_contents
 from tccl_py.report.page import report_html
+from tccl_py.workloads.workload import Workload, WorkloadRow
 from tests.planned import SMALL, plan_of
 from tests.plugin.runs import plugin_library
 from tests.report_pages import Page
@@ -389,13 +390,14 @@ class FakeJobs:
         return RankOutput(results=(encode_json(result),) * len(task.ranks), log=log)
 
 
-def tuned_plan(directory, jobs, said, plan=None):
+def tuned_plan(directory, jobs, said, plan=None, *, workload=None):
     plan = plan or plan_of(SMALL)
     write_plan(plan, directory)
     host = HostRanks(ranks=tuple(range(len(plan.gpus))), gpus=plan.gpus, environment={})
     launcher = Launcher(backend="cuda", hosts=(host,), runner=jobs, say=said.append)
     sizes = (64 * KIB, 128 * KIB)
-    return tune_by_size(read_target(plan, directory), launcher, sizes, seconds=300.0)
+    target = read_target(plan, directory)
+    return tune_by_size(target, launcher, sizes, seconds=300.0, workload=workload)
 
 
 def gaining(one, choice):
@@ -425,6 +427,37 @@ def test_a_tuned_plan_keeps_its_rows_and_gives_the_plugin_tables_of_equal_sets(t
     )
     assert "tune 0,1,2,3 all_reduce" in (tmp_path / "nccl" / "plugin.index").read_text()
     check_files(tmp_path)
+
+
+def test_for_a_job_just_the_sizes_that_it_has_are_tuned_in_its_groups(tmp_path):
+    def calls(collective, size, *groups):
+        return WorkloadRow(
+            collective=collective, dtype="bfloat16", bytes=size, groups=groups, calls=1
+        )
+
+    rows = (
+        calls("all_reduce", 128 * KIB, (1, 0), (2, 3)),
+        calls("all_gather", 48 * KIB, (0, 1, 2, 3)),
+        calls("all_to_all", 8 * KIB, (0, 1, 2, 3)),
+        calls("all_reduce", 64 * KIB, (0, 1, 2, 3)),
+        calls("all_reduce", 128 * KIB, (0, 1, 2, 3)),
+    )
+    job = Workload(name="job", source="made by a test", ranks=4, rows=rows)
+    found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=7)), [], workload=job)
+    swept = [
+        (one.gpus, row.row.collective, row.row.bytes)
+        for one in found
+        for row in one.rows
+        if row.row.dtype == "bfloat16"
+    ]
+    assert swept == [
+        ((0, 1, 2, 3), "all_reduce", 64 * KIB),
+        ((0, 1, 2, 3), "all_reduce", 128 * KIB),
+        ((0, 1, 2, 3), "all_gather", 48 * KIB),
+        ((0, 1), "all_reduce", 128 * KIB),
+    ]
+    tables = load_tuning(plan_of(SMALL), tmp_path).tables
+    assert {len(table.gpus) for table in tables} == {2, 4}
 
 
 def test_a_smaller_set_is_measured_once_for_all_sets_that_equal_it(tmp_path):

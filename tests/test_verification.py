@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,8 @@ from tccl_py.experiments.spec import WrongValue
 from tccl_py.experiments.table import FALSE_RATE, Compared, compare
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs
+from tccl_py.experiments.tuning import run_tuning
+from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
@@ -269,6 +272,37 @@ def test_a_choice_that_slows_send_recv_is_no_winner(boxed, box, ratio, winner, g
     # Default NCCL beside itself, by which the others are judged.
     assert len(found.again) == len(found.arms[0].rows) + len(found.arms[0].transfers)
     assert all(one.harm is None for one in (*found.again, *found.arms[0].rows))
+
+
+FASTER = {128: 1.55, 256: 1.44, 512: 1.3, 1024: 1.2}
+"""The speed of all-reduces over default NCCL's by KiB of a channel's FIFO,"""
+TRANSFERRED = {128: 0.75, 256: 0.85, 512: 0.93, 1024: 0.99}
+"""and that of send/recv and all-to-all: a trade, as on H200 without P2P."""
+
+
+@pytest.mark.parametrize("slows", [True, False])
+def test_tuning_takes_the_fastest_settings_that_slow_no_send_recv(boxed, box, slows):
+    def kib(environment):
+        return int(environment.get("NCCL_BUFFSIZE", 4 << 20)) >> 10
+
+    def seconds(size, environment):
+        return (1e-4 + size / 1e10) / FASTER.get(kib(environment), 1.0)
+
+    def transfers(environment):
+        speed = FASTER.get(kib(environment), 1.0)
+        return speed / (TRANSFERRED if slows else FASTER).get(kib(environment), 1.0)
+
+    plan = changed(boxed, variables=msgspec.structs.replace(boxed.variables, settings=Settings()))
+    fake = FakeJobs(seconds, noise=0.001, transfers=transfers)
+    target = read_target(plan, box)
+    budget = RunBudget(sizes=(4096, 64 << 20, 256 << 20))
+    first = verify_target(target, dry_run(plan, fake), budget)
+    assert first.winner == "default"
+    tuned, found = run_tuning(target, dry_run(plan, fake), budget, first)
+    best = 1024 if slows else 128
+    assert (found.winner, found.accepted) == ("variables", True)
+    assert tuned.choices["variables"].buffsize == best << 10
+    assert found.best.large.ratio == pytest.approx(FASTER[best], rel=0.01)
 
 
 def test_send_recv_is_timed_once_where_it_is_the_collective(plan, place):

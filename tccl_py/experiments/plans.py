@@ -172,7 +172,8 @@ def run(
                 state = "the verification is kept, without a table by message size"
                 target = read_target(load_plan(plan.directory), plan.directory)
                 longest = min(budget.seconds, SIZE_SECONDS)
-                tune_by_size(target, launcher, budget.sizes, seconds=longest)
+                sizes, job = budget.sizes, budget.workload
+                tune_by_size(target, launcher, sizes, seconds=longest, workload=job)
         except (KeyboardInterrupt, Terminated):
             say(f"interrupted: {state}")
             raise

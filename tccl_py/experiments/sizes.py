@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError, MeasurementError, undisturbed
 from tccl_py.experiments.calls import GRAPHED_BYTES
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.communication import timed_calls
 from tccl_py.experiments.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
 from tccl_py.experiments.size_table import (
     NO_HARM,
@@ -53,6 +55,7 @@ from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.nccl_files import plugin_variables, subset_graph
 from tccl_py.plan.results import Kept, Tuning, keep_tuning
 from tccl_py.planning.parts import subsets
+from tccl_py.workloads.workload import Workload
 
 TUNER_VARIABLE = "NCCL_TUNER_PLUGIN"
 FURTHER = tuple(
@@ -96,21 +99,45 @@ def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     return () if saved is None else saved.tunings
 
 
+class _Work(NamedTuple):
+    """Message sizes of collectives over a set of GPUs; no fresh jobs start after `seconds`."""
+
+    gpus: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    sizes: Sequence[int]
+    seconds: float
+
+
 def tune_by_size(
-    target: Target, launcher: Launcher, sizes: Sequence[int], *, seconds: float
+    target: Target,
+    launcher: Launcher,
+    sizes: Sequence[int],
+    *,
+    seconds: float,
+    workload: Workload | None = None,
 ) -> tuple[SizeTuning, ...]:
     """Tune all collectives of a machine's plan by message size, and keep the tables.
 
     `sizes` in bytes are for all-reduce, SIZES for all sizes; every second one is for other
-    collectives and smaller sets. No fresh jobs of a tuning start after `seconds`. A set of GPUs
-    whose job fails has no table.
+    collectives and smaller sets. Of a `workload` these are the sizes that it has, in its groups. No
+    fresh jobs of a tuning start after `seconds`. A set of GPUs whose job fails has no table.
     """
-    every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
-    fewer, short = every[::2], min(seconds, _SUBSET_SECONDS)
-    equal = _equal_sets(target)
-    work: list[tuple[tuple[int, ...], tuple[Collective, ...], Sequence[int], float]]
-    work = [(target.gpus, ("all_reduce",), every, seconds), (target.gpus, FURTHER, fewer, seconds)]
-    work += [(gpus, ("all_reduce",), fewer, short) for gpus in equal if gpus != target.gpus]
+    short = min(seconds, _SUBSET_SECONDS)
+    if workload is None:
+        every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
+        fewer = every[::2]
+        equal = _equal_sets(target, subsets(target.plan.machine, target.gpus))
+        work = [_Work(target.gpus, ("all_reduce",), every, seconds)]
+        work += [_Work(target.gpus, FURTHER, fewer, seconds)]
+        work += [_Work(gpus, ("all_reduce",), fewer, short) for gpus in [*equal][1:]]
+    else:
+        occurring = _occurring(target, workload)
+        equal = _equal_sets(target, (gpus for gpus, _ in occurring))
+        work = [
+            _Work(gpus, (collective,), sorted(of), seconds if gpus == target.gpus else short)
+            for (gpus, collective), of in occurring.items()
+            if gpus in equal
+        ]
     tunings: list[SizeTuning] = []
     with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
         try:
@@ -158,20 +185,34 @@ def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tupl
     return replace(first, variables=variables, graphs=graphs), *further
 
 
-def _equal_sets(target: Target) -> EqualSets:
-    """Return all GPUs, and pairs and halves to measure, with the sets that equal each.
+def _occurring(
+    target: Target, workload: Workload
+) -> dict[tuple[tuple[int, ...], Collective], set[int]]:
+    """Return the sizes of a workload's calls by set of GPUs and collective, all GPUs first."""
+    sizes: dict[tuple[tuple[int, ...], Collective], set[int]] = {}
+    rows = timed_calls(workload, len(target.gpus))
+    for row in sorted(rows, key=lambda row: row.groups != ()):
+        for group in row.groups or (range(workload.ranks),):
+            if COLLECTIVES[row.collective].algorithms:
+                gpus = tuple(sorted(target.gpus[rank] for rank in group))
+                sizes.setdefault((gpus, row.collective), set()).add(row.bytes)
+    return sizes
+
+
+def _equal_sets(target: Target, sets: Iterable[tuple[int, ...]]) -> EqualSets:
+    """Return all GPUs, and pairs and halves of `sets` to measure, with the sets that equal each.
 
     Sets are equal where a symmetry of the machine exchanges their GPUs.
     """
     plan = target.plan
     node = plan.cluster.classes[0]
     symmetry = automorphisms(node.machine, node.knowledge, gpus=plan.gpus)
-    sets: EqualSets = {target.gpus: {target.gpus}}
-    for gpus in subsets(node.machine, plan.gpus):
-        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2) and len(sets) <= _MOST_SUBSETS
-        if usual and not any(gpus in equal for equal in sets.values()):
-            sets[gpus] = set(images_of_gpus(symmetry, gpus))
-    return sets
+    equal: EqualSets = {target.gpus: {target.gpus}}
+    for gpus in sets:
+        usual = len(gpus) in (2, (len(plan.gpus) + 1) // 2) and len(equal) <= _MOST_SUBSETS
+        if usual and not any(gpus in images for images in equal.values()):
+            equal[gpus] = set(images_of_gpus(symmetry, gpus))
+    return equal
 
 
 def tune_sizes(
