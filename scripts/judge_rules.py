@@ -24,21 +24,12 @@ from pathlib import Path
 import msgspec
 
 from tccl_py.errors import InputError, MeasurementError
-from tccl_py.files import encode_json
-from tccl_py.nccl.asked import PROGRAM, rank_environment
-from tccl_py.nccl.communicators import (
-    CommunicatorLog,
-    CommunicatorsSpec,
-    Question,
-    RankResult,
-    parse_log,
-    same_rings,
-)
+from tccl_py.nccl.asked import rank_environment, run_questions
+from tccl_py.nccl.communicators import CommunicatorLog, Question, parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
 from tccl_py.nccl.versions import RING, TREE
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
-from tccl_py.rank_processes.tasks import Task, decoded, run_tasks
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
 from tests.random_machines import PRETENDED, pcie_machine
 from tests.released_nccl import (
@@ -59,7 +50,6 @@ PLANS = Path(__file__).parents[1] / "plans"
 CONNECTED, RUN = 20, 100
 """Machines whose transports are asked for, which takes twice the time, and machines of a run."""
 _BUS_ID = re.compile(r'((?:busid|target)=")0000:')
-START_S, EACH_S = 40.0, 4.0
 VARIABLES = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -190,20 +180,7 @@ def _logs(
     questions: Sequence[Question], variables: dict[str, str], *, connect: bool
 ) -> tuple[str, list[list[CommunicatorLog]]]:
     """Return NCCL's version, and each question's logs by rank."""
-    task = Task(
-        program=PROGRAM,
-        spec=encode_json(CommunicatorsSpec(gpus=GPUS, questions=tuple(questions))),
-        ranks=GPUS,
-        environment=rank_environment(variables, connect=connect),
-        timeout=START_S + EACH_S * len(questions),
-    )
-    (output,) = run_tasks([task])
-    results = decoded(output, GPUS, RankResult)
-    logs = [
-        [results[gpu].logs[number] for gpu in question.gpus]
-        for number, question in enumerate(questions)
-    ]
-    return results[0].version, logs
+    return run_questions(rank_environment(variables, connect=connect), questions)
 
 
 def _answer(logs: Sequence[CommunicatorLog], release: str) -> Answer:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.delivery.job import JobRequest, deliver
 from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import MAX_NAME
@@ -219,6 +220,11 @@ def test_each_host_of_a_job_has_an_index_for_the_plugin(tmp_path):
         "NCCL_ENV_PLUGIN": str(job / "nccl" / LIBRARY),
         "TCCL_JOB": str(job),
     }
+    said = []
+    for nccl, off in (("2.28.9", False), ("2.33.1", True)):
+        given = deliver(plan, job, JobRequest(plugin=True, nccl=nccl), say=said.append)
+        assert ("NCCL_ENV_PLUGIN" not in given.variables) == given.refused == off
+    assert "NCCL 2.33.1 is newer than 2.32" in said[-1]
 
 
 def test_machines_are_kept_with_the_models_that_rates_come_from(tmp_path):

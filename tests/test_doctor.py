@@ -409,13 +409,14 @@ def test_other_plugins_and_older_versions_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("1", []),
-        ("0", ["newer than 2.32"]),
+        ("2.33.1", []),
+        ("2.34.0", []),
+        ("2.33.0", ["newer than 2.33.0"]),
         ("", ["newer than 2.32"]),
-        ("yes", ["TCCL_NEWER_NCCL is 'yes'", "newer than 2.32"]),
+        ("1", ["TCCL_NEWER_NCCL is '1'", "newer than 2.32"]),
     ],
 )
-def test_a_later_nccl_is_allowed_by_1_alone_and_other_words_are_named(tmp_path, value, words):
+def test_a_later_nccl_is_allowed_up_to_the_one_that_was_tried(tmp_path, value, words):
     (tmp_path / "plan").mkdir()
     write_plan(needing_a_graph(plan_of("amd-v100")), tmp_path / "plan")
     (tmp_path / "plan" / "nccl" / "libnccl-env-tccl.so").touch()

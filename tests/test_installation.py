@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.decision import StepTime
 from tccl_py.delivery.job import Delivery
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.communication import Communication, keep_communication
 from tccl_py.experiments.record import ArmResult, Verification
 from tccl_py.experiments.spec import WrongValue
@@ -626,16 +626,26 @@ def test_an_nccl_later_than_those_tried_gets_the_plugin_on_request(tmp_path, mon
     directory.mkdir()
     write_plan(needing_a_graph(plan_of(BOX)), directory)
     (directory / "nccl" / LIBRARY).touch()
-    monkeypatch.setattr("tccl_py.delivery.job.planned_or_installed", lambda _: "2.33.1")
+    for module in ("delivery.job", "installation.install"):
+        monkeypatch.setattr(f"tccl_py.{module}.planned_or_installed", lambda _: "2.33.1")
     assert "newer than 2.32" in tccl("install", directory, "--force").stderr
     assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
     monkeypatch.setenv("TCCL_NEWER_NCCL", "yes")
-    assert "TCCL_NEWER_NCCL: is 'yes'; 1 loads" in tccl("install", directory, "--force").stderr
+    assert "TCCL_NEWER_NCCL: is 'yes'; the newest" in tccl("install", directory, "--force").stderr
     assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
     monkeypatch.delenv("TCCL_NEWER_NCCL")
+
+    def fail(*_):
+        raise MeasurementError("NCCL asks no tuner")
+
+    monkeypatch.setattr("tccl_py.installation.install.try_plugin", fail)
+    said = tccl("install", directory, "--force", "--newer-nccl").stderr
+    assert "trial with NCCL 2.33.1 failed: NCCL asks no tuner" in said
+    assert b"NCCL_ENV_PLUGIN" not in conf.read_bytes()
+    monkeypatch.setattr("tccl_py.installation.install.try_plugin", lambda *_: "2.33.1")
     assert tccl("install", directory, "--force", "--newer-nccl").exit_code == 0
     assert b"NCCL_ENV_PLUGIN" in conf.read_bytes()
-    assert b"TCCL_NEWER_NCCL=1\n" in conf.read_bytes()
+    assert b"TCCL_NEWER_NCCL=2.33.1\n" in conf.read_bytes()
 
 
 def test_the_plugin_is_loaded_where_nccl_has_plugins_and_a_library_is_there(tmp_path):

@@ -69,10 +69,8 @@ def export(
         _export_job(directory, output, hosts, gpus, keep_order=keep_order)
         return
     if form in FORMS:
-        request = JobRequest(
-            plugin=plugin, equal_hosts=equal_hosts, newer_nccl=newer_nccl, force=force
-        )
-        _export_script(directory, output, form, request)
+        request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, force=force)
+        _export_script(directory, output, form, request, newer_nccl=newer_nccl)
         return
     if form == "tccl":
         _export_fork(directory, output)
@@ -113,7 +111,9 @@ def _export_tuner(directory: Path, output: Path | None) -> None:
         notice(f"{left_out} entries of single sets of GPUs are left out: the file cannot name GPUs")
 
 
-def _export_script(directory: Path, output: Path | None, form: Form, request: JobRequest) -> None:
+def _export_script(
+    directory: Path, output: Path | None, form: Form, request: JobRequest, *, newer_nccl: bool
+) -> None:
     """Write a script for jobs to the new file `output`, or print it."""
     from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
 
@@ -123,7 +123,7 @@ def _export_script(directory: Path, output: Path | None, form: Form, request: Jo
     if output is not None and form == "module" and output.suffix == ".lua":
         right = "name a Tcl module, which Lmod reads as well"
         raise InputError(str(output), "is for Lua", right)
-    plan, delivery = accept(directory, request, say=notice)
+    plan, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
     write_result(script(form, plan, directory, delivery, equal_hosts=request.equal_hosts), output)
     if output is not None and output.is_file() and form == "slurm-prolog":
         output.chmod(0o755)

@@ -16,7 +16,7 @@ from tccl_py.nccl_library import user_file
 
 EQUAL_HOSTS = flag("--alike", "For hosts like the plan's, with other UUIDs.")
 PLUGIN = flag("--plugin/--no-plugin", "Load the plugin where NCCL has plugins.", default=True)
-NEWER = flag("--newer-nccl", "Load the plugin also for an untried NCCL.")
+NEWER = flag("--newer-nccl", "Try the plugin with a later NCCL here, load it if all goes well.")
 FORCE = flag("--force", "Also if not verified, or of another machine.")
 
 
@@ -51,12 +51,12 @@ def install(
     path = conf or user_file()
     if str(path) == "-":
         raise InputError("--conf -", "names no file", "`tccl export DIR -o OUT` writes nccl.conf")
-    request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, newer_nccl=newer_nccl, force=force)
+    request = JobRequest(plugin=plugin, equal_hosts=equal_hosts, force=force)
     if workload is not None:
         found = verified_choice(directory, workload)
         request = replace(request, choice=found.chosen)
         notice(f"for {found.name} alone, other jobs may lose: {communication_line(found)}")
-    _, delivery = accept(directory, request, say=notice)
+    _, delivery = accept(directory, request, newer_nccl=newer_nccl, say=notice)
     change = put(delivery, path, dry_run=dry_run)
     verb = "make" if change.before is None else "change"
     past = "made" if change.before is None else "changed"

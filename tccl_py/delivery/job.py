@@ -18,7 +18,7 @@ from tccl_py.delivery.plugin import plugin_exports
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import Settings, job_environment
-from tccl_py.nccl.versions import NEWER_VARIABLE, allows_newer, why_no_plugin
+from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graph_file
@@ -38,9 +38,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A job over GPUs of a machine's plan, or on a host of a cluster.
 
     None is all GPUs, this host, the installed NCCL, and the recommended choice. With `plugin` it
-    loads NCCL's plugin, with `newer_nccl` also where NCCL is later than those tried. With
-    `equal_hosts` GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks,
-    and with `force` the plan of a dry run holds.
+    loads NCCL's plugin, up to `newest_nccl` where a trial went well with that. With `equal_hosts`
+    GPUs' UUIDs may differ, with `is_rank` this process may be one of the job's ranks, and with
+    `force` the plan of a dry run holds.
     """
 
     gpus: tuple[int, ...] | None = None
@@ -48,7 +48,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str | None = None
     choice: ChoiceName | None = None
     plugin: bool = False
-    newer_nccl: bool = False
+    newest_nccl: str = ""
     equal_hosts: bool = False
     is_rank: bool = False
     force: bool = False
@@ -56,12 +56,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     def why_no_plugin(self, plan: Plan) -> str:
         """Return why the job's NCCL does not work with the plugin, as a clause; "" if it does."""
         nccl = self.nccl or planned_or_installed(plan)
-        why = why_no_plugin(nccl, newer=self.newer_nccl)
         try:
-            newer = bool(why) and allows_newer(os.environ.get(NEWER_VARIABLE, ""))
+            newest = self.newest_nccl or os.environ.get(NEWER_VARIABLE, "")
+            return why_no_plugin(nccl, newest=newest)
         except InputError as error:
-            return f"{why}; {error}"
-        return why_no_plugin(nccl, newer=newer or self.newer_nccl)
+            return f"{why_no_plugin(nccl)}; {error}"
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +103,10 @@ def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> De
         return Delivery(disabled=DRY_RUN)
     files = check_files(directory).files
     place = (_over_gpus if plan.closes else _on_host)(plan, directory, request, say)
-    if place.disabled:
-        say(f"the plan is disabled, NCCL chooses its own rings: {place.disabled}")
-        return Delivery(job=place.job, disabled=place.disabled, refused=True)
+    disabled = place.disabled or (request.why_no_plugin(plan) if request.plugin else "")
+    if disabled:
+        say(f"the plan is disabled, NCCL chooses its own rings: {disabled}")
+        return Delivery(job=place.job, disabled=disabled, refused=True)
     # 2. Choose: a graph file needs its own GPUs, and placed buffers the plugin or a rank's memory.
     choice, refused = request.choice or _offered(plan, request.gpus), bool(place.no_file)
     plugin, file, numa_id = request.plugin, "", None
@@ -178,7 +178,8 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
         if why:
             say(f"without the plugin, by variables alone: {why}")
         else:
-            variables = loading | ({NEWER_VARIABLE: "1"} if request.newer_nccl else {})
+            newest = request.newest_nccl
+            variables = loading | ({NEWER_VARIABLE: newest} if newest else {})
     return Delivery(settings=settings, provenance=plan.provenance, variables=variables)
 
 
@@ -206,8 +207,6 @@ def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _P
         nccl = _why_not_used(plan, request.nccl, say=say)
         elsewhere = why_elsewhere(plan, directory, equal_hosts=request.equal_hosts, say=say)
         disabled = "; ".join(filter(None, (elsewhere, nccl)))
-    if request.plugin and not disabled:
-        disabled = request.why_no_plugin(plan)
     file = part_file(plan, gpus)
     return _Place({"gpus": gpus}, file, disabled)
 

@@ -43,7 +43,6 @@ from tccl_py.nccl.plugin.index import (
 from tccl_py.nccl.variables import similar_name
 from tccl_py.nccl.versions import (
     NEWER_VARIABLE,
-    allows_newer,
     unchecked,
     version_facts,
     why_no_plugin,
@@ -69,6 +68,7 @@ _CONFLICTING = {
     "NCCL_TUNER_PLUGIN": "its tuner decides on algorithms and channels, whatever the plan has",
 }
 _AGAIN = "tccl install DIR, after `tccl plan --force` where the machine or tccl-py has changed"
+_NEWER = "tccl install --newer-nccl DIR, which tries a later NCCL here, or --no-plugin"
 _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-f-]{36})\s", re.ASCII)
 
 
@@ -105,16 +105,16 @@ def check_plugin(host: HostState) -> Results:
         if line is not None and line.value not in ("", "none"):
             fault = f"{name}={line.value[:60]} is set beside the plugin"
             yield defect("plugin", line.where, severity="note", what=fault, why=effect, fix="")
-    stated = variables.get(NEWER_VARIABLE, ConfLine(name=NEWER_VARIABLE, value="", where=""))
-    newer = False
-    try:
-        newer = allows_newer(stated.value)
-    except InputError as error:
-        yield defect("plugin", stated.where, what=f"{error.where} {error.what}", fix=error.right)
+    newest = variables.get(NEWER_VARIABLE, ConfLine(name=NEWER_VARIABLE, value="", where=""))
     for nccl in host.nccl or ():
-        if why := why_no_plugin(nccl.version, newer=newer):
-            fix = "tccl install --no-plugin DIR, for programs that load this NCCL"
-            yield defect("plugin", nccl.source, severity="note", what=why, fix=fix)
+        try:
+            why = why_no_plugin(nccl.version, newest=newest.value)
+        except InputError as error:
+            why = why_no_plugin(nccl.version)
+            fault = f"{error.where} {error.what}"
+            yield defect("plugin", newest.where, what=fault, fix=error.right)
+        if why:
+            yield defect("plugin", nccl.source, severity="note", what=why, fix=_NEWER)
 
 
 def plugin_complaints() -> list[str]:

@@ -15,10 +15,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from tccl_py.delivery.job import Delivery, JobRequest, Say, deliver_to_host, why_elsewhere
-from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted
-from tccl_py.errors import InputError
+from tccl_py.delivery.job import (
+    Delivery,
+    JobRequest,
+    Say,
+    deliver_to_host,
+    planned_or_installed,
+    why_elsewhere,
+)
+from tccl_py.delivery.plugin import PLUGIN_VARIABLE, check_trusted, plugin_exports
+from tccl_py.errors import InputError, TcclError
 from tccl_py.experiments.record import why_not_verified
 from tccl_py.files import (
     check_path,
@@ -40,7 +48,9 @@ from tccl_py.installation.blocks import (
     with_block,
     without_block,
 )
+from tccl_py.installation.trial import try_plugin
 from tccl_py.nccl.settings import env_conflicts
+from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.nccl_library import conf_lines, passwd_home, user_file
 from tccl_py.plan.nccl_files import conf_text
 from tccl_py.plan.plan import Plan
@@ -52,11 +62,13 @@ RECORD_FILE = "installed.json"
 _GRAPH = "NCCL_GRAPH_FILE"
 
 
-def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Delivery]:
+def accept(
+    directory: Path, request: JobRequest, *, newer_nccl: bool = False, say: Say
+) -> tuple[Plan, Delivery]:
     """Return a plan that may hold for all jobs of a host, and what these get; `say` gets notices.
 
     Unless the request has `force` the plan must be verified, and of this machine. A choice of the
-    request was verified for a workload.
+    request was verified for a workload. With `newer_nccl` the plugin is tried with a later NCCL.
 
     Raises InputError: no plan, changed files, or not to be trusted.
     """
@@ -75,7 +87,21 @@ def accept(directory: Path, request: JobRequest, *, say: Say) -> tuple[Plan, Del
         raise InputError(str(directory), why, "measure and `tccl verify` it first, or add `force`")
     if why:
         say(f"{directory} {why}: accepted because of `force`")
+    if newer_nccl and request.why_no_plugin(plan):
+        request = replace(request, newest_nccl=_newest(plan, directory, request, say))
     return plan, deliver_to_host(plan, directory, request, say=say)
+
+
+def _newest(plan: Plan, directory: Path, request: JobRequest, say: Say) -> str:
+    """Return a later NCCL here with which the plugin's trial goes well; "" where none does."""
+    nccl = planned_or_installed(plan)
+    if why_no_plugin(nccl, newest=nccl):
+        return ""
+    try:
+        return try_plugin(plugin_exports(plan, directory, equal_hosts=request.equal_hosts), nccl)
+    except TcclError as error:
+        say(f"the plugin's trial with NCCL {nccl} failed: {error}")
+        return ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

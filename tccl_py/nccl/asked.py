@@ -160,16 +160,33 @@ def _job(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
     )
 
 
-def _answers(output: RankOutput, questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
+def run_questions(
+    environment: Mapping[str, str], questions: Sequence[Question]
+) -> tuple[str, list[list[CommunicatorLog]]]:
+    """Make the communicators; return NCCL's version, and each one's logs by rank.
+
+    Raises RanksError: NCCL fails, or hangs.
+    """
+    (output,) = run_tasks([_job(environment, questions)])
+    return _logs(output, questions)
+
+
+def _logs(
+    output: RankOutput, questions: Sequence[Question]
+) -> tuple[str, list[list[CommunicatorLog]]]:
     gpus = _gpus_of(questions)
     results = decoded(output, range(len(gpus)), RankResult)
-    return tuple(
-        read_answer(
-            question,
-            [results[gpus.index(gpu)].logs[number] for gpu in question.gpus],
-            results[0].version,
-        )
+    logs = [
+        [results[gpus.index(gpu)].logs[number] for gpu in question.gpus]
         for number, question in enumerate(questions)
+    ]
+    return results[0].version, logs
+
+
+def _answers(output: RankOutput, questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
+    version, logs = _logs(output, questions)
+    return tuple(
+        read_answer(question, of, version) for question, of in zip(questions, logs, strict=True)
     )
 
 

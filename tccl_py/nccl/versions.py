@@ -345,34 +345,34 @@ def speeds(sm: int, *, inter: bool, facts: VersionFacts) -> Sequence[float]:
 FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN = (2, 28, 7), (2, 32)
 """Releases with which the plugin was tried (FIRST_NCCL and LAST_NCCL in nccl/plugin/env.c)."""
 NEWER_VARIABLE = "TCCL_NEWER_NCCL"
-"""Set to 1 in jobs that load the plugin with a later NCCL."""
+"""In jobs: the newest NCCL with which a trial of the plugin went well on this host."""
 
 
-def allows_newer(value: str) -> bool:
-    """Return whether a value of NEWER_VARIABLE allows a later NCCL.
-
-    Raises InputError: neither 1 nor 0.
-    """
-    right = "1 loads the plugin with an NCCL later than those tried, 0 does not"
-    require(value in ("", "0", "1"), NEWER_VARIABLE, f"is '{value[:20]}'", right)
-    return value == "1"
-
-
-def why_no_plugin(version: str, *, newer: bool = False) -> str:
+def why_no_plugin(version: str, *, newest: str = "") -> str:
     """Return why a version of NCCL does not work with the plugin, as a clause; "" if it does.
 
-    Missing numbers are taken for favourable ones. With `newer`, later releases than those tried
-    will do.
+    Missing numbers are taken for favourable ones. `newest` is a value of NEWER_VARIABLE.
 
     >>> why_no_plugin("2.28.9"), why_no_plugin("2.28.3"), why_no_plugin("2.28")
     ('', 'NCCL 2.28.3 has no environment plugins, which came with 2.28.7', '')
     >>> why_no_plugin("2.33.1")
     'NCCL 2.33.1 is newer than 2.32, up to which the plugin was tried'
+    >>> why_no_plugin("2.33.1", newest="2.33.1")
+    ''
+
+    Raises InputError: `newest` is no version.
     """
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     if numbers < FIRST_WITH_PLUGIN[: len(numbers)]:
         return f"NCCL {version} has no environment plugins, which came with 2.28.7"
-    if numbers[:2] > LAST_WITH_PLUGIN and not newer:
-        last = ".".join(map(str, LAST_WITH_PLUGIN))
-        return f"NCCL {version} is newer than {last}, up to which the plugin was tried"
-    return ""
+    if numbers[:2] <= LAST_WITH_PLUGIN or (newest and numbers <= _whole(newest)):
+        return ""
+    last = newest or ".".join(map(str, LAST_WITH_PLUGIN))
+    return f"NCCL {version} is newer than {last}, up to which the plugin was tried"
+
+
+def _whole(newest: str) -> tuple[int, ...]:
+    right = "the newest NCCL that `tccl install --newer-nccl` has tried, as 2.33.1"
+    fits = re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2}){2}", newest, re.ASCII)
+    require(fits, NEWER_VARIABLE, f"is '{newest[:20]}'", right)
+    return tuple(map(int, newest.split(".")))

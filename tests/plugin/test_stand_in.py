@@ -94,8 +94,16 @@ def test_ranks_decide_alike_where_nccl_has_no_barrier_before_its_question(folder
 @pytest.mark.parametrize("version", ["2.28.3", "2.33.0"])
 def test_a_release_that_was_not_tried_gets_default_nccl(plan, plain, version):
     assert set(plain.run(plan, PAIR, release=version).values()) == {(0, 0)}
-    found = plain.run(plan, PAIR, release=version, TCCL_NEWER_NCCL="1")
-    assert (set(found.values()) == {(0, 0)}) == (version == "2.28.3")
+    for newest in ("2.33.0", "2.33.1", "2.32.9", "1", "2.33", "2.33.0x"):
+        found = plain.run(plan, PAIR, release=version, TCCL_NEWER_NCCL=newest)
+        allowed = version == "2.33.0" and newest in ("2.33.0", "2.33.1")
+        assert (set(found.values()) != {(0, 0)}) == allowed
+
+
+def test_one_tuner_has_the_interfaces_of_all_releases(plain):
+    library = ctypes.CDLL(str(plain.plugin))
+    places = (ctypes.c_char.in_dll(library, f"ncclTunerPlugin_v{number}") for number in (5, 6, 7))
+    assert len(set(map(ctypes.addressof, places))) == 1
 
 
 def test_python_and_the_plugin_know_the_same_releases():

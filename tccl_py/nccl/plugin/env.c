@@ -62,6 +62,16 @@ static bool enabled(const char *name) {
   return value && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
+/* Return the newest NCCL beyond LAST_NCCL with which a trial went well (`tccl install
+ * --newer-nccl`), or 0. */
+static uint32_t newest_tried(void) {
+  unsigned major, minor, patch;
+  char more;
+  const char *value = getenv("TCCL_NEWER_NCCL");
+  if (!value || sscanf(value, "%u.%u.%u%c", &major, &minor, &patch, &more) != 3) return 0;
+  return major > 99 || minor > 99 || patch > 99 ? 0 : major * 10000 + minor * 100 + patch;
+}
+
 static bool has_value(const struct variable *variable, bool or_none) {
   const char *value = user_value(variable->name);
   return value ? strcasecmp(value, variable->value) == 0 : or_none;
@@ -121,7 +131,7 @@ static bool fits(const struct plan *found, char why[MAX_REASON]) {
   int major = (int)(version / 10000), minor = (int)(version / 100 % 100);
   if (found->nccl_major >= 0 && (found->nccl_major != major || found->nccl_minor != minor))
     return explain(why, "the plan is for NCCL %d.%d", found->nccl_major, found->nccl_minor);
-  if (version < FIRST_NCCL || (version > LAST_NCCL && !enabled("TCCL_NEWER_NCCL")))
+  if (version < FIRST_NCCL || (version > LAST_NCCL && version > newest_tried()))
     return explain(why, "this plugin does not know NCCL %d.%d", major, minor);
   return host_matches(found, why) && list_networks(why) && list_uncached(found, why);
 }

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900, LAST_TUNED = 23205 };
+enum { ALL_GATHER = 2, PRECISE_RANKS = 8, FIRST_CLAMPLESS = 22900 };
 
 static int init(void **context, uint64_t hash, size_t ranks, size_t nodes, void *logger,
                 void *domains, void *constants) {
@@ -49,7 +49,8 @@ static int choose(void *table, int collective, size_t bytes, int pipelined, floa
   if (!tune || pipelined > 1 || tune->algorithm >= algorithms || tune->protocol >= protocols)
     return SUCCESS;
   /* Rings and trees get no more channels than the communicator has (scheduleCollTasksToPlan in
-   * enqueue.cc), from 2.31 on no more than NCCL's own choice for the size, but broadcasts of a group, which ask for an all-gather since 2.29, get all. */
+   * enqueue.cc), from 2.31 on no more than NCCL's own choice for the size; but broadcasts of a
+   * group, which ask for an all-gather since 2.29, get all. */
   if (tune->channels && collective == ALL_GATHER && nccl_version() >= FIRST_CLAMPLESS)
     return SUCCESS;
   float *cost = (float *)costs; /* NCCL's type; an array of arrays, in fact */
@@ -66,7 +67,8 @@ static int choose(void *table, int collective, size_t bytes, int pipelined, floa
   return SUCCESS;
 }
 
-/* ncclTuner_v5_t, which NCCL 2.28.7 has, and v6: the same and a function for sizes of chunks. */
+/* ncclTuner_v5_t, which NCCL 2.28.7 has; v6, the same and a function for sizes of chunks; and v7 of
+ * 2.32.6, where the constants of init, which this tuner leaves alone, are of one generation more. */
 EXPORT struct tuner {
   const char *name;
   int (*init)(void **, uint64_t, size_t, size_t, void *, void *, void *);
@@ -75,6 +77,7 @@ EXPORT struct tuner {
   void *chunk_size;
 } ncclTunerPlugin_v5 = {"tccl", init, choose, nothing, NULL};
 EXPORT extern struct tuner ncclTunerPlugin_v6 __attribute__((alias("ncclTunerPlugin_v5")));
+EXPORT extern struct tuner ncclTunerPlugin_v7 __attribute__((alias("ncclTunerPlugin_v5")));
 
 /* Look for any version of a symbol in a library that NCCL would open by this name. */
 static bool has_symbol(const char *name, const char *stem) {
@@ -111,8 +114,7 @@ static void look_for_others(void) { others = others_have("tuner", "ncclTunerPlug
 /* Say whether NCCL will ask this tuner in the communicators of this process. */
 bool tuner_is_asked(void) {
   const struct plan *plan = active_plan();
-  if (plan->tune_count == 0 || nccl_version() > LAST_TUNED ||
-      user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
+  if (plan->tune_count == 0 || user_value("NCCL_TUNER_PLUGIN") || user_value("NCCL_CTA_POLICY"))
     return false; /* a tuner keeps the policy EFFICIENCY from choosing NVLS for registered buffers */
   pthread_once(&once, look_for_others);
   return !others && !__atomic_load_n(&lost, __ATOMIC_RELAXED);
@@ -124,8 +126,6 @@ bool tuner_is_asked(void) {
 const char *tuner_plugin(const char *user, const char *own) {
   if (tuner_is_asked()) return own;
   __atomic_store_n(&lost, true, __ATOMIC_RELAXED);
-  if (active_plan()->tune_count > 0 && nccl_version() > LAST_TUNED)
-    say("no tables: NCCL 2.32.6 and later have another tuner interface");
   if (!user) pthread_once(&once, look_for_others);
   return user || others ? user : "none";
 }
