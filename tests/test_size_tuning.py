@@ -1,6 +1,7 @@
 """Tuning by message size: what halving keeps, which entries stay, and the ranges they get."""
 
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from tccl_py.experiments.sizes import contests_again, load_sizes, tune_by_size, 
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
     KIB,
+    MIB,
     Choice,
     ContestTimes,
     JobResult,
@@ -36,7 +38,13 @@ from tccl_py.experiments.spec import (
 from tccl_py.experiments.target import read_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOLS, TunerTable, check_tables
+from tccl_py.nccl.tuner import (
+    ALGORITHMS,
+    PROTOCOLS,
+    TunerTable,
+    channels_kept_busy,
+    check_tables,
+)
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.results import load_tuning
@@ -164,6 +172,24 @@ def test_no_choice_has_more_channels_than_the_communicator():
             counts = {one.channels for one in all_choices(row(size), channels)}
             assert max(counts) <= channels
             assert min(counts) >= 1
+
+
+def test_no_channels_are_tried_above_nccls_own_number_where_a_tuner_can_only_lower_it():
+    for size, channels in itertools.product((KIB, 64 * KIB, MIB, 1 << 28), (1, 12, 32)):
+        most = functools.partial(channels_kept_busy, channels=channels, ranks=4)
+        tried = all_choices(row(size), channels, most)
+        free = all_choices(row(size), channels)
+        assert {(one.algorithm, one.protocol) for one in tried} == {
+            (one.algorithm, one.protocol) for one in free
+        }
+        assert all(one.channels <= most(one.algorithm, one.protocol, size) for one in tried)
+        assert {one for one in tried if one.channels} <= set(free)
+    most = functools.partial(channels_kept_busy, channels=32, ranks=4)
+    tried = all_choices(row(64 * KIB), 32, most)
+    assert max(one.channels for one in tried if one.algorithm == "ring") == 8
+    assert (
+        max(one.channels for one in tried if (one.algorithm, one.protocol) == ("ring", "ll")) == 4
+    )
 
 
 def test_only_all_reduce_has_trees():

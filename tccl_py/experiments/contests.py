@@ -32,7 +32,15 @@ from tccl_py.experiments.spec import (
     Row,
     Variant,
 )
-from tccl_py.nccl.tuner import ALGORITHMS, PROTOCOL_BYTES, PROTOCOLS
+from tccl_py.nccl.tuner import (
+    ALGORITHMS,
+    PROTOCOL_BYTES,
+    PROTOCOLS,
+    Algorithm,
+    Protocol,
+    channels_kept_busy,
+)
+from tccl_py.nccl.versions import VersionFacts, version_facts
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
 BATCH_S = 0.003
@@ -49,6 +57,7 @@ _STAGE_ROUNDS = 2
 _LEAST_SHARE, _MOST_SHARE = 2 * KIB, 2 * MIB
 """Bytes for each channel, from which the numbers of channels follow that are worth a try."""
 
+Own = Callable[[Algorithm, Protocol, int], int]
 Orders = Sequence[Sequence[int]]
 Measure = Callable[[Orders], Sequence[Sequence[float]]]
 """Times rounds: each is an order of variants, and gives a value for each of them."""
@@ -98,12 +107,15 @@ def run_contests(
     """
     gc.freeze()  # torch may collect garbage before each capture
     tuner, channels = Tuner(), _channels()
+    own: Own | None = None
+    if communicator.cuda and _facts(communicator).tuners_lower_channels:
+        own = partial(channels_kept_busy, channels=channels, ranks=communicator.world)
     begun = time.monotonic()
     for contest in contests:
         if communicator.maximum(time.monotonic() - begun) > seconds:
             return
         row = contest.row
-        tried = all_choices(row, channels) if contest.choices is None else contest.choices
+        tried = all_choices(row, channels, own) if contest.choices is None else contest.choices
         # 1. Leave out what NCCL does not allow here: all ranks agree.
         with slot():
             call = row_call(communicator, row)
@@ -183,8 +195,10 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     return [partial(time_calls, communicator, call, partial(step, call)) for call in variants]
 
 
-def all_choices(row: Row, channels: int) -> tuple[Choice, ...]:
+def all_choices(row: Row, channels: int, own: Own | None = None) -> tuple[Choice, ...]:
     """Return the choices that are worth a try over a communicator of so many channels.
+
+    `own` tells NCCL's own number, where a tuner's counts below that alone.
 
     >>> row = Row(collective="broadcast", bytes=4096)
     >>> [(one.protocol, one.channels) for one in all_choices(row, 16)]
@@ -200,7 +214,8 @@ def all_choices(row: Row, channels: int) -> tuple[Choice, ...]:
         Choice(algorithm=algorithm, protocol=protocol, channels=count)
         for algorithm in COLLECTIVES[row.collective].algorithms
         for protocol in protocols
-        for count in counts
+        for limit in [own(algorithm, protocol, row.bytes) if own else channels]
+        for count in [count for count in counts if count <= limit] or [0]
     )
 
 
@@ -232,6 +247,10 @@ def add_rounds(
     for order, seconds in zip(orders, measure(orders), strict=True):
         for variant, value in zip(order, seconds, strict=True):
             times[variant].append(value)
+
+
+def _facts(communicator: Communicator) -> VersionFacts:
+    return version_facts(".".join(map(str, communicator.torch.cuda.nccl.version())))
 
 
 def _channels() -> int:

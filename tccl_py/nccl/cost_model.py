@@ -28,6 +28,7 @@ from tccl_py.nccl.tuner import (
     Protocol,
     SizeChoice,
     TunedCollective,
+    channels_kept_busy,
 )
 from tccl_py.nccl.versions import VersionFacts
 from tccl_py.nccl.view import NcclView
@@ -58,10 +59,7 @@ _TREE_SHARES = {
 }  # fmt: skip
 """Share of a tree's bandwidth in an all-reduce of 64 bytes, twice as many and so on; then all."""
 _FIRST_SHARE = 64
-_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
-_THREAD_BYTES = {"ll": 8, "ll128": 8, "simple": 64}
-"""Most threads of a channel, and the bytes that a thread is worth."""
-_SLOW_RING_GBPS, _SLOW_RING_THREADS = 12.0, 256
+_SLOW_RING_GBPS = 12.0
 _PLATEAU, _PLATEAU_BYTES, _LONG_BYTES = 0.4, 64, 256 << 10
 _CELL_BYTES = 16
 
@@ -229,13 +227,10 @@ class CostModel:
 
     def most_channels(self, algorithm: Algorithm, protocol: Protocol, size: int) -> int:
         """Return the channels whose threads a message keeps busy."""
-        threads, worth = _THREADS[protocol], _THREAD_BYTES[protocol]
-        if (algorithm, protocol) == ("ring", "simple") and self.rules.slow_rings_halve_threads:
-            slow = total_gbps(self.ring.rate_intra, self._count) <= _SLOW_RING_GBPS
-            threads = _SLOW_RING_THREADS if slow else threads
-        if (algorithm, protocol) == ("ring", "ll"):
-            worth *= self.ranks
-        return max(1, min(self.channels, size // (threads * worth)))
+        halves = self.rules.slow_rings_halve_threads and self.ring_gbps <= _SLOW_RING_GBPS
+        return channels_kept_busy(
+            algorithm, protocol, size, self.channels, ranks=self.ranks, slow_rings=halves
+        )
 
     def _busy(self, collective: str, protocol: str, size: int, most: int) -> int:
         """Return how many of the `most` channels get a part of a single call's message.

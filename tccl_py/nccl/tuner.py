@@ -39,8 +39,30 @@ PROTOCOL_BYTES: dict[Protocol, tuple[float, float]] = {
 }
 """The messages for which each is worth a try: LL moves twice the bytes, and Simple waits for memory
 fences in each step."""
+_THREADS: dict[Protocol, int] = {"ll": 512, "ll128": 640, "simple": 512}
+_THREAD_BYTES: dict[Protocol, int] = {"ll": 8, "ll128": 8, "simple": 64}
+"""Most threads of a channel, and the bytes that a thread is worth."""
+_SLOW_RING_THREADS = 256
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Channels = Annotated[int, Meta(ge=0, le=64)]
+
+
+def channels_kept_busy(
+    algorithm: Algorithm,
+    protocol: Protocol,
+    size: int,
+    channels: int,
+    *,
+    ranks: int,
+    slow_rings: bool = False,
+) -> int:
+    """Return how many of a communicator's channels NCCL takes for a message."""
+    kind, threads, worth = (algorithm, protocol), _THREADS[protocol], _THREAD_BYTES[protocol]
+    if kind == ("ring", "simple") and slow_rings:
+        threads = _SLOW_RING_THREADS
+    if kind == ("ring", "ll"):
+        worth *= ranks
+    return max(1, min(channels, size // (threads * worth)))
 
 
 class SizeChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -60,7 +60,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     can be made to leave by a NIC in the subnet of the other end's.
 
     With `algorithms_exclude`, NCCL_ALGO for some collectives beside NCCL_PROTO for all leaves the
-    others none.
+    others none. With `tuners_lower_channels` a tuner's number counts below NCCL's own for the size.
 
     Of the cost model, where `has_cost_model` says that it is known here: a channel gets at least
     `channel_bytes` of a message. With `slow_rings_halve_threads` Simple rings of up to 12 GB/s have
@@ -113,6 +113,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     plateau_by_steps: bool = False
     later_tie_wins: bool = False
     algorithms_exclude: bool = False
+    tuners_lower_channels: bool = False
 
 
 _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
@@ -168,6 +169,7 @@ _CHANGES: dict[tuple[int, int, int], dict[str, Any]] = {
         "plateau_collectives": ("all_gather", "reduce_scatter"),
         "later_tie_wins": True,
         "algorithms_exclude": True,
+        "tuners_lower_channels": True,
     },
     # Read in the library of 2.32.3 (tables, ncclTopoCompute, ncclTopoAddNvLinks, ring model).
     (2, 32, 0): {
