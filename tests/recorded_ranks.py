@@ -1,5 +1,6 @@
 """Logs of calls as NCCL writes them, and calls of workloads."""
 
+import json
 import random
 from collections import Counter
 
@@ -67,4 +68,25 @@ def calls_of(workload):
     for row in workload.rows:
         for group in row.groups:
             calls[row.collective, row.dtype, row.bytes, group] += row.calls
+    return calls
+
+
+def counted_by(folder):
+    """The same as tests/gpu/recorded_job.py counted it; an all-to-all has its largest rank's."""
+    calls, all_to_alls = {}, {}
+    for path in folder.glob("*.json"):
+        own = json.loads(path.read_text())
+        for collective, dtype, size, ranks, count in own:
+            if collective == "all_to_all":
+                place = sum(
+                    call[0] == "all_to_all"
+                    for call in own[: own.index([collective, dtype, size, ranks, count])]
+                )
+                key = (*ranks,), place
+                all_to_alls[key] = max(all_to_alls.get(key, 0), size)
+            else:
+                call = collective, dtype, size, (*ranks,)
+                assert calls.setdefault(call, count) == count
+    for (ranks, _), size in all_to_alls.items():
+        calls["all_to_all", "int8", size, ranks] = 1
     return calls

@@ -1,6 +1,5 @@
 """Recordings of a job of eight ranks: calls and bytes are those of the program."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.workload import read_workload
 from tests.gpu.ranks import REAL, REPOSITORY
 from tests.recorded_ranks import calls_of as calls_by_group
+from tests.recorded_ranks import counted_by
 
 pytestmark = [pytest.mark.gpu(count=8), pytest.mark.timeout(300)]
 RANKS, TRACED = 8, 4
@@ -41,27 +41,6 @@ def tccl(*words, **variables):
 def job(*words):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     return *torchrun, "--nproc-per-node", RANKS, "-m", "tests.gpu.recorded_job", *words
-
-
-def counted_by(folder):
-    """The same as the ranks of the program counted it; an all-to-all has its largest rank's."""
-    calls, all_to_alls = {}, {}
-    for path in folder.glob("*.json"):
-        own = json.loads(path.read_text())
-        for collective, dtype, size, ranks, count in own:
-            if collective == "all_to_all":
-                place = sum(
-                    call[0] == "all_to_all"
-                    for call in own[: own.index([collective, dtype, size, ranks, count])]
-                )
-                key = (*ranks,), place
-                all_to_alls[key] = max(all_to_alls.get(key, 0), size)
-            else:
-                call = collective, dtype, size, (*ranks,)
-                assert calls.setdefault(call, count) == count
-    for (ranks, _), size in all_to_alls.items():
-        calls["all_to_all", "int8", size, ranks] = 1
-    return calls
 
 
 @pytest.fixture(scope="module")
