@@ -42,7 +42,7 @@ Order = tuple[int, ...]
 """The GPUs of a ring: indices on a single host, ranks over several."""
 Orders = Iterable[int] | Iterable[Iterable[int]]
 """One ring or several, each as an order of its GPUs."""
-Alike = TypeVar("Alike", bound=Hashable)
+Item = TypeVar("Item", bound=Hashable)
 Rate = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
 """A bandwidth, GB/s."""
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
@@ -286,12 +286,12 @@ def sender_nodes(machine: Machine, rings: Iterable[Ring | PlanChain]) -> tuple[i
     for hop in (hop for ring in rings for hop in ring.hops):
         through = hop.flow.through
         if through is not None or hop.source not in nodes:
-            own = machine.numa_of(f"G{hop.source}")
-            nodes[hop.source] = own if through is None else through
+            near = machine.numa_of(f"G{hop.source}")
+            nodes[hop.source] = near if through is None else through
     return tuple(node for _, node in sorted(nodes.items()))
 
 
-def condensed(orders: Sequence[Alike]) -> tuple[Alike, ...]:
+def condensed(orders: Sequence[Item]) -> tuple[Item, ...]:
     """Return the shortest list of rings with the same shares: equal channels are one ring.
 
     >>> condensed([(0, 1), (1, 0), (0, 1), (1, 0)])
@@ -322,17 +322,17 @@ def ring_over_hosts(
     if parts[0][2].closes:
         return parts[0][2]
     hops: list[PlanHop] = []
-    for (host, numbers, chain), (receiver, others, following) in pairwise((*parts, parts[0])):
+    for (host, numbers, chain), (receiver, receiving, following) in pairwise((*parts, parts[0])):
         for hop in chain.hops[1:-1]:
             source, target = (numbers[gpu] for gpu in hop.ends)
             flow = on_host(hop.flow, host)
             hops.append(msgspec.structs.replace(hop, source=source, target=target, flow=flow))
         out, into = chain.hops[-1], following.hops[0]
-        between = PlanHop(
+        crossing = PlanHop(
             source=numbers[out.source],
-            target=others[into.target],
+            target=receiving[into.target],
             flow=joined(out.flow, into.flow, sender=host, receiver=receiver),
             rate_gbps=min(out.rate_gbps, into.rate_gbps),
         )
-        hops.append(between)
+        hops.append(crossing)
     return PlanChain(hops=tuple(hops))

@@ -75,10 +75,10 @@ def plan_files(
     files: dict[str, str | bytes] = {
         f"nccl/{name}": content for name, content in {**texts, **plugin}.items()
     }
-    for number, one in enumerate(plan.cluster.classes):
-        model = (models or {}).get(one.name)
+    for number, node_class in enumerate(plan.cluster.classes):
+        model = (models or {}).get(node_class.name)
         if model is None:
-            model = description_to_json(one.machine, one.knowledge, fingerprint)
+            model = description_to_json(node_class.machine, node_class.knowledge, fingerprint)
         text = model if isinstance(model, str) else encode_json(model)
         files[str(machine_file(plan, Path(), number))] = text
     return {**files, PLAN_FILE: encode_json(plan)}

@@ -33,7 +33,7 @@ def hop_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def hop_graph(plan: Plan) -> nx.MultiDiGraph:
     """Return the rings as a graph over GPUs: an edge for each hop, with its row."""
-    graph = nx.MultiDiGraph(machine=", ".join(one.machine.name for one in plan.cluster.classes))
+    graph = nx.MultiDiGraph(machine=", ".join(host.machine.name for host in plan.cluster.classes))
     graph.add_nodes_from(sorted(plan.orders[0]))
     for row in hop_rows(plan):
         graph.add_edge(row["from"], row["to"], **row)

@@ -81,7 +81,7 @@ def host_graphs(plan: Plan) -> dict[str, str]:
 
 
 def node_graph_text(
-    seen: NcclView,
+    host_view: NcclView,
     orders: Sequence[tuple[int, ...]],
     ends: Sequence[tuple[int, int]],
     *,
@@ -101,9 +101,9 @@ def node_graph_text(
     """
     from tccl_py.nccl.network import node_rings  # noqa: PLC0415 (loads numpy)
 
-    rings = node_rings(seen, orders, ends, speed_gbps=rate_gbps / len(orders))
+    rings = node_rings(host_view, orders, ends, speed_gbps=rate_gbps / len(orders))
     note = f"rates {provenance}; for one node of several, with exactly these GPUs of it:"
-    return noted_graph(rings, note, version=seen.settings.version)
+    return noted_graph(rings, note, version=host_view.settings.version)
 
 
 # Read by whatever shell a job has: POSIX only, no function, all names its own. Files are found by
@@ -145,8 +145,8 @@ def job_plugin_files(plan: Plan, texts: Mapping[str, str]) -> dict[str, str | by
         shared = f"path-{host.path}.xml"
         if host.path not in made:
             text = texts[host_graph_file(host.name)]
-            found = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
-            index = plugin_index(plan, plan.class_number(host), [found])
+            part = IndexedSet(gpus=plan.gpus_of(host), file=shared, text=text.encode())
+            index = plugin_index(plan, plan.class_number(host), [part])
             try:
                 index = msgspec.structs.replace(index, job=plan.cluster.ranks)
                 made[host.path] = index.encode().decode()
@@ -182,7 +182,7 @@ def host_order_files(hosts: HostGpus, *, provenance: str = "") -> dict[str, str]
     provenance = " ".join("".join(c if c.isprintable() else " " for c in provenance).split())
     comment = [f"# {provenance}"] if provenance else []
     bound = (f"rank {rank}={host} slot={slot}" for rank, (host, slot, _) in enumerate(ranks))
-    found = {
+    texts = {
         OPEN_MPI_HOSTFILE: [*comment, *(f"{host} slots={len(gpus)}" for host, gpus in hosts)],
         OPEN_MPI_RANKFILE: [*comment, *bound],
         # For `mpiexec -machinefile` of MPICH and Intel MPI (Hydra).
@@ -192,7 +192,7 @@ def host_order_files(hosts: HostGpus, *, provenance: str = "") -> dict[str, str]
     }
     mapped = [{"rank": at, "host": host, "gpu": gpu} for at, (host, _, gpu) in enumerate(ranks)]
     rank_map = {"format_version": 1, "provenance": provenance, "ranks": mapped}
-    return {name: "".join(f"{line}\n" for line in lines) for name, lines in found.items()} | {
+    return {name: "".join(f"{line}\n" for line in lines) for name, lines in texts.items()} | {
         RANK_MAP: encode_json(rank_map)
     }
 
@@ -205,9 +205,9 @@ def launch_notes(order: HostGpus, *, directory: str = ".") -> str:
 
     counts = [len(gpus) for _, gpus in order]
     ranks = sum(counts)
-    each = str(counts[0]) if len(set(counts)) == 1 else "RANKS_OF_THIS_HOST"
+    count = str(counts[0]) if len(set(counts)) == 1 else "RANKS_OF_THIS_HOST"
     torchrun = (
-        f"torchrun --nnodes={len(order)} --nproc-per-node={each} --node-rank=$K "
+        f"torchrun --nnodes={len(order)} --nproc-per-node={count} --node-rank=$K "
         f"--master-addr={order[0][0]} --master-port={MASTER_PORT} SCRIPT"
     )
     line_of = f'$(( $(grep -nxF -- "$HOST" {at(HOSTS)} | cut -d: -f1) - 1 ))'

@@ -47,16 +47,18 @@ def load_plan(path: Path | str) -> Plan:
     head = decode_json(text, _Head, where=str(path), name="Plan")
     if head.format_version != FORMAT_VERSION or head.cluster is msgspec.UNSET:
         later = head.format_version > FORMAT_VERSION
-        what = f"is of {'a later' if later else 'an earlier'} program"
+        fault = f"is of {'a later' if later else 'an earlier'} program"
         again = AGAIN
         raise InputError(
             str(path),
-            f"{what} (format version {head.format_version})",
+            f"{fault} (format version {head.format_version})",
             f"this program reads version {FORMAT_VERSION}: {'update it' if later else again}",
         )
     plan = check_plan(decode_json(text, Plan, where=str(path)), where=str(path))
     # Earlier programs wrote no field, but always the notice.
-    dry_run = plan.dry_run or any(one.startswith("measured by the host b") for one in plan.notices)
+    dry_run = plan.dry_run or any(
+        note.startswith("measured by the host b") for note in plan.notices
+    )
     return msgspec.structs.replace(plan, dry_run=dry_run)
 
 
@@ -71,11 +73,11 @@ def plan_file(path: Path) -> Path:
         return path
     settle(path)
     if not (path / PLAN_FILE).exists():
-        what, right = f"holds no {PLAN_FILE}", "name a directory of `tccl plan`"
+        fault, right = f"holds no {PLAN_FILE}", "name a directory of `tccl plan`"
         if (env_file := path / "nccl" / "env.sh").is_file():
-            what += ", but files of `tccl export`"
+            fault += ", but files of `tccl export`"
             right = f"use them by `. {env_file}`, or {right}"
-        raise InputError(str(path), what, right)
+        raise InputError(str(path), fault, right)
     check_if_listed(path, PLAN_FILE)
     return path / PLAN_FILE
 
@@ -96,10 +98,10 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
             raise InputError(f"{where} {error.where}", error.what, error.right) from error
     check_pinned_env(plan.pinned_env, searched, where)
     count = len(plan.cluster.classes)
-    what = f"has GPUs for {len(plan.class_gpus)} classes"
-    require(len(plan.class_gpus) == count, where, what, f"it has {count}")
-    for one, gpus in zip(plan.cluster.classes, plan.class_gpus, strict=True):
-        _check_some(gpus, one.machine.gpu_indices, f"{where}: class {one.name}")
+    fault = f"has GPUs for {len(plan.class_gpus)} classes"
+    require(len(plan.class_gpus) == count, where, fault, f"it has {count}")
+    for node_class, gpus in zip(plan.cluster.classes, plan.class_gpus, strict=True):
+        _check_some(gpus, node_class.machine.gpu_indices, f"{where}: class {node_class.name}")
     require(bool(plan.paths), where, "has no paths through its hosts", _AGAIN)
     for number, path in enumerate(plan.paths):
         _check_path(plan, path, f"{where}: path {number}")
@@ -113,8 +115,8 @@ def check_plan(plan: Plan, *, where: str) -> Plan:
     rows = {tuple((row.collective, row.bytes) for row in answer.rows) for answer in answers}
     require(len(rows) < 2, where, "has choices for different message sizes", _AGAIN)
     fits = plan.bound_gbps is None or plan.rate_gbps <= plan.bound_gbps
-    what = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
-    require(fits, where, what, "a bound is never below what was found")
+    fault = f"has rate {plan.rate_gbps} and bound {plan.bound_gbps}"
+    require(fits, where, fault, "a bound is never below what was found")
     return plan
 
 
@@ -128,16 +130,16 @@ def off_rails(plan: Plan) -> bool:
     )
 
 
-def _check_some(gpus: Sequence[int], known: Iterable[int], where: str) -> None:
+def _check_some(gpus: Sequence[int], available: Iterable[int], where: str) -> None:
     """Check that GPUs are some of the known ones, each once and in ascending order."""
-    fits = tuple(gpus) == tuple(sorted(set(gpus) & set(known)))
-    right = f"some of {_few(known)}, each once and in ascending order"
+    fits = tuple(gpus) == tuple(sorted(set(gpus) & set(available)))
+    right = f"some of {_few(available)}, each once and in ascending order"
     require(fits, where, f"is for GPUs {_few(gpus)}", right)
 
 
 def _check_count(rings: int, channels: int, where: str) -> None:
-    fits, what = rings > 0 and channels % rings == 0, f"has {rings} rings for {channels} channels"
-    require(fits, where, what, "every ring has as many channels as any other")
+    fits, fault = rings > 0 and channels % rings == 0, f"has {rings} rings for {channels} channels"
+    require(fits, where, fault, "every ring has as many channels as any other")
 
 
 def _check_path(plan: Plan, path: HostPath, where: str) -> None:
@@ -145,15 +147,17 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
     count = len(plan.cluster.classes)
     right = f"there are {count} classes, counted from 0"
     require(path.node_class < count, where, f"is of class {path.node_class}", right)
-    what = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
+    fault = f"has {len(path.chains)} chains, path 0 has {plan.ring_count}"
     fits = len(path.chains) == plan.ring_count
-    require(fits, where, what, "every ring has a chain in each")
+    require(fits, where, fault, "every ring has a chain in each")
     machine, gpus = plan.cluster.classes[path.node_class].machine, plan.class_gpus[path.node_class]
     nics = usable_nics(machine, plan.settings)
     for ring, chain in enumerate(path.chains):
         place, sources = f"{where}, chain {ring}", [hop.source for hop in chain.hops]
-        what, right = f"visits GPUs {_few(chain.gpus)}", f"those of its class are {_few(gpus)}"
-        require(bool(gpus) and sorted(chain.gpus) == list(gpus), place, what, f"{right}, each once")
+        fault, right = f"visits GPUs {_few(chain.gpus)}", f"those of its class are {_few(gpus)}"
+        require(
+            bool(gpus) and sorted(chain.gpus) == list(gpus), place, fault, f"{right}, each once"
+        )
         fits = [hop.target for hop in chain.hops] == [*sources[1:], sources[0]]
         require(fits, place, f"the hops over GPUs {_few(chain.gpus)} do not meet", _AGAIN)
         for hop in chain.hops:
@@ -165,27 +169,27 @@ def _check_path(plan: Plan, path: HostPath, where: str) -> None:
             continue
         fits = sources[0] == WORLD and None not in ends
         require(fits, place, "stays on its host", "a ring over hosts enters and leaves each")
-        what = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
+        fault = f"is entered by NIC {chain.entry_nic} and left by NIC {chain.exit_nic}"
         right = f"the settings let NCCL use {_few(nics)}"
-        require(ends.issubset(nics), place, what, right)
+        require(ends.issubset(nics), place, fault, right)
         fits = len(ends) == 1 or plan.settings.cross_nic != 0
-        require(fits, place, what, "with NCCL_CROSS_NIC=0 both are the same")
+        require(fits, place, fault, "with NCCL_CROSS_NIC=0 both are the same")
         pair, routed = (chain.entry_nic or 0, chain.exit_nic or 0), plan.settings.subnet_routing
         fits = leaves_as_named(chain.gpus, *pair, subnet_routing=routed)
-        require(fits, place, what, "NCCL leaves one GPU by the NIC that it enters by")
+        require(fits, place, fault, "NCCL leaves one GPU by the NIC that it enters by")
 
 
 def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> None:
     """Check the ends of a hop's flow, and that all its places are on this host."""
     flow = hop.flow
-    known = {
+    places = {
         *(f"{kind}{gpu.index}" for gpu in machine.gpus for kind in "GD"),
         *(f"C{numa.index}" for numa in machine.numa_nodes),
         *(f"N{nic.index}" for nic in machine.nics),
     }
     for place in map(str, flow.places):
-        what = f"has flow {shown(str(flow))}, and no {shown(place)}"
-        require(place in known, where, what, f"name what machine {shown(machine.name)} has")
+        fault = f"has flow {shown(str(flow))}, and no {shown(place)}"
+        require(place in places, where, fault, f"name what machine {shown(machine.name)} has")
     nics = (
         chain.entry_nic if hop.source == WORLD else None,
         chain.exit_nic if hop.target == WORLD else None,
@@ -194,29 +198,31 @@ def _check_hop(hop: PlanHop, chain: PlanChain, machine: Machine, where: str) -> 
     ends = [f"N{nic}" if gpu == WORLD else f"G{gpu}" for gpu, nic in pairs]
     fits = (receiving_nic(flow), sending_nic(flow)) == nics
     fits = fits and [str(flow.source), str(flow.destination)] == ends
-    what = f"has a hop with flow {shown(str(flow))}"
-    require(fits, where, what, f"it goes from {ends[0]} to {ends[1]}")
+    fault = f"has a hop with flow {shown(str(flow))}"
+    require(fits, where, fault, f"it goes from {ends[0]} to {ends[1]}")
 
 
 def _check_hosts(plan: Plan, where: str) -> None:
     """Check that the order has each host of the cluster once, with a path of its class."""
     order, names = Counter(plan.host_order), Counter(plan.cluster.names)
-    odd = next(iter((order - names) | (names - order)), None)
-    what = f"does not have host {shown(odd or '')} once in its order"
-    require(odd is None, where, what, "the order has every host of the cluster")
+    unequal = next(iter((order - names) | (names - order)), None)
+    fault = f"does not have host {shown(unequal or '')} once in its order"
+    require(unequal is None, where, fault, "the order has every host of the cluster")
     slots, classes = {h.name: h.slots for h in plan.cluster.hosts}, plan.cluster.host_classes
     rank = 0
     for host in plan.hosts:
         place, right = f"{where}: host {shown(host.name)}", f"there are {len(plan.paths)}"
         require(host.path < len(plan.paths), place, f"has path {host.path}", f"{right} from 0 on")
-        number, own = plan.class_number(host), classes[host.name]
-        what = f"has a path of class {plan.cluster.classes[number].name}"
-        require(number == own, place, what, f"it is of class {plan.cluster.classes[own].name}")
+        number, planned = plan.class_number(host), classes[host.name]
+        fault = f"has a path of class {plan.cluster.classes[number].name}"
+        require(
+            number == planned, place, fault, f"it is of class {plan.cluster.classes[planned].name}"
+        )
         gpus = plan.class_gpus[number]
-        what = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
-        require(slots[host.name] == len(gpus), place, what, "a GPU has one rank")
-        what = f"begins with rank {host.first_rank}"
-        require(host.first_rank == rank, place, what, f"the hosts before it have {rank} ranks")
+        fault = f"has {slots[host.name]} ranks for GPUs {_few(gpus)}"
+        require(slots[host.name] == len(gpus), place, fault, "a GPU has one rank")
+        fault = f"begins with rank {host.first_rank}"
+        require(host.first_rank == rank, place, fault, f"the hosts before it have {rank} ranks")
         rank += len(gpus)
     require(rank >= 2, where, f"is for {rank} GPU", "a ring joins 2 or more")
 
@@ -231,18 +237,18 @@ def _check_orders(plan: Plan, where: str) -> None:
         _check_rings(subset.rings, subset.gpus, where)
         if subset.rings:
             _check_count(len(subset.rings), plan.settings.channels, where)
-        known = {node.index for node in plan.machine.numa_nodes}
-        fits = len(subset.nodes) in (0, len(subset.gpus)) and known.issuperset(subset.nodes)
-        require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(known)}")
+        nodes = {node.index for node in plan.machine.numa_nodes}
+        fits = len(subset.nodes) in (0, len(subset.gpus)) and nodes.issuperset(subset.nodes)
+        require(fits, where, f"has NUMA nodes {_few(subset.nodes)}", f"some of {_few(nodes)}")
 
 
 def _check_rings(rings: Iterable[Sequence[int]], gpus: Sequence[int], where: str) -> None:
     for ring in rings:
-        what = f"ring {_few(ring)} does not visit {_few(gpus)} once"
-        require(sorted(ring) == sorted(gpus), where, what, _AGAIN)
+        fault = f"ring {_few(ring)} does not visit {_few(gpus)} once"
+        require(sorted(ring) == sorted(gpus), where, fault, _AGAIN)
 
 
 def _few(numbers: Iterable[int]) -> str:
-    known = list(numbers)
-    more = ", ..." if len(known) > 64 else ""
-    return f"[{', '.join(map(str, known[:64]))}{more}]"
+    listed = list(numbers)
+    more = ", ..." if len(listed) > 64 else ""
+    return f"[{', '.join(map(str, listed[:64]))}{more}]"

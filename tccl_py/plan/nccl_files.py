@@ -67,21 +67,21 @@ def placement(plan: Plan, gpus: Sequence[int]) -> dict[int, int]:
 
 def subset_graph(plan: Plan, subset: SubsetRings) -> str:
     """Return the graph file of a communicator over some of the plan's GPUs."""
-    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
+    host_view = view(plan.machine, plan.knowledge, plan.settings, gpus=subset.gpus)
     hops = {pair for ring in subset.rings for pair in neighbours(ring)}
     return graph_text(
         per_channel(subset.rings, plan.settings.channels),
         plan.settings,
         rate_gbps=plan.best_known_gbps if subset.gpus == plan.gpus else subset.rate_gbps,
-        type_intra=seen.farthest(hops),
+        type_intra=host_view.farthest(hops),
         provenance=plan.provenance,
     )
 
 
 def class_view(plan: Plan, number: int, settings: Settings) -> NcclView:
     """Return NCCL's view of a host of a class, with the plan's GPUs of it."""
-    one = plan.cluster.classes[number]
-    return view(one.machine, one.knowledge, settings, gpus=plan.class_gpus[number])
+    host = plan.cluster.classes[number]
+    return view(host.machine, host.knowledge, settings, gpus=plan.class_gpus[number])
 
 
 def graph_text(
@@ -167,8 +167,8 @@ def plugin_files(
     nccl.conf may name it.
     """
     files: dict[str, str | bytes] = {}
-    known = None if plan.simulated else fingerprint
-    uuids = {} if known is None else known.uuids(plan.machine)
+    measured = None if plan.simulated else fingerprint
+    uuids = {} if measured is None else measured.uuids(plan.machine)
     if not (plan.simulated or set(plan.gpus) <= set(uuids)):
         return files
     sets = [
@@ -177,12 +177,12 @@ def plugin_files(
         if part.file is None or part.file in texts
     ]
     with suppress(InputError):
-        index = plugin_index(plan, 0, sets, known)
+        index = plugin_index(plan, 0, sets, measured)
         index = msgspec.structs.replace(index, tables=tables or {})
         files[INDEX_FILE] = index.encode().decode()
-        if known is not None:
-            alike = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
-            index = msgspec.structs.replace(index, gpus=alike)
+        if measured is not None:
+            equal_gpus = tuple(msgspec.structs.replace(gpu, uuid="") for gpu in index.gpus)
+            index = msgspec.structs.replace(index, gpus=equal_gpus)
             files[ALIKE_INDEX_FILE] = index.encode().decode()
         if library := found_library(directory / "nccl"):
             files[LIBRARY] = library.read_bytes()
@@ -211,7 +211,7 @@ def plugin_index(
     uuids = {} if known is None else known.uuids(machine)
     major = "" if known is None else known.driver.partition(".")[0]
     must, forbid = env_rules(plan.job_settings)
-    needed, given = plugin_variables(plan)
+    needed, optional = plugin_variables(plan)
     return PluginIndex(
         simulated=plan.simulated,
         gpus=tuple(
@@ -221,7 +221,7 @@ def plugin_index(
         ),
         sets=tuple(sets),
         needed=needed,
-        given=given,
+        given=optional,
         must=must,
         forbid=forbid,
         # Rates of a model do not depend on the version, and measured plans hold for their own.

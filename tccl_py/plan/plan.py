@@ -245,8 +245,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def host_named(self, names: Iterable[str]) -> str | None:
         """Return the first of these names that is one of several hosts'; None if none is."""
-        known = () if self.closes else self.cluster.host_classes
-        return next((name for name in names if name in known), None)
+        named = () if self.closes else self.cluster.host_classes
+        return next((name for name in names if name in named), None)
 
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""
@@ -275,7 +275,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def bottleneck(self) -> tuple[str, PlanHop]:
         """The slowest hop of all, and the class that it is in."""
-        slowest = [(path.node_class, one.bottleneck) for path in self.paths for one in path.chains]
+        slowest = [(path.node_class, c.bottleneck) for path in self.paths for c in path.chains]
         number, hop = min(slowest, key=lambda pair: slowest_first(pair[1].rate_gbps, pair[1].flow))
         return self.cluster.classes[number].name, hop
 
@@ -327,8 +327,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def rates(self) -> dict[ChoiceName, tuple[float, float]]:
         """The bandwidth of each choice and its relative error: all achieved, or all predicted."""
         if self.tuned:
-            return {name: (one.achieved_gbps or 0.0, 0.0) for name, one in self.choices.items()}
-        return {name: (one.rate_gbps or 0.0, one.error) for name, one in self.choices.items()}
+            return {name: (way.achieved_gbps or 0.0, 0.0) for name, way in self.choices.items()}
+        return {name: (way.rate_gbps or 0.0, way.error) for name, way in self.choices.items()}
 
     @property
     def job_settings(self) -> Settings:
@@ -388,8 +388,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The answers for all GPUs (ranks over several hosts) and for sets of them, by set."""
         nodes = sender_nodes(self.machine, self.rings) if self.settings.shm_placement else ()
         gpus = tuple(sorted(self.orders[0]))
-        whole = SubsetRings(gpus=gpus, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes)
-        return {part.gpus: part for part in (whole, *self.subsets)}
+        full = SubsetRings(gpus=gpus, rings=self.orders, rate_gbps=self.rate_gbps, nodes=nodes)
+        return {part.gpus: part for part in (full, *self.subsets)}
 
     def subset(self, gpus: Iterable[int]) -> SubsetRings | None:
         """Return the rings planned for exactly these GPUs (ranks over several hosts), or None."""

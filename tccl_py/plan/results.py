@@ -45,8 +45,8 @@ def plan_in(directory: Path) -> Plan:
     Raises InputError: a file, nothing there, or as `load_plan`.
     """
     if not directory.is_dir():
-        what = missing(directory, "is no directory")
-        raise InputError(str(directory), what, "name a directory of `tccl plan`")
+        fault = missing(directory, "is no directory")
+        raise InputError(str(directory), fault, "name a directory of `tccl plan`")
     return load_plan(directory)
 
 
@@ -58,10 +58,10 @@ def planned_fingerprint(plan: Plan, directory: Path) -> Fingerprint | None:
     path = machine_file(plan, directory)
     check_if_listed(directory, str(machine_file(plan, Path())))
     try:
-        found = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
+        host = msgspec.json.decode(read_text(path).encode(), type=DiscoveredMachine)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(str(path), "describes no machine", "plan again") from error
-    return None if found.fingerprint is msgspec.UNSET else found.fingerprint
+    return None if host.fingerprint is msgspec.UNSET else host.fingerprint
 
 
 def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
@@ -69,11 +69,11 @@ def known_fingerprint(plan: Plan, directory: Path) -> Fingerprint:
 
     Raises InputError: as `planned_fingerprint`, or there is none.
     """
-    found = planned_fingerprint(plan, directory)
-    if found is None:
+    fingerprint = planned_fingerprint(plan, directory)
+    if fingerprint is None:
         where = str(machine_file(plan, directory))
         raise InputError(where, "does not say whose it is", "plan again")
-    return found
+    return fingerprint
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,17 +112,17 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         `say` nobody would know.
         """
         path = directory / self.FILE
-        whole = msgspec.structs.replace(self, plan_digest=plan_digest(directory))
-        said = f"wrote {path}"
+        finding = msgspec.structs.replace(self, plan_digest=plan_digest(directory))
+        text = f"wrote {path}"
         try:
-            write_atomically(path, encode_json(whole))
+            write_atomically(path, encode_json(finding))
         except InputError as error:
             if say is None:
                 raise
-            said = f"nothing was kept: {error}"
+            text = f"nothing was kept: {error}"
         if say is not None:
-            say(said)
-        return whole
+            say(text)
+        return finding
 
     @classmethod
     def load(cls: type[K], directory: Path) -> K | None:
@@ -137,8 +137,8 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
         head = decode_json(text, _Head, where=str(path), name=cls.__name__)
         defaults = {field.name: field.default for field in msgspec.structs.fields(cls)}
         check_version(head.format_version, defaults["format_version"], path)
-        found = decode_json(text, cls, where=str(path))
-        return found if head.plan_digest == plan_digest(directory) else None
+        finding = decode_json(text, cls, where=str(path))
+        return finding if head.plan_digest == plan_digest(directory) else None
 
 
 class Tuning(Kept, frozen=True, kw_only=True):
@@ -156,10 +156,10 @@ def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
 
     Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
     """
-    found = Tuning.load(directory)
-    if found is not None:
-        check_tables(found.tables, plan.gpus, where=str(directory / Tuning.FILE))
-    return found
+    tuning = Tuning.load(directory)
+    if tuning is not None:
+        check_tables(tuning.tables, plan.gpus, where=str(directory / Tuning.FILE))
+    return tuning
 
 
 def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
@@ -175,22 +175,22 @@ def keep_tuning(tuning: Tuning, plan: Plan, directory: Path) -> Tuning:
     check_tables(tuning.tables, plan.gpus, where=str(path))
     made_for = plan.recommended, "" if plan.simulated else _series(plan.settings.version)
     if (tuning.choice, "" if plan.simulated else _series(tuning.nccl)) != made_for:
-        what = f"was measured with the choice {tuning.choice} and NCCL {tuning.nccl}"
+        fault = f"was measured with the choice {tuning.choice} and NCCL {tuning.nccl}"
         right = f"the plan recommends {plan.recommended} with NCCL {plan.settings.version}"
-        raise InputError(str(path), what, right)
+        raise InputError(str(path), fault, right)
     held = {name: read_bytes(directory / name) for name in check_files(directory).files}
-    kept = tuning.keep(directory)
+    written = tuning.keep(directory)
     texts = {
         name.removeprefix("nccl/"): content.decode()
         for name, content in held.items()
         if name.endswith(".xml")
     }
-    known = None if plan.simulated else planned_fingerprint(plan, directory)
+    measured = None if plan.simulated else planned_fingerprint(plan, directory)
     lines = tune_lines(tuning.tables)
-    renewed = plugin_files(plan, texts, known, lines, directory=directory)
+    renewed = plugin_files(plan, texts, measured, lines, directory=directory)
     files = held | {f"nccl/{name}": content for name, content in renewed.items()}
     write_with_plan(files, directory, check=load_plan, findings=())
-    return kept
+    return written
 
 
 def _series(version: str) -> str:

@@ -35,24 +35,24 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
     return final == final_channels(settings, sm=sm)
 
 
-def path_types(seen: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
+def path_types(host_view: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
     """Return the farthest paths of chains inside a host and to its NICs, by name."""
     hops = [hop for chain in chains for hop in chain.hops]
-    inside = seen.farthest((hop.source, hop.target) for hop in hops if WORLD not in hop.ends)
+    inside = host_view.farthest((hop.source, hop.target) for hop in hops if WORLD not in hop.ends)
     ends = [
         (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
         for chain in chains
         if chain.entry_nic is not None and chain.exit_nic is not None
     ]
-    return inside, farthest_end(seen, ends).name if ends else ""
+    return inside, farthest_end(host_view, ends).name if ends else ""
 
 
 def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> HopSpace:
     """Return the hops open to each of `count` rings, or chains, on hosts with a path."""
-    seen = class_view(plan, path.node_class, settings)
+    host_view = class_view(plan, path.node_class, settings)
     if path.chains[0].closes:
-        return hop_space(seen, rings_in_set=count)
-    return chain_hop_space(seen, chains_in_set=count)
+        return hop_space(host_view, rings_in_set=count)
+    return chain_hop_space(host_view, chains_in_set=count)
 
 
 def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
@@ -60,15 +60,15 @@ def _moved(plan: Plan, path: HostPath, settings: Settings) -> HostPath:
 
     Raises SearchError: a pair of its GPUs, or a GPU and a NIC, has no hop then.
     """
-    seen = class_view(plan, path.node_class, settings)
+    host_view = class_view(plan, path.node_class, settings)
     space = path_space(plan, path, settings, len(path.chains))
     replace, chains = msgspec.structs.replace, []
     for chain in path.chains:
-        now = ring_like(space, chain.ring)
-        moved = zip(chain.hops, now.hops, strict=True)
+        moved_ring = ring_like(space, chain.ring)
+        moved = zip(chain.hops, moved_ring.hops, strict=True)
         hops = tuple(replace(hop, flow=new.flow) for hop, new in moved)
         chains.append(replace(chain, hops=hops))
-    type_intra, type_inter = path_types(seen, chains)
+    type_intra, type_inter = path_types(host_view, chains)
     return replace(path, chains=tuple(chains), type_intra=type_intra, type_inter=type_inter)
 
 
@@ -94,12 +94,12 @@ def gdr_variants(plan: Plan, settings: Settings) -> tuple[Settings, ...]:
 
     Of settings with equal flows it is the first, which departs least from NCCL's defaults.
     """
-    found: dict[tuple[Flow, ...], Settings] = {}
-    for other in (settings, *_gdr_of_classes(plan, settings)):
+    by_flows: dict[tuple[Flow, ...], Settings] = {}
+    for variant in (settings, *_gdr_of_classes(plan, settings)):
         with suppress(SearchError):
-            flows = itertools.chain.from_iterable(map(_flows, _all_moved(plan, other)))
-            found.setdefault(tuple(flows), other)
-    return tuple(one for one in found.values() if one != settings)
+            flows = itertools.chain.from_iterable(map(_flows, _all_moved(plan, variant)))
+            by_flows.setdefault(tuple(flows), variant)
+    return tuple(variant for variant in by_flows.values() if variant != settings)
 
 
 def _gdr_of_classes(plan: Plan, settings: Settings) -> Iterator[Settings]:
@@ -132,7 +132,7 @@ def retuned(plan: Plan, settings: Settings, *, achieved_gbps: float | None = Non
         # These were measured under the settings before.
         whole_ring_gbps=None,
         limit_gbps=None,
-        notices=(*(one for one in plan.notices if one != TUNED_NOTE), TUNED_NOTE),
+        notices=(*(notice for notice in plan.notices if notice != TUNED_NOTE), TUNED_NOTE),
     )
 
 

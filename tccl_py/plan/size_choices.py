@@ -55,8 +55,8 @@ def size_basis(plan: Plan) -> str:
 
 
 def _was_asked(plan: Plan) -> bool:
-    asked = {name: answer.settings for name, answer in plan.sizes.items()}
-    return all(asked.get(name) == plan.choices[name].settings for name in compared_choices(plan))
+    answered = {name: answer.settings for name, answer in plan.sizes.items()}
+    return all(answered.get(name) == plan.choices[name].settings for name in compared_choices(plan))
 
 
 def compared_choices(plan: Plan) -> list[ChoiceName]:
@@ -80,10 +80,10 @@ def size_table(plan: Plan, collectives: Sequence[str] = COLLECTIVES) -> Iterator
     choices = size_choices(plan)
     yield "collective", "sizes", *(CHOICE_WORDS[name] for name in choices)
     rows = [row for row in zip(*choices.values(), strict=True) if row[0].collective in collectives]
-    for (collective, *_), same in groupby(rows, key=_kinds):
-        found = list(same)
-        cells = map(_words, zip(*found, strict=True))
-        yield collective, _span(size_text(row[0].bytes) for row in found), *cells
+    for (collective, *_), group in groupby(rows, key=_kinds):
+        equal = list(group)
+        cells = map(_words, zip(*equal, strict=True))
+        yield collective, _span(size_text(row[0].bytes) for row in equal), *cells
 
 
 def size_lines(plan: Plan) -> dict[str, str]:
@@ -91,8 +91,8 @@ def size_lines(plan: Plan) -> dict[str, str]:
     lines: dict[str, str] = {}
     for name, choices in size_choices(plan).items():
         rows = [row for row in choices if row.collective == "all_reduce"]
-        parts = [list(same) for _, same in groupby(rows, key=lambda row: _kinds([row]))]
-        lines[name] = "; ".join(f"from {size_text(same[0].bytes)} {_words(same)}" for same in parts)
+        parts = [list(group) for _, group in groupby(rows, key=lambda row: _kinds([row]))]
+        lines[name] = "; ".join(f"from {size_text(part[0].bytes)} {_words(part)}" for part in parts)
     return lines
 
 
@@ -110,8 +110,8 @@ def _words(rows: Sequence[SizeChoice]) -> str:
 
 
 def _span(values: Iterable[str]) -> str:
-    first, *rest = dict.fromkeys(values)
-    return f"{first} to {rest[-1]}" if rest else first
+    first, *further = dict.fromkeys(values)
+    return f"{first} to {further[-1]}" if further else first
 
 
 def size_notes(plan: Plan) -> list[str]:
@@ -140,7 +140,7 @@ def _poor(plan: Plan) -> Iterator[str]:
             yield f"{_failed_search(model, rows)}; {remedy} changes that"
         return
     rate = plan.stock.rate_gbps or model.ring_gbps
-    loss, size, taken, best = _worst_choice(model, rate)
+    loss, size, chosen, best = _worst_choice(model, rate)
     if loss <= _LOSS or size not in agreed:
         return
     remedy = "`tccl verify DIR --tune`, by the tuner of NCCL's plugin,"
@@ -148,7 +148,7 @@ def _poor(plan: Plan) -> Iterator[str]:
         remedy = variables
     yield (
         f"NCCL counts {model.ring_gbps:.1f} GB/s for its rings, which get {rate:.1f} "
-        f"({plan.provenance}), so {size_text(size)} of all-reduce take {taken}, {loss:.2f}x the "
+        f"({plan.provenance}), so {size_text(size)} of all-reduce take {chosen}, {loss:.2f}x the "
         f"time of {best} by its own cost model; {remedy} changes that"
     )
 
@@ -174,9 +174,9 @@ def _worst_choice(model: CostModel, rate: float) -> tuple[float, int, str, str]:
     """
     losses, right = [], model.with_rate(rate)
     for size in SIZES:
-        taken, times = next(iter(model.times("all_reduce", size))), right.times("all_reduce", size)
+        chosen, times = next(iter(model.times("all_reduce", size))), right.times("all_reduce", size)
         best, least = next(iter(times.items()))
-        losses.append((times[taken] / least, size, " ".join(taken), " ".join(best)))
+        losses.append((times[chosen] / least, size, " ".join(chosen), " ".join(best)))
     return max(losses)
 
 
@@ -184,14 +184,14 @@ def _why_none(plan: Plan) -> str:
     """Return where NCCL's cost model has no answer here, as the end of a sentence."""
     if not plan.closes:
         return "over several hosts"
-    seen = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
-    hopper = min(seen.system.sm.values()) >= _FIRST_NVLS
+    host_view = view(plan.machine, plan.knowledge, plan.stock.settings, gpus=plan.gpus)
+    hopper = min(host_view.system.sm.values()) >= _FIRST_NVLS
     reasons = {
         "in a dry run, without GPUs": plan.dry_run,
         "where default NCCL's rings are not": not plan.stock.rings,
-        f"of NCCL {plan.stock.settings.version}": not seen.system.rules.has_cost_model,
-        "where NCCL may cut the node in parts, as GPUs meet by the network": seen.by_network,
-        "where NCCL may take NVLS: a plan made on the machine asks NCCL": seen.system.nvs
+        f"of NCCL {plan.stock.settings.version}": not host_view.system.rules.has_cost_model,
+        "where NCCL may cut the node in parts, as GPUs meet by the network": host_view.by_network,
+        "where NCCL may take NVLS: a plan made on the machine asks NCCL": host_view.system.nvs
         and hopper,
     }
     return next((why for why, holds in reasons.items() if holds), "")
@@ -214,9 +214,9 @@ def _model(
 
 def _from_file(plan: Plan) -> CostModel:
     """Return the model of the plan's graph file, whose ring and tree have the same orders."""
-    seen = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
+    host_view = view(plan.machine, plan.knowledge, plan.settings, gpus=plan.gpus)
     orders = plan.channel_rings
-    farthest = seen.farthest({pair for ring in orders for pair in neighbours(ring)})
+    farthest = host_view.farthest({pair for ring in orders for pair in neighbours(ring)})
     ring = SearchGraph(
         pattern="ring",
         min_channels=1,
@@ -227,4 +227,4 @@ def _from_file(plan: Plan) -> CostModel:
         same_channels=len(set(orders)) == 1,
         orders=orders,
     )
-    return cost_model(seen, (ring, replace(ring, pattern="balanced tree")))
+    return cost_model(host_view, (ring, replace(ring, pattern="balanced tree")))

@@ -48,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def identity(self) -> str:
         """The digest of the whole plan but the plugin's files, to which tuning adds."""
-        files = {n: found for n, found in self.files.items() if not n.startswith(_PLUGIN_FILES)}
+        files = {n: digests for n, digests in self.files.items() if not n.startswith(_PLUGIN_FILES)}
         return digest(msgspec.json.encode(sorted(files.items())))
 
 
@@ -63,8 +63,8 @@ Files = Mapping[str, str | bytes]
 
 def with_manifest(files: Files) -> dict[str, str | bytes]:
     """Return a plan's files with the manifest of them."""
-    found = Manifest(files={name: digest(_bytes(content)) for name, content in files.items()})
-    return {**files, MANIFEST_FILE: encode_json(found)}
+    manifest = Manifest(files={name: digest(_bytes(content)) for name, content in files.items()})
+    return {**files, MANIFEST_FILE: encode_json(manifest)}
 
 
 def _bytes(content: str | bytes) -> bytes:
@@ -78,14 +78,14 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
-        what = f"has no {MANIFEST_FILE}, which says what files are the plan's"
-        raise InputError(str(directory), what, AGAIN)
-    found = decode_json(read_text(path), Manifest, where=str(path))
-    check_version(found.format_version, FORMAT_VERSION, path)
-    for name in found.files:
+        fault = f"has no {MANIFEST_FILE}, which says what files are the plan's"
+        raise InputError(str(directory), fault, AGAIN)
+    manifest = decode_json(read_text(path), Manifest, where=str(path))
+    check_version(manifest.format_version, FORMAT_VERSION, path)
+    for name in manifest.files:
         if name != PLAN_FILE and (name[:1] == "/" or ".." in name.split("/")):
             raise InputError(str(path), f"names {name[:60]!a}, which is elsewhere", AGAIN)
-    return found
+    return manifest
 
 
 def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest:
@@ -97,15 +97,15 @@ def check_files(directory: Path, names: Iterable[str] | None = None) -> Manifest
     manifest = read_manifest(directory)
     digests = manifest.files
     for name in digests if names is None else names:
-        path, what = directory / name, ""
+        path, fault = directory / name, ""
         if name not in digests:
-            what = f"is not in the plan's {MANIFEST_FILE}"
+            fault = f"is not in the plan's {MANIFEST_FILE}"
         elif not path.exists():
-            what = "is missing"
+            fault = "is missing"
         elif digest(read_bytes(path)) != digests[name]:
-            what = "was changed since the plan was written"
-        if what:
-            raise InputError(str(path), what, f"restore it, or {AGAIN}")
+            fault = "was changed since the plan was written"
+        if fault:
+            raise InputError(str(path), fault, f"restore it, or {AGAIN}")
     return manifest
 
 
@@ -163,8 +163,8 @@ def write_with_plan(
         try:
             check(staging)
         except InputError as error:
-            what = f"the plan could not be read again, so none was written ({error.what})"
-            raise InputError(str(directory), what, f"{error.right}; report this fault") from error
+            fault = f"the plan could not be read again, so none was written ({error.what})"
+            raise InputError(str(directory), fault, f"{error.right}; report this fault") from error
         with refused(directory, "cannot be written", SPACE):
             (staging / TABLES).mkdir(exist_ok=True)
             _replace(staging, directory, findings)
@@ -229,7 +229,7 @@ def write_new_directory(output: Path, files_of: Callable[[Path], Files]) -> int:
 
 def make(directory: Path, made: list[Path]) -> None:
     """Make a directory and its parents; each new directory is added to `made`."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o755)
         made.append(folder)

@@ -189,9 +189,9 @@ class ClassRates:
                 chains = self._between.get((settings, best.pairs)) or best
                 marks = picked(best, "bound_gbps", "bound_assumptions", "best", "chosen")
                 answers[settings, best.pairs] = msgspec.structs.replace(chains, **marks)
-        for key, other in self._between.items():
-            if other is not None:
-                answers.setdefault(key, other)
+        for key, answer in self._between.items():
+            if answer is not None:
+                answers.setdefault(key, answer)
         return msgspec.structs.replace(
             self.kept,
             settings=tuple(self._settings),
@@ -206,8 +206,8 @@ class ClassRates:
 def table_files(tables: Iterable[KeptTable]) -> dict[str, str]:
     """Return the names of tables' files in a plan's directory, and their texts."""
     return {
-        f"{TABLES}/{one.node_class}.{gpus_text(one.gpus)}.json": encode_line(one).decode()
-        for one in tables
+        f"{TABLES}/{table.node_class}.{gpus_text(table.gpus)}.json": encode_line(table).decode()
+        for table in tables
     }
 
 
@@ -221,7 +221,7 @@ def kept_files(directory: Path, classes: Iterable[str] | None = None) -> dict[st
         right = f"at most {MAX_TABLES} are possible"
         raise InputError(str(directory / TABLES), f"has {len(names)} tables", right)
     if classes is not None:
-        prefixes = {f"{TABLES}/{one}" for one in classes}
+        prefixes = {f"{TABLES}/{name}" for name in classes}
         names = [name for name in names if name.rsplit(".", 2)[0] in prefixes]
     check_files(directory, names)
     return {name: read_text(directory / name) for name in names}
@@ -232,31 +232,31 @@ def read_tables(directory: Path, classes: Iterable[NodeClass]) -> list[ClassRate
 
     Raises InputError: as `kept_files`; or a damaged table.
     """
-    of_name = {one.name: one for one in classes}
-    found = []
+    of_name = {node_class.name: node_class for node_class in classes}
+    tables = []
     for name, text in kept_files(directory, of_name).items():
         where = str(directory / name)
-        kept = _checked(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
-        found.append(ClassRates(of_name[kept.node_class], kept))
-    return found
+        table = _checked(decode_json(text, KeptTable, where=where, name="table"), of_name, where)
+        tables.append(ClassRates(of_name[table.node_class], table))
+    return tables
 
 
-def _checked(kept: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
+def _checked(table: KeptTable, classes: Mapping[str, NodeClass], where: str) -> KeptTable:
     """Return a table whose parts fit together; paths of a plan made of it are checked again."""
-    check_version(kept.format_version, FORMAT_VERSION, where)
-    if kept.node_class not in classes:
-        raise InputError(where, f"is of class {shown(kept.node_class)}", AGAIN)
-    machine = classes[kept.node_class].machine
-    known = set(machine.gpu_indices), {nic.index for nic in machine.nics}
-    fits = kept.gpus and set(kept.gpus) <= known[0] and set(kept.nics) <= known[1]
-    for settings in kept.settings:
+    check_version(table.format_version, FORMAT_VERSION, where)
+    if table.node_class not in classes:
+        raise InputError(where, f"is of class {shown(table.node_class)}", AGAIN)
+    machine = classes[table.node_class].machine
+    available = set(machine.gpu_indices), {nic.index for nic in machine.nics}
+    fits = table.gpus and set(table.gpus) <= available[0] and set(table.nics) <= available[1]
+    for settings in table.settings:
         check_settings(settings)
-    for one in kept.answers:
-        lengths = [len(hops) for hops in one.chains]
-        fits = fits and 0 <= one.under < len(kept.settings)
-        fits = fits and len(lengths) == len(one.pairs) and all(lengths)
-        fits = fits and lengths == [len(rates) for rates in one.gbps]
-        fits = fits and all(0 <= n < len(kept.hops) for hops in one.chains for n in hops)
+    for answer in table.answers:
+        lengths = [len(hops) for hops in answer.chains]
+        fits = fits and 0 <= answer.under < len(table.settings)
+        fits = fits and len(lengths) == len(answer.pairs) and all(lengths)
+        fits = fits and lengths == [len(rates) for rates in answer.gbps]
+        fits = fits and all(0 <= n < len(table.hops) for hops in answer.chains for n in hops)
     if not fits:
-        raise InputError(where, f"does not fit class {shown(kept.node_class)}", AGAIN)
-    return kept
+        raise InputError(where, f"does not fit class {shown(table.node_class)}", AGAIN)
+    return table

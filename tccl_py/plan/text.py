@@ -35,7 +35,7 @@ from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32
-_ALIKE = 1e-3
+_EQUAL = 1e-3
 """Hops whose rates differ less are alike, relative."""
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
@@ -89,7 +89,7 @@ def _offered(plan: Plan) -> str:
     name = (
         "variables"
         if note and gains["variables"] > 1 + AS_GOOD
-        else max(gains, key=lambda other: gains[other])
+        else max(gains, key=lambda choice: gains[choice])
     )
     if plan.winner is None or gains[name] <= 1 + AS_GOOD:
         return ""
@@ -173,8 +173,8 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "whole rings", f"{plan.whole_ring_gbps:.2f} GB/s with all hosts at once ({mark})"
     for choice in plan.choices:
         yield CHOICE_WORDS[choice], _choice_text(plan, choice)
-    known = plan.bound_gbps is not None
-    yield "bound", f"{plan.bound_gbps:.2f} GB/s, {proof(plan)}" if known else "not known"
+    is_known = plan.bound_gbps is not None
+    yield "bound", f"{plan.bound_gbps:.2f} GB/s, {proof(plan)}" if is_known else "not known"
     if limit := limit_text(plan):
         yield "limit", f"{plan.limit_gbps:.2f} GB/s ({mark}): {limit}"
     yield "plugin", _plugin_text(plan)
@@ -183,10 +183,10 @@ def summary(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.pinned_env:
         yield "pinned", pinned_env_text(plan.pinned_env)
     done = "simulated" if plan.simulated else "measured"
-    rest = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
-    asked = plan.sets_measured or plan.sets_remembered
-    cost = f"{counted(plan.sets_measured, 'set')} {done}, {rest}"
-    yield "cost", cost if asked else "none: by the tables of a cluster's plan"
+    more = f"{plan.sets_remembered} from memory or journal, {plan.sets_by_symmetry} by symmetry"
+    measured = plan.sets_measured or plan.sets_remembered
+    cost = f"{counted(plan.sets_measured, 'set')} {done}, {more}"
+    yield "cost", cost if measured else "none: by the tables of a cluster's plan"
 
 
 def limit_text(plan: Plan) -> str:
@@ -226,26 +226,26 @@ def _plugin_text(plan: Plan) -> str:
             "by `tccl env JOB --plugin` for a job's directory, which `tccl export DIR --hosts LIST "
             "-o JOB` makes; without it, launch with the files of nccl/order"
         )
-    needed, given = map(shell_text, plugin_variables(plan))
-    rest = f"default NCCL with {needed}" if needed else "default NCCL"
-    if given and plan.recommended == "variables":
+    needed, optional = map(shell_text, plugin_variables(plan))
+    more = f"default NCCL with {needed}" if needed else "default NCCL"
+    if optional and plan.recommended == "variables":
         count = counted(len(sets), "set")
-        return f"{given} for communicators over {count} of GPUs; {rest} for others"
-    rates = [found.rate_gbps for _, _, found in subset_files(plan)]
+        return f"{optional} for communicators over {count} of GPUs; {more} for others"
+    rates = [rings.rate_gbps for _, _, rings in subset_files(plan)]
     if not rates:
-        return f"{rest} for every communicator"
+        return f"{more} for every communicator"
     spread = " to ".join(dict.fromkeys((f"{min(rates):.2f}", f"{max(rates):.2f}")))
     return (
         f"a graph file for communicators over {counted(len(rates), 'set')} of GPUs, "
-        f"{spread} GB/s (`tccl show --sets`); {rest} for others"
+        f"{spread} GB/s (`tccl show --sets`); {more} for others"
     )
 
 
 def _choice_text(plan: Plan, name: ChoiceName) -> str:
     """Return a line on one way to run NCCL: bandwidth, gain, and what to set."""
     choice, gain = plan.choices[name], plan.gain(name)
-    known = choice.rate_gbps is not None
-    rate = f"{choice.rate_gbps:.2f} GB/s ({plan.provenance})" if known else "not rated"
+    is_known = choice.rate_gbps is not None
+    rate = f"{choice.rate_gbps:.2f} GB/s ({plan.provenance})" if is_known else "not rated"
     if choice.achieved_gbps is not None:
         rate += f", {choice.achieved_gbps:.2f} achieved"
     times = f", {gain:.2f}x default" if gain is not None and name != "default" else ""
@@ -266,7 +266,7 @@ def _choice_text(plan: Plan, name: ChoiceName) -> str:
 def recommended_words(plan: Plan) -> str:
     """Return the mark of the recommended choice, and why it is not the fastest if so."""
     choice = plan.choices[plan.recommended]
-    best = max(one.rate_gbps or 0.0 for one in plan.choices.values())
+    best = max(option.rate_gbps or 0.0 for option in plan.choices.values())
     by_jobs = plan.winner is not None or plan.tuned
     if by_jobs or (choice.rate_gbps or 0.0) * (1 + AS_GOOD) >= best:
         return "recommended"
@@ -277,17 +277,17 @@ def _channels(settings: Settings) -> str:
     return counted(settings.channels, "channel")
 
 
-def _numbers(values: Iterable[int], between: str = " ") -> str:
-    return between.join(map(str, values))
+def _numbers(values: Iterable[int], separator: str = " ") -> str:
+    return separator.join(map(str, values))
 
 
 def class_table(plan: Plan) -> Iterator[Cells]:
     """Yield the headers and cells of a table of a cluster's classes of hosts."""
     yield "class", "hosts", "GPUs", "NICs"
     counts = Counter(plan.cluster.host_classes.values())
-    for number, known in enumerate(plan.cluster.classes):
-        nics = " ".join(f"{nic.id} {nic.name}" for nic in known.machine.nics)
-        yield known.name, str(counts[number]), _numbers(plan.class_gpus[number], ","), nics
+    for number, node_class in enumerate(plan.cluster.classes):
+        nics = " ".join(f"{nic.id} {nic.name}" for nic in node_class.machine.nics)
+        yield node_class.name, str(counts[number]), _numbers(plan.class_gpus[number], ","), nics
 
 
 def ring_table(plan: Plan) -> Iterator[Cells]:
@@ -312,7 +312,7 @@ def hop_table(plan: Plan) -> Iterator[Cells]:
             slow = [
                 hop
                 for hop in chain.hops
-                if math.isclose(hop.rate_gbps, chain.rate_gbps, rel_tol=_ALIKE)
+                if math.isclose(hop.rate_gbps, chain.rate_gbps, rel_tol=_EQUAL)
             ]
             for hop in chain.hops:
                 # No hop is marked where all are alike.
@@ -364,8 +364,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     else:
         subject = {"machine": plan.machine.name, "gpus": plan.gpus}
         subject["communicators"] = [
-            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(found, "rings", "rate_gbps")
-            for gpus, name, found in subset_files(plan)
+            {"gpus": gpus, "graph_file": f"nccl/{name}"} | picked(rings, "rings", "rate_gbps")
+            for gpus, name, rings in subset_files(plan)
         ]
         limit = {"limit_gbps": plan.limit_gbps}
     return {
@@ -400,7 +400,7 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     def facts(of: Plan) -> dict[str, Any]:
         names = ("rate_gbps", "bound_gbps", "recommended", "orders", "provenance", "pinned_env")
         return {
-            "machines": tuple(one.machine.name for one in of.cluster.classes),
+            "machines": tuple(node_class.machine.name for node_class in of.cluster.classes),
             "hosts": of.host_order,
             "gpus": of.class_gpus,
             **picked(of, *names),
@@ -409,5 +409,5 @@ def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
             "environment": environment(of.settings),
         }
 
-    one, two = facts(plan), facts(other)
-    return {name: (one[name], two[name]) for name in one if one[name] != two[name]}
+    first, two = facts(plan), facts(other)
+    return {name: (first[name], two[name]) for name in first if first[name] != two[name]}

@@ -73,8 +73,8 @@ def _rated(
     rates = []
     for host, pairs in zip(cluster.hosts, used, strict=True):
         node = nodes[host.node_class]
-        own = node.stock.settings
-        under = msgspec.structs.replace(own, channels=len(pairs))
+        default_settings = node.stock.settings
+        under = msgspec.structs.replace(default_settings, channels=len(pairs))
         rated = node.between(under, pairs_of(*zip(*pairs, strict=True)))
         if rated is None:
             return msgspec.structs.replace(choice, rate_gbps=None, note="not rated over cables")
@@ -86,7 +86,7 @@ def _rated(
 
 
 def own_pairs(
-    cluster: Cluster, own: Sequence[Sequence[DefaultChain]], *, subnet_routing: bool
+    cluster: Cluster, default_chains: Sequence[Sequence[DefaultChain]], *, subnet_routing: bool
 ) -> list[list[NicPair]]:
     """Return the NICs in and out of each channel of NCCL's own chains, for each host."""
     steps, hosts = steps_between(cluster.cables), cluster.hosts
@@ -95,7 +95,7 @@ def own_pairs(
         following = (number + 1) % len(hosts)
         step = steps.get((host.name, hosts[following].name), ())
         ways = []
-        for chain, into in zip(own[number], own[following], strict=False):
+        for chain, into in zip(default_chains[number], default_chains[following], strict=False):
             way = routed(_sends_by(chain), into.entry, step, subnet_routing=subnet_routing)
             if way is None:
                 ends = f"{host.name} N{_sends_by(chain)} and {hosts[following].name} N{into.entry}"
@@ -120,9 +120,9 @@ def notices_of_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> Iterator
     yield _REASONS
     steps, of = steps_between(cluster.cables), cluster.host_classes
     pairs = list(permutations(cluster.names, 2))
-    if apart := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:
+    if gaps := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:
         yield (
-            f"no cable joins {_few(apart)}: send/recv and all-to-all between them fail, as do all "
+            f"no cable joins {_few(gaps)}: send/recv and all-to-all between them fail, as do all "
             "jobs with NCCL_RUNTIME_CONNECT=0 or NCCL_CUMEM_ENABLE=0, which connect trees too"
         )
     # NCCL numbers NICs of both hosts alike for send and receive, unlike those of rings.

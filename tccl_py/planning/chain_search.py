@@ -77,15 +77,15 @@ class HostTask(Task, frozen=True, kw_only=True):
         """Return whether chains leave by the NIC of their entry, as NCCL does on hosts of a GPU."""
         return len(self.gpus) == 1 and not self.cabled
 
-    def hops(self, seen: NcclView, count: int) -> HopSpace:
+    def hops(self, host_view: NcclView, count: int) -> HopSpace:
         """Return the hops of a view, with those over the network."""
-        return chain_hop_space(seen, nics=self.nics, chains_in_set=count)
+        return chain_hop_space(host_view, nics=self.nics, chains_in_set=count)
 
     @property
     def symmetry(self) -> Symmetry:
         """The symmetry of the machine that keeps the pairing."""
-        whole = automorphisms(self.machine, self.knowledge, gpus=self.gpus)
-        return whole if self.pairing is None else symmetry_keeping(whole, self.pairing)
+        symmetry = automorphisms(self.machine, self.knowledge, gpus=self.gpus)
+        return symmetry if self.pairing is None else symmetry_keeping(symmetry, self.pairing)
 
     def rule(self, _settings: Settings, count: int, /) -> SetRule:
         """Return the rule for the NICs."""
@@ -100,8 +100,8 @@ def used_nics(machine: Machine) -> tuple[int, ...]:
     rdma = tuple(nic for nic in machine.nics if nic.rdma)
     nics: Sequence[Nic] = rdma or machine.nics
     if not nics:
-        what = "has no NIC"
-        raise InputError(f"machine {machine.name}", what, "a node of several needs one that is up")
+        fault = "has no NIC"
+        raise InputError(f"machine {machine.name}", fault, "a node of several needs one that is up")
     fastest = max(nic.speed_mbps for nic in nics)
     return tuple(nic.index for nic in nics if nic.speed_mbps >= SLOW_NIC * fastest)
 
@@ -134,23 +134,23 @@ class ClassStudy:
         """Search over settings; return a table without the answers, which are `_searched`."""
         task = self.task
         # For NCCL's search any number of hosts above 1 is equal.
-        own = default_choice_or_sys(task.view(task.default_settings), nodes=2)
+        default = default_choice_or_sys(task.view(task.default_settings), nodes=2)
         try:
-            started = self._rated(own)
+            started = self._rated(default)
         except SearchError:
             # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
-            started = self._rated(own, net_disable_intra=True)
-        plain = self._default(own, started)
+            started = self._rated(default, net_disable_intra=True)
+        plain = self._default(default, started)
         space = task.space(started.settings, 1)
-        known = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
-        search = SettingsSearch(task, started, known)
+        sets = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
+        search = SettingsSearch(task, started, sets)
         search.run(sets=task.budget.sets or 1)
         self.cancelled = search.cancelled
-        found: list[Choice] = [search.best, *search.searched, started]
+        choices: list[Choice] = [search.best, *search.searched, started]
         if not self.cancelled:
-            found += self._gdr_choices(search.best)
-        self._searched = sorted(found, key=lambda one: -one.rate_gbps)
-        results = [one.result for one in self._searched if one.result is not None]
+            choices += self._gdr_choices(search.best)
+        self._searched = sorted(choices, key=lambda choice: -choice.rate_gbps)
+        results = [choice.result for choice in self._searched if choice.result is not None]
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
         # Half of the budget at least is left for chains shared by all classes.
         for result in {id(result): result for result in results}.values():
@@ -166,40 +166,40 @@ class ClassStudy:
             default_settings=task.default_settings,
             stock=_own_chains(started),
             plain=plain,
-            notices=tuple(dict.fromkeys(note for one in results for note in one.notices)),
+            notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
 
-    def _default(self, own: DefaultChoice, started: Stock) -> OwnChains | str:
+    def _default(self, default: DefaultChoice, started: Stock) -> OwnChains | str:
         """Rate default NCCL, or return why it has no rate."""
-        if not own.assumed_sys and not started.settings.net_disable_intra:
+        if not default.assumed_sys and not started.settings.net_disable_intra:
             return _own_chains(started)
-        found = default_choice(self.task.view(self.task.default_settings), nodes=2)
+        strict = default_choice(self.task.view(self.task.default_settings), nodes=2)
         try:
-            return _own_chains(self._rated(found))
+            return _own_chains(self._rated(strict))
         except SearchError:
             return "NCCL joins GPUs of a host over their NICs, at a rate that is not known"
         except MeasurementError as error:
             return f"not rated: {error}"
 
-    def _rated(self, own: DefaultChoice, **settings: Any) -> Stock:
+    def _rated(self, default: DefaultChoice, **settings: Any) -> Stock:
         """Rate NCCL's own chains, under its own settings and these."""
         # NCCL may use NICs that we leave alone.
         nics = tuple(nic.index for nic in self.task.machine.nics)
         task = msgspec.structs.replace(self.task, nics=nics)
         # The doubling of its search's channels is undone: `hop_space` doubles a file's channels.
-        channels = max(1, own.channels // 2)
-        under = msgspec.structs.replace(own.settings, channels=channels, **settings)
-        distinct = condensed_rings(chains_as_rings(task.space(under, 1), own.chains))
+        channels = max(1, default.channels // 2)
+        under = msgspec.structs.replace(default.settings, channels=channels, **settings)
+        distinct = condensed_rings(chains_as_rings(task.space(under, 1), default.chains))
         rings = rings_under(task, under, distinct)
-        return stock(own, under, rings, measured_well(self.task.source, rings))
+        return stock(default, under, rings, measured_well(self.task.source, rings))
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
-        known, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
+        rings, floor = [best.rings.rings], best.rate_gbps * (1 + WORTH)
         variants = gdr_variants(self.task.view(best.settings), nics=self.task.nics)
         searched = (
-            (one, search_under(self.task, one, known=known, floor=floor, sets=self._few_sets))
-            for one in variants
+            (gdr, search_under(self.task, gdr, known=rings, floor=floor, sets=self._few_sets))
+            for gdr in variants
         )
         return [choice_found(settings, result) for settings, result in searched if result]
 
@@ -225,17 +225,17 @@ class ClassStudy:
         if settings.channels % count:
             return None
         task = msgspec.structs.replace(self.task, ring_counts=(count,))
-        known = [one.rings.rings for one in self._searched if len(one.rings.rings) == count]
+        rings = [c.rings.rings for c in self._searched if len(c.rings.rings) == count]
         if not self._searched:
-            known = list(initial_chains(task.space(settings, count), task.nics, count))
-        result = self._search(task, settings, known)
+            rings = list(initial_chains(task.space(settings, count), task.nics, count))
+        result = self._search(task, settings, rings)
         return None if result is None else self._best_of(choice_found(settings, result))
 
     def _search(
-        self, task: HostTask, settings: Settings, known: Sequence[Rings]
+        self, task: HostTask, settings: Settings, rings: Sequence[Rings]
     ) -> SearchResult | None:
         """Search with a part of the budget that is left; KeyboardInterrupt if interrupted."""
-        result = search_under(task, settings, known=known, floor=0.0, sets=self._few_sets)
+        result = search_under(task, settings, known=rings, floor=0.0, sets=self._few_sets)
         if result is not None:
             if result.cancelled:
                 raise KeyboardInterrupt
@@ -253,7 +253,7 @@ class ClassStudy:
         task = self.task
         if not {nic for pair in pairs for nic in pair} <= set(task.nics):
             return None
-        if task.same_nic and any(entered != left for entered, left in pairs):
+        if task.same_nic and any(entered != exit_nic for entered, exit_nic in pairs):
             return None
         best = self.rates.best_under(settings, len(pairs))
         if best is not None and best.pairs == pairs:
@@ -262,9 +262,9 @@ class ClassStudy:
             task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
         )
         seed = paired_chain_set(task.space(settings, len(pairs)), pairs)
-        known = [*([seed] if seed else []), *(one.rings.rings for one in self._searched)]
-        found = self._search(task, settings, known)
-        return None if found is None else found.rings
+        candidates = [*([seed] if seed else []), *(choice.rings.rings for choice in self._searched)]
+        result = self._search(task, settings, candidates)
+        return None if result is None else result.rings
 
     def _rated_chains(
         self, settings: Settings, rings: RingSet, measurement: Measurement
@@ -275,29 +275,29 @@ class ClassStudy:
             under=self.rates.number_of(settings),
             pairs=nic_pairs(rings),
             chains=tuple(self.rates.hop_numbers(chain.hops) for chain in rings.rings),
-            gbps=tuple(tuple(rates[hop.flow].pop() for hop in one.hops) for one in rings.rings),
+            gbps=tuple(tuple(rates[hop.flow].pop() for hop in chain.hops) for chain in rings.rings),
             rate_gbps=rings.rate(measurement),
             error=interval(measurement),
             assumed=measurement.assumed,
         )
 
 
-def _own_chains(found: Stock) -> OwnChains:
+def _own_chains(default: Stock) -> OwnChains:
     return OwnChains(
-        settings=found.settings,
-        distinct=len(found.rings.rings),
-        chains=found.nccl.chains,
-        cross_nic=found.nccl.cross_nic,
-        rate_gbps=found.rate_gbps,
-        error=interval(found.measurement),
-        assumed=found.measurement.assumed,
-        fallback=found.nccl.fallback,
+        settings=default.settings,
+        distinct=len(default.rings.rings),
+        chains=default.nccl.chains,
+        cross_nic=default.nccl.cross_nic,
+        rate_gbps=default.rate_gbps,
+        error=interval(default.measurement),
+        assumed=default.measurement.assumed,
+        fallback=default.nccl.fallback,
     )
 
 
 def nic_pairs(rings: RingSet) -> NicPairs:
     """Return the NIC pairs of a set of chains, in order."""
-    return tuple(sorted(nic_pair(one.hops) for one in rings.rings))
+    return tuple(sorted(nic_pair(chain.hops) for chain in rings.rings))
 
 
 # Chains to start a search from: where NICs and GPUs are alike, they are often the best.
@@ -323,15 +323,15 @@ def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, .
     Chains with one entry NIC begin at different GPUs, and last GPUs differ as far as they can.
     """
     gpus, chains = [gpu for gpu in space.gpus if gpu != WORLD], list[Ring]()
-    for number, (entered, left) in enumerate(pairs):
+    for number, (entered, leaving) in enumerate(pairs):
         turn = [into for into, _ in pairs[:number]].count(entered)
         entries = _nearest(space, entered, into=True)
         begins = entries[turn : turn + 1] or entries[:1]
         first = begins[0].target if begins else WORLD
-        ends = _nearest(space, left, into=False)
+        ends = _nearest(space, leaving, into=False)
         ends = [hop for hop in ends if hop.source != first or len(gpus) == 1]
-        taken = [chain.hops[-1].source for chain in chains]
-        ends.sort(key=lambda hop: taken.count(hop.source))
+        used = [chain.hops[-1].source for chain in chains]
+        ends.sort(key=lambda hop: used.count(hop.source))
         if not begins or not ends:
             return ()
         at, last = gpus.index(first), ends[0].source
@@ -346,9 +346,9 @@ def paired_chain_set(space: HopSpace, pairs: Sequence[NicPair]) -> tuple[Ring, .
 
 def _nearest(space: HopSpace, nic: int, *, into: bool) -> list[Hop]:
     """Return the hops of a NIC, nearest first: by their place among the hops of their GPU."""
-    found = []
+    ranked = []
     for gpu in (gpu for gpu in space.gpus if gpu != WORLD):
         for place, hop in enumerate(space.between(*((WORLD, gpu) if into else (gpu, WORLD)))):
             if nic_of(hop) == nic:
-                found.append((place, hop))
-    return [hop for _, hop in sorted(found, key=lambda near: near[0])]
+                ranked.append((place, hop))
+    return [hop for _, hop in sorted(ranked, key=lambda near: near[0])]

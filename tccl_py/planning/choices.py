@@ -69,32 +69,32 @@ class SettingsSearch:
         """
         try:
             allow(5 / 8)
-            left = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
+            remaining = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
             if not self.cancelled:
                 allow(7 / 8)
-                self._settle(max(left, sets // 2))
+                self._settle(max(remaining, sets // 2))
         except KeyboardInterrupt:
             self.cancelled = True
 
-    def _explore(self, waiting: list[Settings], left: int) -> int:
+    def _explore(self, waiting: list[Settings], remaining: int) -> int:
         """Search under one mechanism after the other; return the number of sets left."""
         task = self._task
-        while waiting and left > 0 and not self.cancelled and task.source.has_time():
-            settings = max(waiting, key=lambda one: _promise(task, one, self._known))
+        while waiting and remaining > 0 and not self.cancelled and task.source.has_time():
+            settings = max(waiting, key=lambda settings: _promise(task, settings, self._known))
             waiting.remove(settings)
-            share = max(MIN_SETS, left // 2)
+            share = max(MIN_SETS, remaining // 2)
             floor = self.best.rate_gbps
             result = search_under(task, settings, known=self._known, floor=floor, sets=share)
             if result is None:
                 continue
             # What the journal answers counts as well: a resumed run goes the same way.
-            left -= result.sets_measured + result.sets_remembered
+            remaining -= result.sets_measured + result.sets_remembered
             self.cancelled = result.cancelled
             self._note(choice_found(settings, result))
-        return left
+        return remaining
 
-    def _note(self, found: Choice) -> None:
-        tuned = found if self.cancelled else _tuned(self._task, found)
+    def _note(self, choice: Choice) -> None:
+        tuned = choice if self.cancelled else _tuned(self._task, choice)
         self.searched.append(tuned)
         self._known.append(tuned.rings.rings)
         if tuned.rate_gbps > self.best.rate_gbps * (1 + WORTH):
@@ -103,9 +103,9 @@ class SettingsSearch:
     def _settle(self, sets: int) -> None:
         """Search under exactly the chosen settings, for a bound that holds for them."""
         best = self.best
-        settings, known = best.settings, [best.rings.rings]
+        settings, rings = best.settings, [best.rings.rings]
         result = search_under(
-            self._task, settings, known=known, floor=0.0, sets=sets, check_bound=True
+            self._task, settings, known=rings, floor=0.0, sets=sets, check_bound=True
         )
         if result is None:
             return
@@ -150,11 +150,11 @@ def placements(task: Task) -> tuple[Settings, ...]:
     return tuple(dict.fromkeys(bouncing))
 
 
-def _promise(task: Task, settings: Settings, known: Sequence[Rings]) -> tuple[float, int]:
+def _promise(task: Task, settings: Settings, candidates: Sequence[Rings]) -> tuple[float, int]:
     """Return the best rough score of the known rings under these settings, and the bounces."""
     best = 0.0
     bounces = sum(hop.flow.is_bounce for hop in task.space(settings, 1))
-    for rings in known:
+    for rings in candidates:
         try:
             under = rings_under(task, settings, rings)
             (measurement,) = task.source.measure([under.flows])
@@ -176,13 +176,13 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
 
 def _tuned(task: Task, choice: Choice) -> Choice:
     """Return the same rings with the best channels and FIFO size, fewest and largest first."""
-    known = condensed_rings(choice.rings.rings)
-    bounces = any(hop.flow.is_bounce for one in choice.rings.rings for hop in one.hops)
+    distinct = condensed_rings(choice.rings.rings)
+    bounces = any(hop.flow.is_bounce for ring in choice.rings.rings for hop in ring.hops)
     best = choice
-    for channels in (count for count in _channel_counts(task) if count % len(known) == 0):
+    for channels in (count for count in _channel_counts(task) if count % len(distinct) == 0):
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             settings = msgspec.structs.replace(choice.settings, channels=channels, buffsize=size)
-            rings = rings_under(task, settings, known)
+            rings = rings_under(task, settings, distinct)
             try:
                 (measurement,) = task.source.measure([rings.flows])
             except MeasurementError:
@@ -192,8 +192,8 @@ def _tuned(task: Task, choice: Choice) -> Choice:
                 choice, settings=settings, rings=rings, rate_gbps=rings.rate(measurement)
             )
             costs = [
-                (len(one.orders), one.settings.channels, -one.settings.buffsize)
-                for one in (tried, best)
+                (len(option.orders), option.settings.channels, -option.settings.buffsize)
+                for option in (tried, best)
             ]
             if preferred(tried.rate_gbps, best.rate_gbps, less=costs[0] < costs[1]):
                 best = tried
@@ -254,10 +254,10 @@ def rated_choices(task: Task) -> Rated:
     settings = task.default_settings
     if task.own_rings is not None:
         # An installed NCCL is asked now: later the source may have the GPUs to itself.
-        task.own_rings([_of_transports(one) for one in (settings, *mechanisms(task))])
-    found = own_rings(task, settings)
-    default, note = _default(task, settings, found)
-    unrated = PlanChoice(settings=settings, rings=found.rings, rate_gbps=None, note=note)
+        task.own_rings([_of_transports(kind) for kind in (settings, *mechanisms(task))])
+    default_rings = own_rings(task, settings)
+    default, note = _default(task, settings, default_rings)
+    unrated = PlanChoice(settings=settings, rings=default_rings.rings, rate_gbps=None, note=note)
     tried = [] if default is None else [default]
     cancelled = False
     try:
@@ -269,9 +269,9 @@ def rated_choices(task: Task) -> Rated:
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     # Of those within 1 % of the best, the one that sets the fewest variables.
-    most = max(one.rate_gbps for one in tried)
-    near = [one for one in tried if one.rate_gbps * (1 + WORTH) >= most]
-    best = min(near, key=lambda one: (len(environment(one.settings)), one.nccl.channels))
+    most = max(rated.rate_gbps for rated in tried)
+    near = [rated for rated in tried if rated.rate_gbps * (1 + WORTH) >= most]
+    best = min(near, key=lambda rated: (len(environment(rated.settings)), rated.nccl.channels))
     if best is not default and not cancelled:
         best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
     return Rated(
@@ -283,13 +283,13 @@ def rated_choices(task: Task) -> Rated:
     )
 
 
-def _plan_choice(found: Stock, note: str = "") -> PlanChoice:
+def _plan_choice(choice: Stock, note: str = "") -> PlanChoice:
     return PlanChoice(
-        settings=found.settings,
-        rings=found.nccl.rings,
-        rate_gbps=found.rate_gbps,
-        error=interval(found.measurement),
-        assumed=found.measurement.assumed,
+        settings=choice.settings,
+        rings=choice.nccl.rings,
+        rate_gbps=choice.rate_gbps,
+        error=interval(choice.measurement),
+        assumed=choice.measurement.assumed,
         note=note,
     )
 
@@ -299,15 +299,15 @@ def interval(measurement: Measurement) -> float:
     return 1.96 * measurement.relative_error
 
 
-def _default(task: Task, settings: Settings, found: DefaultChoice) -> tuple[Stock | None, str]:
+def _default(task: Task, settings: Settings, nccl: DefaultChoice) -> tuple[Stock | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
     by_network = task.view(settings).by_network
     if by_network:
-        one, other = min(by_network)
-        return None, f"NCCL joins {one} and {other} over their NICs, at a rate that is not known"
-    note = "NCCL's search finds no rings and takes its simple order" if found.fallback else ""
+        a, b = min(by_network)
+        return None, f"NCCL joins {a} and {b} over their NICs, at a rate that is not known"
+    note = "NCCL's search finds no rings and takes its simple order" if nccl.fallback else ""
     try:
-        return _rated(task, settings, found, well=True), note
+        return _rated(task, settings, nccl, well=True), note
     except SearchError as error:
         return None, f"not rated: {error}"
 
@@ -317,13 +317,13 @@ def _try_variables(task: Task, tried: list[Stock]) -> None:
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
     compared: list[tuple[float, Stock]] = []
     for settings in mechanisms(task):
-        found, before = own_rings(task, settings), len(tried)
-        counts = [one for one in _counts(found) if one <= COMPARED_CHANNELS]
-        _rate_all(task, settings, found, counts[:1] + counts[1:][-1:], tried)
+        nccl, before = own_rings(task, settings), len(tried)
+        counts = [count for count in _counts(nccl) if count <= COMPARED_CHANNELS]
+        _rate_all(task, settings, nccl, counts[:1] + counts[1:][-1:], tried)
         if rated := tried[before:]:
-            compared.append((max(one.rate_gbps for one in rated), rated[0]))
+            compared.append((max(choice.rate_gbps for choice in rated), rated[0]))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
-    compared.sort(key=lambda one: -one[0])
+    compared.sort(key=lambda pair: -pair[0])
     for _, first in compared[:FINALISTS]:
         bounces = any(hop.flow.is_bounce for ring in first.rings.rings for hop in ring.hops)
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
@@ -331,46 +331,46 @@ def _try_variables(task: Task, tried: list[Stock]) -> None:
             _rate_all(task, sized, first.nccl, _counts(first.nccl), tried)
 
 
-def _counts(found: DefaultChoice) -> list[int]:
+def _counts(nccl: DefaultChoice) -> list[int]:
     """Return NCCL's own number of final channels, and doubles of it up to `MOST_CHANNELS`."""
-    counts = [found.channels]
+    counts = [nccl.channels]
     while counts[-1] * 2 <= MOST_CHANNELS:
         counts.append(counts[-1] * 2)
     return counts
 
 
 def _rate_all(
-    task: Task, settings: Settings, found: DefaultChoice, counts: Sequence[int], tried: list[Stock]
+    task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int], tried: list[Stock]
 ) -> None:
     """Rate NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
         with suppress(SearchError, MeasurementError):
-            tried.append(_rated(task, settings, found, channels=count))
+            tried.append(_rated(task, settings, nccl, channels=count))
 
 
 def _rated(
     task: Task,
     settings: Settings,
-    found: DefaultChoice,
+    nccl: DefaultChoice,
     *,
     channels: int | None = None,
     well: bool = False,
 ) -> Stock:
-    """Rate NCCL's own rings, `found` under the settings.
+    """Rate NCCL's own rings, `nccl` under the settings.
 
     `channels` are final channels, by NCCL_MIN_NCHANNELS; None is NCCL's own number. With `well` a
     measurement whose samples spread is repeated.
     """
-    more = channels is not None and channels > found.channels
+    more = channels is not None and channels > nccl.channels
     # A graph file's channels are doubled, and so are those of NCCL's search.
     settings = msgspec.structs.replace(
-        settings, channels=max(1, found.channels // 2), min_channels=channels if more else None
+        settings, channels=max(1, nccl.channels // 2), min_channels=channels if more else None
     )
-    rings = rings_under(task, settings, condensed(found.rings))
+    rings = rings_under(task, settings, condensed(nccl.rings))
     measurement = (
         measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
     )
-    return stock(found, settings, rings, measurement)
+    return stock(nccl, settings, rings, measurement)
 
 
 def own_gbps(task: Task, settings: Settings) -> float:
@@ -388,11 +388,11 @@ def own_gbps(task: Task, settings: Settings) -> float:
         return 0.0
 
 
-def as_graph(own: Stock) -> Stock:
+def as_graph(choice: Stock) -> Stock:
     """Return NCCL's own rings for a graph file with as many final channels."""
-    settings = own.settings
+    settings = choice.settings
     if settings.min_channels is None:
-        return own
+        return choice
     channels = settings.min_channels // 2
     settings = msgspec.structs.replace(settings, channels=channels, min_channels=None)
-    return msgspec.structs.replace(own, settings=settings)
+    return msgspec.structs.replace(choice, settings=settings)

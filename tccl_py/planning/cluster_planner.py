@@ -47,7 +47,7 @@ def plan_cluster(
         # Without a ring nothing need be measured.
         cabled_ring(cluster.names, cluster.cables, 1, lambda *_: 1, keep_order=request.keep_order)
     # A ring on each NIC, among others.
-    ports = {min(len(_nics(cluster, one)), MAX_RINGS) for one in cluster.classes}
+    ports = {min(len(_nics(cluster, node_class)), MAX_RINGS) for node_class in cluster.classes}
     counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))
     sets = request.budget.sets
     budget = msgspec.structs.replace(request.budget, sets=sets and max(1, sets // 2))
@@ -70,27 +70,27 @@ def plan_cluster(
         )
 
     classes = [
-        _Class(one, some, None if source is None else task_of(one, source, some), kept)
-        for one, source, some in zip(cluster.classes, sources, gpus, strict=True)
+        _Class(host, ids, None if source is None else task_of(host, source, ids), kept)
+        for host, source, ids in zip(cluster.classes, sources, gpus, strict=True)
     ]
     further = [subsets[1:] for subsets in job_gpus(request.gpus_per_job, *gpus)]
-    growing = not all(one.gpus in one.tables for one in classes)
-    nodes = [one.node(one.gpus, growing) for one in classes]
+    growing = not all(member.gpus in member.tables for member in classes)
+    nodes = [member.node(member.gpus, growing) for member in classes]
     plan = plan_over(cluster, nodes, request)
     cancelled = plan.cancelled or any(map(_is_cancelled, nodes))
     notices = list(plan.notices)
     if tables is not None and not cancelled:
         try:
-            for one, subsets in zip(classes, further, strict=True):
+            for member, subsets in zip(classes, further, strict=True):
                 # Tables of earlier get further sets of GPUs only if these are named.
-                named = [] if one.tables and request.gpus_per_job is None else subsets
-                nodes += one.others(named, growing, notices)
+                named = [] if member.tables and request.gpus_per_job is None else subsets
+                nodes += member.others(named, growing, notices)
             ask = _ask_along_cables if cluster.cables else _ask_for_pairs
             ask(cluster, nodes)
         except KeyboardInterrupt:
             cancelled = True
         tables += [node.table() for node in nodes]
-    used = [one.task.source for one in classes if one.task is not None]
+    used = [member.task.source for member in classes if member.task is not None]
     return msgspec.structs.replace(
         plan,
         notices=tuple(notices),
@@ -107,8 +107,8 @@ def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
     if not cluster.cables:
         return used
     ends = cabled_nics(cluster.cables)
-    here = {nic for host, nic, _ in ends if cluster.classes[of[host]].name == node_class.name}
-    return tuple(nic for nic in used if nic in here)
+    cabled = {nic for host, nic, _ in ends if cluster.classes[of[host]].name == node_class.name}
+    return tuple(nic for nic in used if nic in cabled)
 
 
 class _Class:
@@ -119,13 +119,13 @@ class _Class:
         node_class: NodeClass,
         gpus: tuple[int, ...],
         task: HostTask | None,
-        kept: Sequence[ClassRates],
+        rates: Sequence[ClassRates],
     ) -> None:
         self.node_class, self.gpus, self.task = node_class, gpus, task
-        self.tables = {one.gpus: one for one in kept if one.node_class.name == node_class.name}
+        self.tables = {t.gpus: t for t in rates if t.node_class.name == node_class.name}
         if task is None and gpus not in self.tables:
-            what, right = "has no table, and no host to measure", "start a rank on a host of it"
-            raise InputError(f"class {node_class.name}", what, right)
+            fault, right = "has no table, and no host to measure", "start a rank on a host of it"
+            raise InputError(f"class {node_class.name}", fault, right)
 
     def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> ClassRates:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
@@ -141,13 +141,13 @@ class _Class:
         return ClassStudy(self.node_class, task, None if table is None else table.kept).rates
 
     def others(
-        self, wanted: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
+        self, gpu_sets: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
     ) -> Iterator[ClassRates]:
-        """Yield nodes for other GPUs: `wanted` ones without table, whose search may fail, and kept.
+        """Yield nodes for other GPUs: `gpu_sets` without table, whose search may fail, and kept.
 
         The notices get the reason where a search fails.
         """
-        new = [gpus for gpus in wanted if gpus not in self.tables]
+        new = [gpus for gpus in gpu_sets if gpus not in self.tables]
         for gpus in new:
             name = f"{self.node_class.name}, GPUs {gpus_text(gpus)}"
             try:
@@ -174,16 +174,16 @@ def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """
     slots: dict[int, tuple[str, int]] = {}
     for host in cluster.hosts:
-        name, wanted = slots.setdefault(host.node_class, (host.name, host.slots))
-        if host.slots != wanted:
+        name, count = slots.setdefault(host.node_class, (host.name, host.slots))
+        if host.slots != count:
             raise InputError(
                 f"host {host.name}",
-                f"has {host.slots} ranks, {name} of the same class has {wanted}",
+                f"has {host.slots} ranks, {name} of the same class has {count}",
                 "give hosts with equal machines equal numbers of ranks",
             )
     return tuple(
-        one.machine.gpu_indices[: slots[number][1]] if number in slots else ()
-        for number, one in enumerate(cluster.classes)
+        node_class.machine.gpu_indices[: slots[number][1]] if number in slots else ()
+        for number, node_class in enumerate(cluster.classes)
     )
 
 
@@ -204,18 +204,18 @@ def _ask_for_pairs(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:
 
     Two tables have answered already.
     """
-    found = combinations_with_replacement(nodes, 2)
-    pairs = [pair for pair in found if any(node.study for node in pair)]
+    combined = combinations_with_replacement(nodes, 2)
+    pairs = [pair for pair in combined if any(node.study for node in pair)]
     pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
     for pair in islice(pairs, MAX_PAIRS):
-        both = list(dict.fromkeys(pair))
+        used = list(dict.fromkeys(pair))
         hosts = tuple(
-            Host(name=str(n), node_class=n % len(both), slots=len(pair[n].gpus)) for n in range(2)
+            Host(name=str(n), node_class=n % len(used), slots=len(pair[n].gpus)) for n in range(2)
         )
-        classes = tuple(node.node_class for node in both)
+        classes = tuple(node.node_class for node in used)
         with suppress(SearchError, MeasurementError):
             _, cancelled = best_rings(
-                Cluster(hosts=hosts, classes=classes, rails=cluster.rails), both
+                Cluster(hosts=hosts, classes=classes, rails=cluster.rails), used
             )
             if cancelled:
                 raise KeyboardInterrupt

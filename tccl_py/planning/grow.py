@@ -73,18 +73,18 @@ def known_hosts(known: KnownPlan | None) -> tuple[dict[str, int], dict[int, list
 
     The sets are over all GPUs that are planned.
     """
-    found: dict[int, list[Sample]] = {}
+    samples: dict[int, list[Sample]] = {}
     if known is None:
-        return {}, found
+        return {}, samples
     cluster = known.plan.cluster
-    numbers = {one.name: number for number, one in enumerate(cluster.classes)}
+    numbers = {node_class.name: number for number, node_class in enumerate(cluster.classes)}
     for table in known.tables:
         number = numbers[table.node_class.name]
         if table.gpus == known.plan.class_gpus[number]:
-            kept = (table.between(settings, best.pairs) for settings, best in table.choices)
-            sets = [_sample(table.plan_chains(c), c.error) for c in kept if c is not None]
-            found[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
-    return cluster.host_classes, found
+            answers = (table.between(settings, best.pairs) for settings, best in table.choices)
+            sets = [_sample(table.plan_chains(c), c.error) for c in answers if c is not None]
+            samples[number] = list({s.transfers: s for s in sets}.values())[:_SETS]
+    return cluster.host_classes, samples
 
 
 def read_known_plan(directory: Path) -> KnownPlan:
@@ -127,13 +127,13 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
 
     Raises InputError: the plan has several classes, or as `cluster_of`.
     """
-    (one, *others), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
-    if others:
-        what = f"are of one of {1 + len(others)} classes"
-        raise InputError("`hosts`", what, "start ranks on them: then their class is found out")
+    (kind, *further), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
+    if further:
+        fault = f"are of one of {1 + len(further)} classes"
+        raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
     slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
     reports = [
-        HostReport(host=name, machine=one.machine, knowledge=one.knowledge, slots=count)
+        HostReport(host=name, machine=kind.machine, knowledge=kind.knowledge, slots=count)
         for name, count in slots.items()
     ]
     return _cluster(reports, switches, known, where="`hosts`")
@@ -212,8 +212,8 @@ def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
     if text is not None:
         hosts = listed_hosts(text, where="`hosts`")
         if nodes not in (None, len(hosts)):
-            what = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
-            raise InputError("`nodes`", what, "give one of the two, or equal numbers")
+            fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
+            raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
         return hosts
     if nodes is None or not 2 <= nodes <= MANY_NODES:
         raise InputError("`nodes`", f"is {nodes}", f"2 to {MANY_NODES}, or none for one machine")
@@ -242,31 +242,31 @@ def plan_job(
 
     Raises InputError: hosts do not fit the known plan. SourceLostError: a host is gone.
     """
-    odd: tuple[str, ...] = ()
-    old, kept = known_hosts(known)
+    notices: tuple[str, ...] = ()
+    old, samples = known_hosts(known)
     if known is None:
-        cluster, odd = _with_uplinks(source, cluster)
-        say(odd)
+        cluster, notices = _with_uplinks(source, cluster)
+        say(notices)
 
     def planned(cluster: Cluster) -> Plan:
-        here = part_of(cluster, [host.name for host in source.session.hosts])
-        by_class = zip(here.classes, class_sources(source, here), strict=True)
-        sources = {one.name: by for one, by in by_class}
+        present = part_of(cluster, [host.name for host in source.session.hosts])
+        by_class = zip(present.classes, class_sources(source, present), strict=True)
+        sources = {node_class.name: by for node_class, by in by_class}
         return extended_plan(known, cluster, sources, request, reporter=reporter, tables=tables)
 
     made = planned(cluster)
-    found = {} if made.cancelled else _odd_in_classes(source, made, old, kept)
-    if found:
-        cluster, named = _split(cluster, found)
+    outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
+    if outliers:
+        cluster, named = _split(cluster, outliers)
         say(named)
-        odd += named
+        notices += named
         # The other classes are answered from memory.
         if tables is not None:
             tables.clear()
         made = planned(cluster)
-    alike = [name for name, n in cluster.host_classes.items() if name not in old and n in kept]
-    odd += _told("added as equal to their class, by samples", alike)
-    return _finished(made, source, odd)
+    equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
+    notices += _told("added as equal to their class, by samples", equal)
+    return _finished(made, source, notices)
 
 
 def extended_plan(
@@ -286,14 +286,14 @@ def extended_plan(
 
     Raises InputError: a class has neither table nor source.
     """
-    kept = () if known is None else known.tables
-    of_classes = [sources.get(one.name) for one in cluster.classes]
+    past = () if known is None else known.tables
+    of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
     request = request if known is None else known.request(request)
-    made = plan_hosts(request, cluster, of_classes, kept=kept, reporter=reporter, tables=tables)
+    made = plan_hosts(request, cluster, of_classes, kept=past, reporter=reporter, tables=tables)
     # The rings over all hosts are planned again, under settings that no job has tuned.
     before = () if known is None else known.plan.notices
-    told = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))
-    return msgspec.structs.replace(made, notices=tuple(told))
+    texts = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))
+    return msgspec.structs.replace(made, notices=tuple(texts))
 
 
 def grown_plan(
@@ -314,50 +314,50 @@ def grown_plan(
     """
     old, samples = known_hosts(known)
     new, number = list(cluster.names[len(old) :]), cluster.hosts[-1].node_class
-    sources, told = dict(others), tuple[str, ...]()
+    sources, notes = dict(others), tuple[str, ...]()
     if source is None:
         name = cluster.classes[number].name
-        told = _told(f"added as equal to {name}, without any sample", new)
+        notes = _told(f"added as equal to {name}, without any sample", new)
     elif new:
         if why := difference(source, samples.get(number, ())):
             cluster = split(cluster, [new])
-            told = (f"the new hosts: {why}; planned as a class of their own",)
+            notes = (f"the new hosts: {why}; planned as a class of their own",)
         sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
-    return extended_plan(known, cluster, sources, request, told, reporter=reporter, tables=tables)
+    return extended_plan(known, cluster, sources, request, notes, reporter=reporter, tables=tables)
 
 
 def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
     return (f"{text}: {', '.join(hosts)}",) if hosts else ()
 
 
-def _split(cluster: Cluster, odd: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
+def _split(cluster: Cluster, causes: Mapping[str, str]) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with odd hosts in classes of their own, and a notice on each."""
-    apart, left = list(odd)[:MOST_ODD], list(odd)[MOST_ODD:]
-    told = tuple(f"host {name}: {odd[name]}; planned as a class of its own" for name in apart)
-    told += _told("more hosts differ from their class, and stay in it", left)
-    return split(cluster, [[name] for name in apart]), told
+    single, more = list(causes)[:MOST_ODD], list(causes)[MOST_ODD:]
+    notes = tuple(f"host {name}: {causes[name]}; planned as a class of its own" for name in single)
+    notes += _told("more hosts differ from their class, and stay in it", more)
+    return split(cluster, [[name] for name in single]), notes
 
 
 def _odd_in_classes(
-    source: HostsSource, made: Plan, old: Collection[str], kept: Mapping[int, Sequence[Sample]]
+    source: HostsSource, made: Plan, old: Collection[str], sets: Mapping[int, Sequence[Sample]]
 ) -> dict[str, str]:
     """Return how new hosts differ from the rates of their class, kept or of its first host."""
     cluster, transport = made.cluster, source.session.transport
     partners = [host.name for host in source.session.hosts if host.name in old]
-    odd: dict[str, str] = {}
+    causes: dict[str, str] = {}
     for number, path in {path.node_class: path for path in reversed(made.paths)}.items():
         new = [h.name for h in cluster.hosts if h.node_class == number and h.name not in old]
-        if number in kept:
-            odd |= odd_hosts(source, cluster, new, kept[number], partners, transport=transport)
+        if number in sets:
+            causes |= odd_hosts(source, cluster, new, sets[number], partners, transport=transport)
         elif new:
-            first, some = new[0], new[1 : 1 + MOST_SAMPLED]
+            first, compared = new[0], new[1 : 1 + MOST_SAMPLED]
             sample = _sample(path.chains, made.error)
-            found = odd_hosts(source, cluster, some, [sample], [first], transport=transport)
-            if len(found) > max(1, len(some) / 2):
-                why = next(iter(found.values()))
-                found = {first: f"most hosts of its class differ from it: {why}"}
-            odd |= found
-    return odd
+            slower = odd_hosts(source, cluster, compared, [sample], [first], transport=transport)
+            if len(slower) > max(1, len(compared) / 2):
+                why = next(iter(slower.values()))
+                slower = {first: f"most hosts of its class differ from it: {why}"}
+            causes |= slower
+    return causes
 
 
 def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
@@ -365,19 +365,19 @@ def _sample(chains: Sequence[PlanChain], error: float) -> Sample:
     return Sample(flows, min(chain.rate_gbps for chain in chains), error / _95_PERCENT)
 
 
-def _finished(made: Plan, source: HostsSource, odd: tuple[str, ...]) -> Plan:
+def _finished(made: Plan, source: HostsSource, notices_of_hosts: tuple[str, ...]) -> Plan:
     """Return a plan with the rate of all rings at once, its notices, and counts of sets."""
     if made.assumed:
-        odd += (source.session.transport.unmeasured,)
+        notices_of_hosts += (source.session.transport.unmeasured,)
     elif not made.cancelled:
         made = _with_whole_ring(made, source)
     # Answers of the journal were measured by an earlier run.
-    asked, count = made.sets_measured + made.sets_remembered, source.sets_measured
-    notices = (*made.notices, *odd, *source.summary(source.conditions))
+    answered, count = made.sets_measured + made.sets_remembered, source.sets_measured
+    notices = (*made.notices, *notices_of_hosts, *source.summary(source.conditions))
     return msgspec.structs.replace(
         made,
         sets_measured=count,
-        sets_remembered=max(0, asked - count),
+        sets_remembered=max(0, answered - count),
         notices=tuple(dict.fromkeys(notices)),
     )
 
@@ -387,20 +387,20 @@ def _with_uplinks(source: HostsSource, cluster: Cluster) -> tuple[Cluster, tuple
     tree = cluster.switches
     if tree is None:
         return cluster, ()
-    known = estimate_uplinks(tree, pair_rates(source, cluster, source.session.transport))
-    told = tuple(
+    estimated = estimate_uplinks(tree, pair_rates(source, cluster, source.session.transport))
+    notices = tuple(
         f"the uplink of switch {new.name} carries {new.uplink_gbps:.3g} GB/s each way, as "
         "pairs of hosts across it were measured"
-        for old, new in zip(tree.all_switches, known.all_switches, strict=True)
+        for old, new in zip(tree.all_switches, estimated.all_switches, strict=True)
         if new.uplink_gbps != old.uplink_gbps
     )
-    return msgspec.structs.replace(cluster, switches=known), told
+    return msgspec.structs.replace(cluster, switches=estimated), notices
 
 
 def _with_whole_ring(made: Plan, source: HostsSource) -> Plan:
     """Add the bandwidth of all rings at once over all hosts, unless there are too many hosts."""
-    here = {host.name for host in source.session.hosts}
-    if len(made.hosts) > WHOLE_RING_HOSTS or not here.issuperset(made.host_order):
+    present = {host.name for host in source.session.hosts}
+    if len(made.hosts) > WHOLE_RING_HOSTS or not present.issuperset(made.host_order):
         return made
     try:
         (answer,) = source.measure([whole_ring(made)])
@@ -419,8 +419,8 @@ def whole_ring(plan: Plan) -> TransferSet:
     for host, following in zip(plan.hosts, (*plan.hosts[1:], plan.hosts[0]), strict=True):
         chains = plan.paths[host.path].chains
         onward = plan.paths[following.path].chains
-        for chain, then in zip(chains, onward, strict=True):
+        for chain, onto in zip(chains, onward, strict=True):
             flows += [on_host(hop.flow, host.name) for hop in chain.hops[1:-1]]
-            out, into = chain.hops[-1].flow, then.hops[0].flow
+            out, into = chain.hops[-1].flow, onto.hops[0].flow
             flows.append(joined(out, into, sender=host.name, receiver=following.name))
     return transfer_set(flows)

@@ -60,17 +60,17 @@ def rail_tuples(
     ((0, 1), (1, 0))
     """
     rings = len(pairings[0])
-    rules = [EvenUse(nics=each, chains=rings) for each in sorted(set(map(tuple, nics)))]
-    even = {found for one in rules for found in islice(_even_tuples(one), MANY_TUPLES + 1)}
+    rules = [EvenUse(nics=used, chains=rings) for used in sorted(set(map(tuple, nics)))]
+    even = {nics for rule in rules for nics in islice(_even_tuples(rule), MANY_TUPLES + 1)}
     if len(even) <= MANY_TUPLES:
         return tuple(sorted(even))
-    known = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
-    for entered in known:
+    tuples = list(dict.fromkeys(tuple(sorted(pair[0] for pair in pairs)) for pairs in pairings))
+    for entered in tuples:
         for pairs in pairings:
             for image in (_led(entered, pairs), _led(entered, [(b, a) for a, b in pairs])):
-                if image is not None and image not in known and len(known) < MANY_TUPLES:
-                    known.append(image)
-    return tuple(known)
+                if image is not None and image not in tuples and len(tuples) < MANY_TUPLES:
+                    tuples.append(image)
+    return tuple(tuples)
 
 
 def _even_tuples(rule: EvenUse, begun: Nics = ()) -> Iterator[Nics]:
@@ -85,14 +85,14 @@ def _even_tuples(rule: EvenUse, begun: Nics = ()) -> Iterator[Nics]:
 
 def _led(nics: Nics, pairs: Iterable[NicPair]) -> Nics | None:
     """The exits of chains with these NIC pairs for rings that enter by `nics`; None if none fit."""
-    left = sorted(pairs)
+    remaining = sorted(pairs)
     out = []
     for nic in nics:
-        taken = next((pair for pair in left if pair[0] == nic), None)
-        if taken is None:
+        match = next((pair for pair in remaining if pair[0] == nic), None)
+        if match is None:
             return None
-        left.remove(taken)
-        out.append(taken[1])
+        remaining.remove(match)
+        out.append(match[1])
     return tuple(out)
 
 
@@ -140,11 +140,11 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         bound = min(bounds) if len(bounds) == len(best) else None
         if bound is not None and (tree := self.cluster.switches) is not None:
             bound = min(bound, uplink_limit(tree, tuple(tree.all_hosts)))
-        assumptions = (one for choice in best for one in choice.bound_assumptions)
+        assumptions = (text for choice in best for text in choice.bound_assumptions)
         order = [self.cluster.host_classes[host] for host in ring.hosts]
         ways = list(zip(order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
-        found = {way: self._between(*way) for way in dict.fromkeys(ways)}
-        chains = {way: self._in_order(*way, one) for way, one in found.items() if one is not None}
+        rated = {way: self._between(*way) for way in dict.fromkeys(ways)}
+        chains = {way: self._in_order(*way, row) for way, row in rated.items() if row is not None}
         rate = float(ring.rate_gbps)
         return ClusterRings(
             settings=self.settings,
@@ -153,8 +153,8 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
             nic_maps=nic_maps,
             chains=tuple(chains[way] for way in ways),
             rate_gbps=rate,
-            error=max(one.error for one in found.values() if one is not None),
-            assumed=any(one.assumed for one in found.values() if one is not None),
+            error=max(row.error for row in rated.values() if row is not None),
+            assumed=any(row.assumed for row in rated.values() if row is not None),
             # With noise, chains with other NICs may do better than the best of all were thought to.
             bound_gbps=None if bound is None else float(max(bound, rate)),
             bound_assumptions=() if bound is None else tuple(dict.fromkeys(assumptions)),
@@ -187,14 +187,14 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))
 
     def _in_order(
-        self, node_class: int, into: NicMap, out: NicMap, found: KeptChains
+        self, node_class: int, into: NicMap, out: NicMap, answer: KeptChains
     ) -> tuple[PlanChain, ...]:
         """Return the chains in the order of the rings that take them."""
-        left = list(self.nodes[node_class].plan_chains(found))
+        remaining = list(self.nodes[node_class].plan_chains(answer))
         chains = []
-        for wanted in zip(into.entries, out.exits, strict=True):
-            chains.append(next(c for c in left if (c.entry_nic, c.exit_nic) == wanted))
-            left.remove(chains[-1])
+        for nics in zip(into.entries, out.exits, strict=True):
+            chains.append(next(c for c in remaining if (c.entry_nic, c.exit_nic) == nics))
+            remaining.remove(chains[-1])
         return tuple(chains)
 
     def _merged(
@@ -205,15 +205,15 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         The `best` chains of every class are tried alone first: if they close to a ring fast
         `enough`, no other chains between the same NICs need be searched.
         """
-        found = None
+        merged = None
         for only in (best, [None] * len(best)):
             tables = [self._table(number, nic_maps, pairs) for number, pairs in enumerate(only)]
             with suppress(SearchError):
                 ring = self._ordered(tables)
-                found = ring, tuple(nic_maps[number] for number in ring.crossings)
+                merged = ring, tuple(nic_maps[number] for number in ring.crossings)
                 if ring.rate_gbps >= enough:
                     break
-        return found
+        return merged
 
     def _table(
         self, node_class: int, nic_maps: Sequence[NicMap], only: NicPairs | None
@@ -226,8 +226,8 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         for x, into in enumerate(nic_maps):
             for y, out in enumerate(nic_maps):
                 if only in (None, pairs_of(into.entries, out.exits)):
-                    found = self._between(node_class, into, out)
-                    rates[x, y] = 0.0 if found is None else found.rate_gbps
+                    answer = self._between(node_class, into, out)
+                    rates[x, y] = 0.0 if answer is None else answer.rate_gbps
         return ChainTable(name=self.nodes[node_class].node_class.name, rates=rates)
 
     def _ordered(self, tables: Sequence[ChainTable]) -> MergedRing:
@@ -239,20 +239,20 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         tree = self.cluster.switches or SwitchTree(name="", hosts=names)
         crossed = passes(tree, names)
         try:
-            given = merge_with_switches(tables, classes, tree, given_order=names)
+            fixed = merge_with_switches(tables, classes, tree, given_order=names)
         except SearchError:
             if self.keep_order:
                 raise
-            given = None
-        if given is not None and (self.keep_order or (not crossed and _is_best(given, tables))):
-            return given
+            fixed = None
+        if fixed is not None and (self.keep_order or (not crossed and _is_best(fixed, tables))):
+            return fixed
         free = merge_with_switches(tables, classes, tree)
-        if given is None or given.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
+        if fixed is None or fixed.rate_gbps < free.rate_gbps or crossed > passes(tree, free.hosts):
             return free
-        return msgspec.structs.replace(given, bound_gbps=free.bound_gbps)
+        return msgspec.structs.replace(fixed, bound_gbps=free.bound_gbps)
 
 
 def _is_best(ring: MergedRing, tables: Sequence[ChainTable]) -> bool:
     """Return whether no order is better: equal hosts, or a class whose best chain is no faster."""
     used = set(ring.order)
-    return len(used) == 1 or ring.rate_gbps >= min(tables[one].rates.max() for one in used)
+    return len(used) == 1 or ring.rate_gbps >= min(tables[number].rates.max() for number in used)

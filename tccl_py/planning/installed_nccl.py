@@ -35,19 +35,19 @@ MOST_FILES = 8
 """Of more graph files one for each number of GPUs is loaded."""
 
 
-def version_to_plan(say: Callable[[str], None], told: str | None = None) -> str:
+def version_to_plan(say: Callable[[str], None], named: str | None = None) -> str:
     """Return the version of NCCL to plan for, and `say` why.
 
-    `told` is the version on all hosts of a job, or "none"; without it, this machine's is found.
+    `named` is the version on all hosts of a job, or "none"; without it, this machine's is found.
     """
-    if told is None:
-        found, where, none = installed_nccl(), "here, ", "none was found here"
+    if named is None:
+        nccl, where, none = installed_nccl(), "here, ", "none was found here"
     else:
-        found = None if told == "none" else InstalledNccl(version=told, source="on all hosts")
+        nccl = None if named == "none" else InstalledNccl(version=named, source="on all hosts")
         where, none = "", "the hosts have none that was found"
     version, why = ASSUMED, f", which current torch brings: {none}"
-    if found is not None:
-        version, why = found.minor, f": {found.version} is {where}{found.source}"
+    if nccl is not None:
+        version, why = nccl.minor, f": {nccl.version} is {where}{nccl.source}"
     say(f"planned for NCCL {version}{why}; `nccl` names another")
     return version
 
@@ -83,10 +83,10 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
     if len(files) > MOST_FILES:
         files = {gpus: files[gpus] for gpus in {len(gpus): gpus for gpus in files}.values()}
     texts = nccl_files(plan, Path())
-    asked = [Question(gpus=gpus, graph=texts[name]) for gpus, name in files.items()]
+    questions = [Question(gpus=gpus, graph=texts[name]) for gpus, name in files.items()]
     variables = environment(plan.settings)
     try:
-        answers = ask_each(variables, asked, connect=False)
+        answers = ask_each(variables, questions, connect=False)
     except RefusedError as error:
         name = list(files.values())[error.question]
         raise MeasurementError(
@@ -96,9 +96,9 @@ def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
         return (f"the graph files were not tried in the NCCL here: {error}",)
     notices = []
     for name, answer in zip(files.values(), answers, strict=True):
-        found = verdict_on(answer, texts[name], where=f"nccl/{name}")
-        if found.verdict != "used":
-            notices.append(f"nccl/{name}: {found.verdict} by the NCCL here: {found.reason}")
+        verdict = verdict_on(answer, texts[name], where=f"nccl/{name}")
+        if verdict.verdict != "used":
+            notices.append(f"nccl/{name}: {verdict.verdict} by the NCCL here: {verdict.reason}")
     return tuple(notices)
 
 

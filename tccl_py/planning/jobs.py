@@ -75,11 +75,11 @@ def plan_of_job(
     exists.
     """
     keys, cluster = job_cluster(plan, hosts, gpus or {})
-    known = plan.cluster.classes
-    tables = read_tables(directory, [known[number] for number in {number for number, _ in keys}])
+    classes = plan.cluster.classes
+    tables = read_tables(directory, [classes[number] for number in {number for number, _ in keys}])
     nodes = [
-        ClassRates(one, _table(tables, known[number], some))
-        for one, (number, some) in zip(cluster.classes, keys, strict=True)
+        ClassRates(node_class, _table(tables, classes[number], indices))
+        for node_class, (number, indices) in zip(cluster.classes, keys, strict=True)
     ]
     request = PlanRequest(
         strategy=plan.strategy,
@@ -102,8 +102,8 @@ def as_achieved(
     of a tuned plan's choice. The job takes the winner, or variables where its rings cannot be run
     under the winner's settings.
     """
-    replace, known = msgspec.structs.replace, plan.choices
-    shares = {n: got / rate for n, got in achieved.items() if (rate := known[n].rate_gbps)}
+    replace, choices = msgspec.structs.replace, plan.choices
+    shares = {n: got / rate for n, got in achieved.items() if (rate := choices[n].rate_gbps)}
     # Equal variables share an arm with default NCCL.
     shares.setdefault("variables", shares.get("default", 1.0))
     rates = {n: c.rate_gbps and c.rate_gbps * shares.get(n, 1.0) for n, c in made.choices.items()}
@@ -116,7 +116,7 @@ def as_achieved(
             tuned = retuned(made, replace(plan.settings, **nics))
         except (InputError, SearchError):
             winner = "variables" if winner == "graph" else winner
-    told = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
+    listed = ", ".join(f"{share:.2f} ({name})" for name, share in shares.items())
     return replace(
         tuned,
         rate_gbps=rates["graph"],
@@ -131,7 +131,7 @@ def as_achieved(
             note=plan.variables.note or made.variables.note,
         ),
         winner=winner,
-        notices=(*made.notices, f"rates are predictions times what jobs of the plan got: {told}"),
+        notices=(*made.notices, f"rates are predictions times what jobs of the plan got: {listed}"),
     )
 
 
@@ -142,20 +142,20 @@ def job_cluster(
 
     Raises InputError: as `plan_of_job`.
     """
-    odd = sorted(gpus.keys() - {host.name for host in hosts})
-    if odd:
-        raise InputError("`gpus`", f"names {shown(odd[0])}", "name hosts of `hosts`")
+    unknown = sorted(gpus.keys() - {host.name for host in hosts})
+    if unknown:
+        raise InputError("`gpus`", f"names {shown(unknown[0])}", "name hosts of `hosts`")
     used = {host.name: _class_and_gpus(plan, host, gpus.get(host.name)) for host in hosts}
     if len(hosts) < 2:
         raise InputError("`hosts`", f"names {len(hosts)} host", "plan on it by `tccl plan -o DIR`")
     keys = list(dict.fromkeys(used.values()))
     of_class = Counter(number for number, _ in keys)
     classes: list[NodeClass] = []
-    for number, some in keys:
-        known = plan.cluster.classes[number]
-        text = known.name if of_class[number] == 1 else f"{known.name}-gpus-{gpus_text(some)}"
-        name = class_name(text, {one.name for one in classes})
-        classes.append(msgspec.structs.replace(known, name=name))
+    for number, ids in keys:
+        base = plan.cluster.classes[number]
+        text = base.name if of_class[number] == 1 else f"{base.name}-gpus-{gpus_text(ids)}"
+        name = class_name(text, {c.name for c in classes})
+        classes.append(msgspec.structs.replace(base, name=name))
     numbers = {key: number for number, key in enumerate(keys)}
     tree = plan.cluster.switches
     return keys, Cluster(
@@ -167,71 +167,71 @@ def job_cluster(
     )
 
 
-def _class_and_gpus(plan: Plan, host: HostSlots, some: tuple[int, ...] | None) -> _Key:
+def _class_and_gpus(plan: Plan, host: HostSlots, ids: tuple[int, ...] | None) -> _Key:
     """Return the class of a job's host and the job's GPUs on it, `some` if they are named."""
     number = plan.cluster.host_classes.get(host.name)
     if number is None:
         right = f"name hosts of the plan, {shown(compress(plan.cluster.names))}, or plan again"
         raise InputError("`hosts`", f"host {shown(host.name)} is not in the plan", right)
     machine = plan.cluster.classes[number].machine
-    known = machine.gpu_indices
-    if some is None:
-        some = plan.class_gpus[number] if host.slots is None else known[: host.slots]
-    for gpu in some:
+    every = machine.gpu_indices
+    if ids is None:
+        ids = plan.class_gpus[number] if host.slots is None else every[: host.slots]
+    for gpu in ids:
         machine.gpu(gpu)
-    if not some or host.slots not in (None, len(some)):
-        what = f"has {len(known)} GPUs, and {host.slots or len(some)} ranks for {len(some)} of them"
-        raise InputError(f"host {host.name}", what, "name GPUs that it has, one for each rank")
-    return number, tuple(sorted(some))
+    if not ids or host.slots not in (None, len(ids)):
+        fault = f"has {len(every)} GPUs, and {host.slots or len(ids)} ranks for {len(ids)} of them"
+        raise InputError(f"host {host.name}", fault, "name GPUs that it has, one for each rank")
+    return number, tuple(sorted(ids))
 
 
-def _table(tables: Collection[ClassRates], one: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
+def _table(tables: Collection[ClassRates], host: NodeClass, gpus: tuple[int, ...]) -> KeptTable:
     """Return the table of a class for some GPUs, or that of GPUs which equal them."""
-    of_class = [table.kept for table in tables if table.node_class.name == one.name]
-    alike = [table for table in of_class if len(table.gpus) == len(gpus)]
-    same = (table for table in alike if table.gpus == gpus)
-    images = (image_of(table, one, gpus) for table in alike)
-    found = next(same, None) or next(filter(None, images), None)
-    if found is None:
-        there = ", ".join(gpus_text(table.gpus) for table in of_class)
-        what = f"has no table for GPUs {gpus_text(gpus)}, but for {there}"
+    of_class = [table.kept for table in tables if table.node_class.name == host.name]
+    candidates = [table for table in of_class if len(table.gpus) == len(gpus)]
+    equal = (table for table in candidates if table.gpus == gpus)
+    images = (image_of(table, host, gpus) for table in candidates)
+    match = next(equal, None) or next(filter(None, images), None)
+    if match is None:
+        available = ", ".join(gpus_text(table.gpus) for table in of_class)
+        fault = f"has no table for GPUs {gpus_text(gpus)}, but for {available}"
         # A number alone would be a count.
-        some = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
-        right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {some}"
-        if not there:
-            what, right = "has no table", "name the cluster's plan: a job's files have no tables"
-        raise NoTableError(f"class {one.name}", what, right)
-    return found
+        listed = gpus_text(gpus) if len(gpus) > 1 else f"{gpus[0]}-{gpus[0]}"
+        right = f"measure them on a host: tccl plan DIR --extend --gpus-per-job {listed}"
+        if not available:
+            fault, right = "has no table", "name the cluster's plan: a job's files have no tables"
+        raise NoTableError(f"class {host.name}", fault, right)
+    return match
 
 
 # Tables for GPUs that a machine's symmetry exchanges with the measured ones.
 
 
-def image_of(table: KeptTable, one: NodeClass, gpus: tuple[int, ...]) -> KeptTable | None:
+def image_of(table: KeptTable, host: NodeClass, gpus: tuple[int, ...]) -> KeptTable | None:
     """Return a class's table for other GPUs, by a symmetry of the machine; None if there is none.
 
     NCCL has to move every hop as the mapped one, and to choose the mapped chains by itself.
     """
-    there, here = (_own_choice(one, table.default_settings, some) for some in (table.gpus, gpus))
+    old, new = (_own_choice(host, table.default_settings, ids) for ids in (table.gpus, gpus))
     rated = isinstance(table.plain, OwnChains)
-    unlike = msgspec.structs.replace(there, rings=here.rings, chains=here.chains) != here
+    unlike = msgspec.structs.replace(old, rings=new.rings, chains=new.chains) != new
     if unlike or (rated and table.plain != table.stock):
         return None
-    symmetry = automorphisms(one.machine, one.knowledge)
+    symmetry = automorphisms(host.machine, host.knowledge)
     nics = [f"N{nic}" for nic in table.nics]
     fits = onto(symmetry, [f"G{gpu}" for gpu in table.gpus], [f"G{gpu}" for gpu in gpus])
     for row in symmetry.elements[fits & onto(symmetry, nics, nics)][:_MOST_TRIED]:
-        found = _relabelled(table, gpus, mapping(symmetry, row))
-        if Counter(found.stock.chains) == Counter(here.chains) and _is_possible(found, one):
+        image = _relabelled(table, gpus, mapping(symmetry, row))
+        if Counter(image.stock.chains) == Counter(new.chains) and _is_possible(image, host):
             # In NCCL's order of channels.
-            stock = msgspec.structs.replace(found.stock, chains=here.chains)
+            stock = msgspec.structs.replace(image.stock, chains=new.chains)
             plain = stock if rated else table.plain
-            return msgspec.structs.replace(found, stock=stock, plain=plain)
+            return msgspec.structs.replace(image, stock=stock, plain=plain)
     return None
 
 
-def _own_choice(one: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
-    return default_choice_or_sys(view(one.machine, one.knowledge, settings, gpus=gpus), nodes=2)
+def _own_choice(host: NodeClass, settings: Settings, gpus: tuple[int, ...]) -> DefaultChoice:
+    return default_choice_or_sys(view(host.machine, host.knowledge, settings, gpus=gpus), nodes=2)
 
 
 def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> KeptTable:
@@ -241,7 +241,7 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
     def index(kind: str, number: int) -> int:
         return index_of(names[f"{kind}{number}"])
 
-    own = tuple(
+    chains = tuple(
         DefaultChain(
             index("N", chain.entry),
             tuple(index("G", gpu) for gpu in chain.gpus),
@@ -249,7 +249,7 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
         )
         for chain in table.stock.chains
     )
-    pairs = [sorted((index("N", a), index("N", b)) for a, b in one.pairs) for one in table.answers]
+    pairs = [sorted((index("N", a), index("N", b)) for a, b in row.pairs) for row in table.answers]
     note = (
         f"{table.node_class}, GPUs {gpus_text(gpus)}: by the rates of GPUs "
         f"{gpus_text(table.gpus)}, which the machine's symmetry maps to them"
@@ -257,23 +257,23 @@ def _relabelled(table: KeptTable, gpus: tuple[int, ...], names: Permutation) -> 
     return replace(
         table,
         gpus=gpus,
-        stock=replace(table.stock, chains=own),
+        stock=replace(table.stock, chains=chains),
         hops=tuple(relabelled_hop(hop, names) for hop in table.hops),
         answers=tuple(
-            replace(one, pairs=tuple(each)) for one, each in zip(table.answers, pairs, strict=True)
+            replace(row, pairs=tuple(nics)) for row, nics in zip(table.answers, pairs, strict=True)
         ),
         notices=(*table.notices, note),
     )
 
 
-def _is_possible(table: KeptTable, one: NodeClass) -> bool:
+def _is_possible(table: KeptTable, host: NodeClass) -> bool:
     """Return whether NCCL moves every hop of a mapped table as the table has it."""
     used: dict[tuple[int, int], set[int]] = {}
-    for found in table.answers:
-        used.setdefault((found.under, len(found.pairs)), set()).update(*found.chains)
+    for answer in table.answers:
+        used.setdefault((answer.under, len(answer.pairs)), set()).update(*answer.chains)
     for (under, count), numbers in used.items():
-        seen = view(one.machine, one.knowledge, table.settings[under], gpus=table.gpus)
-        space = chain_hop_space(seen, nics=table.nics, chains_in_set=count)
+        host_view = view(host.machine, host.knowledge, table.settings[under], gpus=table.gpus)
+        space = chain_hop_space(host_view, nics=table.nics, chains_in_set=count)
         hops = (table.hops[n] for n in numbers)
         if not all(hop in space.between(hop.source, hop.target) for hop in hops):
             return False
@@ -305,7 +305,7 @@ def write_bounded_job(
     tables = [read_tables(directory, [plan.cluster.classes[number]]) for number, _ in keys]
     if not all(tables):
         raise missing
-    sets = [some for _, some in keys]
+    sets = [indices for _, indices in keys]
     bound = bound_of(cluster, sets, tables)
     most = "" if bound is None else f", at most {bound:.2f} GB/s"
     basis = mark(simulated=plan.simulated, assumed=False, dry_run=plan.dry_run)
@@ -334,13 +334,13 @@ def bound_of(
     NIC carries no more than its port. Tables for more or fewer GPUs bound nothing: chains over them
     have other hops, and only a set of the same transfers bounds one with further transfers.
     """
-    found = [inf if cluster.switches is None else uplink_limit(cluster.switches, cluster.names)]
-    for one, some, known in zip(cluster.classes, gpus, tables, strict=True):
-        rated = [table.plain for table in known if table.gpus == some]
-        found += [own.rate_gbps for own in rated if isinstance(own, OwnChains)]
-        ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in one.machine.nics}
-        chains = _own_choice(one, known[0].kept.default_settings, some).chains
+    bounds = [inf if cluster.switches is None else uplink_limit(cluster.switches, cluster.names)]
+    for host, indices, of_class in zip(cluster.classes, gpus, tables, strict=True):
+        rated = [table.plain for table in of_class if table.gpus == indices]
+        bounds += [default.rate_gbps for default in rated if isinstance(default, OwnChains)]
+        ports = {nic.index: nic.speed_mbps / _MBPS or inf for nic in host.machine.nics}
+        chains = _own_choice(host, of_class[0].kept.default_settings, indices).chains
         for ends in ([chain.entry for chain in chains], [chain.exit for chain in chains]):
-            found += [ports[nic] * len(ends) / count for nic, count in Counter(ends).items()]
-    least = min(found)
+            bounds += [ports[nic] * len(ends) / count for nic, count in Counter(ends).items()]
+    least = min(bounds)
     return least if least < inf else None

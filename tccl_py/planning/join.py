@@ -77,13 +77,13 @@ def best_rings(
             search = RingSearch(
                 cluster=cluster, nodes=nodes, settings=settings, keep_order=keep_order
             )
-            found = _realisable(search, count)
-            if found is None:
+            rings = _realisable(search, count)
+            if rings is None:
                 continue
-            cost = found.rings, found.settings.channels
+            cost = rings.rings, rings.settings.channels
             less = best is not None and cost < (best.rings, best.settings.channels)
-            if best is None or preferred(found.rate_gbps, best.rate_gbps, less=less):
-                best = found
+            if best is None or preferred(rings.rate_gbps, best.rate_gbps, less=less):
+                best = rings
     except KeyboardInterrupt:
         if best is None:
             raise
@@ -100,17 +100,17 @@ def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, fl
     """
     promises: dict[tuple[Settings, int], float] = {}
     for node in nodes:
-        for settings, found in node.choices:
-            key = (settings, len(found.pairs))
-            promises[key] = min(promises.get(key, float("inf")), found.rate_gbps)
+        for settings, chains in node.choices:
+            key = (settings, len(chains.pairs))
+            promises[key] = min(promises.get(key, float("inf")), chains.rate_gbps)
     least = min(node.choices[0][1].rate_gbps for node in nodes)
     # Of equal promises the rates that are known decide, so that the order of classes does not.
-    ranked = sorted(promises.items(), key=lambda one: (-min(one[1], least), one[0][1], -one[1]))
-    known = [one for one in ranked if all(node.may_answer(*one[0]) for node in nodes)]
+    ranked = sorted(promises.items(), key=lambda row: (-min(row[1], least), row[0][1], -row[1]))
+    usable = [row for row in ranked if all(node.may_answer(*row[0]) for node in nodes)]
     # NCCL's own chains are always among them: a plan is never below them.
-    own = {(node.stock.settings, node.stock.distinct) for node in nodes}
-    for number, ((settings, count), promise) in enumerate(known):
-        if number < CANDIDATES or (settings, count) in own:
+    defaults = {(node.stock.settings, node.stock.distinct) for node in nodes}
+    for number, ((settings, count), promise) in enumerate(usable):
+        if number < CANDIDATES or (settings, count) in defaults:
             yield settings, count, min(promise, least)
 
 
@@ -122,11 +122,11 @@ def _realisable(search: RingSearch, count: int) -> ClusterRings | None:
     settings, hosts = search.settings, len(search.cluster.hosts)
     sm = min(node.view(settings).system.sm_min for node in search.nodes)
     while True:
-        found = msgspec.structs.replace(search, settings=settings).rings(count)
-        if found is None or ends_as_measured(
-            settings, sm=sm, hosts=hosts, rate_gbps=found.rate_gbps
+        rings = msgspec.structs.replace(search, settings=settings).rings(count)
+        if rings is None or ends_as_measured(
+            settings, sm=sm, hosts=hosts, rate_gbps=rings.rate_gbps
         ):
-            return found
+            return rings
         settings = msgspec.structs.replace(settings, channels=2 * settings.channels)
 
 
@@ -169,14 +169,14 @@ def _own_choices(cluster: Cluster, nodes: Sequence[ClassRates]) -> tuple[PlanCho
 
 
 def _own_choice(
-    cluster: Cluster, nodes: Sequence[ClassRates], own: Sequence[OwnChains]
+    cluster: Cluster, nodes: Sequence[ClassRates], defaults: Sequence[OwnChains]
 ) -> PlanChoice:
     """Return NCCL's own rings over the hosts in the order given."""
-    rate = min(stock.rate_gbps for stock in own)
+    rate = min(stock.rate_gbps for stock in defaults)
     if cluster.switches is not None:
         rate = min(rate, uplink_limit(cluster.switches, cluster.names))
     settings = nodes[0].kept.default_settings
-    for stock in own:
+    for stock in defaults:
         settings = msgspec.structs.replace(
             settings,
             p2p_level=stock.settings.p2p_level or settings.p2p_level,
@@ -187,29 +187,29 @@ def _own_choice(
     first = 0
     for number, host in enumerate(cluster.hosts):
         at = {gpu: first + slot for slot, gpu in enumerate(nodes[host.node_class].gpus)}
-        chains = _chains_on(own[host.node_class], number)
+        chains = _chains_on(defaults[host.node_class], number)
         ranks.append([[at[gpu] for gpu in own_chain.gpus] for own_chain in chains])
         first += host.slots
-    fallback = any(stock.fallback for stock in own)
+    fallback = any(stock.fallback for stock in defaults)
     return PlanChoice(
         settings=settings,
         rings=tuple(tuple(chain.from_iterable(parts)) for parts in zip(*ranks, strict=False)),
         rate_gbps=rate,
-        error=max(stock.error for stock in own),
-        assumed=any(stock.assumed for stock in own),
+        error=max(stock.error for stock in defaults),
+        assumed=any(stock.assumed for stock in defaults),
         note="NCCL's search finds no rings and takes its simple order" if fallback else "",
     )
 
 
-def _chains_on(own: OwnChains, number: int) -> tuple[DefaultChain, ...]:
+def _chains_on(default: OwnChains, number: int) -> tuple[DefaultChain, ...]:
     """Return NCCL's own chains on a host by its number in rank order.
 
     On odd hosts pairs of channels are swapped if they leave by another NIC than they enter by, so
     that each stays on its rail between hosts (ncclTopoPostset in connect.cc of NCCL 2.30.7).
     """
-    count = len(own.chains)
-    swapped = own.cross_nic == SWAPPING and number % 2 == 1 and count % 2 == 0
-    return tuple(own.chains[channel ^ swapped] for channel in range(count))
+    count = len(default.chains)
+    swapped = default.cross_nic == SWAPPING and number % 2 == 1 and count % 2 == 0
+    return tuple(default.chains[channel ^ swapped] for channel in range(count))
 
 
 def _notices(cluster: Cluster, best: ClusterRings, nodes: Sequence[ClassRates]) -> Iterator[str]:

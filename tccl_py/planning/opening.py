@@ -52,7 +52,7 @@ class Subject(msgspec.Struct, kw_only=True):
 
     def models(self, made: Plan) -> dict[str, MachineModel | None]:
         """Return the models behind a plan's rates by class; new classes have the new model."""
-        models = dict.fromkeys((one.name for one in made.cluster.classes), self.model)
+        models = dict.fromkeys((node_class.name for node_class in made.cluster.classes), self.model)
         return {**models, **self.known_models}
 
     def keep_in(self, journal: Path, *, replace: bool) -> tuple[str, ...]:
@@ -172,8 +172,8 @@ def output_directory(directory: Path, *, force: bool) -> Iterator[Path]:
     with _taken_away(made), refused(directory, *unusable):
         check_path(directory.absolute())
         if not directory.is_dir() and (directory.exists() or directory.is_symlink()):
-            what = missing(directory, "is no directory")
-            raise InputError(str(directory), what, "name a new or empty one")
+            fault = missing(directory, "is no directory")
+            raise InputError(str(directory), fault, "name a new or empty one")
         make(directory, made)
     # Not taken away if another run has it by now.
     journal = directory / JOURNAL_FILE

@@ -47,8 +47,8 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
     if known is not None and request.extend is not None:
         mixed = job is not None if known.plan.simulated else request.simulate is not None
         if mixed:
-            what = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
-            raise InputError(str(request.extend), what, "add hosts with such rates")
+            fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
+            raise InputError(str(request.extend), fault, "add hosts with such rates")
         listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
         names = known.plan.cluster.host_classes
         if again := [host.name for host in listed if host.name in names]:
@@ -65,12 +65,12 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
 
 def _of_hosts(request: PlanRequest, known: KnownPlan | None, models: Models) -> Subject:
     """Open simulated hosts, or those that a known plan grows by without measuring."""
-    model, source, others = None, None, dict[str, Simulator]()
+    model, source, by_name = None, None, dict[str, Simulator]()
     if request.simulate is not None:
         model, source = simulated(request, request.simulate)
         nodes, switches = request.nodes, request.switches
         cluster = simulated_cluster(model, nodes, request.hosts, switches, known)
-        others = {name: Simulator(one) for name, one in models.items() if one is not None}
+        by_name = {name: Simulator(m) for name, m in models.items() if m is not None}
     else:
         assert known is not None and request.hosts is not None
         hosts = listed_hosts(request.hosts, where="`hosts`")
@@ -79,7 +79,7 @@ def _of_hosts(request: PlanRequest, known: KnownPlan | None, models: Models) -> 
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
-            facts = known, cluster, source, others
+            facts = known, cluster, source, by_name
             return grown_plan(*facts, request, reporter=reporter, tables=tables)
 
     return Subject(

@@ -41,19 +41,19 @@ def job_gpus(text: str | None, *hosts: Sequence[int]) -> list[list[tuple[int, ..
 
     Raises InputError: an item that is neither count nor set, or beyond every host.
     """
-    found = [[tuple(gpus)] for gpus in hosts]
-    for sets, gpus in zip(found, hosts, strict=True):
+    of_hosts = [[tuple(gpus)] for gpus in hosts]
+    for sets, gpus in zip(of_hosts, hosts, strict=True):
         counts = (len(gpus) // 2, len(gpus) // 4, 1) if text is None else ()
-        sets.extend(tuple(gpus[:some]) for some in counts if some)
+        sets.extend(tuple(gpus[:count]) for count in counts if count)
     for item in [] if text is None else map(str.strip, text.split(",")):
         named = [_named_gpus(item, gpus) for gpus in hosts]
         if not any(named):
             listed = " or ".join(dict.fromkeys(map(gpus_text, hosts)))
-            what = f"{shown(item)} fits no host: their GPUs are {listed}"
-            raise InputError("`gpus_per_job`", what, "name fewer, or leave it out")
-        for sets, more in zip(found, named, strict=True):
+            fault = f"{shown(item)} fits no host: their GPUs are {listed}"
+            raise InputError("`gpus_per_job`", fault, "name fewer, or leave it out")
+        for sets, more in zip(of_hosts, named, strict=True):
             sets.extend(more)
-    return [list(dict.fromkeys(sets)) for sets in found]
+    return [list(dict.fromkeys(sets)) for sets in of_hosts]
 
 
 def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
@@ -62,11 +62,11 @@ def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(gpus[: int(item)])] if int(item) <= len(gpus) else []
     try:
         # A number alone would be a count.
-        some = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
+        indices = parse_gpus(item.replace("+", ",") if set("+-") & set(item) else "")
     except InputError as error:
-        what, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
-        raise InputError("`gpus_per_job`", what, f"write counts or sets, {right}") from error
-    return [tuple(sorted(some))] if set(some) <= set(gpus) else []
+        fault, right = f"{shown(item)} is no number of GPUs and no set", "as 8,4,4-7,0+2"
+        raise InputError("`gpus_per_job`", fault, f"write counts or sets, {right}") from error
+    return [tuple(sorted(indices))] if set(indices) <= set(gpus) else []
 
 
 def smaller_sets(
@@ -94,25 +94,25 @@ def subset_rings(
     Subsets that a symmetry of the machine exchanges share one search. Of more than
     ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
     """
-    wanted = subsets(task.machine, task.gpus)
+    usual = subsets(task.machine, task.gpus)
     symmetry = automorphisms(task.machine, task.knowledge)
-    found: dict[Order, SubsetRings] = {}
-    for subset in wanted:
-        if subset not in found and (planned := _subset(task, settings, orders, subset)):
-            found.update(_images(planned, symmetry))
+    answers: dict[Order, SubsetRings] = {}
+    for subset in usual:
+        if subset not in answers and (planned := _subset(task, settings, orders, subset)):
+            answers.update(_images(planned, symmetry))
     # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
-    return tuple(found[subset] for subset in wanted if subset in found)
+    return tuple(answers[subset] for subset in usual if subset in answers)
 
 
 def _rated(
     task: Task, planned: Iterable[SubsetRings], settings: Iterable[Settings]
 ) -> tuple[SubsetRings, ...]:
     """Return the subsets, with whether NCCL's own rings are slower under any of these settings."""
-    plain = dict.fromkeys(msgspec.structs.replace(one, shm_placement=False) for one in settings)
+    plain = dict.fromkeys(msgspec.structs.replace(kind, shm_placement=False) for kind in settings)
 
     def gains(subset: SubsetRings) -> bool:
         part = msgspec.structs.replace(task, gpus=subset.gpus, own_rings=None)
-        return any(subset.rate_gbps > own_gbps(part, one) * (1 + AS_GOOD) for one in plain)
+        return any(subset.rate_gbps > own_gbps(part, kind) * (1 + AS_GOOD) for kind in plain)
 
     return tuple(msgspec.structs.replace(subset, gains=gains(subset)) for subset in planned)
 
@@ -121,15 +121,15 @@ def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
     """Return the subsets, without rings, with whether the variables beat default NCCL."""
     if len(task.gpus) > ALL_SUBSETS_UP_TO:
         return ()
-    found = []
+    answers = []
     for gpus in subsets(task.machine, task.gpus):
         part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
-        default, rate = (own_gbps(part, one) for one in (task.default_settings, variables))
+        default, rate = (own_gbps(part, option) for option in (task.default_settings, variables))
         # Rates of sets that may not be measured any more are infinite.
         if 0 < rate < inf:
             gains = rate > default * (1 + AS_GOOD)
-            found.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
-    return tuple(found)
+            answers.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
+    return tuple(answers)
 
 
 def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
@@ -140,7 +140,7 @@ def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
     """
     count, combinations = len(gpus), itertools.combinations
     if count <= ALL_SUBSETS_UP_TO:
-        return tuple(one for size in range(2, count) for one in combinations(gpus, size))
+        return tuple(subset for size in range(2, count) for subset in combinations(gpus, size))
     parts = [
         gpus[at : at + size] for size in (count // 2, count // 4) for at in range(0, count, size)
     ]
@@ -150,8 +150,8 @@ def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:
         for parent in dict.fromkeys(parents[gpu] for gpu in gpus)
     ]
     pairs = [pair for group in below for pair in combinations(group, 2)]
-    found = {one for one in (*parts, *below, *pairs) if 2 <= len(one) < count}
-    return tuple(sorted(found, key=lambda one: (len(one), one)))
+    chosen = {subset for subset in (*parts, *below, *pairs) if 2 <= len(subset) < count}
+    return tuple(sorted(chosen, key=lambda subset: (len(subset), subset)))
 
 
 def _subset(
@@ -162,20 +162,20 @@ def _subset(
         task, gpus=gpus, ring_counts=SUBSET_RING_COUNTS, budget=SUBSET_BUDGET
     )
     # The whole machine's rings without the GPUs that are missing are a good beginning.
-    known = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
-    result = search_under(part, settings, known=known, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
+    seeds = [tuple(tuple(gpu for gpu in order if gpu in gpus) for order in orders)]
+    result = search_under(part, settings, known=seeds, floor=0.0, sets=SUBSET_BUDGET.sets or 1)
     if result is None:
         return None
     if result.cancelled:
         raise KeyboardInterrupt
-    rings = tuple(one.gpus for one in result.rings.rings)
+    rings = tuple(ring.gpus for ring in result.rings.rings)
     nodes = sender_nodes(task.machine, result.rings.rings) if settings.shm_placement else ()
     return SubsetRings(gpus=gpus, rings=rings, rate_gbps=result.rate_gbps, nodes=nodes)
 
 
 def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings]:
     """The plan of a subset carried over to all subsets that look the same."""
-    found = {planned.gpus: planned}
+    images = {planned.gpus: planned}
     for gpus, names in images_of_gpus(symmetry, planned.gpus).items():
         rings = tuple(tuple(index_of(names[f"G{gpu}"]) for gpu in ring) for ring in planned.rings)
         places = zip(planned.gpus, planned.nodes, strict=False)
@@ -183,5 +183,5 @@ def _images(planned: SubsetRings, symmetry: Symmetry) -> dict[Order, SubsetRings
             (index_of(names[f"G{g}"]), index_of(names[f"C{node}"])) for g, node in places
         )
         image = {"gpus": gpus, "rings": rings, "nodes": tuple(node for _, node in nodes)}
-        found.setdefault(gpus, msgspec.structs.replace(planned, **image))
-    return found
+        images.setdefault(gpus, msgspec.structs.replace(planned, **image))
+    return images

@@ -39,11 +39,11 @@ def journal_of(plan: Plan, directory: Path) -> JournalContents:
         raise InputError(str(journal), "does not exist", f"{right}, or plan again")
     contents = read_journal(journal)
     header, machine = contents.header, plan.cluster.classes[0].machine
-    known = (header.machine, header.simulated) == (machine.name, plan.simulated)
-    if not (known or header.hosts):
+    fits = (header.machine, header.simulated) == (machine.name, plan.simulated)
+    if not (fits or header.hosts):
         kind = "simulated" if header.simulated else "measured"
-        what = f"is of machine {header.machine}, {kind}, and not of this plan"
-        raise InputError(str(journal), what, f"the journal of {machine.name}")
+        fault = f"is of machine {header.machine}, {kind}, and not of this plan"
+        raise InputError(str(journal), fault, f"the journal of {machine.name}")
     return contents
 
 
@@ -60,8 +60,8 @@ def source_again(plan: Plan, directory: Path) -> tuple[Bench, tuple[str, ...]]:
     noise, seed = (0.0, 0) if header is None else (header.noise, header.seed)
     source = open_source(model, noise=noise, seed=seed)
     if header not in (None, source.header):
-        what = f"is not of the model of {model.name} as this program has it"
-        raise InputError(str(journal), what, "plan again")
+        fault = f"is not of the model of {model.name} as this program has it"
+        raise InputError(str(journal), fault, "plan again")
     return source, source.keep_in(journal, optional=True)
 
 
@@ -84,15 +84,15 @@ def measured_again(plan: Plan, directory: Path, *, otherwise: str) -> tuple[Benc
     try:
         place = measured_as(header, machine)
     except InputError as error:
-        here = f"{error.where} {error.what}"
+        used = f"{error.where} {error.what}"
     else:
         source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
         if source.header == header:
             return source, source.keep_in(directory / JOURNAL_FILE, optional=True)
-        here = f"this is {place.machine.name} ({source.header})"
+        used = f"this is {place.machine.name} ({source.header})"
     raise InputError(
         f"the plan of {machine.name}",
-        f"was measured on other GPUs or with other software ({header}) than there are here: {here}",
+        f"was measured on other GPUs or with other software ({header}) than there are here: {used}",
         otherwise,
     )
 
@@ -109,17 +109,17 @@ def planned_model(plan: Plan, directory: Path, number: int = 0) -> MachineModel 
     check_if_listed(directory, str(machine_file(plan, Path(), number)))
     if not path.is_file():
         return None
-    one, found = plan.cluster.classes[number], read_description(path)
-    learnt = found.model is not None and found.knowledge != one.knowledge
-    if found.machine != one.machine or learnt:
+    node_class, description = plan.cluster.classes[number], read_description(path)
+    learnt = description.model is not None and description.knowledge != node_class.knowledge
+    if description.machine != node_class.machine or learnt:
         raise InputError(str(path), "is not the plan's machine", "plan it again")
-    return found.model
+    return description.model
 
 
 def planned_models(plan: Plan, directory: Path) -> dict[str, MachineModel | None]:
     """Return the models behind the rates of all classes, by name; as `planned_model`."""
     classes = enumerate(plan.cluster.classes)
-    return {one.name: planned_model(plan, directory, number) for number, one in classes}
+    return {host.name: planned_model(plan, directory, number) for number, host in classes}
 
 
 def known_model(plan: Plan, directory: Path) -> MachineModel:
@@ -127,11 +127,11 @@ def known_model(plan: Plan, directory: Path) -> MachineModel:
 
     Raises InputError: as `planned_model`, or there is none.
     """
-    found = planned_model(plan, directory)
-    if found is None:
+    model = planned_model(plan, directory)
+    if model is None:
         where, right = str(machine_file(plan, directory)), "plan again with `tccl plan --simulate`"
         raise InputError(where, "holds no model to simulate by", right)
-    return found
+    return model
 
 
 # The hosts of a plan for several.
@@ -157,9 +157,9 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
     with open_hosts(job, options=options, **dry_run) as source:
         missing = set(plan.cluster.names) - {host.name for host in source.session.hosts}
         if missing or not journal.covers(source.header):
-            found = f"was measured on other hosts ({journal}) than these"
-            what, right = f"{found} ({source.header})", "plan these hosts"
-            raise InputError(f"the plan of {len(plan.hosts)} hosts", what, right)
+            clause = f"was measured on other hosts ({journal}) than these"
+            fault, right = f"{clause} ({source.header})", "plan these hosts"
+            raise InputError(f"the plan of {len(plan.hosts)} hosts", fault, right)
         yield source
 
 
@@ -171,25 +171,25 @@ def journal_by_class(
     A journal names hosts. These sets, hops alone, in pairs, and chains, are of one host.
     """
     base = Bench(None, journal.measurements)
-    known: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
+    by_class: list[dict[TransferSet, list[Measurement]]] = [{} for _ in plan.cluster.classes]
     for transport in NIC_TRANSPORTS.values():
         places = placements(plan.cluster, transport)
         for path in plan.paths:
             flows = [hop.flow for chain in path.chains for hop in chain.hops]
-            wanted = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
-            wanted += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
-            wanted += [transfer_set(pair) for pair in combinations(flows, 2)]
-            found = known[path.node_class]
+            sets = [transfer_set(flows), *(transfer_set([flow]) for flow in flows)]
+            sets += [transfer_set(hop.flow for hop in chain.hops) for chain in path.chains]
+            sets += [transfer_set(pair) for pair in combinations(flows, 2)]
+            answers = by_class[path.node_class]
             further = _measured_pairs(plan.cluster, path.node_class, journal.header)
-            others = (placements(pair, transport)[0] for pair in further)
-            for place in chain([places[path.node_class]], others):
+            partners = (placements(pair, transport)[0] for pair in further)
+            for place in chain([places[path.node_class]], partners):
                 source = PlacedSource(base, place)
-                for transfers in dict.fromkeys(wanted):
-                    if transfers not in found and (samples := source.stored(transfers)):
-                        found[transfers] = samples
-                if not found.keys().isdisjoint(wanted):
+                for transfers in dict.fromkeys(sets):
+                    if transfers not in answers and (samples := source.stored(transfers)):
+                        answers[transfers] = samples
+                if not answers.keys().isdisjoint(sets):
                     break
-    return known
+    return by_class
 
 
 def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Iterator[Cluster]:
@@ -201,7 +201,7 @@ def _measured_pairs(cluster: Cluster, number: int, header: JournalHeader) -> Ite
         return
     classes = cluster.host_classes
     measured = [name for name in header.hosts if name in classes]
-    own = [name for name in measured if classes[name] == number][:MOST_ODD]
-    for host, partner in product(own, measured[:MOST_SAMPLED]):
+    of_class = [name for name in measured if classes[name] == number][:MOST_ODD]
+    for host, partner in product(of_class, measured[:MOST_SAMPLED]):
         if host != partner:
             yield part_of(cluster, (host, partner))

@@ -112,8 +112,8 @@ def plan_machine(
     with task.source.limited(budget.sets, budget.seconds) as allowance:
         allowance.allow(1 / 2)
         rated = rated_choices(task)
-        known = [] if rated.by_default is rated.by_variables else [rated.by_default.rings.rings]
-        search = SettingsSearch(task, as_graph(rated.by_variables), known)
+        seeds = [] if rated.by_default is rated.by_variables else [rated.by_default.rings.rings]
+        search = SettingsSearch(task, as_graph(rated.by_variables), seeds)
         search.cancelled = rated.cancelled
         if not rated.cancelled:
             search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allowance.allow)
@@ -129,7 +129,7 @@ def _completed(
     """Return the plan of the best choice, with its limit and rings for subsets."""
     source = task.source
     best, measurement = _final(task, rated.by_variables, search.best)
-    results = [one.result for one in (*search.searched, best) if one.result is not None]
+    results = [choice.result for choice in (*search.searched, best) if choice.result is not None]
     rates = dealt(measurement.transfers.flows, measurement.gbps)
     joined = JoinedRings(
         settings=best.settings,
@@ -172,9 +172,11 @@ def _completed(
     changes: dict[str, object] = {
         "alternatives": tuple(
             Alternative(
-                settings=one.settings, rings_in_set=len(one.rings.rings), rate_gbps=one.rate_gbps
+                settings=tried.settings,
+                rings_in_set=len(tried.rings.rings),
+                rate_gbps=tried.rate_gbps,
             )
-            for one in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+            for tried in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
         ),
         "sets_by_symmetry": sum(result.sets_by_symmetry for result in results),
     }
@@ -194,14 +196,14 @@ def _completed(
     return msgspec.structs.replace(plan, **changes, **counts)
 
 
-def _final(task: Task, own: Stock, best: Choice) -> tuple[Choice, Measurement]:
+def _final(task: Task, default: Stock, best: Choice) -> tuple[Choice, Measurement]:
     """Return the planned choice, measured well; NCCL's own where noise favoured another."""
     with suppress(BudgetSpentError):
         measurement = measured_well(task.source, best.rings)
         rate = best.rings.rate(measurement)
-        if rate >= own.rate_gbps:
+        if rate >= default.rate_gbps:
             return msgspec.structs.replace(best, rate_gbps=rate), measurement
-    return as_graph(own), own.measurement
+    return as_graph(default), default.measurement
 
 
 def make_plan(

@@ -152,28 +152,28 @@ class PlacedSource:
         users = Counter(ports[flow][1:] for flow in transfers.flows if flow in ports)
         return {flow: gbps / users[way, nic] for flow, (gbps, way, nic) in ports.items()}
 
-    def _placed(self, flow: Flow, beside: Sequence[Flow]) -> Flow:
-        here = self.placement
+    def _placed(self, flow: Flow, concurrent: Sequence[Flow]) -> Flow:
+        placement = self.placement
         out, into = sending_nic(flow), receiving_nic(flow)
         if out is not None:
-            sink = self._far_end(out, flow, beside)
-            return joined(flow, sink, sender=here.host, receiver=here.ends[out].host)
+            sink = self._far_end(out, flow, concurrent)
+            return joined(flow, sink, sender=placement.host, receiver=placement.ends[out].host)
         if into is not None:
-            spring = self._far_end(into, flow, beside)
-            return joined(spring, flow, sender=here.ends[into].host, receiver=here.host)
-        return on_host(flow, here.host)
+            spring = self._far_end(into, flow, concurrent)
+            return joined(spring, flow, sender=placement.ends[into].host, receiver=placement.host)
+        return on_host(flow, placement.host)
 
-    def _far_end(self, nic: int, flow: Flow, beside: Sequence[Flow]) -> Flow:
+    def _far_end(self, nic: int, flow: Flow, concurrent: Sequence[Flow]) -> Flow:
         """Return the far end's part of a flow by a NIC of the host.
 
         NCCL has one rule for all receivers, on both hosts, and one for all senders: a GPU there
-        sends or receives as other flows `beside` this flow, or without any, as its own GPU.
+        sends or receives as `concurrent` flows do, or without any, as its own GPU.
         """
         end = self.placement.ends[nic]
         sends = sending_nic(flow) is None
         way = sending_nic if sends else receiving_nic
-        alike = next((one for one in beside if way(one) is not None), flow)
-        direct = end.gpu is not None and _lands_in_gpus(alike)
+        example = next((candidate for candidate in concurrent if way(candidate) is not None), flow)
+        direct = end.gpu is not None and _lands_in_gpus(example)
         return _by_nic(end, flow.blocks, flow.fifo, sends=sends, direct=direct)
 
 
@@ -193,14 +193,14 @@ def _by_nic(
 
 def _lands_in_gpus(flow: Flow) -> bool:
     """Return whether a NIC moves the bytes to or from GPU memory."""
-    ends = ((one.executor.kind, one.source.kind, one.destination.kind) for one in flow.transfers)
-    return any(executor == "N" and "G" in (one, other) for executor, one, other in ends)
+    ends = ((leg.executor.kind, leg.source.kind, leg.destination.kind) for leg in flow.transfers)
+    return any(executor == "N" and "G" in (a, b) for executor, a, b in ends)
 
 
 def _is_relayed(flow: Flow) -> bool:
     """Return whether a NIC takes the bytes from the memory of a GPU other than the flow's own."""
     ends = {flow.source, flow.destination}
-    places = (place for one in flow.transfers for place in (one.source, one.destination))
+    places = (place for leg in flow.transfers for place in (leg.source, leg.destination))
     return any(place.kind == "G" and place not in ends for place in places)
 
 
@@ -215,17 +215,17 @@ def placements(
     of = cluster.host_classes
 
     def placement(host: str) -> Placement:
-        own, far = cluster.classes[of[host]].machine, _far_nics(cluster, host)
-        speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in own.nics if nic.speed_mbps > 0}
+        machine, far = cluster.classes[of[host]].machine, _far_nics(cluster, host)
+        speeds = {nic.index: nic.speed_mbps / 8000.0 for nic in machine.nics if nic.speed_mbps > 0}
         ends = {}
-        for nic, (name, other) in far.items():
+        for nic, (name, far_nic) in far.items():
             theirs = cluster.classes[of[name]].machine
-            beside = gpus_beside_nics(theirs, used_nics(theirs)) if transport.joins_gpus else {}
+            near = gpus_beside_nics(theirs, used_nics(theirs)) if transport.joins_gpus else {}
             ends[nic] = End(
                 host=name,
-                nic=other,
-                numa=theirs.numa_of(f"N{other}"),
-                gpu=beside.get(other),
+                nic=far_nic,
+                numa=theirs.numa_of(f"N{far_nic}"),
+                gpu=near.get(far_nic),
                 assumed=speeds.get(nic),
             )
         return Placement(host=host, ends=ends)
@@ -243,10 +243,10 @@ def _far_nics(cluster: Cluster, host: str) -> dict[int, tuple[str, int]]:
         (name for name in cluster.names if name != host),
         key=lambda name: (switch.get(name) != switch.get(host), of[name] != of[host]),
     )
-    used, known = (used_nics(cluster.classes[of[name]].machine) for name in (host, partner))
+    used, theirs = (used_nics(cluster.classes[of[name]].machine) for name in (host, partner))
     # The same rail where there is one; else NICs in turn.
     return {
-        nic: (partner, nic if nic in known else known[at % len(known)])
+        nic: (partner, nic if nic in theirs else theirs[at % len(theirs)])
         for at, nic in enumerate(used)
     }
 
@@ -254,15 +254,15 @@ def _far_nics(cluster: Cluster, host: str) -> dict[int, tuple[str, int]]:
 def gpus_beside_nics(machine: Machine, nics: Sequence[int]) -> dict[int, int]:
     """Return a GPU for each NIC: below as many common bridges as possible, its own if possible."""
     users: Counter[int] = Counter()
-    found = {}
+    nearest = {}
     for nic in nics:
         above = set(machine.ancestors(f"N{nic}"))
-        found[nic] = min(
+        nearest[nic] = min(
             (-len(above.intersection(machine.ancestors(f"G{gpu}"))), users[gpu], gpu)
             for gpu in machine.gpu_indices
         )[-1]
-        users[found[nic]] += 1
-    return found
+        users[nearest[nic]] += 1
+    return nearest
 
 
 # Hosts compared with the measured rates of their class.
@@ -292,36 +292,36 @@ def odd_hosts(
     measured anew, whatever the journal has: a host may have changed since.
     """
     classes, switch = cluster.host_classes, cluster.switch_of
-    odd: dict[str, str] = {}
-    alike = list(known)
+    outliers: dict[str, str] = {}
+    equal = list(known)
     for host in hosts:
-        others = [n for n in dict.fromkeys((*alike, *hosts)) if n != host]
-        near = [name for name in others if switch.get(name) == switch.get(host)]
-        near.sort(key=lambda name: (name in odd, classes[name] != classes[host]))
+        partners = [n for n in dict.fromkeys((*equal, *hosts)) if n != host]
+        near = [name for name in partners if switch.get(name) == switch.get(host)]
+        near.sort(key=lambda name: (name in outliers, classes[name] != classes[host]))
         why = ""
         for partner in near[:2] if len(near) != 1 else near * 2:
             # Cables lead to further hosts than one partner.
-            hosts_at_hand = (host, *others) if cluster.cables else (host, partner)
+            hosts_at_hand = (host, *partners) if cluster.cables else (host, partner)
             place = placements(part_of(cluster, hosts_at_hand), transport)[0]
             why = difference(PlacedSource(source, place, anew=True), samples)
             if not why:
-                alike.append(host)
+                equal.append(host)
                 break
         if why:
-            odd[host] = why
-    return odd
+            outliers[host] = why
+    return outliers
 
 
 def difference(source: BandwidthSource, samples: Sequence[Sample]) -> str:
     """Return how a host differs from measured sets of its class; "" if it is alike."""
     for sample in samples:
-        (found,) = source.measure([sample.transfers])
-        off = abs(found.rate_gbps / sample.gbps - 1)
-        noise = max(_LEAST_NOISE, math.hypot(sample.error, found.relative_error))
+        (answer,) = source.measure([sample.transfers])
+        off = abs(answer.rate_gbps / sample.gbps - 1)
+        noise = max(_LEAST_NOISE, math.hypot(sample.error, answer.relative_error))
         if off > max(_LEAST_OFF, _DEVIATIONS * noise):
-            more = "slower" if found.rate_gbps < sample.gbps else "faster"
+            more = "slower" if answer.rate_gbps < sample.gbps else "faster"
             return (
-                f"{off:.0%} {more} than its class, {found.rate_gbps:.3g} instead of "
+                f"{off:.0%} {more} than its class, {answer.rate_gbps:.3g} instead of "
                 f"{sample.gbps:.3g} GB/s in {sample.transfers}"
             )
     return ""
@@ -335,13 +335,13 @@ def uplink_pairs(tree: SwitchTree) -> Iterator[tuple[str, str]]:
     >>> list(uplink_pairs(tree))
     [('h0', 'h1'), ('h0', 'h2'), ('h2', 'h0')]
     """
-    beside = [list(islice(switch.all_hosts, 2)) for switch in tree.switches]
-    beside += [[host] for host in tree.hosts]
+    below = [list(islice(switch.all_hosts, 2)) for switch in tree.switches]
+    below += [[host] for host in tree.hosts]
     for at, switch in enumerate(tree.switches):
-        if switch.uplink_gbps is None and len(beside[at]) > 1 and len(beside) > 1:
-            own, near = beside[at]
-            away = beside[(at + 1) % len(beside)][0]
-            yield from ((own, near), (own, away), (away, own))
+        if switch.uplink_gbps is None and len(below[at]) > 1 and len(below) > 1:
+            local, near = below[at]
+            remote = below[(at + 1) % len(below)][0]
+            yield from ((local, near), (local, remote), (remote, local))
         yield from uplink_pairs(switch)
 
 
@@ -352,18 +352,18 @@ def pair_rates(source: Bench, cluster: Cluster, transport: NicTransport) -> list
     measured are left out.
     """
     assert cluster.switches is not None
-    found: list[PairRate] = []
+    rates: list[PairRate] = []
     for pair in islice(dict.fromkeys(uplink_pairs(cluster.switches)), MOST_PAIRS):
         part = part_of(cluster, pair)
         place, machine = placements(part, transport)[0], part.classes[0].machine
         nic = min(place.ends)
         gpu = None if place.ends[nic].gpu is None else gpus_beside_nics(machine, [nic])[nic]
-        here = End(pair[0], nic, machine.numa_of(f"N{nic}"), gpu)
-        out = _by_nic(here, _BLOCKS, _FIFO, sends=True)
+        end = End(pair[0], nic, machine.numa_of(f"N{nic}"), gpu)
+        out = _by_nic(end, _BLOCKS, _FIFO, sends=True)
         with suppress(MeasurementError):
             (answer,) = PlacedSource(source, place).measure([transfer_set([out])])
-            found.append((*pair, answer.rate_gbps))
-    return found
+            rates.append((*pair, answer.rate_gbps))
+    return rates
 
 
 def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
@@ -382,14 +382,14 @@ def estimate_uplinks(tree: SwitchTree, pairs: Sequence[PairRate]) -> SwitchTree:
 
     def measured(switch: SwitchTree, around: frozenset[str]) -> SwitchTree:
         below = frozenset(switch.all_hosts)
-        inner = tuple(measured(one, below) for one in switch.switches)
-        beside = [gbps for one, other, gbps in pairs if one in below and other in below]
-        up = [gbps for one, other, gbps in pairs if one in below and other in around - below]
-        down = [gbps for one, other, gbps in pairs if other in below and one in around - below]
+        inner = tuple(measured(nested, below) for nested in switch.switches)
+        local = [gbps for a, b, gbps in pairs if a in below and b in below]
+        up = [gbps for a, b, gbps in pairs if a in below and b in around - below]
+        down = [gbps for a, b, gbps in pairs if b in below and a in around - below]
         uplink = switch.uplink_gbps
-        if uplink is None and beside and (up or down):
+        if uplink is None and local and (up or down):
             across = min(max(rates) for rates in (up, down) if rates)
-            uplink = across if 0 < across < SLOWER * median(beside) else None
+            uplink = across if 0 < across < SLOWER * median(local) else None
         return msgspec.structs.replace(switch, uplink_gbps=uplink, switches=inner)
 
     everyone = frozenset(tree.all_hosts)

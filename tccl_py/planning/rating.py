@@ -54,9 +54,9 @@ def _rate_on_host(
 ) -> float:
     """Return the bandwidth of GPU orders on a host that has this path in the plan."""
     channels = blocks_of_ring(class_view(plan, path.node_class, settings), 1)
-    what = f"are {counted(len(orders), 'different ring')}"
+    fault = f"are {counted(len(orders), 'different ring')}"
     right = f"settings that end in {counted(channels, 'channel')} take a number that divides it"
-    require(channels % len(orders) == 0, "rings", what, right)
+    require(channels % len(orders) == 0, "rings", fault, right)
     space = path_space(plan, path, settings, len(orders))
     planned = {chain.gpus: chain for chain in path.chains}
     rings = []
@@ -125,7 +125,7 @@ def write_directory(
 ) -> None:
     """Write a plan, its journal and its models into a new or empty directory; see `Plan.write`."""
     benches = benches_of(plan, source)
-    first, names = benches[0], [one.name for one in plan.cluster.classes]
+    first, names = benches[0], [node_class.name for node_class in plan.cluster.classes]
     with output_directory(directory, force=False) as journal:
         # Commands ask models and hardware again: no source of another kind, nor several.
         again = first.model is not None or first.fingerprint is not None
@@ -134,8 +134,8 @@ def write_directory(
                 rate_of_rings(plan, plan.orders, None, first)
             first.copy_to(journal)
         models = {name: bench.model for name, bench in zip(names, benches, strict=True)}
-        kept = table_files(tables)
-        write_plan(plan, directory, models=models, fingerprint=first.fingerprint, tables=kept)
+        files = table_files(tables)
+        write_plan(plan, directory, models=models, fingerprint=first.fingerprint, tables=files)
 
 
 def benches_of(plan: Plan, source: Sources) -> list[Bench]:
@@ -145,12 +145,12 @@ def benches_of(plan: Plan, source: Sources) -> list[Bench]:
     """
     classes = plan.cluster.classes
     if source is None:
-        source = [_simulator(plan, one) for one in classes]
+        source = [_simulator(plan, node_class) for node_class in classes]
     sources = list(source) if isinstance(source, Sequence) else [source]
     right = "give one for each class of hosts, in the order of `plan.cluster.classes`"
     require(len(sources) == len(classes), "source", f"is {len(sources)} sources", right)
     pairs = zip(sources, classes, strict=True)
-    return [bench_for(each, node_class.machine.name) for each, node_class in pairs]
+    return [bench_for(bandwidths, node_class.machine.name) for bandwidths, node_class in pairs]
 
 
 def _simulator(plan: Plan, node_class: NodeClass) -> Simulator:
@@ -160,5 +160,5 @@ def _simulator(plan: Plan, node_class: NodeClass) -> Simulator:
         model = load_bundled(machine.name)
         if plan.simulated and (model.machine, model.knowledge) == (machine, knowledge):
             return Simulator(model)
-    what = f"is missing: no bundled model gave the rates of {machine.name}"
-    raise InputError("source", what, "give the source that the plan was made with")
+    fault = f"is missing: no bundled model gave the rates of {machine.name}"
+    raise InputError("source", fault, "give the source that the plan was made with")

@@ -89,15 +89,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             self.spaces[key] = self.hops(self.view(settings), count)
         return self.spaces[key]
 
-    def hops(self, seen: NcclView, count: int) -> HopSpace:
+    def hops(self, host_view: NcclView, count: int) -> HopSpace:
         """Return the hops of a view; a host of several adds those over its NICs."""
-        space = hop_space(seen, rings_in_set=count)
+        space = hop_space(host_view, rings_in_set=count)
         if not self.nodes:
             return space
         open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
         hops = {
-            pair: tuple(hop for hop in found if hop.flow.through in open_to[pair[0]])
-            for pair, found in space.hops.items()
+            pair: tuple(hop for hop in choices if hop.flow.through in open_to[pair[0]])
+            for pair, choices in space.hops.items()
         }
         return msgspec.structs.replace(space, hops=hops)
 
@@ -160,7 +160,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def orders(self) -> tuple[Order, ...]:
         """GPU orders of the rings."""
-        return tuple(one.gpus for one in self.rings.rings)
+        return tuple(ring.gpus for ring in self.rings.rings)
 
 
 def choice_found(settings: Settings, result: SearchResult) -> Choice:
@@ -176,16 +176,16 @@ class Stock(Choice, frozen=True, kw_only=True):
     measurement: Measurement
 
 
-def stock(nccl: DefaultChoice, settings: Settings, rings: RingSet, found: Measurement) -> Stock:
+def stock(nccl: DefaultChoice, settings: Settings, rings: RingSet, answer: Measurement) -> Stock:
     """Return NCCL's own choice with the rate of its rings in a measurement."""
-    rate = rings.rate(found)
-    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=found)
+    rate = rings.rate(answer)
+    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer)
 
 
 def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
     """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
-    routes = {route(one): one for one in rings}
-    return tuple(routes[one] for one in condensed([route(one) for one in rings]))
+    routes = {route(path): path for path in rings}
+    return tuple(routes[path] for path in condensed([route(path) for path in rings]))
 
 
 def route(ring: Ring) -> tuple[tuple[object, ...], ...]:
@@ -207,12 +207,12 @@ def measured_well(source: Bench, rings: RingSet) -> Measurement:
         again = source.samples(rings.flows, CAREFUL)
     except MeasurementError:
         return first
-    rows = zip(*(one.samples_gbps for one in again), strict=True)
+    rows = zip(*(repeat.samples_gbps for repeat in again), strict=True)
     samples = tuple(tuple(chain.from_iterable(row)) for row in rows)
     # Suspect repeats are numbered through.
-    firsts = accumulate((len(one.samples_gbps[0]) for one in again), initial=0)
-    outliers = [at + o for at, one in zip(firsts, again, strict=False) for o in one.outliers]
-    settled = all(one.settled for one in again)
+    firsts = accumulate((len(repeat.samples_gbps[0]) for repeat in again), initial=0)
+    outliers = [at + o for at, repeat in zip(firsts, again, strict=False) for o in repeat.outliers]
+    settled = all(repeat.settled for repeat in again)
     return msgspec.structs.replace(
         first, samples_gbps=samples, settled=settled, outliers=tuple(outliers)
     )
@@ -224,7 +224,7 @@ def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
     Raises SearchError: a pair of neighbours has no hop.
     """
     space = task.space(settings, len(rings))
-    return ring_set([ring_like(space, one) for one in rings])
+    return ring_set([ring_like(space, order) for order in rings])
 
 
 def search_under(
@@ -252,7 +252,7 @@ def search_under(
     try:
         problem = msgspec.structs.replace(
             task.problem(settings, counts),
-            known=tuple(tuple(one) for one in known),
+            known=tuple(tuple(candidate) for candidate in known),
             floor_gbps=floor,
             budget=msgspec.structs.replace(task.budget, sets=sets),
             check_bound=check_bound,
@@ -272,9 +272,9 @@ def limit_gbps(source: BandwidthSource, rings: RingSet, *, assumed: bool) -> flo
     rates = []
     for copy_engine in (True, False):
         with suppress(MeasurementError):
-            (found,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
-            if assumed or not found.assumed:
-                rates.append(rings.rate(found))
+            (measurement,) = source.measure([bare_copies(rings, copy_engine=copy_engine)])
+            if assumed or not measurement.assumed:
+                rates.append(rings.rate(measurement))
     return max(rates, default=None)
 
 
@@ -287,9 +287,9 @@ def bare_copies(rings: RingSet, *, copy_engine: bool) -> TransferSet:
     flows = []
     for flow in rings.flows.flows:
         size = (flow.blocks or 1) * (flow.fifo or Fifo()).bytes if flow.is_bounce else None
-        for one in flow.transfers:
-            executor = Place("D" if copy_engine else "G", one.executor.index)
-            bare = Transfer(one.source, executor, one.destination)
+        for leg in flow.transfers:
+            executor = Place("D" if copy_engine else "G", leg.executor.index)
+            bare = Transfer(leg.source, executor, leg.destination)
             flows.append(Flow((bare,), buffer=size))
     return transfer_set(flows)
 
@@ -352,7 +352,7 @@ def assembled(
         paths.append(HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter))
     default, variables = rated
     version = joined.settings.version
-    odd = other_count_notices(request.ring_counts or (), joined.rings)
+    other_count = other_count_notices(request.ring_counts or (), joined.rings)
     return Plan(
         cluster=cluster,
         class_gpus=tuple(class_gpus),
@@ -374,18 +374,18 @@ def assembled(
         sets_by_symmetry=0,
         stock=default,
         variables=variables,
-        notices=(*notices, *version_notices(version), *odd),
+        notices=(*notices, *version_notices(version), *other_count),
         pinned_env=dict(request.pinned_env),
         cancelled=cancelled,
     )
 
 
-def other_count_notices(asked: Sequence[int], count: int) -> tuple[str, ...]:
+def other_count_notices(counts: Sequence[int], count: int) -> tuple[str, ...]:
     """Return a notice where a plan has none of the requested numbers of rings."""
-    if not asked or count in asked:
+    if not counts or count in counts:
         return ()
-    wanted = ", ".join(map(str, asked))
+    listed = ", ".join(map(str, counts))
     return (
-        f"sets of {wanted} rings were asked for; the plan has NCCL's own {count}, as none of those "
+        f"sets of {listed} rings were asked for; the plan has NCCL's own {count}, as none of those "
         "is faster, or none divides the numbers of channels that are tried",
     )
