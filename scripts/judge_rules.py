@@ -5,6 +5,7 @@ the libraries' graph code, without a GPU. A LIBRARY is libnccl.so.2 of a package
 `plans LIBRARY...` has them load the graph files of plans for random machines, `mutants` random
 changes of such files that `tccl validate` calls used. `sizes LIBRARY...` compares choices by size
 with those of the libraries' cost models, and `record-sizes LIBRARY...` writes these for the tests.
+`reads LIBRARY...` has them read the variables of single communicators twice, and times that.
 `ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
 those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
 virtual GPUs. `record FILE|LIBRARY...` adds answers to those of the tests, and `recorded` compares
@@ -27,7 +28,7 @@ from tccl_py.errors import InputError, MeasurementError
 from tccl_py.nccl.asked import rank_environment, run_questions
 from tccl_py.nccl.communicators import CommunicatorLog, Question, parse_log, same_rings
 from tccl_py.nccl.graph_file import parse_graph_file
-from tccl_py.nccl.versions import RING, TREE
+from tccl_py.nccl.versions import RING, TREE, known_versions, version_facts
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
@@ -60,7 +61,10 @@ VARIABLES = {
 }
 
 
-KINDS = ("code", "plans", "mutants", "sizes", "record-sizes", "ask", "base", "record", "recorded")
+KINDS = (
+    *("code", "plans", "mutants", "sizes", "record-sizes", "reads"),
+    *("ask", "base", "record", "recorded"),
+)
 MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
 """Seeds of the machines whose files are mutated."""
 
@@ -97,6 +101,8 @@ def main() -> None:
         for code in map(GraphCode, options.paths):
             machines = {(code.version, seed): pcie_machine(seed) for seed in seeds}
             compare({key: (code.answer(text), text) for key, text in machines.items()})
+    elif options.kind == "reads":
+        sys.exit(sum(not reads_again(path) for path in options.paths))
     elif options.kind.endswith("sizes"):
         names = [f"{kind} {seed}" for kind in ("pcie", "any", "power") for seed in seeds]
         codes = map(TuningCode, options.paths)
@@ -105,6 +111,21 @@ def main() -> None:
             record_choices(versions)
     else:
         sys.exit(load(options.kind, [GraphCode(path) for path in options.paths], seeds))
+
+
+def reads_again(path: Path) -> bool:
+    """Return whether a library reads all variables anew that its release should."""
+    uncached = version_facts(known_versions()[-1]).rereads
+    os.environ["NCCL_NO_CACHE"] = ",".join(uncached)
+    code, right = GraphCode(path), True
+    for name in (*uncached, "NCCL_MIN_P2P_NCHANNELS"):
+        again, seconds = code.reads(name)
+        print(
+            f"NCCL {code.version}: {name} read {'each time' if again else 'once'}, "
+            f"{1e6 * seconds:.2f} us"
+        )
+        right &= again == (name in version_facts(code.version).rereads)
+    return right
 
 
 def load(kind: str, codes: Sequence[GraphCode], seeds: Sequence[int]) -> bool:

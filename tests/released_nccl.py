@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
+import timeit
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from itertools import pairwise
@@ -34,7 +35,7 @@ RELEASES = ("2.28.9", "2.30.7", "2.31.2", "2.32.3")
 RECORDED = CASES / "nccl-releases.txt.xz"
 GPUS = tuple(range(8))
 RING, BALANCED_TREE = 4, 1
-_MOST_CHANNELS = 32
+_MOST_CHANNELS, _READINGS = 32, 2000
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -160,6 +161,26 @@ class GraphCode:
         code = function(self._base + self._places[found])(*arguments)
         if code != 0:
             raise RefusedError(f"{name} of NCCL {self.version} returned {code}")
+
+    def reads(self, name: str) -> tuple[bool, float]:
+        """Return whether NCCL reads an integer variable each time, and the seconds of a reading.
+
+        Of NCCL_NO_CACHE the value at the first reading of any variable counts.
+        """
+        asked = name.removeprefix("NCCL_").replace("_", "").casefold()
+        listed = {
+            found[1].casefold(): place
+            for symbol, place in self._places.items()
+            if (found := re.fullmatch(r"_ZL?\d+ncclParam(\w+)v", symbol))
+        }
+        read = ctypes.CFUNCTYPE(ctypes.c_int64)(self._base + listed[asked])
+        values = []
+        for value in ("5", "6"):
+            os.environ[name] = value
+            values.append(read())
+        seconds = min(timeit.repeat(read, number=_READINGS, repeat=50)) / _READINGS
+        del os.environ[name]
+        return values == [5, 6], seconds
 
     @contextmanager
     def computed(self, topology: str, gpus=GPUS, graph: Path | None = None):

@@ -265,6 +265,11 @@ def test_a_graph_file_in_a_job_is_worth_a_note_only(tmp_path):
         ("NCCL_IB_HCA=mlx5,ib", "note", "names ib,"),
         ("NCCL_IB_HCA=mlx5_0", None, ""),
         ("NCCL_IB_HCA=^mlx5_4", None, ""),
+        ("NCCL_SOCKET_IFNAME=ens7", "hang", "names ens7, and the interfaces here are eth0, lo"),
+        ("NCCL_SOCKET_IFNAME==eth", "hang", "names eth,"),
+        ("NCCL_SOCKET_IFNAME=ens7,eth", "note", "names ens7,"),
+        ("NCCL_SOCKET_IFNAME=eth", None, ""),
+        ("NCCL_SOCKET_IFNAME=^docker", None, ""),
         ("NCCL_PROTO=LL,LL128", "hang", "LL128"),
         ("NCCL_PROTO=allreduce:LL128;broadcast:LL", "hang", "LL128"),
         ("NCCL_PROTO=^LL128", "note", "is set"),
@@ -276,6 +281,8 @@ def test_values_that_do_not_fit_the_host_are_told_in_files_and_jobs(
     host = recorded("clean", tmp_path, driver=driver(2))
     write(tmp_path, "sys/class/infiniband/mlx5_0/node_guid", "1")
     write(tmp_path, "sys/module/nvidia_peermem/version", "1")
+    for interface in ("eth0", "lo"):
+        write(tmp_path, f"sys/class/net/{interface}/mtu", "1500")
     ids = ("00000000:03:00.0", "0000:04:00.0")
     files = {"other": ids[:1], "own": ids}
     for name, bus_ids in files.items():

@@ -26,11 +26,12 @@ from tccl_py.health.host import (
     HostState,
     Results,
     Unseen,
+    cut,
     defect,
     listed,
     rules,
 )
-from tccl_py.health.network import check_functions
+from tccl_py.health.network import check_functions, unfit_interfaces, unfit_nics
 from tccl_py.nccl.asked import ring_words
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import (
@@ -203,7 +204,6 @@ def _why_not(host: HostState, folder: Path, words: list[str]) -> str:
     return ""
 
 
-_SHOWN = 60
 _NAME = re.compile(r"NCCL_[A-Z0-9_]{1,60}", re.ASCII)
 _JOB_FIX = "set it only in jobs that use exactly those GPUs: `tccl env DIR --gpus LIST`"
 _MAX_TOPOLOGY = 1 << 22
@@ -245,12 +245,12 @@ def check_settings(host: HostState) -> Results:
     for name, check in _CHECKED_VALUES.items():
         if name in variables and (fields := check(host, variables[name].value)):
             line = variables.pop(name)
-            fault = f"{name}={_cut(line.value)} {fields.pop('what')}"
+            fault = f"{name}={cut(line.value)} {fields.pop('what')}"
             yield defect(fields.pop("rule"), line.where, what=fault, fix=_undo(line), **fields)
     yield from _pinned_functions(host, variables)
     graph = variables.get("NCCL_GRAPH_FILE")
     if graph is not None and graph.value:
-        fault, where = f"NCCL_GRAPH_FILE={_cut(graph.value)} is set", graph.where
+        fault, where = f"NCCL_GRAPH_FILE={cut(graph.value)} is set", graph.where
         if where == ENVIRONMENT:
             yield defect("graph", where, severity="note", what=fault, fix=_JOB_FIX)
         else:
@@ -261,7 +261,7 @@ def check_settings(host: HostState) -> Results:
             line = effective[name]
             effect = "; it holds for every job that does not set it itself"
             effect = "; it overrides a plan's setting" if line.where == ENVIRONMENT else effect
-            fault = f"{name}={_cut(line.value)} is set"
+            fault = f"{name}={cut(line.value)} is set"
             yield defect(name, line.where, what=fault, effect=effect, fix=_undo(line))
 
 
@@ -274,7 +274,7 @@ def _pinned_functions(host: HostState, variables: Mapping[str, ConfLine]) -> Res
     every = any(":" not in part for part in protocol.value.split(";"))
     fails = any(version_facts(nccl.version).algorithms_exclude for nccl in host.nccl or ())
     if some and every and (fails or not host.nccl):
-        fault = f"NCCL_ALGO={_cut(algorithm.value)} beside NCCL_PROTO={_cut(protocol.value)}"
+        fault = f"NCCL_ALGO={cut(algorithm.value)} beside NCCL_PROTO={cut(protocol.value)}"
         yield defect("functions", algorithm.where, what=fault, fix=_undo(algorithm))
 
 
@@ -303,20 +303,6 @@ def _unfit_topology(host: HostState, value: str) -> dict[str, Any]:
     return {"rule": "foreign", "what": f"lacks {listed(lost)}"} if lost else {}
 
 
-def _unfit_nics(host: HostState, value: str) -> dict[str, Any]:
-    exact, nics = value.startswith("="), host.rdma_nics()
-    names = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
-    fits = str.__eq__ if exact else str.startswith
-    lost = [name for name in names if not any(fits(nic, name) for nic in nics)]
-    if value.startswith("^") or not lost:
-        return {}
-    fault = f"names {_cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
-    fields = {"rule": "foreign", "what": fault}
-    if len(lost) < len(names) or not nics:
-        return fields | {"severity": "note", "why": "NCCL passes them over"}
-    return fields | {"why": "NCCL uses none of the NICs here, but sockets"}
-
-
 def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
     lists = [part.rpartition(":")[2] for part in value.upper().split(";")]
     forced = any("LL128" in part.split(",") for part in lists if not part.startswith("^"))
@@ -331,7 +317,8 @@ def _unfit_protocol(host: HostState, value: str) -> dict[str, Any]:
 _CHECKED_VALUES: Mapping[str, Callable[[HostState, str], dict[str, Any]]] = {
     "NCCL_GRAPH_FILE": _unfit_graph,
     "NCCL_TOPO_FILE": _unfit_topology,
-    "NCCL_IB_HCA": _unfit_nics,
+    "NCCL_IB_HCA": unfit_nics,
+    "NCCL_SOCKET_IFNAME": unfit_interfaces,
     "NCCL_PROTO": _unfit_protocol,
 }
 
@@ -341,10 +328,10 @@ def _misread(line: ConfLine) -> Results:
     if "NCCL_" not in line.name:
         return
     if _NAME.fullmatch(line.name) is None:
-        fault = f"NCCL takes '{_cut(line.name)}' for the name, which it does not know"
+        fault = f"NCCL takes '{cut(line.name)}' for the name, which it does not know"
         fix = "write NAME=VALUE without blanks or export"
     elif line.value != line.value.strip() or re.search(r"""^["']|["']$|\s#""", line.value):
-        fault = f"NCCL takes '{_cut(line.value)}' for the value of {line.name}"
+        fault = f"NCCL takes '{cut(line.value)}' for the value of {line.name}"
         fix = "write no quotes, no blanks, no comment behind it, Unix line ends"
     elif line.cut:
         fault = f"NCCL cuts the value of {line.name} after {len(line.value)} characters"
@@ -352,11 +339,6 @@ def _misread(line: ConfLine) -> Results:
     else:
         return
     yield defect("misread", line.where, what=fault, fix=fix)
-
-
-def _cut(text: str) -> str:
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_nccl(host: HostState) -> Results:

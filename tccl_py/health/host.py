@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NVIDIA = "0x10de"
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 _DRIVER = re.compile(r"Kernel Module\b.*?\s([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b")
-_SHOWN = 6
+_SHOWN, _SHOWN_CHARACTERS = 6, 60
 
 Severity = Literal["hang", "slow", "note"]
 SEVERITIES: tuple[Severity, ...] = ("hang", "slow", "note")
@@ -99,6 +99,12 @@ def listed(names: Sequence[str]) -> str:
     """Join names with commas, the first few of many."""
     hidden = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def cut(text: str) -> str:
+    """Return the begin of a text from outside, as valid UTF-8."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 @dataclass(frozen=True, kw_only=True)

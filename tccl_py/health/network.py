@@ -1,13 +1,15 @@
-"""Checks of RDMA functions over Ethernet on hosts with a subnet for each, as cables need it."""
+"""Checks of RDMA functions over Ethernet on hosts with a subnet for each, as cables need it, and of
+variables that name NICs and interfaces."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from tccl_py.health.host import Defect, HostState, Results, defect, listed
+from tccl_py.health.host import Defect, HostState, Results, cut, defect, listed
 from tccl_py.readers.roce import PREFIX_BITS, PREFIX_VARIABLE, Function, roce_functions
 
 _MTU = 9000
@@ -75,3 +77,39 @@ def _chosen(function: Function, variables: Mapping[str, str]) -> bool:
     names = [name.partition(":")[0] for name in text.lstrip("^=").split(",") if name]
     fits = str.__eq__ if exact else str.startswith
     return not names or any(fits(function.name, name) for name in names) != excludes
+
+
+def unfit_nics(host: HostState, value: str) -> dict[str, Any]:
+    """Return a finding's fields where NCCL_IB_HCA names NICs that are not here."""
+    nics = host.rdma_nics()
+    names, lost = _named(value, nics)
+    if not lost:
+        return {}
+    fault = f"names {cut(listed(lost))}, and the RDMA NICs here are {listed(nics) or 'none'}"
+    fields = {"rule": "foreign", "what": fault}
+    if len(lost) < len(names) or not nics:
+        return fields | {"severity": "note", "why": "NCCL passes them over"}
+    return fields | {"why": "NCCL uses none of the NICs here, but sockets"}
+
+
+def unfit_interfaces(host: HostState, value: str) -> dict[str, Any]:
+    """Return a finding's fields where NCCL_SOCKET_IFNAME names interfaces that are not here."""
+    interfaces = host.entries("sys/class/net")
+    names, lost = _named(value, interfaces)
+    if not interfaces or not lost:
+        return {}
+    fault = f"names {cut(listed(lost))}, and the interfaces here are {listed(interfaces)}"
+    fields = {"rule": "foreign", "what": fault, "source": "NCCL user guide, NCCL_SOCKET_IFNAME"}
+    if len(lost) < len(names):
+        return fields | {"severity": "note", "why": "NCCL takes the others"}
+    why = "every communicator fails at its start: NCCL finds no interface for its sockets"
+    return fields | {"severity": "hang", "why": why}
+
+
+def _named(value: str, present: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names or prefixes in a list of NCCL's, and those that fit nothing here."""
+    if value.startswith("^"):
+        return [], []
+    fits = str.__eq__ if value.startswith("=") else str.startswith
+    names = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
+    return names, [name for name in names if not any(fits(each, name) for each in present)]
