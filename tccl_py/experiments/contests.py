@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from tccl_py.experiments.calls import Call, gemms, row_call, time_calls, timed_batch
+from tccl_py.experiments.calls import Call, repeated, row_call, timed_batch
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
@@ -32,6 +32,7 @@ from tccl_py.experiments.spec import (
     Row,
     Variant,
 )
+from tccl_py.experiments.together import gemms_beside, stopwatch
 from tccl_py.nccl.tuner import (
     ALGORITHMS,
     PROTOCOL_BYTES,
@@ -47,7 +48,7 @@ BATCH_S = 0.003
 """Of calls of one choice, at least one call: a CUDA graph of small ones takes about 1 ms."""
 BESIDE_BYTES = (MIB, 64 * MIB)
 """Sizes that are also timed beside matrix multiplications, as training steps have them."""
-_BESIDE_ROUNDS, _BESIDE_S = 12, 0.003
+_BESIDE_ROUNDS, _BESIDE_S, _MOST_BESIDE = 12, 0.003, 50
 _TUNER, _PLUGIN = "NCCL_TUNER_PLUGIN", "NCCL_ENV_PLUGIN"
 _CHANNELS = re.compile(r" ([0-9]{1,2}) coll channels")
 _TABLE, _NO_TABLE = -1, -2
@@ -171,28 +172,15 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
 
     Multiplications alone take about as long as the calls of the first variant alone.
     """
-    torch, cuda = communicator.torch, communicator.cuda
-    multiply = gemms(communicator, 2048 if cuda else 64)
-    stream = torch.cuda.Stream(communicator.device) if cuda else None
+    begin = stopwatch(communicator, [communicator.device.index])
+    seconds = communicator.maximum(max(begin([variants[0]])[0] for _ in range(2)))
+    calls = max(1, min(_MOST_BESIDE, int(_BESIDE_S / max(seconds, 1e-7))))
+    multiply = gemms_beside(communicator, begin, repeated(variants[0], calls))
 
-    def alone(call: Call) -> float:
-        return max(communicator.maximum(time_calls(communicator, call, call)), 1e-7)
+    def step(call: Call) -> float:
+        return max(begin([multiply, repeated(call, calls)]))
 
-    calls = max(1, min(50, int(_BESIDE_S / alone(variants[0]))))
-    span = calls * alone(variants[0])
-    products = max(1, min(500, int(span / alone(partial(multiply, 8)) * 8)))
-
-    def step(call: Call) -> None:
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            multiply(products)
-        for _ in range(calls):
-            call()
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    return [partial(time_calls, communicator, call, partial(step, call)) for call in variants]
+    return [partial(step, call) for call in variants]
 
 
 def all_choices(row: Row, channels: int, own: Own | None = None) -> tuple[Choice, ...]:

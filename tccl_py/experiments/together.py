@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tccl_py.experiments.calls import Call, gemms, repeated, row_call, transfers
@@ -20,6 +21,9 @@ from tccl_py.rank_processes.rank import Communicator
 
 _WARM_UPS = 2
 _MOST_GEMMS = 10_000
+
+Together = Callable[[Sequence[Call]], tuple[float, ...]]
+"""Begins calls at the same time, and returns the seconds of each."""
 
 
 class CudaStopwatch:
@@ -95,33 +99,20 @@ def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[
 
     Rows are timed alone and together in turn, so that drift favours neither.
     """
-    torch, cuda, busy = communicator.torch, communicator.cuda, communicator
     devices = [place for row in rows.rows if row.mode == "copy" for place in row.groups[0]]
     devices = list(dict.fromkeys(devices)) or [communicator.device.index]
-    if cuda:
-        # The communicator's own device is another one than that of copies and of GEMMs beside them.
-        busy = replace(communicator, device=torch.device("cuda", devices[0]))
-    watch = CudaStopwatch(torch, devices) if cuda else ThreadStopwatch()
-
-    def single(part: Part | None) -> float:
-        communicator.dist.barrier()  # A stopwatch waits for its devices first.
-        return max(watch.together([part.call] if part else []), default=0.0)
-
+    begin = stopwatch(communicator, devices)
     parts = [_part(communicator, row, rows.calls) for row in rows.rows if row.mode != "gemm"]
     if len(parts) < len(rows.rows):
-        multiply, (other,) = gemms(busy, 4096 if cuda else 256), parts
-        for _ in range(_WARM_UPS + 1):
-            seconds, of_one = single(other), single(Part(multiply))
-        count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
-        count = int(communicator.maximum(count))
-        parts.insert(0, Part(partial(multiply, count), counts=other is not None))
-    alone, together = list[list[float]](), list[list[float]]()
+        (other,) = parts
+        multiply = gemms_beside(communicator, begin, other and other.call, devices[0])
+        parts.insert(0, Part(multiply, counts=other is not None))
+    modes: dict[Mode, list[list[float]]] = {"sequential": [], "concurrent": []}
     for _ in range(_WARM_UPS + rows.repeats):
-        alone.append([single(part) for part in parts])
-        communicator.dist.barrier()
-        times = iter(watch.together([part.call for part in parts if part]))
-        together.append([next(times) if part else 0.0 for part in parts])
-    modes: dict[Mode, list[list[float]]] = {"sequential": alone, "concurrent": together}
+        calls = [[part.call] if part else [] for part in parts]
+        modes["sequential"].append([max(begin(call), default=0.0) for call in calls])
+        times = iter(begin(list(chain(*calls))))
+        modes["concurrent"].append([next(times) if part else 0.0 for part in parts])
     timed = {
         mode: tuple(
             tuple(seconds[at] for seconds in repeats[_WARM_UPS:]) if part and part.counts else ()
@@ -129,13 +120,38 @@ def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[
         )
         for mode, repeats in modes.items()
     }
-    return timed, tuple(_wrong(communicator.rank, parts))
+    faults = [fault for part in parts if part and (fault := part.fault())]
+    case, rank = "transfers at once", communicator.rank
+    return timed, tuple(WrongValue(case=case, rank=rank, what=fault) for fault in faults)
 
 
-def _wrong(rank: int, parts: Sequence[Part | None]) -> Iterator[WrongValue]:
-    for part in filter(None, parts):
-        if fault := part.fault():
-            yield WrongValue(case="transfers at once", rank=rank, what=fault)
+def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:
+    """Return a function that begins calls at the same time on all ranks, and times each."""
+    cuda = communicator.cuda
+    watch = CudaStopwatch(communicator.torch, devices) if cuda else ThreadStopwatch()
+
+    def begin(calls: Sequence[Call]) -> tuple[float, ...]:
+        communicator.dist.barrier()  # A stopwatch waits for its devices first.
+        return watch.together(calls)
+
+    return begin
+
+
+def gemms_beside(
+    communicator: Communicator, begin: Together, other: Call | None, device: int | None = None
+) -> Call:
+    """Return matrix multiplications that take about as long as another call, on all ranks alike.
+
+    Their `device` may be another one than the communicator's own, which agrees on their number.
+    """
+    busy, cuda = communicator, communicator.cuda
+    if cuda and device is not None:
+        busy = replace(communicator, device=communicator.torch.device("cuda", device))
+    multiply = gemms(busy, 4096 if cuda else 256)
+    for _ in range(_WARM_UPS + 1):
+        seconds, of_one = max(begin([other] if other else []), default=0.0), begin([multiply])[0]
+    count = max(1, min(_MOST_GEMMS, round(seconds / max(of_one, 1e-6))))
+    return partial(multiply, int(communicator.maximum(count)))
 
 
 def _part(communicator: Communicator, row: Row, calls: int) -> Part | None:
