@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,26 +18,20 @@ from tccl_py.cli.options import arg, flag
 from tccl_py.cli.output import GOOD, grid, print_table, results
 from tccl_py.cli.process import notice, print_json, write_result
 from tccl_py.errors import InputError
+from tccl_py.plan.chains import WORLD, PlanChain
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import (
-    MOST_PATHS,
-    assumptions,
-    class_table,
-    hop_table,
-    plan_json,
-    planned_gpus,
-    ring_table,
-    set_table,
-    summary,
-    used_paths,
-)
+from tccl_py.plan.text import assumptions, plan_json, planned_gpus, subset_files, summary
 from tccl_py.plan.text import diff as difference
 
 if TYPE_CHECKING:
     from tccl_py.experiments.communication import Communication
 
-
+_EQUAL = 1e-3
+"""Hops whose rates differ less are alike, relative."""
+_MOST_PATHS = 16
+"""Of a cluster whose hosts differ there can be hundreds."""
+_Cells = tuple[str, ...]
 _UNKNOWN = (
     "whether small messages, send/recv and all-to-all lose by what is recommended for large "
     "all-reduces, until `tccl verify` has run jobs"
@@ -86,9 +84,9 @@ def show(
     title = "algorithm, protocol and channels by message size"
     print_table(console, [ENTRY_COLUMNS, *entries], title=title)
     if hops:
-        print_table(console, hop_table(plan))
+        print_table(console, _hop_table(plan))
     if sets:
-        rows = list(set_table(plan))
+        rows = list(_set_table(plan))
         print_table(console, rows)
         if len(rows) == 1:
             console.print("sets: none has a graph file of its own; see the line plugin above")
@@ -119,9 +117,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"Plan for {planned_gpus(plan)}: {plan.provenance}")
     console.print(plan.advice, style=GOOD)
     if len(plan.cluster.classes) > 1:
-        print_table(console, class_table(plan))
-    print_table(console, ring_table(plan))
-    hidden = len(used_paths(plan)) - MOST_PATHS
+        print_table(console, _class_table(plan))
+    print_table(console, _ring_table(plan))
+    hidden = len(_used_paths(plan)) - _MOST_PATHS
     if hidden > 0:
         console.print(f"and {hidden} more host paths; `tccl show --hops` lists all")
     console.print(grid(summary(plan)))
@@ -132,6 +130,85 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"unknown: {_UNKNOWN}")
     for text in (*stopped, *plan.notices):
         console.print(f"note: {text}")
+
+
+def _numbers(values: Iterable[int], separator: str = " ") -> str:
+    return separator.join(map(str, values))
+
+
+def _class_table(plan: Plan) -> Iterator[_Cells]:
+    """Yield the headers and cells of a table of a cluster's classes of hosts."""
+    yield "class", "hosts", "GPUs", "NICs"
+    counts = Counter(plan.cluster.host_classes.values())
+    for number, node_class in enumerate(plan.cluster.classes):
+        nics = " ".join(f"{nic.id} {nic.name}" for nic in node_class.machine.nics)
+        yield node_class.name, str(counts[number]), _numbers(plan.class_gpus[number], ","), nics
+
+
+def _ring_table(plan: Plan) -> Iterator[_Cells]:
+    """Return the headers and cells of a table of rings, on the first of different host paths."""
+    head = ("path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest hop")
+    rows: list[_Cells] = [head]
+    for number, count in itertools.islice(_used_paths(plan).items(), _MOST_PATHS):
+        for ring, chain in enumerate(plan.paths[number].chains):
+            name = _path_name(plan, number) if ring == 0 else ""
+            hosts, (entry, exit_) = str(count) if name else "", _nic_names(chain)
+            gbps, slowest = f"{chain.rate_gbps:.2f}", str(chain.bottleneck.flow)
+            order = _numbers(chain.gpus)
+            rows.append((name, hosts, str(ring), entry, order, exit_, gbps, slowest))
+    return _filled(rows)
+
+
+def _hop_table(plan: Plan) -> Iterator[_Cells]:
+    """Return the headers and cells of a table of every hop, with its rate beside all others."""
+    rows: list[_Cells] = [("path of", "ring", "from", "to", "GB/s", "flow")]
+    for number in _used_paths(plan):
+        for ring, chain in enumerate(plan.paths[number].chains):
+            slow = [
+                hop
+                for hop in chain.hops
+                if math.isclose(hop.rate_gbps, chain.rate_gbps, rel_tol=_EQUAL)
+            ]
+            for hop in chain.hops:
+                # No hop is marked where all are alike.
+                marked = hop in slow and len(slow) < len(chain.hops)
+                ends = zip(hop.ends, _nic_names(chain), strict=True)
+                names = (nic if gpu == WORLD else f"G{gpu}" for gpu, nic in ends)
+                flow = f"{hop.flow}{' (slowest)' * marked}"
+                name = _path_name(plan, number)
+                rows.append((name, str(ring), *names, f"{hop.rate_gbps:.2f}", flow))
+    return _filled(rows)
+
+
+def _nic_names(chain: PlanChain) -> tuple[str, ...]:
+    """Return the NICs by which a chain enters and leaves a host; "" for a ring that closes."""
+    return tuple("" if nic is None else f"N{nic}" for nic in (chain.entry_nic, chain.exit_nic))
+
+
+def _filled(rows: Sequence[_Cells]) -> Iterator[_Cells]:
+    """Return rows without the columns that are empty below their header."""
+    filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
+    return (tuple(itertools.compress(row, filled)) for row in rows)
+
+
+def _set_table(plan: Plan) -> Iterator[_Cells]:
+    """Yield the headers and cells of a table of the sets of GPUs that get a graph file."""
+    yield "GPUs", "GB/s", "rings", "graph file"
+    for gpus, name, planned in subset_files(plan):
+        rings = ", ".join(map(_numbers, planned.rings))
+        yield _numbers(gpus, ","), f"{planned.rate_gbps:.2f}", rings, f"nccl/{name}"
+
+
+def _used_paths(plan: Plan) -> Counter[int]:
+    """Return the paths that hosts have, in the order of the ring, and how many have each."""
+    return Counter(host.path for host in plan.hosts)
+
+
+def _path_name(plan: Plan, path: int) -> str:
+    """Return the class of a host path, and its number, where there are several."""
+    if len(plan.paths) == 1:
+        return ""
+    return f"{plan.cluster.classes[plan.paths[path].node_class].name} ({path})"
 
 
 def diff(

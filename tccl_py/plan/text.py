@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,9 +21,7 @@ from tccl_py.nccl.settings import (
 from tccl_py.nccl.versions import why_no_plugin
 from tccl_py.plan.chains import (
     AS_GOOD,
-    WORLD,
     ChoiceName,
-    PlanChain,
     PlanChoice,
     SubsetRings,
     as_good,
@@ -35,8 +30,6 @@ from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32
-_EQUAL = 1e-3
-"""Hops whose rates differ less are alike, relative."""
 CHOICE_WORDS: dict[ChoiceName, str] = {
     "default": "default NCCL",
     "variables": "variables only",
@@ -52,7 +45,7 @@ def plan_name(plan: Plan) -> str:
 
 def planned_gpus(plan: Plan) -> str:
     """Return the name of a plan with the GPUs that are joined on each host."""
-    gpus = dict.fromkeys(_numbers(gpus, ",") for gpus in plan.class_gpus)
+    gpus = dict.fromkeys(",".join(map(str, gpus)) for gpus in plan.class_gpus)
     return f"{plan_name(plan)}, GPUs {' or '.join(gpus)}"
 
 
@@ -152,9 +145,6 @@ def ring_lines(rings: Sequence[tuple[int, ...]]) -> list[str]:
     return lines
 
 
-Cells = tuple[str, ...]
-MOST_PATHS = 16
-"""Of a cluster whose hosts differ there can be hundreds."""
 _MOST_ORDER = 1000
 """Characters of the hosts' order that a terminal has room for."""
 
@@ -275,85 +265,6 @@ def recommended_words(plan: Plan) -> str:
 
 def _channels(settings: Settings) -> str:
     return counted(settings.channels, "channel")
-
-
-def _numbers(values: Iterable[int], separator: str = " ") -> str:
-    return separator.join(map(str, values))
-
-
-def class_table(plan: Plan) -> Iterator[Cells]:
-    """Yield the headers and cells of a table of a cluster's classes of hosts."""
-    yield "class", "hosts", "GPUs", "NICs"
-    counts = Counter(plan.cluster.host_classes.values())
-    for number, node_class in enumerate(plan.cluster.classes):
-        nics = " ".join(f"{nic.id} {nic.name}" for nic in node_class.machine.nics)
-        yield node_class.name, str(counts[number]), _numbers(plan.class_gpus[number], ","), nics
-
-
-def ring_table(plan: Plan) -> Iterator[Cells]:
-    """Return the headers and cells of a table of rings, on the first of different host paths."""
-    head = ("path of", "hosts", "ring", "in", "GPU order", "out", "GB/s", "slowest hop")
-    rows: list[Cells] = [head]
-    for number, count in itertools.islice(used_paths(plan).items(), MOST_PATHS):
-        for ring, chain in enumerate(plan.paths[number].chains):
-            name = _path_name(plan, number) if ring == 0 else ""
-            hosts, (entry, exit_) = str(count) if name else "", _nic_names(chain)
-            gbps, slowest = f"{chain.rate_gbps:.2f}", str(chain.bottleneck.flow)
-            order = _numbers(chain.gpus)
-            rows.append((name, hosts, str(ring), entry, order, exit_, gbps, slowest))
-    return _filled(rows)
-
-
-def hop_table(plan: Plan) -> Iterator[Cells]:
-    """Return the headers and cells of a table of every hop, with its rate beside all others."""
-    rows: list[Cells] = [("path of", "ring", "from", "to", "GB/s", "flow")]
-    for number in used_paths(plan):
-        for ring, chain in enumerate(plan.paths[number].chains):
-            slow = [
-                hop
-                for hop in chain.hops
-                if math.isclose(hop.rate_gbps, chain.rate_gbps, rel_tol=_EQUAL)
-            ]
-            for hop in chain.hops:
-                # No hop is marked where all are alike.
-                marked = hop in slow and len(slow) < len(chain.hops)
-                ends = zip(hop.ends, _nic_names(chain), strict=True)
-                names = (nic if gpu == WORLD else f"G{gpu}" for gpu, nic in ends)
-                flow = f"{hop.flow}{' (slowest)' * marked}"
-                name = _path_name(plan, number)
-                rows.append((name, str(ring), *names, f"{hop.rate_gbps:.2f}", flow))
-    return _filled(rows)
-
-
-def _nic_names(chain: PlanChain) -> tuple[str, ...]:
-    """Return the NICs by which a chain enters and leaves a host; "" for a ring that closes."""
-    return tuple("" if nic is None else f"N{nic}" for nic in (chain.entry_nic, chain.exit_nic))
-
-
-def _filled(rows: Sequence[Cells]) -> Iterator[Cells]:
-    """Return rows without the columns that are empty below their header."""
-    filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
-    return (tuple(itertools.compress(row, filled)) for row in rows)
-
-
-def set_table(plan: Plan) -> Iterator[Cells]:
-    """Yield the headers and cells of a table of the sets of GPUs that get a graph file."""
-    yield "GPUs", "GB/s", "rings", "graph file"
-    for gpus, name, found in subset_files(plan):
-        rings = ", ".join(map(_numbers, found.rings))
-        yield _numbers(gpus, ","), f"{found.rate_gbps:.2f}", rings, f"nccl/{name}"
-
-
-def used_paths(plan: Plan) -> Counter[int]:
-    """Return the paths that hosts have, in the order of the ring, and how many have each."""
-    return Counter(host.path for host in plan.hosts)
-
-
-def _path_name(plan: Plan, path: int) -> str:
-    """Return the class of a host path, and its number, where there are several."""
-    if len(plan.paths) == 1:
-        return ""
-    return f"{plan.cluster.classes[plan.paths[path].node_class].name} ({path})"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
