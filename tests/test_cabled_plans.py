@@ -18,8 +18,8 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.host_files import files_of_hosts, host_graphs, job_plugin_files
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.tables import table_files
-from tccl_py.planning.grow import simulated_cluster
 from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.simulator.descriptions import load_bundled

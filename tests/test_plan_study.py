@@ -24,7 +24,7 @@ from tccl_py.nccl.settings import environment
 from tccl_py.plan.chains import WORLD, PlanChain, PlanHop
 from tccl_py.plan.hop_rows import way
 from tccl_py.plan.staging import MANIFEST_FILE
-from tccl_py.planning.grow import simulated_cluster
+from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled, read_description
 from tccl_py.sources.journal import read_journal

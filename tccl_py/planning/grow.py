@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, require
-from tccl_py.model.cluster import Cable, Cluster, cabled_nics, check_cluster
+from tccl_py.errors import MeasurementError, require
+from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.model.reports import HostReport, cluster_of, part_of, split
+from tccl_py.model.reports import part_of, split
 from tccl_py.model.rings import joined, on_host
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.chains import PlanChain
@@ -19,7 +18,6 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import TUNED_NOTE
 from tccl_py.plan.tables import ClassRates, KeptTable, read_tables
-from tccl_py.planning.chain_search import used_nics
 from tccl_py.planning.plan_sources import class_sources
 from tccl_py.planning.planner import plan_hosts
 from tccl_py.planning.probes import (
@@ -32,16 +30,11 @@ from tccl_py.planning.probes import (
     pair_rates,
 )
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.cables import Addresses, cables_of, cables_of_subnets, subnet_prefix
-from tccl_py.readers.hosts import HostSlots, listed_hosts
-from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
 from tccl_py.search.strategies import STRATEGIES
-from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.hosts import HostsSource
 
 Say = Callable[[Iterable[str]], None]
-MANY_NODES = 16_384
 _SETS = 3
 """Sets of a class that a new host is compared by."""
 _95_PERCENT = 1.96
@@ -97,131 +90,6 @@ def read_known_plan(directory: Path) -> KnownPlan:
     right = "plan a new directory under mpirun or srun"
     require(tables, str(directory), "holds no tables of chains between hosts", right)
     return KnownPlan(plan, tables)
-
-
-# Hosts that are planned for: simulated, named, or of a job; a known plan's hosts are before them.
-
-
-def simulated_cluster(
-    model: MachineModel,
-    nodes: int | None,
-    hosts: str | None,
-    switches: Path | None,
-    known: KnownPlan | None = None,
-) -> Cluster:
-    """Return a cluster of equal nodes: those of a list, or as many as `nodes` says.
-
-    Raises InputError: neither, too few or too many, or both and they differ.
-    """
-    reports = [
-        HostReport(
-            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
-        )
-        for host in _listed(nodes, hosts)
-    ]
-    return _cluster(reports, switches, known, where=hosts or "cluster")
-
-
-def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
-    """Return a plan's hosts and further ones of its only class.
-
-    Raises InputError: the plan has several classes, or as `cluster_of`.
-    """
-    (kind, *further), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
-    if further:
-        fault = f"are of one of {1 + len(further)} classes"
-        raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
-    slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
-    reports = [
-        HostReport(host=name, machine=kind.machine, knowledge=kind.knowledge, slots=count)
-        for name, count in slots.items()
-    ]
-    return _cluster(reports, switches, known, where="`hosts`")
-
-
-def cluster_of_job(
-    source: HostsSource, switches: Path | None, known: KnownPlan | None = None
-) -> Cluster:
-    """Return the cluster of a job's hosts, with the switches of a file."""
-    reports = [
-        HostReport(
-            host=host.name,
-            machine=host.machine,
-            knowledge=host.knowledge,
-            # One rank on a host is its agent; more are the ranks of a job.
-            slots=len(host.ranks) if len(host.ranks) > 1 else None,
-        )
-        for host in source.session.hosts
-    ]
-    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses_of(source))
-
-
-def addresses_of(source: HostsSource) -> Addresses:
-    """Return the addresses of the NICs of rings by host."""
-    return {
-        host.name: {
-            nic: f"{interface.address}/{interface.prefix}"
-            for nic, interface in host.addresses.items()
-            if nic in used_nics(host.machine)
-        }
-        for host in source.session.hosts
-    }
-
-
-def _cluster(
-    reports: Sequence[HostReport],
-    switches: Path | None,
-    known: KnownPlan | None,
-    *,
-    where: str,
-    addresses: Addresses | None = None,
-) -> Cluster:
-    """Return a cluster with the switches and rails of a file, if there is one, or with cables.
-
-    Cables are a file's, or those that `addresses` of NICs by host tell.
-    """
-    old = None if known is None else known.plan.cluster
-    if switches is None:
-        rails = "any" if old is None else old.rails
-        cluster = cluster_of(reports, rails=rails, where=where, known=old)
-        cables = () if old else cables_of_subnets(addresses or {})
-        return _with_cables(cluster, cables, where=where) if cables else cluster
-    names = [*(old.names if old else ()), *(report.host for report in reports)]
-    network = read_switches(switches, dict.fromkeys(names))
-    tree, rails = network.switches, network.rails
-    cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
-    machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
-    cables = cables_of(network.ports, machines)
-    subnet_prefix(cables, addresses or {}, where=str(switches))
-    return _with_cables(cluster, cables, where=where) if cables else cluster
-
-
-def _with_cables(cluster: Cluster, cables: Sequence[Cable], *, where: str) -> Cluster:
-    """Return the cluster with cables, and hosts with cables at other NICs in other classes."""
-    nics: dict[str, set[int]] = defaultdict(set)
-    for host, nic, _ in cabled_nics(cables):
-        nics[host].add(nic)
-    groups: dict[tuple[int, frozenset[int]], list[str]] = defaultdict(list)
-    for name, number in cluster.host_classes.items():
-        groups[number, frozenset(nics[name])].append(name)
-    cabled = msgspec.structs.replace(cluster, cables=tuple(cables))
-    return split(check_cluster(cabled, where=where), groups.values())
-
-
-def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
-    if text is not None:
-        hosts = listed_hosts(text, where="`hosts`")
-        if nodes not in (None, len(hosts)):
-            fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
-            raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
-        return hosts
-    if nodes is None or not 2 <= nodes <= MANY_NODES:
-        raise InputError("`nodes`", f"is {nodes}", f"2 to {MANY_NODES}, or none for one machine")
-    width = len(str(nodes))
-    return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
-
-
-# Plans.
 
 
 def plan_job(

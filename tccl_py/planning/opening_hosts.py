@@ -1,42 +1,42 @@
-"""Several hosts that `tccl plan` plans for: simulated or named ones, or those of an MPI job."""
+"""Several hosts that `tccl plan` plans for: simulated or named ones, or those of an MPI job.
+
+A known plan's hosts come before them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tccl_py.errors import InputError
-from tccl_py.model.cluster import compress
+from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
+from tccl_py.model.reports import HostReport, cluster_of, split
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.planning.grow import (
-    KnownPlan,
-    addresses_of,
-    cluster_of_job,
-    grown_plan,
-    named_cluster,
-    plan_job,
-    read_known_plan,
-    simulated_cluster,
-)
+from tccl_py.planning.chain_search import used_nics
+from tccl_py.planning.grow import KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
 from tccl_py.planning.plan_sources import planned_models
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.cables import subnet_prefix
-from tccl_py.readers.hosts import listed_hosts
+from tccl_py.readers.cables import Addresses, cables_of, cables_of_subnets, subnet_prefix
+from tccl_py.readers.hosts import HostSlots, listed_hosts
+from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.model import MachineModel
 from tccl_py.simulator.source import Simulator
-from tccl_py.sources.hosts import open_hosts
+from tccl_py.sources.hosts import HostsSource, open_hosts
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import Job
 
+MANY_NODES = 16_384
 Models = Mapping[str, MachineModel | None]
 
 
@@ -58,12 +58,19 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
             right = f"{UNDER_MPI}, or name them by `hosts`"
             raise InputError("`extend`", "has no hosts to add", right)
         models = planned_models(known.plan, request.extend)
+    tables = list[KeptTable]()
     if job is not None:
-        return _of_job(request, known, models, job, stack, say=say)
-    return _of_hosts(request, known, models)
+        subject = _of_job(request, known, tables, job, stack, say=say)
+    else:
+        subject = _of_hosts(request, known, tables, models)
+    subject.extends, subject.known_models = known is not None, models
+    subject.table_files = partial(table_files, tables)
+    return subject
 
 
-def _of_hosts(request: PlanRequest, known: KnownPlan | None, models: Models) -> Subject:
+def _of_hosts(
+    request: PlanRequest, known: KnownPlan | None, tables: list[KeptTable], models: Models
+) -> Subject:
     """Open simulated hosts, or those that a known plan grows by without measuring."""
     model, source, by_name = None, None, dict[str, Simulator]()
     if request.simulate is not None:
@@ -75,27 +82,19 @@ def _of_hosts(request: PlanRequest, known: KnownPlan | None, models: Models) -> 
         assert known is not None and request.hosts is not None
         hosts = listed_hosts(request.hosts, where="`hosts`")
         cluster = named_cluster(known, hosts, request.switches)
-    tables = list[KeptTable]()
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
             facts = known, cluster, source, by_name
             return grown_plan(*facts, request, reporter=reporter, tables=tables)
 
-    return Subject(
-        search=search,
-        source=source,
-        model=model,
-        extends=known is not None,
-        known_models=models,
-        table_files=partial(table_files, tables),
-    )
+    return Subject(search=search, source=source, model=model)
 
 
 def _of_job(
     request: PlanRequest,
     known: KnownPlan | None,
-    models: Models,
+    tables: list[KeptTable],
     job: Job,
     stack: ExitStack,
     *,
@@ -122,7 +121,6 @@ def _of_job(
     cluster = cluster_of_job(source, request.switches, known)
     bits = subnet_prefix(cluster.cables, addresses_of(source), where="this MPI job")
     request = msgspec.structs.replace(request, subnet_prefix=bits)
-    tables = list[KeptTable]()
 
     def say_each(texts: Iterable[str]) -> None:
         for text in texts:
@@ -142,10 +140,121 @@ def _of_job(
         finally:
             source.close()
 
-    return Subject(
-        search=search,
-        source=source,
-        extends=known is not None,
-        known_models=models,
-        table_files=partial(table_files, tables),
-    )
+    return Subject(search=search, source=source)
+
+
+def simulated_cluster(
+    model: MachineModel,
+    nodes: int | None,
+    hosts: str | None,
+    switches: Path | None,
+    known: KnownPlan | None = None,
+) -> Cluster:
+    """Return a cluster of equal nodes: those of a list, or as many as `nodes` says.
+
+    Raises InputError: neither, too few or too many, or both and they differ.
+    """
+    reports = [
+        HostReport(
+            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
+        )
+        for host in _listed(nodes, hosts)
+    ]
+    return _cluster(reports, switches, known, where=hosts or "cluster")
+
+
+def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path | None) -> Cluster:
+    """Return a plan's hosts and further ones of its only class.
+
+    Raises InputError: the plan has several classes, or as `cluster_of`.
+    """
+    (kind, *further), gpus = known.plan.cluster.classes, known.plan.class_gpus[0]
+    if further:
+        fault = f"are of one of {1 + len(further)} classes"
+        raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
+    slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
+    reports = [
+        HostReport(host=name, machine=kind.machine, knowledge=kind.knowledge, slots=count)
+        for name, count in slots.items()
+    ]
+    return _cluster(reports, switches, known, where="`hosts`")
+
+
+def cluster_of_job(
+    source: HostsSource, switches: Path | None, known: KnownPlan | None = None
+) -> Cluster:
+    """Return the cluster of a job's hosts, with the switches of a file."""
+    reports = [
+        HostReport(
+            host=host.name,
+            machine=host.machine,
+            knowledge=host.knowledge,
+            # One rank on a host is its agent; more are the ranks of a job.
+            slots=len(host.ranks) if len(host.ranks) > 1 else None,
+        )
+        for host in source.session.hosts
+    ]
+    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses_of(source))
+
+
+def addresses_of(source: HostsSource) -> Addresses:
+    """Return the addresses of the NICs of rings by host."""
+    return {
+        host.name: {
+            nic: f"{interface.address}/{interface.prefix}"
+            for nic, interface in host.addresses.items()
+            if nic in used_nics(host.machine)
+        }
+        for host in source.session.hosts
+    }
+
+
+def _cluster(
+    reports: Sequence[HostReport],
+    switches: Path | None,
+    known: KnownPlan | None,
+    *,
+    where: str,
+    addresses: Addresses | None = None,
+) -> Cluster:
+    """Return a cluster with the switches and rails of a file, if there is one, or with cables.
+
+    Cables are a file's, or those that `addresses` of NICs by host tell.
+    """
+    old = None if known is None else known.plan.cluster
+    if switches is None:
+        rails = "any" if old is None else old.rails
+        cluster = cluster_of(reports, rails=rails, where=where, known=old)
+        cables = () if old else cables_of_subnets(addresses or {})
+    else:
+        names = [*(old.names if old else ()), *(report.host for report in reports)]
+        network = read_switches(switches, dict.fromkeys(names))
+        tree, rails = network.switches, network.rails
+        cluster = cluster_of(reports, switches=tree, rails=rails, where=where, known=old)
+        machines = {host.name: cluster.classes[host.node_class].machine for host in cluster.hosts}
+        cables = cables_of(network.ports, machines)
+        subnet_prefix(cables, addresses or {}, where=str(switches))
+    if not cables:
+        return cluster
+    # Hosts with cables at other NICs are of other classes.
+    nics: dict[str, set[int]] = defaultdict(set)
+    for host, nic, _ in cabled_nics(cables):
+        nics[host].add(nic)
+    groups: dict[tuple[int, frozenset[int]], list[str]] = defaultdict(list)
+    for name, number in cluster.host_classes.items():
+        groups[number, frozenset(nics[name])].append(name)
+    cabled = msgspec.structs.replace(cluster, cables=tuple(cables))
+    return split(check_cluster(cabled, where=where), groups.values())
+
+
+def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
+    if text is not None:
+        hosts = listed_hosts(text, where="`hosts`")
+        if nodes not in (None, len(hosts)):
+            fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
+            raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
+        return hosts
+    if nodes is None or not 2 <= nodes <= MANY_NODES:
+        raise InputError("`nodes`", f"is {nodes}", f"2 to {MANY_NODES}, or none for one machine")
+    width = len(str(nodes))
+    return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))
