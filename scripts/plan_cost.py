@@ -35,7 +35,7 @@ from tccl_py.nccl.asked import MOST_RANKS
 from tccl_py.nccl.graph_search import DefaultChoice, default_choice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.nccl_files import graph_files
+from tccl_py.plan.directory import graph_files
 from tccl_py.plan.plan import Plan
 from tccl_py.planning import parts, planner, study
 from tccl_py.planning.installed_nccl import MOST_FILES

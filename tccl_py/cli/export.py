@@ -13,9 +13,14 @@ from tccl_py.delivery.plugin import check_trusted
 from tccl_py.delivery.scripts import FORMS, Form, script
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import read_text
-from tccl_py.plan.directory import machine_file, nccl_files, write_nccl_files, write_new_plan
+from tccl_py.plan.directory import (
+    GRAPH_FILE,
+    machine_file,
+    nccl_files,
+    write_nccl_files,
+    write_new_plan,
+)
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.nccl_files import GRAPH_FILE
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import TABLES, check_files

@@ -21,8 +21,8 @@ from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.plan.directory import graph_files, part_file, placement
 from tccl_py.plan.host_files import host_graph_file
-from tccl_py.plan.nccl_files import graph_files, part_file, placement
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.readers.hosts import NODE_NAME, names_of_this_host

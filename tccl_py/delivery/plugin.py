@@ -9,8 +9,8 @@ from pathlib import Path
 from tccl_py.errors import InputError, require
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_HEAD, INDEX_VARIABLE
+from tccl_py.plan.directory import ALIKE_INDEX_FILE, plugin_variables
 from tccl_py.plan.host_files import HOSTS_FOLDER
-from tccl_py.plan.nccl_files import ALIKE_INDEX_FILE, plugin_variables
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import AGAIN
 

@@ -16,7 +16,7 @@ from tccl_py.nccl.communicators import LoggedConnection, parse_log, same_rings, 
 from tccl_py.nccl.settings import settings_from_environment
 from tccl_py.nccl.transport import TRANSPORTS, final_channels, pair_mechanism
 from tccl_py.nccl.validator import NodeJob, Verdict, validate_cluster
-from tccl_py.plan.nccl_files import class_view
+from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 
 _NIC = re.compile(r"NET/[^/]+/([0-9]{1,7})")

@@ -52,7 +52,7 @@ from tccl_py.nccl.plugin.build import BuildError, build_plugin
 from tccl_py.nccl.plugin.index import INDEX_FILE, INDEX_VARIABLE
 from tccl_py.nccl.tuner import TunerTable
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.nccl_files import plugin_variables, subset_graph
+from tccl_py.plan.directory import plugin_variables, subset_graph
 from tccl_py.plan.results import Kept, Tuning, keep_tuning
 from tccl_py.planning.parts import subsets
 from tccl_py.workloads.workload import Workload

@@ -20,9 +20,8 @@ from tccl_py.model.rings import neighbours
 from tccl_py.nccl.settings import Settings, environment, pinned_level
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.directory import nccl_files, write_plan
+from tccl_py.plan.directory import GRAPH_FILE, class_view, nccl_files, subset_graph, write_plan
 from tccl_py.plan.host_files import HOSTS_FOLDER, host_graph_file, host_graphs
-from tccl_py.plan.nccl_files import GRAPH_FILE, class_view, subset_graph
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned

@@ -18,7 +18,7 @@ from tccl_py.nccl.plugin import LIBRARY, found_library
 from tccl_py.nccl.plugin.index import IndexedSet
 from tccl_py.nccl.settings import env_sh
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.nccl_files import class_view, env_text, noted_graph, plugin_index
+from tccl_py.plan.directory import class_view, env_text, noted_graph, plugin_index
 from tccl_py.plan.plan import Plan
 
 HOSTS_FOLDER = "hosts"

@@ -25,9 +25,8 @@ from tccl_py.files import (
 )
 from tccl_py.model.machine import DiscoveredMachine, Fingerprint
 from tccl_py.nccl.tuner import TunerTable, check_tables, tune_lines
-from tccl_py.plan.directory import machine_file
+from tccl_py.plan.directory import machine_file, plugin_files
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.nccl_files import plugin_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
     MANIFEST_FILE,

@@ -17,7 +17,7 @@ from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels, hop_space
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import WORLD, HostPath, PlanChain
-from tccl_py.plan.nccl_files import class_view
+from tccl_py.plan.directory import class_view
 from tccl_py.plan.plan import Plan
 
 TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"

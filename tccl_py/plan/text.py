@@ -26,7 +26,7 @@ from tccl_py.plan.chains import (
     SubsetRings,
     as_good,
 )
-from tccl_py.plan.nccl_files import graph_files, plugin_sets, plugin_variables
+from tccl_py.plan.directory import graph_files, plugin_sets, plugin_variables
 from tccl_py.plan.plan import Plan
 
 _MOST_RANKS = 32

@@ -23,8 +23,7 @@ from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.chains import ChoiceName, SizeAnswer
-from tccl_py.plan.directory import nccl_files
-from tccl_py.plan.nccl_files import graph_files
+from tccl_py.plan.directory import graph_files, nccl_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import SIZES, compared_choices
 from tccl_py.readers.live import gpu_count

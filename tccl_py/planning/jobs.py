@@ -29,8 +29,8 @@ from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
 from tccl_py.plan.chains import ChoiceName, mark
+from tccl_py.plan.directory import conf_text, env_text
 from tccl_py.plan.host_files import order_files
-from tccl_py.plan.nccl_files import conf_text, env_text
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import retuned
 from tccl_py.plan.staging import write_new_directory

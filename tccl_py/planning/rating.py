@@ -17,8 +17,7 @@ from tccl_py.model.rings import HopSpace, nics_of, ring_like, ring_set
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import blocks_of_ring
 from tccl_py.plan.chains import WORLD, HostPath, Order, Orders, PlanChain, condensed
-from tccl_py.plan.directory import write_plan
-from tccl_py.plan.nccl_files import class_view
+from tccl_py.plan.directory import class_view, write_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.retuning import path_space
 from tccl_py.plan.tables import KeptTable, table_files

@@ -5,7 +5,7 @@ from collections import Counter
 
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.plan.chains import per_channel
-from tccl_py.plan.nccl_files import graph_files
+from tccl_py.plan.directory import graph_files
 
 _START = re.compile(r"rank (\d+) nranks (\d+) .*- Init START")
 _CHOSEN = re.compile(r"tccl: rank (\d+) of (\d+): (?:graph file (\S+) of |default NCCL: (.*))")

@@ -17,7 +17,7 @@ from tccl_py.nccl.plugin.index import INDEX_FILE, IndexedGpu, IndexedSet, Plugin
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import tune_lines
 from tccl_py.nccl_library import NAME, installed_nccl
-from tccl_py.plan.nccl_files import graph_text
+from tccl_py.plan.directory import graph_text
 from tests.plugin.ranks import Made, Record, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
