@@ -1,14 +1,16 @@
 """Cost of plans for `scripts/plan-cost`: counts by phase, and an estimate of the time on GPUs.
 
 No GPU is needed. A source answers as a measured machine does: flows that should be equal differ,
-samples spread, no bound holds by construction, and no two GPUs are equal (but with --equal). Sets,
-questions to NCCL and files are counted; CPU seconds are this machine's. The estimate in seconds is
+samples spread, and no bound holds by construction. With --unlike no two GPUs are equal, so that no
+set is answered by symmetry. Sets, questions to NCCL and files are counted; CPU seconds are this
+machine's. The estimate in seconds is
 
-    workers + rounds of questions x question + question + further files x file
-    + measurements / sets a second + CPU
+    the longer of workers and rounds of questions x question
+    + question + further files x file + measurements / sets a second + CPU
 
 by the costs of single steps that were recorded on GPUs (4 H200, 8 virtual ones), see UNITS. It is
-assumed, and was not timed, that a round of questions at the same time takes as long as a question.
+assumed, and was not timed, that a round of questions at the same time takes as long as a question,
+and that workers start beside it as quickly as alone.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ class Ledger:
 def planned(model: MachineModel, options: argparse.Namespace) -> tuple[Plan, Ledger]:
     """Plan a machine as if it were measured, and count."""
     machine = model.machine
-    if not options.equal:
+    if options.unlike:
         names = (msgspec.structs.replace(gpu, name=f"GPU {gpu.index}") for gpu in machine.gpus)
         machine = msgspec.structs.replace(machine, gpus=tuple(names))
     source = MeasuredLike(model, spread=options.spread, noise=options.noise)
@@ -215,10 +217,10 @@ def report(plan: Plan, ledger: Ledger) -> bool:
     if files > MOST_FILES:
         files = len({len(gpus) for gpus in graph_files(plan)})
     parts = {
-        "workers": UNITS.workers_s,
-        f"{len(ledger.questions)} questions to NCCL in {ledger.rounds} rounds": ledger.rounds
-        * UNITS.question_s,
-        f"{files} graph files loaded": bool(files) * UNITS.question_s
+        f"workers, beside {len(ledger.questions)} questions to NCCL in {ledger.rounds} rounds": max(
+            UNITS.workers_s, ledger.rounds * UNITS.question_s
+        ),
+        f"choices by size, {files} graph files loaded": UNITS.question_s
         + max(0, files - 1) * UNITS.further_file_s,
         f"{times} measurements at {UNITS.sets_per_s:g} a second": times / UNITS.sets_per_s,
         "CPU": cpu_s,
@@ -240,7 +242,7 @@ def main() -> int:
     parser.add_argument("--sets", type=int, default=HOST_SETS, help="as --max-sets")
     parser.add_argument("--spread", type=float, default=0.01, help="of flows that should be equal")
     parser.add_argument("--noise", type=float, default=0.01, help="of samples")
-    parser.add_argument("--equal", action="store_true", help="GPUs are equal: symmetry is used")
+    parser.add_argument("--unlike", action="store_true", help="no two GPUs are equal")
     parser.add_argument("--no-p2p", action="store_true", help="all jobs have NCCL_P2P_DISABLE=1")
     parser.add_argument("--profile", action="store_true", help="print where CPU time goes as well")
     options = parser.parse_args()

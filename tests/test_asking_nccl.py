@@ -204,47 +204,57 @@ def test_every_graph_file_of_a_plan_is_loaded_before_it_is_written(monkeypatch):
     ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     plan = needing_a_graph(small_plan())
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
-    assert nccl_here.graph_file_notices(plan, rings) == ()
+    assert nccl_here.with_answers(plan, rings).notices == plan.notices
     files = {**nccl_here.nccl_files(plan, Path()), "graph.xml": pair_graph(1, 2)}
     monkeypatch.setattr(nccl_here, "nccl_files", lambda plan, folder: files)
     with pytest.raises(MeasurementError, match=r"nccl/graph.xml: .* dev 2 not found"):
-        nccl_here.graph_file_notices(plan, rings)
+        nccl_here.with_answers(plan, rings)
 
 
 def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_choice(monkeypatch):
     ranks_of_2_28_9(monkeypatch, [pair_graph(0, 1)])
     plan = needing_a_graph(small_plan())
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
-    found = nccl_here.with_sizes(plan, rings)
+    jobs, run = [], asked.run_tasks
+
+    def counted(tasks, **more):
+        jobs.append(len(tasks))
+        return run(tasks, **more)
+
+    monkeypatch.setattr(asked, "run_tasks", counted)
+    found = nccl_here.with_answers(plan, rings)
+    assert jobs == [2]  # at the same time
     assert found.sizes.keys() == {"default", "graph"}
     assert {len(answer.rows) for answer in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
     assert {(row.algorithm, row.channels) for row in found.sizes["graph"].rows} == {("ring", 2)}
-    ranks_of_2_28_9(monkeypatch, [pair_graph(1, 2)])
-    failed = nccl_here.with_sizes(plan, rings)
-    assert failed.sizes == {}
-    assert "message size are computed" in failed.notices[-1]
     rings.unable("GPU 0 is busy")
-    assert nccl_here.with_sizes(plan, rings) == plan
+    assert nccl_here.with_answers(plan, rings) == plan
 
 
 def test_of_many_subsets_one_of_each_size_is_loaded(monkeypatch):
     plan = plan_of("h200x4-vm", version="2.28")
     loaded = []
 
-    def ask(variables, questions, **_):
-        loaded.append([one.gpus for one in questions])
+    def ask(jobs, **_):
+        loaded.append([one.gpus for _, questions in jobs for one in questions if one.graph])
+        raise MeasurementError("not by so many processes")
+
+    def again(variables, questions, **_):
         raise MeasurementError("no memory is left")
 
-    monkeypatch.setattr(nccl_here, "ask_each", ask)
+    monkeypatch.setattr(nccl_here, "ask_together", ask)
+    monkeypatch.setattr(nccl_here, "ask_each", again)
     rings = InstalledRings(plan.machine, plan.knowledge, plan.gpus)
-    assert nccl_here.graph_file_notices(plan, rings) == ()  # no job gets a file
+    why = "NCCL's choices by message size are computed, as the NCCL here fails: no memory is left"
+    default = msgspec.structs.replace(plan, winner="default")
+    assert nccl_here.with_answers(default, rings).notices[-1] == why  # no job gets a file
     plan = needing_a_graph(plan)
-    why = "the graph files were not tried in the NCCL here: no memory is left"
-    assert nccl_here.graph_file_notices(plan, rings) == (why,)
+    failed = nccl_here.with_answers(plan, rings)
+    assert (failed.sizes, failed.notices[-1]) == ({}, f"{why}; the graph files were not tried")
     monkeypatch.setattr(nccl_here, "MOST_FILES", 11)
-    nccl_here.graph_file_notices(plan, rings)
-    assert [len(one) for one in loaded] == [3, 11]
-    assert loaded[0] == [(0, 1, 2, 3), (2, 3), (1, 2, 3)]
+    nccl_here.with_answers(plan, rings)
+    assert [len(one) for one in loaded] == [0, 3, 11]
+    assert loaded[1] == [(0, 1, 2, 3), (2, 3), (1, 2, 3)]
 
 
 def test_nccl_is_not_started_on_gpus_that_others_use(monkeypatch):
@@ -268,20 +278,24 @@ def test_a_measured_plan_has_nccls_own_rings_and_files_that_it_loads(monkeypatch
     rings, asks = installed(monkeypatch, h200, answer([(0, 2, 1, 3)]))
     monkeypatch.setattr("tccl_py.planning.installed_nccl.rings_here", lambda *_: rings)
 
-    def refused(*_, **__):
+    def refused(variables, questions, **_):
+        if questions[0].graph is None:
+            return [answer([(0, 2, 1, 3)])]
         raise RefusedError(0, "dev 2 not found", crash=False)
 
     monkeypatch.setattr(nccl_here, "ask_each", refused)
     monkeypatch.setattr(Plan, "recommended", "graph")
     place = tmp_path / "plan"
     words = ("plan", "-o", place, "--nccl", "2.28", "--max-sets", "5")
+
+    def tried(plan, _):
+        return msgspec.structs.replace(plan, notices=(*plan.notices, "it was tried"))
+
     result = tccl(*words)
     assert result.exit_code == 2
     assert "nccl/graph.xml: NCCL here does not" in result.stderr
     assert [path.name for path in place.iterdir()] == ["measurements.jsonl"]
-    monkeypatch.setattr(
-        "tccl_py.planning.installed_nccl.graph_file_notices", lambda *_: ("it was tried",)
-    )
+    monkeypatch.setattr("tccl_py.planning.installed_nccl.with_answers", tried)
     result = tccl(*words)
     assert result.exit_code == 0
     assert "planned for NCCL" not in result.stderr
@@ -334,7 +348,7 @@ def installed(monkeypatch, model, found):
             raise found
         return found
 
-    def together(variables, gpus):
+    def together(jobs, **_):
         raise MeasurementError("no memory is left")
 
     monkeypatch.setattr(installed_rings, "ask_nccl", ask)
@@ -355,9 +369,9 @@ def test_nccl_is_asked_under_several_settings_at_the_same_time_and_not_by_too_ma
     ranks_of_2_28_9(monkeypatch, [GRAPH])
     jobs, run = [], asked.run_tasks
 
-    def counted(tasks):
+    def counted(tasks, **more):
         jobs.append(len(tasks))
-        return run(tasks)
+        return run(tasks, **more)
 
     monkeypatch.setattr(asked, "run_tasks", counted)
     levels = [None, "SYS", "PHB", "LOC"]
@@ -433,7 +447,8 @@ def test_where_nccl_cannot_be_asked_its_rules_are_taken_and_it_is_asked_once(
     assert (len(asks), rings.able) == (1, False)
     (notice,) = rings.notices
     assert f": {why}" in notice
-    assert nccl_here.graph_file_notices(needing_a_graph(small_plan()), rings) == ()
+    plan = needing_a_graph(small_plan())
+    assert nccl_here.with_answers(plan, rings) == plan
 
 
 def test_the_doctor_says_which_rings_nccl_takes(monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -126,18 +126,22 @@ def rank_environment(variables: Mapping[str, str], *, connect: bool) -> dict[str
 
 
 def ask_together(
-    variables: Sequence[Mapping[str, str]], gpus: Sequence[int]
-) -> tuple[NcclAnswer, ...]:
+    jobs: Sequence[tuple[Mapping[str, str], Sequence[Question]]],
+    *,
+    connect: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[tuple[NcclAnswer, ...], ...]:
     """Return the installed NCCL's answers under several variables, in jobs at the same time.
 
-    Raises MeasurementError: NCCL cannot be asked, or not by so many processes.
+    `meanwhile` is called while NCCL starts. Raises MeasurementError: NCCL cannot be asked, or not
+    by so many processes.
     """
-    question = Question(gpus=tuple(gpus))
-    jobs = [_job(rank_environment(settings, connect=True), [question]) for settings in variables]
+    tasks = [_job(rank_environment(of, connect=connect), asked) for of, asked in jobs]
     # Jobs share the host's cores, and the longest timeout holds for all of them.
-    longer = msgspec.structs.replace(jobs[0], timeout=TIMEOUT_S + _EACH_S * (len(jobs) - 1))
-    outputs = run_tasks([longer, *jobs[1:]])
-    return tuple(_answers(output, [question])[0] for output in outputs)
+    timeout = TIMEOUT_S + _EACH_S * (sum(len(asked) for _, asked in jobs) - 1)
+    longer = msgspec.structs.replace(tasks[0], timeout=timeout)
+    outputs = run_tasks([longer, *tasks[1:]], meanwhile=meanwhile)
+    return tuple(_answers(output, of) for output, (_, of) in zip(outputs, jobs, strict=True))
 
 
 def _run(environment: Mapping[str, str], questions: Sequence[Question]) -> tuple[NcclAnswer, ...]:
@@ -271,12 +275,19 @@ def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
 class InstalledRings:
     """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 
-    NCCL is asked once for each choice of settings. `notices` tell where the two differ, or why
-    NCCL was not asked; `able` is whether it can be asked.
+    NCCL is asked once for each choice of settings; `meanwhile` is called while it starts.
+    `notices` tell where the two differ, or why NCCL was not asked; `able` is whether it can be.
     """
 
-    def __init__(self, machine: Machine, knowledge: Knowledge, gpus: Sequence[int]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        knowledge: Knowledge,
+        gpus: Sequence[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.notices: list[str] = []
+        self._meanwhile = meanwhile
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self.able = True
         self._choices: dict[Settings, DefaultChoice] = {}
@@ -303,11 +314,13 @@ class InstalledRings:
             part = choices[at : at + most]
             if len(part) < 2 or not self.able:
                 return
+            asked = [Question(gpus=self._gpus)]
+            jobs = [(environment(settings), asked) for settings in part]
             try:
-                answers = ask_together([environment(settings) for settings in part], self._gpus)
+                answers = ask_together(jobs, meanwhile=self._meanwhile)
             except MeasurementError:
                 return
-            self._answered.update(zip(part, answers, strict=True))
+            self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}
 
     def unable(self, why: str) -> None:
         """Stop asking, and add a notice with the reason."""

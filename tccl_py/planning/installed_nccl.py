@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -14,6 +15,7 @@ from tccl_py.nccl.asked import (
     RefusedError,
     ask_each,
     ask_nccl,
+    ask_together,
     judged,
     verdict_on,
 )
@@ -23,7 +25,7 @@ from tccl_py.nccl.validator import Verdict
 from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl_library import InstalledNccl, installed_nccl
 from tccl_py.plan.chains import ChoiceName, SizeAnswer
-from tccl_py.plan.directory import graph_files, nccl_files
+from tccl_py.plan.directory import GRAPH_FILE, graph_files, nccl_files
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import SIZES, compared_choices
 from tccl_py.readers.live import gpu_count
@@ -59,64 +61,93 @@ def why_not_asked(gpus: Sequence[int]) -> str:
         return str(error)
 
 
-def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:
-    """Return the reader of the installed NCCL's own rings; None where no NCCL runs."""
+def rings_here(
+    place: MeasuredMachine,
+    gpus: Sequence[int] | None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> InstalledRings | None:
+    """Return the reader of the installed NCCL's own rings; None where no NCCL runs.
+
+    `meanwhile` is called while NCCL starts.
+    """
     if place.backend != "cuda":
         return None
     chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
-    rings = InstalledRings(place.machine, place.knowledge, chosen)
+    rings = InstalledRings(place.machine, place.knowledge, chosen, meanwhile)
     why = why_not_asked(chosen)
     if why:
         rings.unable(why)
     return rings
 
 
-def graph_file_notices(plan: Plan, rings: InstalledRings) -> tuple[str, ...]:
-    """Load the graph files that jobs get in the NCCL here, if it can be asked; return notices.
+class _Asked(NamedTuple):
+    """What NCCL is asked under a choice: about message sizes first, then the other graph files."""
 
-    Raises MeasurementError: NCCL does not start with a graph file.
-    """
-    if not rings.able or plan.recommended != "graph":
-        return ()
-    files = graph_files(plan)
+    variables: dict[str, str]
+    questions: list[Question]
+    files: list[str]
+
+
+def _asked_of(plan: Plan, name: ChoiceName) -> _Asked:
+    """Return the questions about a choice; those that load graph files name them."""
+    sizes = Question(gpus=plan.gpus, sizes=SIZES)
+    variables = environment(plan.choices[name].settings)
+    if name != "graph":
+        return _Asked(variables, [sizes], [])
+    texts, files = nccl_files(plan, Path()), graph_files(plan)
     if len(files) > MOST_FILES:
         files = {gpus: files[gpus] for gpus in {len(gpus): gpus for gpus in files}.values()}
-    texts = nccl_files(plan, Path())
-    questions = [Question(gpus=gpus, graph=texts[name]) for gpus, name in files.items()]
-    variables = environment(plan.settings)
-    try:
-        answers = ask_each(variables, questions, connect=False)
-    except RefusedError as error:
-        name = list(files.values())[error.question]
-        raise MeasurementError(
-            f"nccl/{name}: NCCL here does not start with it ({error.how}); no plan was written"
-        ) from error
-    except MeasurementError as error:
-        return (f"the graph files were not tried in the NCCL here: {error}",)
-    notices = []
-    for name, answer in zip(files.values(), answers, strict=True):
-        verdict = verdict_on(answer, texts[name], where=f"nccl/{name}")
-        if verdict.verdict != "used":
-            notices.append(f"nccl/{name}: {verdict.verdict} by the NCCL here: {verdict.reason}")
-    return tuple(notices)
+    files = {plan.gpus: GRAPH_FILE, **files}
+    asked = [Question(gpus=gpus, graph=texts[file]) for gpus, file in files.items()]
+    return _Asked(variables, [replace(asked[0], sizes=SIZES), *asked[1:]], list(files.values()))
 
 
-def with_sizes(plan: Plan, rings: InstalledRings) -> Plan:
-    """Return a plan with the choices by message size of the NCCL here, if it can be asked."""
+def with_answers(plan: Plan, rings: InstalledRings) -> Plan:
+    """Return a plan with what the NCCL here says of it, if it can be asked.
+
+    It tells its choices by message size, and whether it loads the graph files that jobs get.
+    Raises MeasurementError: NCCL does not start with a graph file.
+    """
     if not rings.able:
         return plan
-    sizes: dict[ChoiceName, SizeAnswer] = {}
-    for name in compared_choices(plan):
-        graph = nccl_files(plan, Path())["graph.xml"] if name == "graph" else None
-        question = Question(gpus=plan.gpus, graph=graph, sizes=SIZES)
-        settings = plan.choices[name].settings
-        try:
-            (answer,) = ask_each(environment(settings), [question], connect=False)
-        except MeasurementError as error:
-            notice = f"NCCL's choices by message size are computed, as the NCCL here fails: {error}"
-            return replace(plan, notices=(*plan.notices, notice))
-        sizes[name] = SizeAnswer(settings=settings, rows=answer.choices)
-    return replace(plan, sizes=sizes)
+    asked = {name: _asked_of(plan, name) for name in compared_choices(plan)}
+    answers: dict[ChoiceName, Sequence[NcclAnswer]] = {}
+    notices: list[str] = []
+    try:
+        jobs = [(job.variables, job.questions) for job in asked.values()]
+        answers = dict(zip(asked, ask_together(jobs, connect=False), strict=True))
+    except MeasurementError:
+        # One after another, so that the job and the file at fault are known.
+        for name, job in asked.items():
+            try:
+                answers[name] = ask_each(job.variables, job.questions, connect=False)
+            except RefusedError as error:
+                file = job.files[error.question]
+                raise MeasurementError(
+                    f"nccl/{file}: NCCL here does not start with it ({error.how}); no plan was "
+                    "written"
+                ) from error
+            except MeasurementError as error:
+                untried = any(of.files for of in list(asked.values())[len(answers) :])
+                tried = "; the graph files were not tried" if untried else ""
+                notices.append(
+                    "NCCL's choices by message size are computed, as the NCCL here fails: "
+                    f"{error}{tried}"
+                )
+                break
+    for name, found in answers.items():
+        loaded = zip(asked[name].files, asked[name].questions, found, strict=False)
+        for file, question, answer in loaded:
+            verdict = verdict_on(answer, question.graph or "", where=f"nccl/{file}")
+            if verdict.verdict != "used":
+                words = f"{verdict.verdict} by the NCCL here: {verdict.reason}"
+                notices.append(f"nccl/{file}: {words}")
+    sizes = {
+        name: SizeAnswer(settings=plan.choices[name].settings, rows=found[0].choices)
+        for name, found in answers.items()
+    }
+    complete = sizes if sizes.keys() == asked.keys() else {}
+    return replace(plan, sizes=complete, notices=(*plan.notices, *notices))
 
 
 def asked_here(gpus: Sequence[int]) -> NcclAnswer | str:

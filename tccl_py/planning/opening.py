@@ -122,7 +122,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            rings = installed_nccl.rings_here(place, named)
+            rings = installed_nccl.rings_here(place, named, source.prepare)
             gpus = named or chosen_gpus(place.machine, None)
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(
@@ -131,11 +131,9 @@ def _here(request: PlanRequest, say: Say) -> Subject:
             conditions = source.conditions
         noticed = source.summary(conditions)
         if rings is not None:
-            tried: tuple[str, ...] = ()
             if not made.cancelled:
-                tried = installed_nccl.graph_file_notices(made, rings)
-                made = installed_nccl.with_sizes(made, rings)
-            noticed = (*rings.notices, *tried, *noticed)
+                made = installed_nccl.with_answers(made, rings)
+            noticed = (*rings.notices, *noticed)
         return msgspec.structs.replace(made, notices=(*made.notices, *noticed))
 
     return Subject(search=search, source=source, fingerprint=place.fingerprint)

@@ -385,6 +385,11 @@ class Bench:
         """Return notices for a plan of the measurements; `conditions` are from before closing."""
         return self._hardware.summary(self._new, conditions) if self._hardware else ()
 
+    def prepare(self) -> None:
+        """Start what measures while something else is waited for."""
+        if prepare := getattr(self._hardware, "prepare", None):
+            prepare()
+
     def __enter__(self) -> Bench:
         return self
 
