@@ -1,6 +1,7 @@
 """One rank of a real all-reduce over NCCL; started by the tests, one process a GPU.
 
 usage: python -m tests.gpu.collective RANK WORLD PORT BYTES REPEATS
+LOCAL_RANK is its GPU for CUDA, if that is not RANK.
 Prints one JSON line: whether the sums were right, and the bus bandwidth in GB/s.
 """
 
@@ -18,7 +19,7 @@ def main():
     rank, world, port, size, repeats = (int(text) for text in sys.argv[1:6])
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(port)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
     right = all(check(torch, rank, world, device, count) for count in (1, 1027, size // 4))

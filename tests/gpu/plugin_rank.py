@@ -58,16 +58,34 @@ class Program:
             group = self.dist.split_group(split_ranks=parts)
             self.summed(group, next(part for part in parts if self.rank in part))
 
-    def mesh(self):
-        """A DeviceMesh of data and tensor parallel groups."""
+    def meshes(self):
+        """DeviceMeshes of data and tensor parallel groups: as 2x4 and 4x2 of 8 GPUs."""
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
-        rows = 2 if self.size > 2 and self.size % 2 == 0 else 1
-        shape = (rows, self.size // rows)
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "tp"))
-        row, column = divmod(self.rank, shape[1])
-        self.summed(mesh.get_group("tp"), [row * shape[1] + at for at in range(shape[1])])
-        self.summed(mesh.get_group("dp"), [at * shape[1] + column for at in range(shape[0])])
+        rows = [n for n in range(2, self.size) if self.size % n == 0]
+        for count in (rows[0], rows[-1]) if rows else (1,):
+            shape = (count, self.size // count)
+            mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "tp"))
+            row, column = divmod(self.rank, shape[1])
+            self.summed(mesh.get_group("tp"), [row * shape[1] + at for at in range(shape[1])])
+            self.summed(mesh.get_group("dp"), [at * shape[1] + column for at in range(count)])
+
+    def pipeline(self):
+        """Micro-batches that go through a stage on each GPU and back, by sends and receives."""
+        torch, dist, last = self.torch, self.dist, self.size - 1
+        for number in range(4):
+            values = torch.arange(1 << 16, device=self.device) % 97 + number
+            for forth in (True, False):
+                before = self.rank - 1 if forth else self.rank + 1
+                after = self.rank + 1 if forth else self.rank - 1
+                if 0 <= before <= last:
+                    dist.recv(values, before)
+                if forth:
+                    values += self.rank
+                if 0 <= after <= last:
+                    dist.send(values, after)
+            wanted = torch.arange(1 << 16, device=self.device) % 97 + number
+            self._compare(values, wanted + last * self.size // 2)
 
     def sharded(self):
         """FullyShardedDataParallel trains as one process does with all batches."""
@@ -124,7 +142,8 @@ class Program:
         self.groups()
         if self.way != "lazy":
             self.splits()
-        self.mesh()
+        self.meshes()
+        self.pipeline()
         self.sharded()
         self.by_ctypes()
         self.torch.cuda.synchronize()

@@ -11,14 +11,34 @@ from tccl_py.nccl_library import find_library, version_text
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
 """False on virtual GPUs (scripts/test-gpu): there bandwidths mean nothing, and little is timed."""
-SHARE = {} if REAL else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12", "VGPU_CONNECTIONS": "8"}
-"""Variables of processes that measure on virtual GPUs: an eighth of the real one's multiprocessors
+
+
+def _virtual_gpus():
+    """How many virtual GPUs the one real GPU stands for, those of all hosts."""
+    listed = os.environ.get("VGPU_CONFIG")
+    count = len(Path(listed).read_text().splitlines()) if listed else 8
+    return count * int(os.environ.get("VGPU_HOSTS", "1"))
+
+
+SHARE = (
+    {}
+    if REAL
+    else {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // _virtual_gpus()),
+        "VGPU_CONNECTIONS": str(max(2, 64 // _virtual_gpus())),
+    }
+)
+"""Variables of processes that measure on virtual GPUs: a share of the real one's multiprocessors
 and queues for each, since the kernels of a set wait for each other."""
 RANKS_TIMEOUT_S = 240 if REAL else 60
 BRIEF = () if REAL else ("--max-sets", "20", "--max-seconds", "20")
 """Options of `tccl plan`."""
-PINNED = () if REAL else ("--pin-env", "NCCL_MAX_P2P_NCHANNELS")
-"""Options of `tccl verify`: scripts/test-gpu sets what fits on the one real GPU."""
+CHANNELS = tuple(
+    name for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS") if name in os.environ
+)
+"""What scripts/test-gpu sets, so that the blocks of all ranks fit on the one real GPU."""
+PINNED = tuple(word for name in CHANNELS for word in ("--pin-env", name))
+"""Options of `tccl verify`, which gives its jobs none of the caller's variables of NCCL."""
 
 
 def run_ranks(commands, environments, *, timeout=RANKS_TIMEOUT_S):

@@ -7,32 +7,59 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tccl_py.nccl.plugin.build import build_plugin
+from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.simulator.descriptions import load_machine
-from tests.gpu.ranks import BRIEF, PINNED, REAL, REPOSITORY, SHARE, run_ranks
+from tccl_py.readers.live import discover_machine
+from tests.gpu.ranks import BRIEF, CHANNELS, PINNED, REAL, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
+from tests.planned import needing_a_graph
+from tests.plugin.logs import assert_own_rings
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
 
-JOBS = () if REAL else ("--sizes", "1M", "--seconds", "10")
+JOBS = () if REAL else ("--sizes", "1M", "--seconds", "4")
+KEPT_MIB = 16 if REAL else 200
+"""GPU memory that may stay: of a virtual GPU what MPS keeps once programs were there."""
+EVALUATED = ("--sizes", "1M", "--collectives", "all_reduce,send_recv", "--rounds", "6")
+EVALUATED += ("--seconds", "60" if REAL else "1")
+TUNED = ("--tune", "--sizes", "64K,1M", "--seconds", "60" if REAL else "1")
 
 
-@pytest.fixture
-def tccl(tmp_path):
-    """Run a command with a home of its own; return its output."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with all that the commands write, a home among it."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    return tmp_path_factory.mktemp("walk")
+
+
+@pytest.fixture(scope="module")
+def before():
+    """What was here: shared memory, temporary folders, workers and GPU memory."""
+    return _here(), used_mib()
+
+
+@pytest.fixture(scope="module")
+def tccl(folder, before):
+    """Run a command; return its output."""
+    print("memory and files before:", before)
 
     def run(*words, codes=(0,), **variables):
-        surroundings = {**os.environ, "HOME": str(tmp_path), **variables}
-        surroundings |= {"XDG_CONFIG_HOME": f"{tmp_path}/config", "XDG_STATE_HOME": f"{tmp_path}/s"}
+        surroundings = {**os.environ, "HOME": str(folder), **variables}
+        surroundings |= {"XDG_CONFIG_HOME": f"{folder}/config", "XDG_STATE_HOME": f"{folder}/s"}
         command = [sys.executable, "-m", "tccl_py", *map(str, words)]
+        begun = time.monotonic()
         done = subprocess.run(
             command, cwd=REPOSITORY, env=surroundings, capture_output=True, text=True, check=False
         )
-        print(f"$ tccl {' '.join(map(str, words))}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        print(f"{time.monotonic() - begun:.1f} s, {done.returncode}: $ tccl", *words, flush=True)
+        print(f"{done.stdout[-4000:]}{done.stderr[-4000:]}", flush=True)
         assert done.returncode in codes, (words, done.returncode, done.stderr[-3000:])
         assert "Traceback" not in done.stderr
         return done.stdout
@@ -40,58 +67,114 @@ def tccl(tmp_path):
     return run
 
 
-def test_a_user_plans_verifies_installs_runs_checks_and_uninstalls(tccl, tmp_path):
-    pytest.importorskip("torch", reason="torch is not installed")
-    shared, temporary = set(Path("/dev/shm").iterdir()), left_in_temporary_folders()
-    memory, already = used_mib(), len(workers())
-    directory, conf = tmp_path / "plan", tmp_path / "nccl.conf"
-    # 1. What is here.
-    tccl("discover", "-o", tmp_path / "machine.json")
-    findings = tccl("doctor", "--json", codes=(0, 1))
-    assert "run it as root" not in findings
+@pytest.fixture(scope="module")
+def directory(tccl, folder):
+    """The plan's."""
+    tccl("plan", "-o", folder / "plan", *BRIEF, **SHARE)
+    return folder / "plan"
+
+
+@pytest.fixture
+def conf(tccl, folder):
+    """An nccl.conf, which loses what is installed there."""
+    yield folder / "nccl.conf"
+    tccl("uninstall", folder / "nccl.conf")
+    assert not (folder / "nccl.conf").exists()
+
+
+def test_discover_doctor_and_advise_answer(tccl, folder):
+    tccl("discover", "-o", folder / "machine.json")
+    assert "run it as root" not in tccl("doctor", "--json", codes=(0, 1))
     tccl("advise", **SHARE)
-    # 2. The plan and what it says of itself.
-    tccl("plan", "-o", directory, *BRIEF, **SHARE)
+
+
+def test_a_plan_is_of_all_gpus_and_is_shown(tccl, directory):
     plan = load_plan(directory)
-    size = len(load_machine(tmp_path / "machine.json").machine.gpus)
-    assert plan.gpus == tuple(range(size))
+    assert plan.gpus == discover_machine()[0].gpu_indices
     assert not plan.simulated
-    for command in ("show", "explain", "report"):
-        tccl(command, directory, **SHARE)
-    # 3. Real jobs by each choice: no wrong value, and the rings in NCCL's log are the plan's.
-    verified = json.loads(
-        tccl("verify", directory, "--json", "--rounds", "6", *JOBS, *PINNED, codes=(0, 1))
-    )
+    for command in ("show", "report"):
+        tccl(command, directory)
+
+
+def test_jobs_by_each_choice_sum_rightly_over_the_plans_rings(tccl, directory):
+    brief = ("--json", "--rounds", "6", *JOBS, *PINNED)
+    verified = json.loads(tccl("verify", directory, *brief, codes=(0, 1)))
     for arm in verified["arms"]:
         assert (arm["wrong"], arm["failure"]) == ([], "")
         assert (arm["rings"] or {"same": True})["same"], arm["rings"]
-    # 4. Installed, all communicators of an unmodified program sum rightly.
+
+
+def test_an_unmodified_program_sums_rightly_by_an_installed_plan(tccl, directory, conf, folder):
     tccl("install", directory, "--conf", conf, "--force")
+    program(len(load_plan(directory).gpus), conf, folder / "job")
+
+
+def test_its_communicators_have_the_rings_of_their_gpus_by_an_installed_plugin(
+    tccl, directory, conf, folder
+):
+    plan = load_plan(directory)
+    tccl("install", with_graph_files(plan, folder), "--conf", conf, "--force")
+    logs = program(len(plan.gpus), conf, folder / "job-with-files")
+    counts = assert_own_rings(load_plan(folder / "graph"), logs)
+    assert counts[plan.gpus] > 1, counts
+    print(counts)
+
+
+def test_explain_check_and_preflight_measure_again(tccl, directory):
+    tccl("explain", directory, "--max-sets", "4", "--max-causes", "1", **SHARE)
+    tccl("check", directory, "--max-seconds", "20", codes=(0, 1), **SHARE)
+    tccl("check", directory, "--preflight", "--json", codes=(0, 1), **(SHARE | _pinned()))
+
+
+def test_evaluate_has_a_table_of_collectives(tccl, directory):
+    tccl("evaluate", directory, *EVALUATED, *PINNED)
+
+
+def test_choices_by_message_size_are_tuned(tccl, directory):
+    tccl("verify", directory, *TUNED, *PINNED, codes=(0, 1))
+
+
+def test_nothing_is_left(tccl, before):
+    here, memory = before
+    assert eventually(lambda: _here() <= here), _here() - here
+    assert eventually(lambda: used_mib() <= memory + KEPT_MIB), (memory, used_mib())
+
+
+def with_graph_files(plan, folder):
+    """The directory of the same plan where jobs found the graph file best, and the plugin in it."""
+    place = folder / "graph"
+    place.mkdir()
+    _, _, fingerprint = discover_machine()
+    best = msgspec.structs.replace(needing_a_graph(plan), winner="graph")
+    write_plan(best, place, fingerprint=fingerprint)
+    build_plugin(place / "nccl")
+    return place
+
+
+def program(size, conf, folder):
+    """Run a program of torch on all GPUs with an nccl.conf; return NCCL's log of each rank."""
+    folder.mkdir()
     environment = {**os.environ, "NCCL_CONF_FILE": str(conf), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,ENV"}
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(size)))
-    program = [sys.executable, "-m", "tests.gpu.plugin_rank", "eager"]
-    commands = [[*program, rank, size, tmp_path] for rank in range(size)]
-    codes, outputs = run_ranks(commands, [environment] * size)
+    words = [sys.executable, "-m", "tests.gpu.plugin_rank", "eager"]
+    commands = [[*words, rank, size, folder] for rank in range(size)]
+    logs = [folder / f"log{rank}" for rank in range(size)]
+    environments = [{**environment, "NCCL_DEBUG_FILE": str(log)} for log in logs]
+    begun = time.monotonic()
+    codes, outputs = run_ranks(commands, environments, timeout=120)
+    print(f"{time.monotonic() - begun:.1f} s: groups, splits, meshes, pipeline, FSDP", flush=True)
     assert codes == [0] * size, [error[-2000:] for _, error in outputs]
     assert all(out.strip().endswith("all sums are right") for out, _ in outputs)
-    # 5. Later days.
-    tccl("check", directory, "--max-seconds", "30", codes=(0, 1), **SHARE)
-    tccl("check", directory, "--preflight", "--json", codes=(0, 1), **(SHARE | dict(_pinned())))
-    tccl("uninstall", conf)
-    assert not conf.exists()
-    # 6. Nothing is left.
-    assert eventually(lambda: len(workers()) == already)
-    assert eventually(lambda: used_mib() <= memory + 16)
-    assert set(Path("/dev/shm").iterdir()) <= shared
-    assert left_in_temporary_folders() <= temporary
+    return [log.read_text() for log in logs]
 
 
 def _pinned():
-    name = "NCCL_MAX_P2P_NCHANNELS"
-    return {name: os.environ[name]} if name in os.environ else {}
+    return {name: os.environ[name] for name in CHANNELS}
 
 
-def left_in_temporary_folders():
-    """Files and folders of this project in folders for temporary files."""
+def _here():
+    """Shared memory, folders of this project for temporary files, and workers."""
     folders = {Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}
-    return {path for folder in folders for path in folder.glob("*tccl*")}
+    temporary = (path for folder in folders for path in folder.glob("*tccl*"))
+    return {*Path("/dev/shm").iterdir(), *temporary, *workers()}
