@@ -227,6 +227,10 @@ def test_a_plan_has_nccls_choices_by_size_for_default_nccl_and_the_recommended_c
     assert found.sizes.keys() == {"default", "graph"}
     assert {len(answer.rows) for answer in found.sizes.values()} == {5 * len(nccl_here.SIZES)}
     assert {(row.algorithm, row.channels) for row in found.sizes["graph"].rows} == {("ring", 2)}
+    # More processes than fit are asked one job after another.
+    monkeypatch.setattr(asked, "MOST_RANKS", 3)
+    assert nccl_here.with_answers(plan, rings) == found
+    assert jobs == [2, 1, 1]
     rings.unable("GPU 0 is busy")
     assert nccl_here.with_answers(plan, rings) == plan
 

@@ -137,6 +137,8 @@ def ask_together(
     by so many processes.
     """
     tasks = [_job(rank_environment(of, connect=connect), asked) for of, asked in jobs]
+    if (ranks := sum(len(task.ranks) for task in tasks)) > MOST_RANKS:
+        raise MeasurementError(f"{ranks} processes at the same time are more than {MOST_RANKS}")
     # Jobs share the host's cores, and the longest timeout holds for all of them.
     timeout = TIMEOUT_S + _EACH_S * (sum(len(asked) for _, asked in jobs) - 1)
     longer = msgspec.structs.replace(tasks[0], timeout=timeout)
