@@ -5,6 +5,7 @@ the libraries' graph code, without a GPU. A LIBRARY is libnccl.so.2 of a package
 `plans LIBRARY...` has them load the graph files of plans for random machines, `mutants` random
 changes of such files that `tccl validate` calls used. `sizes LIBRARY...` compares choices by size
 with those of the libraries' cost models, and `record-sizes LIBRARY...` writes these for the tests.
+`tuner LIBRARY...` has those from 2.31 on ask the plugin's tuner, which is told each choice in turn.
 `reads LIBRARY...` has them read the variables of single communicators twice, and times that.
 `ask FILE` makes communicators with the installed NCCL on 8 GPUs, real or virtual, whose bus ids are
 those of `base`, and writes its answers; kernels are not needed. `base` prints a topology file for
@@ -32,6 +33,7 @@ from tccl_py.nccl.versions import RING, TREE, known_versions, version_facts
 from tccl_py.plan.directory import nccl_files
 from tccl_py.plan.load import load_plan
 from tests.judged_graph_files import compare_mutants, compare_plans, planned_cases
+from tests.plugin.runs import plugin_library
 from tests.random_machines import PRETENDED, pcie_machine
 from tests.released_nccl import (
     GPUS,
@@ -44,7 +46,7 @@ from tests.released_nccl import (
     recorded,
     ring_text,
 )
-from tests.released_tuning import TuningCode, compare_choices, record_choices
+from tests.released_tuning import TuningCode, compare_choices, compare_tuned, record_choices
 from tests.topology_writer import topology_xml
 
 PLANS = Path(__file__).parents[1] / "plans"
@@ -62,7 +64,7 @@ VARIABLES = {
 
 
 KINDS = (
-    *("code", "plans", "mutants", "sizes", "record-sizes", "reads"),
+    *("code", "plans", "mutants", "sizes", "record-sizes", "tuner", "reads"),
     *("ask", "base", "record", "recorded"),
 )
 MUTATED = (0, 1, 2, 3, 5, 6, 9, 12, 15, 30, 33)
@@ -103,9 +105,13 @@ def main() -> None:
             compare({key: (code.answer(text), text) for key, text in machines.items()})
     elif options.kind == "reads":
         sys.exit(sum(not reads_again(path) for path in options.paths))
-    elif options.kind.endswith("sizes"):
+    elif options.kind.endswith("sizes") or options.kind == "tuner":
         names = [f"{kind} {seed}" for kind in ("pcie", "any", "power") for seed in seeds]
         codes = map(TuningCode, options.paths)
+        if options.kind == "tuner":
+            for code in codes:
+                compare_tuned(code, names, plugin_library())
+            return
         versions = {code.version: compare_choices(code, names) for code in codes}
         if options.kind == "record-sizes":
             record_choices(versions)

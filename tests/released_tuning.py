@@ -11,7 +11,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from tccl_py.nccl.tuner import ALGORITHMS, COLLECTIVES, PROTOCOLS
 from tccl_py.nccl.view import view
 from tccl_py.readers.nccl_topology import parse_nccl_topology
 from tests.nccl_cases import CASES
+from tests.plugin.mixtures import Environment
 from tests.random_machines import pcie_machine, random_machine
 from tests.released_nccl import GraphCode, RefusedError, TopoGraph
 
@@ -35,12 +36,12 @@ _FIELDS = ("nRanks", "nNodes", "rank", "localRanks", "maxLocalRanks", "minCompCa
            "cpuArch", "cpuVendor", "topo", "maxTreePattern", "nChannels", "graphs")  # fmt: skip
 _OLD = {"ncclComm": _FIELDS, "ncclTaskColl": ("func", "datatype", "trafficBytes")}
 _NEW = {
-    "ncclComm": _FIELDS,
+    "ncclComm": (*_FIELDS, "tuner"),
     "ncclTuningInput_t": ("comm", "tuningMask", "func", "nBytes", "numPipeOps", "count", "maxCTAs"),
     "ncclTuningResult_t": ("timeUs", "algo", "proto", "nChannels"),
 }
 _TYPES = {
-    **dict.fromkeys(("topo", "comm", "tuningMask", "nBytes", "count"), ctypes.c_uint64),
+    **dict.fromkeys(("topo", "tuner", "comm", "tuningMask", "nBytes", "count"), ctypes.c_uint64),
     "timeUs": ctypes.c_float,
 }
 _ROOM = 4 << 20
@@ -86,8 +87,13 @@ class TuningCode(GraphCode):
             self._field(block, kind, name).value = value
         return block
 
-    def choices(self, topology: str, rows: Sequence[tuple[int, int]] = ROWS) -> list[Choice]:
-        """Return choices for rows of (function, bytes), over all GPUs of a machine."""
+    def choices(
+        self, topology: str, rows: Iterable[tuple[int, int]] = ROWS, *, tuner: int = 0
+    ) -> list[Choice]:
+        """Return choices for rows of (function, bytes), over all GPUs of a machine.
+
+        `tuner` is the address of a tuner plugin, which releases from 2.31 on ask.
+        """
         sms = [int(each) for each in re.findall(r' sm="(\d+)"', topology)]
         least, most = min(sms), max(sms)
         with self.computed(topology, tuple(range(len(sms)))) as (system, ring, tree):
@@ -102,6 +108,7 @@ class TuningCode(GraphCode):
                 maxCompCap=most,
                 maxTreePattern=tree.pattern,
                 nChannels=final_channels(Settings(version=self.version), sm=least, channels=count),
+                **({"tuner": tuner} if tuner else {}),
             )
             at = ctypes.addressof(comm)
             cpu = (at + self._offsets["ncclComm", name] for name in ("cpuArch", "cpuVendor"))
@@ -226,6 +233,55 @@ def compare_choices(code: TuningCode, names: Sequence[str]) -> Words:
     if same < _LEAST * rows:
         sys.exit(1)
     return found
+
+
+class Tuner:
+    """The plugin's tuner in this process, which is told what to choose."""
+
+    def __init__(self, library: Path, version: str) -> None:
+        plugin = ctypes.CDLL(str(library))
+        environment = Environment.in_dll(plugin, "ncclEnvPlugin_v2")
+        environment.init(*map(int, version.split(".")), None, None)
+        self.told = (ctypes.c_int * 4).in_dll(plugin, "tccl_told")
+        self.place = ctypes.addressof(ctypes.c_char.in_dll(plugin, "ncclTunerPlugin_v6"))
+
+    def rows(self, numbers: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+        """Yield function and bytes; algorithm, protocol and channels are told before."""
+        for function, size, *choice in numbers:
+            self.told[:3] = choice
+            yield function, size
+
+
+def compare_tuned(code: TuningCode, names: Sequence[str], library: Path) -> None:
+    """Print how often NCCL obeys the plugin's tuner as planned; exit 1 if it does not."""
+    tuner, wrong, count = Tuner(library, code.version), [], 0
+    kinds = [*product(range(len(ALGORITHMS)), range(len(PROTOCOLS)), (0, 1, 2, 64))]
+    numbers = [(*row, *kind) for row in ROWS[::3] for kind in kinds]
+    for name in names:
+        text = named_machine(name)
+        try:
+            found = code.choices(text, tuner.rows(numbers), tuner=tuner.place)
+        except RefusedError:
+            continue
+        model = model_of(text, code.version)
+        for row, choice in zip(numbers, found, strict=True):
+            right, count = tuned_word(model, row), count + 1
+            wrong += [f"{name}, {row}: {word(choice)} not {right}"] if word(choice) != right else []
+    same = count - len(wrong)
+    print(f"NCCL {code.version}: {same} of {count} choices as told", *wrong[:_SHOWN], sep="\n")
+    if wrong:
+        sys.exit(1)
+
+
+def tuned_word(model: CostModel, row: tuple[int, ...]) -> str:
+    """Return what NCCL from 2.31 on does where the tuner is told a choice."""
+    function, size, algorithm, protocol, channels = row
+    collective, kind = COLLECTIVES[function], (ALGORITHMS[algorithm], PROTOCOLS[protocol])
+    ignored = channels and collective == "all_gather"
+    if ignored or model.expected_us(collective, *kind, size) is None:
+        return word(expected(model, function, size))
+    own = model.most_channels(*kind, size)
+    return f"{kind[0]}/{kind[1]}/{min(channels or own, own)}"
 
 
 def recorded_choices() -> dict[str, Words]:

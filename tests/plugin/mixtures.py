@@ -127,7 +127,7 @@ class Given(msgspec.Struct):
 _POINTER = ctypes.c_void_p
 
 
-class _Environment(ctypes.Structure):
+class Environment(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("init", ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint8] * 3, *[_POINTER] * 2)),
@@ -157,7 +157,7 @@ class StandIn:
             for library in spec.libraries:
                 ctypes.CDLL(library, ctypes.RTLD_GLOBAL).fake_use(rank)
             plugin = ctypes.CDLL(spec.plugin)
-            environment = _Environment.in_dll(plugin, "ncclEnvPlugin_v2")
+            environment = Environment.in_dll(plugin, "ncclEnvPlugin_v2")
             environment.init(*map(int, spec.version.split(".")), None, None)
             self._network = _Network.in_dll(plugin, "ncclNetPlugin_v12")
             self._get = lambda name: (environment.get(name.encode()) or b"").decode() or None
