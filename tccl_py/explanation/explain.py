@@ -321,7 +321,7 @@ class _ClassExplainer:
             f"Nothing hurts: the slowest hop is as fast as it is alone{doubt}. It is "
             f"{short(slowest.flows[0])} ({described(self._machine, slowest.flows)}), "
             f"{slowest.gbps:.2f} GB/s ({self._mark})."
-            f"{instead_text(slowest.gbps, slowest.instead)}"
+            f"{instead_text(slowest.gbps, slowest.instead, alone=True)}"
         )
 
 

@@ -173,7 +173,7 @@ def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
     error = f" \u00b1 {1.96 * finding.error:.1%}" if finding.error else ""
     text = f"{_names(flows)} ({described(machine, flows)}): {_rates(finding.each_gbps)}{error} "
     if len(flows) == 1:
-        return f"{text}({mark}), even alone." + instead_text(finding.gbps, finding.instead)
+        return f"{text}({mark}), even alone." + instead_text(finding.gbps, finding.instead, alone=True)
     whose = "each" if _equal(alone) else "the slowest"
     text += f"({mark}), {finding.gbps / finding.alone_gbps:.0%} of {whose} alone "
     shares = ", ".join(finding.shares) or "nothing that the machine's description shows"
@@ -226,11 +226,12 @@ def _rates(rates: Sequence[float]) -> str:
     return f"{min(rates):.2f} GB/s each"
 
 
-def instead_text(gbps: float, alternatives: Sequence[Instead]) -> str:
+def instead_text(gbps: float, alternatives: Sequence[Instead], *, alone: bool = False) -> str:
     """Return a following sentence on mechanisms with clearly other rates; "" without any."""
     by_rate: dict[str, list[str]] = {}
     for instead in alternatives:
         if abs(instead.gbps - gbps) > _OTHERWISE * gbps:
             by_rate.setdefault(f"{instead.gbps:.2f}", []).append(instead.kind)
     parts = [f"{rate} by {' or '.join(kinds)}" for rate, kinds in by_rate.items()]
-    return f" Between the same GPUs: {', '.join(parts)}." if parts else ""
+    where = "Alone between" if alone else "Between"
+    return f" {where} the same GPUs: {', '.join(parts)}." if parts else ""

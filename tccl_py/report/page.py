@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import jinja2
 import msgspec
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tccl_py import __version__
-from tccl_py.errors import InputError, counted, visible
+from tccl_py.errors import InputError, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
@@ -130,13 +130,12 @@ def report_html(contents: Contents) -> str:
             notices=_notices(contents),
             variables=environment(plan.settings),
             exports=env_sh(plan.plain_settings),
-            directory=shlex.quote(str(contents.directory)),
+            directory=_directory(contents),
             # Drawings
             nodes=nodes,
             stand_ins=_has_stand_ins(plan),
             kinds=drawn_kinds([ring for node in nodes for ring in node.rings]),
             rates=rate_bars(plan, verified.achieved if verified else {}),
-            searched=settings_bars(plan),
             ratios=[ratio_map(timed, arm) for arm in timed.summaries] if timed else [],
             sizes=list(size_table(plan)),
             size_basis=size_basis(plan),
@@ -202,9 +201,14 @@ def gpu_list(gpus: Sequence[int]) -> str:
     return compress(map(str, gpus)).strip("[]")
 
 
+def _directory(contents: Contents) -> str:
+    """Return the plan's directory as a shell takes it anywhere."""
+    return shlex.quote(str(contents.directory.resolve()))
+
+
 def _command(contents: Contents) -> str:
     """Return the command for a job over the plan's GPUs, or "" where there is nothing to set."""
-    plan, directory = contents.plan, shlex.quote(str(contents.directory.resolve()))
+    plan, directory = contents.plan, _directory(contents)
     if plan.recommended == "default":
         return ""
     if not plan.closes:
@@ -292,32 +296,15 @@ def rate_bars(plan: Plan, achieved: Mapping[ChoiceName, float]) -> list[Bar]:
         bars.append(msgspec.structs.replace(bar, note="; ".join(filter(None, notes))))
         if name in achieved:
             bars.append(Bar(label=f"{label}, achieved", gbps=achieved[name], kind="achieved"))
-    limits = {
-        limit_text(plan) or "bare copies": plan.limit_gbps,
-        f"upper bound: the plan is {proof(plan)}": plan.bound_gbps,
-    }
-    above = plan.limit_gbps and plan.bound_gbps and plan.limit_gbps > plan.bound_gbps
-    whys = dict.fromkeys(limits, "")
-    if above:
-        whys[next(iter(limits))] = "no bound: NCCL's kernels move less than bare copies"
-    bounds = {label: gbps for label, gbps in limits.items() if gbps is not None}
-    return bars + [
-        Bar(label=label, gbps=gbps, kind="bound", note=whys[label])
-        for label, gbps in bounds.items()
+    limit, bound = plan.limit_gbps, plan.bound_gbps
+    above = limit and bound and limit > bound
+    why = "no bound: NCCL's kernels move less than bare copies" if above else ""
+    label = limit_text(plan) or "bare copies"
+    limits = [
+        Bar(label=label, gbps=limit, kind="bound", note=why),
+        Bar(label=f"upper bound: the plan is {proof(plan)}", gbps=bound, kind="bound"),
     ]
-
-
-def settings_bars(plan: Plan) -> list[Bar]:
-    """Return the best ring set under each of the settings searched; empty if not kept."""
-    return [
-        Bar(
-            label=settings_words(alternative.settings),
-            gbps=alternative.rate_gbps,
-            kind="plan" if alternative.settings == plan.settings else "default",
-            note=counted(alternative.rings_in_set, "ring"),
-        )
-        for alternative in plan.alternatives
-    ]
+    return bars + [bar for bar in limits if bar.gbps is not None]
 
 
 @functools.cache
@@ -339,6 +326,8 @@ def templates() -> jinja2.Environment:
         "cell_text": cell_text,
         "link_words": link_words,
         "cause_words": cause_words,
+        "code": _code,
+        "settings_words": settings_words,
     }
     templates.globals |= {"cause_view": cause_view, "gpu_names": gpu_names}
     return templates
@@ -348,6 +337,11 @@ def _visible(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Markup):
         return "\n".join(visible(line) for line in value.split("\n"))
     return value
+
+
+def _code(text: str) -> Markup:
+    """Return text with what it has between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
 
 
 def _notices(contents: Contents) -> tuple[str, ...]:

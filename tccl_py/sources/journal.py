@@ -136,8 +136,11 @@ class RecordedSource:
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
         """Raise a MeasurementError: the journal has no answer, and nothing is measured here."""
-        where = f"the machine of the plan is not here, so measure it on {self.header.machine}"
-        raise MeasurementError(f"{sets[0]} is not in {self._path}: {where}")
+        machine = self.header.machine
+        right = f"the machine of the plan is not here, so measure it on {machine}"
+        if self.simulated:
+            right = f"ask the model in its place: open_source({machine!r})"
+        raise MeasurementError(f"{sets[0]} is not in {self._path}: {right}")
 
 
 class JournalFile:
