@@ -53,14 +53,16 @@ def sections() -> str:
 
 def _parameters(content: PublishedRates, without: Mapping[str, Parameters]) -> Iterator[str]:
     """Yield the table of the parameters that these figures decide."""
-    yield f"| parameter | value | {' | '.join(f'without {machine}' for machine in without)} |"
-    yield f"|---|---|{'---|' * len(without)}"
+    yield f"| parameter | value | {' | '.join(f'without {machine}' for machine in without)} | is |"
+    yield f"|---|---|{'---|' * len(without)}---|"
     left_out = [_values(parameters) for parameters in without.values()]
-    for name in CHOSEN:
-        cells = (f"{values[name]:g}" for values in (_values(bundled_parameters()), *left_out))
-        yield f"| {name} | {' | '.join(cells)} |"
+    for part in bundled_parameters().parameters:
+        if part.name in CHOSEN:
+            cells = (f"{value:g}" for value in (part.value, *(v[part.name] for v in left_out)))
+            yield f"| {part.name} | {' | '.join(cells)} | {part.note.partition(';')[0]} |"
     steps = (content.step_us(without=machine) for machine in ("", *without))
-    yield f"| a step of a ring, us | {' | '.join(f'{step:.2f}' for step in steps)} |"
+    cells = " | ".join(f"{step:.2f}" for step in steps)
+    yield f"| a step of a ring, us | {cells} | the mean of {len(content.latencies)} boxes |"
 
 
 def _values(parameters: Parameters) -> dict[str, float]:

@@ -69,9 +69,9 @@ def require(good: object, where: str, what: str, right: str) -> None:
 
 def check_type(value: object, name: str, *kinds: type) -> None:
     """Raise InputError unless a public function's parameter is of one of these types."""
-    words = [("an " if kind.__name__[0] in "aeiouAEIOU" else "a ") + kind.__name__ for kind in kinds]
+    right = " or ".join(kind.__name__ for kind in kinds)
     what = f"is of type {type(value).__name__}"
-    require(isinstance(value, kinds), f"`{name}`", what, f"give {' or '.join(words)}")
+    require(isinstance(value, kinds), f"`{name}`", what, f"give {right}")
 
 
 class MeasurementError(TcclError):

@@ -219,3 +219,15 @@ FIRST = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "featur
 )
 def test_no_sentence_of_the_front_pages_and_of_a_tutorial_is_longer_than_30_words(page):
     assert [one for one in sentences(page.read_text()) if len(one.split()) > 30] == []
+
+
+def words_to_read(page: Path) -> int:
+    """The words of a page outside of blocks and of what scripts write below their mark."""
+    text = re.split(r"^<!-- tables? by ", page.read_text(), maxsplit=1, flags=re.M)[0]
+    text = re.sub(r"^( *)```.*?^\1```$|^::: .*$", "", text, flags=re.M | re.S)
+    return len(text.split())
+
+
+def test_the_documentation_is_at_most_22000_words_beside_generated_pages_and_results():
+    generated = {DOCS / "json.md", DOCS / "results.md", *(DOCS / "results").glob("*.md")}
+    assert sum(words_to_read(page) for page in PAGES if page not in generated) <= 22_000

@@ -189,7 +189,7 @@ def test_an_unknown_strategy_lists_the_right_ones():
 
 
 def test_a_reporter_that_cannot_be_called_is_refused_before_the_search():
-    with pytest.raises(InputError, match="`reporter`: is a int; give a function"):
+    with pytest.raises(InputError, match="`reporter`: is of type int; give a function"):
         find_rings(problem_for(two_uplinks(), 4), reporter=3)
 
 

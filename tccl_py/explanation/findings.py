@@ -173,7 +173,8 @@ def finding_sentence(machine: Machine, finding: Finding, *, mark: str) -> str:
     error = f" \u00b1 {1.96 * finding.error:.1%}" if finding.error else ""
     text = f"{_names(flows)} ({described(machine, flows)}): {_rates(finding.each_gbps)}{error} "
     if len(flows) == 1:
-        return f"{text}({mark}), even alone." + instead_text(finding.gbps, finding.instead, alone=True)
+        others = instead_text(finding.gbps, finding.instead, alone=True)
+        return f"{text}({mark}), even alone.{others}"
     whose = "each" if _equal(alone) else "the slowest"
     text += f"({mark}), {finding.gbps / finding.alone_gbps:.0%} of {whose} alone "
     shares = ", ".join(finding.shares) or "nothing that the machine's description shows"

@@ -143,7 +143,7 @@ def find_rings(
     listed). SearchError: no ring possible, or none found yet when the budget was spent.
     """
     name = strategy_name(strategy)
-    fault, right = f"is a {type(reporter).__name__}", "give a function that takes a Progress"
+    fault, right = f"is of type {type(reporter).__name__}", "give a function that takes a Progress"
     require(reporter is None or callable(reporter), "`reporter`", fault, right)
     check_problem(problem)
     run = Run(problem, name, reporter)
