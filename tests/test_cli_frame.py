@@ -22,7 +22,7 @@ from tccl_py.cli.output import ProgressLine, grid, print_table, results
 from tccl_py.errors import InputError
 from tccl_py.files import encode_json
 from tccl_py.model.cluster import parse_gpus
-from tccl_py.plan.chains import mark as provenance
+from tccl_py.model.measurement import mark as provenance
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.search.problem import Progress

@@ -20,4 +20,4 @@ def test_few_places_ask_whether_a_plan_is_of_one_host():
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if ASKS.search(line)
     ]
-    assert len([place for place in asking if not place.startswith(TEXT)]) <= 22, asking
+    assert len([place for place in asking if not place.startswith(TEXT)]) <= 18, asking

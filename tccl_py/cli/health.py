@@ -42,7 +42,7 @@ from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_ho
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
 from tccl_py.health.host import DriverState, HostState
-from tccl_py.plan.chains import IN_DRY_RUN
+from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name

@@ -19,11 +19,9 @@ from tccl_py.cli.process import notice, notice_each, print_json
 from tccl_py.errors import InputError, TcclError
 from tccl_py.files import picked
 from tccl_py.launchers import in_job
-from tccl_py.model.measurement import Measurement
+from tccl_py.model.measurement import IN_DRY_RUN, Measurement
+from tccl_py.model.measurement import mark as provenance
 from tccl_py.model.transfer import TransferSet, flow_texts, parse_flow, parse_set
-from tccl_py.plan.chains import IN_DRY_RUN
-from tccl_py.plan.chains import mark as provenance
-from tccl_py.plan.plan import Plan
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
@@ -41,6 +39,7 @@ from tccl_py.sources.profiled import (
 )
 
 if TYPE_CHECKING:
+    from tccl_py.plan.plan import Plan
     from tccl_py.sources.hosts import Job
 
 Texts = Sequence[str]

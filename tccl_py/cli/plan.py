@@ -172,7 +172,9 @@ def plan(
                 notice_each(subject.keep_in(journal, replace=force))
                 made = subject.search(line)
                 if job_of is not None:
-                    made, predicted, _ = plan_by_workload(made, job_of, subject.model)
+                    made, predicted, _ = plan_by_workload(
+                        made, job_of, None if several else subject.model
+                    )
                 made = until_jobs_decide(made)
             with undisturbed():
                 # The plan and tables of an interrupted extension stay as they are.

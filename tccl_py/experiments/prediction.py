@@ -24,11 +24,11 @@ def predicted_communication(
 ) -> Communication | None:
     """Predict a workload's communication by each choice; None where nothing can be said.
 
-    Without a `source`, and over several hosts, ring collectives over all GPUs have the plan's own
-    rates, and other rows none. Raises InputError: the workload is of another number of ranks.
+    Without a `source`, which is of a single host, ring collectives over all GPUs have the plan's
+    own rates, and other rows none. Raises InputError: the workload is of another number of ranks.
     """
     calls = timed_calls(workload, len(plan.orders[0]))
-    bench = None if source is None or not plan.closes else bench_of(source)
+    bench = None if source is None else bench_of(source)
     rates: dict[ChoiceName, dict[Row, list[float]]] = {name: {} for name in plan.choices}
     large = sorted((row for row in calls if row.bytes >= _LEAST_BYTES), key=lambda row: row.groups)
     for groups, rows in groupby(large, key=lambda row: row.groups):

@@ -294,8 +294,9 @@ def measure_plan_again(
         source.watch(watch)
         remaining = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
         drift = _drift(plan, source, journals, replace(effort, seconds=remaining))
-        # The journal is another host's where this one is only alike.
-        if preflight and not (launcher.alike and source.header != journal.header):
+        # The journal is another host's where this one is only alike; over hosts there are none.
+        another = launcher.alike and source.header != journal.header
+        if preflight and launcher.job is None and not another:
             tell(learn_patterns(plan, directory, journals[0], source, until))
     tell(source.notices)
     return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
@@ -324,7 +325,7 @@ def learn_patterns(
     small = sorted(rates, key=len)
     lacking = [pattern for pattern in collapse_patterns(plan, small) if pattern not in rates]
     rounds = [pattern for _ in range(ROUNDS) for pattern in lacking]
-    if not rounds or not plan.closes:
+    if not rounds:
         return []
     try:
         with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:

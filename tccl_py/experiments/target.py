@@ -53,7 +53,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of several hosts in rank order, () of a single one."""
-        return () if self.plan.closes else self.plan.host_order
+        return self.plan.host_names
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from tccl_py.model.machine import Machine
+from tccl_py.model.measurement import mark
 from tccl_py.model.transfer import Flow
-from tccl_py.plan.chains import mark
 from tccl_py.plan.results import Kept
 
 _WHOSE = {"plan": "The plan", "stock": "Default NCCL"}

@@ -25,6 +25,22 @@ TOGETHER = 0.9  # The least overlap of a set's measurement
 JOURNAL_FILE = "measurements.jsonl"
 """The journal in a plan's directory."""
 JOURNAL_FORMAT = 1
+IN_DRY_RUN = " in a DRY RUN"
+"""The mark of what was measured, or achieved by jobs, in host memory in the place of GPUs."""
+
+
+def mark(*, simulated: bool, assumed: bool, dry_run: bool = False) -> str:
+    """Return the mark beside every block of rates.
+
+    >>> mark(simulated=True, assumed=True)
+    'simulated from assumed values'
+    >>> mark(simulated=False, assumed=False, dry_run=True)
+    'measured in a DRY RUN'
+    """
+    if not simulated:
+        return "measured" + IN_DRY_RUN * dry_run
+    basis = "simulated from assumed values" if assumed else "simulated"
+    return f"{basis}, tuned{IN_DRY_RUN}" if dry_run else basis
 
 
 class NoRateError(MeasurementError):

@@ -34,8 +34,6 @@ CUT_SHORT = (
     "for more sets of GPUs"
 )
 """The notice of a plan whose search ended early."""
-IN_DRY_RUN = " in a DRY RUN"
-"""The mark of what was measured, or achieved by jobs, in host memory in the place of GPUs."""
 WORLD = -1
 """The source of the hop by which a chain enters a host, and the target of the one that leaves."""
 Order = tuple[int, ...]
@@ -49,20 +47,6 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Gpu = Annotated[int, msgspec.Meta(ge=WORLD, lt=1 << 24)]
 """An index, a rank, or WORLD."""
 PathName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(PathType.__members__)})?$")]
-
-
-def mark(*, simulated: bool, assumed: bool, dry_run: bool = False) -> str:
-    """Return the mark beside every block of rates.
-
-    >>> mark(simulated=True, assumed=True)
-    'simulated from assumed values'
-    >>> mark(simulated=False, assumed=False, dry_run=True)
-    'measured in a DRY RUN'
-    """
-    if not simulated:
-        return "measured" + IN_DRY_RUN * dry_run
-    basis = "simulated from assumed values" if assumed else "simulated"
-    return f"{basis}, tuned{IN_DRY_RUN}" if dry_run else basis
 
 
 class PlanHop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,11 +16,11 @@ from tccl_py.errors import require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import (
     CHOICES,
     CUT_SHORT,
-    IN_DRY_RUN,
     Alternative,
     ChoiceName,
     Gpu,
@@ -37,7 +37,6 @@ from tccl_py.plan.chains import (
     SubsetRings,
     as_good,
     is_at_bound,
-    mark,
     per_channel,
     ring_over_hosts,
     sender_nodes,
@@ -235,6 +234,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(host.name for host in self.hosts)
 
     @property
+    def host_names(self) -> tuple[str, ...]:
+        """The hosts in this order, as they find their files; () of one that needs no name."""
+        return () if self.closes else self.host_order
+
+    @property
     def order_changed(self) -> bool:
         """Return whether the planned order differs from the given order."""
         return self.host_order != self.cluster.names
@@ -245,8 +249,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def host_named(self, names: Iterable[str]) -> str | None:
         """Return the first of these names that is one of several hosts'; None if none is."""
-        named = () if self.closes else self.cluster.host_classes
-        return next((name for name in names if name in named), None)
+        return next((name for name in names if name in self.host_names), None)
 
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""

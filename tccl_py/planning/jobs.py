@@ -21,6 +21,7 @@ from tccl_py.model.cluster import (
     gpus_text,
     shown,
 )
+from tccl_py.model.measurement import mark
 from tccl_py.model.reports import restricted
 from tccl_py.model.symmetry import Permutation, automorphisms, mapping, onto, relabelled_hop
 from tccl_py.model.transfer import index_of
@@ -28,7 +29,7 @@ from tccl_py.nccl.graph_search import DefaultChain, DefaultChoice, default_choic
 from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import ChoiceName, mark
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.directory import conf_text, env_text
 from tccl_py.plan.host_files import order_files
 from tccl_py.plan.plan import Plan

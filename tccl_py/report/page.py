@@ -25,9 +25,10 @@ from tccl_py.files import refused
 from tccl_py.health.host import listed
 from tccl_py.model.cluster import compress
 from tccl_py.model.machine import Machine, NumaNode
+from tccl_py.model.measurement import IN_DRY_RUN, mark
 from tccl_py.model.rings import Ring
 from tccl_py.nccl.settings import env_sh, environment
-from tccl_py.plan.chains import IN_DRY_RUN, ChoiceName, PlanChain, mark
+from tccl_py.plan.chains import ChoiceName, PlanChain
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.size_choices import size_basis, size_notes, size_table
 from tccl_py.plan.text import (

@@ -16,7 +16,8 @@ from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.table import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
-from tccl_py.plan.chains import ChoiceName, mark
+from tccl_py.model.measurement import mark
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
 
 _SHOWN_WRONG = 5
