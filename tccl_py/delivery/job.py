@@ -189,7 +189,7 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
     names: Iterable[str] = names_of_this_host()
     if host is not None:
         names = (host, host.partition(".")[0])
-    name, no_file = plan.host_named(names), ""
+    name, no_file = next((name for name in names if name in plan.host_names), None), ""
     if name is None:
         no_file = "" if request.plugin else _not_planned(host)
     elif host is None:

@@ -109,15 +109,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __repr__(self) -> str:
         """Describe the plan in three lines."""
-        from tccl_py.plan.text import planned_gpus  # noqa: PLC0415 (is above)
+        from tccl_py.plan.text import description  # noqa: PLC0415 (is above)
 
-        name, slowest = self.bottleneck
-        order = " ".join(map(str, self.orders[0][:16])) + " ..." * (len(self.orders[0]) > 16)
-        count = f"{self.ring_count} rings, the first" if self.ring_count > 1 else "ring"
-        return (
-            f"Plan for {planned_gpus(self)}: {self.provenance}\n{self.advice}\n"
-            f"{count} {order}: {self.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
-        )
+        return description(self)
 
     def write(
         self,
@@ -246,10 +240,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def class_number(self, host: PlannedHost) -> int:
         """Return the number of a host's class."""
         return self.paths[host.path].node_class
-
-    def host_named(self, names: Iterable[str]) -> str | None:
-        """Return the first of these names that is one of several hosts'; None if none is."""
-        return next((name for name in names if name in self.host_names), None)
 
     def gpus_of(self, host: PlannedHost) -> tuple[int, ...]:
         """Return the GPUs of a host, one for each of its ranks."""

@@ -49,6 +49,17 @@ def planned_gpus(plan: Plan) -> str:
     return f"{plan_name(plan)}, GPUs {' or '.join(gpus)}"
 
 
+def description(plan: Plan) -> str:
+    """Return the plan in three lines: what it is for, the recommendation, and the slowest hop."""
+    name, slowest = plan.bottleneck
+    order = " ".join(map(str, plan.orders[0][:16])) + " ..." * (len(plan.orders[0]) > 16)
+    count = f"{plan.ring_count} rings, the first" if plan.ring_count > 1 else "ring"
+    return (
+        f"Plan for {planned_gpus(plan)}: {plan.provenance}\n{plan.advice}\n"
+        f"{count} {order}: {plan.rate_gbps:.2f} GB/s, slowest {slowest.flow} on {name}"
+    )
+
+
 def advice(plan: Plan) -> str:
     """Return the recommendation, in a sentence or two."""
     return f"DRY RUN, no advice for GPUs: {_advice(plan)}" if plan.dry_run else _advice(plan)

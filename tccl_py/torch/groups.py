@@ -271,7 +271,8 @@ def member_of(
         member = replace(member, gpu=gpu)
         if place != Path():
             opened = open_plan(place)
-            name = opened.plan.host_named(names_of_this_host()) or ""
+            planned = opened.plan.host_names
+            name = next((name for name in names_of_this_host() if name in planned), "")
             variables = dict(opened.delivery.variables)
             member = replace(member, name=name, plan=opened.identity, settings=variables)
             why = _why_off(opened, facts, nccl, name)
