@@ -16,8 +16,9 @@ from rich.table import Table
 
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import launcher_of
+from tccl_py.experiments.size_table import SWEPT
 from tccl_py.experiments.sizes import ALL_SIZES, FURTHER, arms_of, plugin_library, tune_sizes
-from tccl_py.experiments.spec import parse_sizes
+from tccl_py.experiments.spec import parse_sizes, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
@@ -49,12 +50,16 @@ def main() -> None:
         library = plugin_library(Path(folder)) if options.backend == "cuda" else None
         arms = arms_of(read_target(plan, options.directory), library, plan.gpus)
         collectives = FURTHER if options.others else ("all_reduce",)
-        tuning, sweep = tune_sizes(launcher, arms, collectives, sizes, options.seconds)
+        rows = rows_of(sizes, collectives, SWEPT)
+        tuning, sweep = tune_sizes(launcher, arms, rows, options.seconds)
     if options.out:
         options.out.write_bytes(msgspec.json.encode({"tuning": tuning, "sweep": sweep}))
-    for names, rows in ((COLUMNS, size_cells(tuning)), (ENTRY_COLUMNS, entry_cells(tuning))):
+    for names, cells_of_rows in (
+        (COLUMNS, size_cells(tuning)),
+        (ENTRY_COLUMNS, entry_cells(tuning)),
+    ):
         table = Table(*names)
-        for cells in rows:
+        for cells in cells_of_rows:
             table.add_row(*cells)
         Console(width=160).print(table)
     print(*tuning_facts(tuning), sep="\n")

@@ -477,8 +477,8 @@ def test_for_a_job_just_the_sizes_that_it_has_are_tuned_in_its_groups(tmp_path):
         if row.row.dtype == "bfloat16"
     ]
     assert swept == [
-        ((0, 1, 2, 3), "all_reduce", 64 * KIB),
         ((0, 1, 2, 3), "all_reduce", 128 * KIB),
+        ((0, 1, 2, 3), "all_reduce", 64 * KIB),
         ((0, 1, 2, 3), "all_gather", 48 * KIB),
         ((0, 1), "all_reduce", 128 * KIB),
     ]

@@ -173,7 +173,7 @@ def _steps(communicator: Communicator, variants: Sequence[Call]) -> list[Callabl
     Multiplications alone take about as long as the calls of the first variant alone.
     """
     begin = stopwatch(communicator, [communicator.device.index])
-    seconds = communicator.maximum(max(begin([variants[0]])[0] for _ in range(2)))
+    seconds = communicator.maximum(*begin([variants[0]]))
     calls = max(1, min(_MOST_BESIDE, int(_BESIDE_S / max(seconds, 1e-7))))
     multiply = gemms_beside(communicator, begin, repeated(variants[0], calls))
 

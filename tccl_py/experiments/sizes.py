@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
 from tccl_py.errors import InputError, MeasurementError, undisturbed
 from tccl_py.experiments.calls import GRAPHED_BYTES
-from tccl_py.experiments.collectives import COLLECTIVES, Collective
+from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.communication import timed_calls
 from tccl_py.experiments.jobs import GRAPH_VARIABLE, THIS_HOST, Arm, ConcurrentJobs, Launcher
 from tccl_py.experiments.size_table import (
@@ -99,15 +98,6 @@ def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     return () if saved is None else saved.tunings
 
 
-class _Work(NamedTuple):
-    """Message sizes of collectives over a set of GPUs; no fresh jobs start after `seconds`."""
-
-    gpus: tuple[int, ...]
-    collectives: tuple[Collective, ...]
-    sizes: Sequence[int]
-    seconds: float
-
-
 def tune_by_size(
     target: Target,
     launcher: Launcher,
@@ -122,22 +112,8 @@ def tune_by_size(
     collectives and smaller sets. Of a `workload` these are the sizes that it has, in its groups. No
     fresh jobs of a tuning start after `seconds`. A set of GPUs whose job fails has no table.
     """
-    short = min(seconds, _SUBSET_SECONDS)
-    if workload is None:
-        every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
-        fewer = every[::2]
-        equal = _equal_sets(target, subsets(target.plan.machine, target.gpus))
-        work = [_Work(target.gpus, ("all_reduce",), every, seconds)]
-        work += [_Work(target.gpus, FURTHER, fewer, seconds)]
-        work += [_Work(gpus, ("all_reduce",), fewer, short) for gpus in [*equal][1:]]
-    else:
-        occurring = _occurring(target, workload)
-        equal = _equal_sets(target, (gpus for gpus, _ in occurring))
-        work = [
-            _Work(gpus, (collective,), sorted(of), seconds if gpus == target.gpus else short)
-            for (gpus, collective), of in occurring.items()
-            if gpus in equal
-        ]
+    work = list(_work(target, sizes, workload))
+    equal = _equal_sets(target, (gpus for gpus, _ in work))
     tunings: list[SizeTuning] = []
     with tempfile.TemporaryDirectory(prefix="tccl-plugin-") as folder:
         try:
@@ -145,10 +121,13 @@ def tune_by_size(
         except BuildError as error:
             launcher.say(f"not tuned by message size, which needs the NCCL plugin: {error}")
             return ()
-        for gpus, collectives, tried, longest in work:
+        for gpus, rows in work:
+            if gpus not in equal:
+                continue
             over = launcher.over(gpus), arms_of(target, library, gpus)
+            longest = seconds if gpus == target.gpus else min(seconds, _SUBSET_SECONDS)
             try:
-                tunings.append(tune_sizes(*over, collectives, tried, longest)[0])
+                tunings.append(tune_sizes(*over, rows, longest)[0])
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
         try:
@@ -185,18 +164,24 @@ def arms_of(target: Target, library: Path | None, gpus: tuple[int, ...]) -> tupl
     return replace(first, variables=variables, graphs=graphs), *further
 
 
-def _occurring(
-    target: Target, workload: Workload
-) -> dict[tuple[tuple[int, ...], Collective], set[int]]:
-    """Return the sizes of a workload's calls by set of GPUs and collective, all GPUs first."""
-    sizes: dict[tuple[tuple[int, ...], Collective], set[int]] = {}
-    rows = timed_calls(workload, len(target.gpus))
-    for row in sorted(rows, key=lambda row: row.groups != ()):
+def _work(
+    target: Target, sizes: Sequence[int], workload: Workload | None
+) -> Iterator[tuple[tuple[int, ...], Sequence[Row]]]:
+    """Yield sets of GPUs with rows to tune, all GPUs first."""
+    every = ALL_SIZES if tuple(sizes) == SIZES else tuple(sizes)
+    if workload is None:
+        yield target.gpus, rows_of(every, ("all_reduce",), SWEPT)
+        yield target.gpus, rows_of(every[::2], FURTHER, SWEPT)
+        for gpus in subsets(target.plan.machine, target.gpus):
+            yield gpus, rows_of(every[::2], ("all_reduce",), SWEPT)
+        return
+    rows: dict[tuple[int, ...], dict[Row, None]] = {}
+    for row in sorted(timed_calls(workload, len(target.gpus)), key=lambda row: row.groups != ()):
         for group in row.groups or (range(workload.ranks),):
             if COLLECTIVES[row.collective].algorithms:
                 gpus = tuple(sorted(target.gpus[rank] for rank in group))
-                sizes.setdefault((gpus, row.collective), set()).add(row.bytes)
-    return sizes
+                rows.setdefault(gpus, {})[replace(row, dtype=SWEPT, groups=())] = None
+    yield from ((gpus, tuple(of_set)) for gpus, of_set in rows.items())
 
 
 def _equal_sets(target: Target, sets: Iterable[tuple[int, ...]]) -> EqualSets:
@@ -218,8 +203,7 @@ def _equal_sets(target: Target, sets: Iterable[tuple[int, ...]]) -> EqualSets:
 def tune_sizes(
     launcher: Launcher,
     arms: tuple[Arm, ...],
-    collectives: Sequence[Collective],
-    sizes: Sequence[int],
+    rows: Sequence[Row],
     seconds: float,
 ) -> tuple[SizeTuning, tuple[ContestTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
@@ -233,7 +217,6 @@ def tune_sizes(
     launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
     # 1. Sweep over all choices in one job.
     launcher.watch(f"trying algorithms, protocols and channels of {plan.name}")
-    rows = rows_of(sizes, collectives, SWEPT)
     contests = tuple(Contest(row=row, rounds=_rounds(row.bytes)[0]) for row in rows)
     (job,) = launcher.run([plan], JobSpec(contests=contests, contest_seconds=seconds / 2))
     sweep = job.results[0].contests
