@@ -1,7 +1,8 @@
 """A job of eight ranks on virtual GPUs, recorded in several ways: each has what its ranks counted.
 
 tests/gpu/recorded_job.py ran with torch 2.11 and NCCL 2.28.9, once on one host with NCCL's log and
-PyTorch's profiler, once on two hosts. Lines and events that no reader looks at were left out.
+PyTorch's profiler, once on two hosts. Two ranks replayed a CUDA graph of four calls ten times. Lines
+and events that no reader looks at were left out.
 """
 
 import tarfile
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
+from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.sources import open_workload
 from tests.recorded_ranks import calls_of, counted_by
 
@@ -52,6 +54,16 @@ def test_the_page_on_jobs_shows_what_the_recording_says(job, tmp_path):
     page = (Path(__file__).parents[1] / "docs" / "will-my-job-be-faster.md").read_text()
     assert all(f"    {line}\n" in page for line in shown.stdout.splitlines())
     assert "│ all_to_all" in shown.stdout
+
+
+def test_replays_of_a_cuda_graph_are_counted_and_named(job):
+    (notice,) = opened(job, "graphs").notices
+    assert "40 operations of a communicator ran without a line" in notice
+    (notice,) = opened(job, "graph-traces").notices
+    assert "CUDA graphs were launched 12 times" in notice
+    # Within a host NCCL counts where a profiler's plugin is loaded, as it was for these logs.
+    assert opened(job, "logs").notices == ()
+    assert opened(job, "host0", "host1").notices == (GRAPHS,)
 
 
 def test_logs_of_one_of_two_hosts_are_no_job(job):

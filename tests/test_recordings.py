@@ -59,14 +59,15 @@ def test_parts_of_a_communicator_are_told_in_the_log_of_each_release(release, tm
     }
 
 
-def test_steady_steps_alone_are_counted(tmp_path):
+@pytest.mark.parametrize(("frozen", "notices"), [(True, (GRAPHS,)), (False, ())])
+def test_steady_steps_alone_are_counted(frozen, notices, tmp_path):
     def step(log):
         for _ in range(3):
             log.call("AllReduce", 1000)
         log.call("ReduceScatter", 10, dtype=9)
 
-    workload = read(logs_of(4, 7, step), tmp_path)
-    assert (workload.ranks, workload.steps, workload.notices) == (4, 7, (GRAPHS,))
+    workload = read(logs_of(4, 7, step, frozen=frozen), tmp_path)
+    assert (workload.ranks, workload.steps, workload.notices) == (4, 7, notices)
     assert calls_of(workload) == {
         ("all_reduce", "float32", 4000, ALL): 3,
         ("reduce_scatter", "bfloat16", 80, ALL): 1,
@@ -111,7 +112,7 @@ def test_ranks_of_several_hosts_that_no_communicator_joins_are_numbered_by_host(
                 logs[-1].call("AllReduce", 3)
     workload = read(logs, tmp_path)
     assert [row.groups for row in workload.rows] == [((2, 3), (0, 1))]
-    assert "host" in workload.notices[1]
+    assert "host" in workload.notices[0]
 
 
 def test_ranks_of_two_hosts_are_joined_in_any_order_of_files_and_lines(tmp_path):
@@ -145,13 +146,32 @@ def test_calls_on_streams_of_their_own_are_told(tmp_path):
 
 
 def test_a_log_without_repetition_is_one_step_and_replays_are_said_to_be_missing(tmp_path):
-    logs = [RankLog(rank, 2) for rank in range(2)]
+    logs = [RankLog(rank, 2, frozen=True) for rank in range(2)]
     for log in logs:
         for layer in range(6):
             log.call("AllReduce", 10 + layer)
     workload = read(logs, tmp_path)
     assert (workload.steps, len(workload.rows)) == (0, 6)
     assert "replayed" in workload.notices[0] and "repetition" in workload.notices[1]
+
+
+@pytest.mark.parametrize(("captured", "replays"), [(0, 0), (1, 1), (1, 5), (3, 1), (3, 7)])
+def test_replays_are_counted_where_nccl_counts_operations(captured, replays, tmp_path):
+    logs = [RankLog(rank, 2) for rank in range(2)]
+    for log in logs:
+        for _ in range(5):
+            log.call("AllReduce", 10)
+        for _ in range(captured):
+            log.call("AllReduce", 20, same=True)
+        log.counts["0x10"] += captured * replays
+        log.group([("Send", 5, 1 - log.rank), ("Recv", 5, 1 - log.rank)])
+        log.call("AllReduce", 10)
+    notices = read(logs, tmp_path).notices
+    more = captured * replays - 1
+    if more > 0 and captured == 1:
+        assert f"{more} operations" in notices[0]
+    # One call that ran once is what any call is.
+    assert bool(notices) == (captured > 0 and (captured, replays) != (1, 1))
 
 
 @pytest.mark.parametrize("frozen", [True, False])

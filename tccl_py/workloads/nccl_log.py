@@ -54,6 +54,36 @@ _Process = tuple[int, bytes, bytes]
 """Number of the file, host and process: one file may have several."""
 
 
+class _Operations:
+    """NCCL's count of a communicator's operations, as a rank's calls have it.
+
+    Where it counts (between hosts, or beside a profiler), each call or group adds 1 when it runs: a
+    call that a CUDA graph captures none, and each replay all of its calls.
+    """
+
+    def __init__(self) -> None:
+        self.without_line = 0
+        self.uncounted = False
+        self._last, self._transfers = -1, False
+
+    def add(self, count: int, *, transfer: bool) -> None:
+        """Add the next call; sends and receives of a group have one count."""
+        self.without_line += max(0, count - self._last - 1)
+        again = count == self._last and not (transfer and self._transfers)
+        self.uncounted = self.uncounted or again
+        self._last, self._transfers = count, transfer
+
+    @property
+    def used(self) -> bool:
+        """Return whether there were calls."""
+        return self._last >= 0
+
+    @property
+    def certain(self) -> bool:
+        """Return whether each call ran once, when it was logged."""
+        return self._last > 0 and not self.uncounted
+
+
 class _Made(NamedTuple):
     """A communicator of a process; `key` tells it from others."""
 
@@ -62,6 +92,7 @@ class _Made(NamedTuple):
     rank: RecordedRank
     key: object
     group: Transfers
+    operations: _Operations
 
 
 def read_nccl_logs(paths: Sequence[Path]) -> Recording:
@@ -94,6 +125,7 @@ class _Reader:
         self._made: dict[tuple[_Process, bytes], _Made] = {}
         self._times: dict[object, int] = {}
         self._unknown = 0
+        self._operations: list[_Operations] = []
 
     def read(self, line: bytes, file: int) -> None:
         """Read a line of file number `file`."""
@@ -109,7 +141,15 @@ class _Reader:
         fault = f"has {counted(self._unknown, 'call')} of communicators whose creation it lacks"
         right = "record from the start of the job with NCCL_DEBUG_SUBSYS=INIT,COLL"
         require(not self._unknown, self.recording.where, fault, right)
-        self.recording.notices.append(GRAPHS)
+        used = [operations for operations in self._operations if operations.used]
+        if more := max((operations.without_line for operations in used), default=0):
+            text = (
+                f"By NCCL's count {counted(more, 'operation')} of a communicator ran without a line"
+            )
+            text += " in the log, as replays of CUDA graphs do: what they repeat is counted once."
+            self.recording.notices.append(text)
+        elif not all(operations.certain for operations in used):
+            self.recording.notices.append(GRAPHS)
 
     def _read_communicator(self, match: re.Match[bytes], process: _Process) -> None:
         bus, place = match["bus"], int(match["rank"])
@@ -127,7 +167,9 @@ class _Reader:
         if (old := self._made.get((process, match["comm"]))) is not None:
             old.group.close()
         group = Transfers(self.recording, rank, communicator, place)
-        self._made[process, match["comm"]] = _Made(communicator, place, rank, key, group)
+        made = _Made(communicator, place, rank, key, group, _Operations())
+        self._made[process, match["comm"]] = made
+        self._operations.append(made.operations)
 
     def _read_call(self, match: re.Match[bytes], process: _Process) -> None:
         made = self._made.get((process, match["comm"]))
@@ -138,6 +180,7 @@ class _Reader:
         if dtype >= len(_DTYPES) or name not in _KNOWN:
             self.recording.left_out[name] += 1
             return
+        made.operations.add(int(match["op"], 16), transfer=name in _TRANSFERS)
         own, stream = made.communicator, made.rank.stream(match["stream"])
         size = int(match["count"]) * ELEMENT_BYTES[_DTYPES[dtype]]
         if (side := _TRANSFERS.get(name)) is not None:

@@ -108,7 +108,8 @@ def read_torch_traces(paths: Sequence[Path]) -> Recording:
             trace = _Trace(str(path), handle)
             _add_calls(recording, trace)
         steps.add(len(trace.steps))
-        graphs += trace.graphs
+        # Without kernels a trace does not say what a graph runs.
+        graphs += trace.graphs if trace.replayed or not trace.kernels else 0
     for key, made in recording.communicators.items():
         # A rank may make no call of a group that it is in.
         for place, number in enumerate(cast(tuple[int, ...], key)[1:]):
@@ -131,7 +132,8 @@ class _Trace:
         self._values: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self.streams: dict[object, object] = {}
         self.steps: set[str] = set()
-        self.graphs = 0
+        self.graphs = self.replayed = 0
+        self.kernels = False
         packed = handle.peek(2)[:2] == GZIP
         try:
             with gzip.GzipFile(fileobj=handle) if packed else handle as unpacked:
@@ -179,6 +181,9 @@ class _Trace:
             self.steps.add(name)
         elif name == "cudaGraphLaunch":
             self.graphs += 1
+        elif kind == "kernel" and "Collective name" not in args:
+            self.kernels = True
+            self.replayed += name.startswith("ncclDevKernel")
         elif "Collective name" in args:
             if kind == "kernel":
                 self.streams[args.get("External id")] = args.get("stream")
