@@ -1,8 +1,8 @@
 """A job of eight ranks on virtual GPUs, recorded in several ways: each has what its ranks counted.
 
 tests/gpu/recorded_job.py ran with torch 2.11 and NCCL 2.28.9, once on one host with NCCL's log and
-PyTorch's profiler, once on two hosts. Two ranks replayed a CUDA graph of four calls ten times. Lines
-and events that no reader looks at were left out.
+PyTorch's profiler, once on two hosts. Two ranks replayed a CUDA graph of four calls ten times.
+Lines and events that no reader looks at were left out.
 """
 
 import tarfile

@@ -143,10 +143,11 @@ class _Reader:
         require(not self._unknown, self.recording.where, fault, right)
         used = [operations for operations in self._operations if operations.used]
         if more := max((operations.without_line for operations in used), default=0):
-            text = (
-                f"By NCCL's count {counted(more, 'operation')} of a communicator ran without a line"
+            text = f"By NCCL's count {counted(more, 'operation')} of a communicator ran without a "
+            text += (
+                "line in the log: replays of CUDA graphs, whose calls are counted once, or parts "
             )
-            text += " in the log, as replays of CUDA graphs do: what they repeat is counted once."
+            text += "of large groups."
             self.recording.notices.append(text)
         elif not all(operations.certain for operations in used):
             self.recording.notices.append(GRAPHS)
