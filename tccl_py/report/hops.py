@@ -84,16 +84,6 @@ class HopsView(msgspec.Struct, frozen=True, kw_only=True):
         return self.layout.bottom + depth([hop.wire for hop in self.hops])
 
     @property
-    def paths(self) -> str:
-        """The meaning of the words below hops."""
-        used = {hop.path for hop in self.hops}
-        paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
-        memories = sorted(used - {"", *_PATHS}, key=lambda node: (len(node), node))
-        return "; ".join(
-            [*paths, *(f"{memory} through that NUMA node's memory" for memory in memories)]
-        )
-
-    @property
     def description(self) -> str:
         """The hops in words."""
         ends = [(hop, f"{hop.source} to {hop.target}") for hop in self.hops]
@@ -210,6 +200,14 @@ def _path(machine: Machine, source: str, target: str, flow: Flow | None) -> str:
         if part.destination.kind == "C":
             return f"via {part.destination.device}"
     return path_types(machine)[source, target].name
+
+
+def path_words(rings: Sequence[HopsView]) -> str:
+    """Return the meaning of the words below the hops of rings."""
+    used = {hop.path for ring in rings for hop in ring.hops}
+    paths = [f"{path} {meaning}" for path, meaning in _PATHS.items() if path in used]
+    memories = sorted(used - {"", *_PATHS}, key=lambda node: (len(node), node))
+    return "; ".join([*paths, *(f"{node} through that NUMA node's memory" for node in memories)])
 
 
 def drawn_kinds(rings: Sequence[HopsView]) -> set[str]:

@@ -52,6 +52,7 @@ from tccl_py.report.hops import (
     drawn_kinds,
     link_loads,
     order_words,
+    path_words,
     ring_view,
     ring_views,
 )
@@ -89,12 +90,6 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     loads: dict[str, LinkLoad] = {}
     maps: list[HeatMap] = []
-
-    @property
-    def paths(self) -> str:
-        """The meaning of the words below the hops of all rings."""
-        hops = tuple(hop for ring in self.rings for hop in ring.hops)
-        return HopsView(id="", title="", layout=self.layout, hops=hops).paths
 
 
 def node_view(machine: Machine, plan: Plan | None = None, number: int = 0) -> NodeView:
@@ -323,6 +318,7 @@ def templates() -> jinja2.Environment:
         "gbps": "{:.2f}".format,
         "px": lambda pixels: f"{round(pixels, 1):g}",
         "order": order_words,
+        "path_words": path_words,
         "cell_style": cell_style,
         "cell_text": cell_text,
         "link_words": link_words,
