@@ -144,8 +144,8 @@ class _Reader:
         used = [operations for operations in self._operations if operations.used]
         if more := max((operations.without_line for operations in used), default=0):
             text = f"By NCCL's count {counted(more, 'operation')} of a communicator ran without a "
-            text += "line in the log: parts of large groups, or replays of CUDA graphs, whose calls "
-            text += "are counted once."
+            text += "line in the log: parts of large groups, or replays of CUDA graphs, which are "
+            text += "counted once."
             self.recording.notices.append(text)
         elif not all(operations.certain for operations in used):
             self.recording.notices.append(GRAPHS)
