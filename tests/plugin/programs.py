@@ -67,14 +67,16 @@ class StandIn:
         except BuildError as error:
             pytest.skip(str(error))
 
-    def run(self, plan, script, *, version="2.30.7", release="2.30.7", wrapper=(), **env):
+    def run(
+        self, plan, script, *, version="2.30.7", release="2.30.7", record=None, wrapper=(), **env
+    ):
         """Play communicators, (kind, hash, ranks) each; return (hash, rank) -> (size, FNV).
 
         `nodes` has the preferred NUMA node of each, and `said` the text on stderr. `wrapper` is the
-        start of the command, `release` what the plugin is told of NCCL.
+        start of the command, `release` what the plugin is told of NCCL, `record` what NCCL asks.
         """
         lines = "".join(f"{kind} {name:x} {','.join(map(str, r))}\n" for kind, name, r in script)
-        record = RECORDS / f"asked-by-{version}.txt"
+        record = record or RECORDS / f"asked-by-{version}.txt"
         command = [*wrapper, self._program, self.plugin, record, *self.libraries, release]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TCCL_"))}
         done = subprocess.run(
@@ -102,9 +104,9 @@ def stand_in_plan(folder, *, gpus=GPUS, **fields):
 
 
 def random_script(seed, count):
-    """Return random communicators, one line each: made, failed, without a plugin, and shared."""
+    """Return random communicators, one line each: made, failed, not seen through, and shared."""
     source = random.Random(seed)
-    kinds = ["comm"] * 8 + ["lacks", "failed", "shared", "late"]
+    kinds = ["comm"] * 8 + ["lacks", "blind", "failed", "shared", "late"]
     return [
         (source.choice(kinds), number + 256, source.sample(range(GPUS), source.randint(1, GPUS)))
         for number in range(count)

@@ -1,6 +1,7 @@
 """The plugin under a stand-in for NCCL that plays what NCCL was recorded to ask."""
 
 import ctypes
+import itertools
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ from tccl_py.nccl.plugin.build import SOURCES, build_plugin
 from tccl_py.nccl.plugin.index import IndexedGpu
 from tccl_py.nccl.versions import FIRST_WITH_PLUGIN, LAST_WITH_PLUGIN
 from tests.plugin.programs import (
+    RECORDS,
     StandIn,
     compile_program,
     expected_answers,
@@ -26,6 +28,7 @@ from tests.plugin.programs import (
 from tests.plugin.runs import make_plan
 
 PAIR = [("comm", 7, (0, 1))]
+SCRIPT = random_script(5, 40)
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}[platform.machine()]
 FORBID = """
 import ctypes, os, struct, sys
@@ -89,6 +92,30 @@ def test_ranks_decide_alike_where_nccl_has_no_barrier_before_its_question(folder
     found = plain.run(plan, racy, LD_PRELOAD=str(slow))
     answers = [{found[number, rank] for rank in ranks} for _, number, ranks in racy]
     assert all(len(answer) == 1 for answer in answers)
+
+
+def test_a_rank_whose_nccl_keeps_the_number_of_ranks_elsewhere_leaves_all_ranks_default(
+    plan, plain
+):
+    found = plain.run(plan, [("blind", 5, (0, 1, 2)), ("comm", 6, (0, 1, 2))])
+    assert {found[5, rank] for rank in range(3)} == {(0, 0)} != {found[6, 0]}
+
+
+QUESTIONS = ("net", "env NCCL_TOPO_DUMP_FILE", "env NCCL_GRAPH_FILE", "env NCCL_ALGO")
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))][1:], ids=str)
+def test_ranks_get_the_same_from_an_nccl_that_asks_in_another_order(tmp_path, plan, plain, order):
+    asked = {name: QUESTIONS[at] for name, at in zip(QUESTIONS, order, strict=True)}
+    lines = (RECORDS / "asked-by-2.30.7.txt").read_text().splitlines()
+    (tmp_path / "record.txt").write_text("".join(f"{asked.get(each, each)}\n" for each in lines))
+    script = [("comm", number + 1, ranks) for number, (_, _, ranks) in enumerate(SCRIPT)]
+    found = plain.run(plan, script, record=tmp_path / "record.txt")
+    for _, number, ranks in script:
+        answers = {found[number, rank] for rank in ranks}
+        assert len(answers) == 1
+        whole = tuple(sorted(ranks)) in plan.orders
+        assert answers <= {(0, 0), file_answer(plan, ranks) if whole else (0, 0)}
 
 
 @pytest.mark.parametrize("version", ["2.28.3", "2.33.0"])
