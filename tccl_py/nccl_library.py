@@ -223,6 +223,20 @@ def version_text(number: int) -> str:
     return f"{number // unit}.{number % unit // 100}.{number % 100}"
 
 
+def loaded_nccl(torch: Any) -> str:
+    """Return the version of the NCCL that torch loaded in this process.
+
+    torch itself knows only the version that it was built with, also where another one is installed.
+    """
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL(NAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    library.ncclGetVersion(ctypes.byref(number))
+    return version_text(number.value)
+
+
 class InstalledNccl(msgspec.Struct, frozen=True, kw_only=True):
     """A version of NCCL in NVIDIA's form, and the place, as part of a sentence."""
 

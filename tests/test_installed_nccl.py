@@ -168,3 +168,25 @@ def test_the_doctor_says_where_no_nccl_was_found():
     unseen = [one for one in examine(HostState(nccl=())).unseen if one.check == "nccl"]
     assert len(unseen) == 1
     assert "--nccl" in unseen[0].why
+
+
+LOADED = """
+import ctypes, sys
+from types import SimpleNamespace
+from tccl_py.nccl_library import loaded_nccl
+torch = SimpleNamespace(cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 27, 5))))
+print(loaded_nccl(torch))
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+print(loaded_nccl(torch))
+"""
+
+
+@needs_cc
+def test_the_nccl_that_a_process_loaded_counts_and_not_the_one_that_torch_was_built_with(tmp_path):
+    library, source = tmp_path / "mine.so", tmp_path / "nccl.c"
+    source.write_text("int ncclGetVersion(int *version) { return *version = 23203, 0; }\n")
+    name = "-Wl,-soname,libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", name, "-o", library, source], check=True)
+    command = [sys.executable, "-c", LOADED, library]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["2.27.5", "2.32.3"]

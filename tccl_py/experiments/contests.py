@@ -41,7 +41,8 @@ from tccl_py.nccl.tuner import (
     Protocol,
     channels_kept_busy,
 )
-from tccl_py.nccl.versions import VersionFacts, version_facts
+from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import Communicator, TimeSlot
 
 BATCH_S = 0.003
@@ -109,7 +110,8 @@ def run_contests(
     gc.freeze()  # torch may collect garbage before each capture
     tuner, channels = Tuner(), _channels()
     own: Own | None = None
-    if communicator.cuda and _facts(communicator).tuners_lower_channels:
+    nccl = loaded_nccl(communicator.torch) if communicator.cuda else ""
+    if nccl and version_facts(nccl).tuners_lower_channels:
         own = partial(channels_kept_busy, channels=channels, ranks=communicator.world)
     begun = time.monotonic()
     for contest in contests:
@@ -235,10 +237,6 @@ def add_rounds(
     for order, seconds in zip(orders, measure(orders), strict=True):
         for variant, value in zip(order, seconds, strict=True):
             times[variant].append(value)
-
-
-def _facts(communicator: Communicator) -> VersionFacts:
-    return version_facts(".".join(map(str, communicator.torch.cuda.nccl.version())))
 
 
 def _channels() -> int:

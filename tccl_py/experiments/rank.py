@@ -24,6 +24,7 @@ from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed
 from tccl_py.experiments.contests import run_contests
 from tccl_py.experiments.spec import Groups, JobResult, JobSpec
 from tccl_py.experiments.together import time_set
+from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import (
     Communicator,
     TimeSlot,
@@ -63,7 +64,7 @@ def main() -> None:
     result = JobResult(
         rank=rank,
         torch=str(torch.__version__),
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if communicator.cuda else "",
+        nccl=loaded_nccl(torch) if communicator.cuda else "",
         device=communicator.device_name,
     )
 

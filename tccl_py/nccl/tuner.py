@@ -106,7 +106,8 @@ class TunerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 ONE_CHANNEL = (
     "take the example tuner of NCCL 2.30.3 or later, as earlier ones crash, and set its default of "
-    "nChannels to 0 in pluginGetCollInfo: a call without a line gets one channel"
+    "nChannels to 0 in pluginGetCollInfo: a call without a line gets one channel; "
+    "from NCCL 2.31 on channels above NCCL's own number for the size have no effect"
 )
 
 

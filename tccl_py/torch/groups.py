@@ -26,7 +26,7 @@ from tccl_py.errors import InputError
 from tccl_py.files import check_path
 from tccl_py.nccl.settings import env_conflicts
 from tccl_py.nccl.versions import why_no_plugin
-from tccl_py.nccl_library import settings_of_files
+from tccl_py.nccl_library import loaded_nccl, settings_of_files
 from tccl_py.plan.host_files import host_graph_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -238,7 +238,7 @@ def _made(torch: Any, ranks: Sequence[int], create: Callable[[], Any]) -> Any:
 
 def _agree(torch: Any, store: Any, size: int, directory: Path | None) -> None:
     """Decide with all ranks on the plan, and set its settings, once in a process."""
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = loaded_nccl(torch)
     member, plan = member_of(directory, STATE.device.index, version, STATE.settings)
     # Each exchange has keys of its own; all ranks make them in the same order.
     keys = torch.distributed.PrefixStore(f"tccl/{STATE.exchanges}", store)

@@ -1,12 +1,11 @@
 """Ranks of a job: started together, and all ended together."""
 
-import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tccl_py.nccl_library import find_library, version_text
+from tccl_py.nccl_library import loaded_nccl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
@@ -71,12 +70,7 @@ def torch_nccl():
         import torch  # noqa: PLC0415
     except ImportError:
         return None
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL(find_library()).ncclGetVersion(ctypes.byref(number))
-    except OSError:
-        return torch.cuda.nccl.version()
-    return tuple(map(int, version_text(number.value).split(".")))
+    return tuple(map(int, loaded_nccl(torch).split(".")))
 
 
 def groups_of(size):
