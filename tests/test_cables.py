@@ -40,20 +40,27 @@ def ways_of(cables):
     return ways
 
 
-def brute_force(hosts, cables, rings, rate):
-    """The best rate over all orders of hosts, and of two hosts all turns of the way back."""
+def brute_force(hosts, cables, rings, rate, *, thorough=False):
+    """The best rate over all orders of hosts, and of two hosts all turns of the way back.
+
+    A `thorough` one is over all dealings of the functions of each step to the rings.
+    """
     ways, best = ways_of(cables), 0.0
     for rest in itertools.permutations(hosts[1:]):
         order = (hosts[0], *rest)
         steps = list(zip(order, (*rest, order[0]), strict=True))
         if not all(step in ways for step in steps):
             continue
-        for turns in itertools.product(range(2 if len(hosts) == 2 else 1), repeat=len(steps)):
-            nics = []
-            for step, turn in zip(steps, turns, strict=True):
-                some = ways[step]
-                shift = turn * (len(some) // 2)
-                nics.append([some[(ring + shift) % len(some)] for ring in range(rings)])
+        dealings = [
+            list(itertools.product(ways[step], repeat=rings))
+            if thorough
+            else [
+                [ways[step][(ring + shift) % len(ways[step])] for ring in range(rings)]
+                for shift in (0, len(ways[step]) // 2)[: 2 if len(hosts) == 2 else 1]
+            ]
+            for step in steps
+        ]
+        for nics in itertools.product(*dealings):
             rates = []
             for n, host in enumerate(order):
                 entries = tuple(into for _, into in nics[n - 1])
@@ -64,16 +71,16 @@ def brute_force(hosts, cables, rings, rate):
 
 
 @st.composite
-def clusters(draw):
-    hosts = NAMES[: draw(st.integers(2, 6))]
+def clusters(draw, *, most_hosts=6, most_cables=12, most_rings=4):
+    hosts = NAMES[: draw(st.integers(2, most_hosts))]
     pairs = list(itertools.combinations(hosts, 2))
-    cables = cabling(draw(st.lists(st.sampled_from(pairs), max_size=12)))
+    cables = cabling(draw(st.lists(st.sampled_from(pairs), max_size=most_cables)))
     rates = draw(st.lists(st.sampled_from([0.0, 5.0, 7.0, 10.0]), min_size=7, max_size=7))
 
     def rate(host, entries, exits):
         return rates[hash((ord(host), entries, exits)) % 7]
 
-    return hosts, cables, draw(st.integers(1, 4)), rate
+    return hosts, cables, draw(st.integers(1, most_rings)), rate
 
 
 @given(clusters())
@@ -87,6 +94,25 @@ def test_the_best_order_is_found_and_its_bound_is_reached(cluster):
         return
     assert best == (0 if ring is None else ring.rate_gbps)
     assert ring is None or ring.proven
+
+
+@given(clusters(most_hosts=4, most_cables=6, most_rings=2))
+def test_a_thorough_search_is_exact_over_all_dealings_of_functions(cluster):
+    hosts, cables, rings, by_order = cluster
+
+    def rate(host, entries, exits):
+        return by_order(host, *zip(*sorted(zip(entries, exits, strict=True)), strict=True))
+
+    most = brute_force(hosts, cables, rings, rate, thorough=True)
+    try:
+        ring = cabled_ring(hosts, cables, rings, rate, thorough=True)
+    except SearchError:
+        assert brute_force(hosts, cables, rings, equal) == 0
+        return
+    if ring is None or ring.complete:
+        assert most == (0 if ring is None else ring.rate_gbps)
+    else:
+        assert ring.rate_gbps <= most
 
 
 @given(clusters())
@@ -210,6 +236,12 @@ def test_functions_of_a_port_are_joined_in_order_and_hosts_outside_the_job_left_
         ("[rocep1s0f1, roceP2p1s0f1]", "[]", "has no NIC"),
         ("b:p1", "c:p1", "no cable leads from another host of the job to a, b"),
         ("ports:", "switches: [{name: s, hosts: a}]\nports:", "has switches and cables"),
+        ("ports:", "rails: only\nports:", "has cables and rails: only"),
+        ("[rocep1s0f1, roceP2p1s0f1]", "[N1, rocep1s0f1]", "names a NIC of b twice in port p1"),
+        ("a:p0", "A:p0", "to a, b; the file has A, outside besides"),
+        ("a:p0", "'a b:p0'", "'a b' cannot be a name here"),
+        ("[a:p0, b:p1]", "a:p0 b:p1", "write cables: [[HOST:PORT, HOST:PORT], ...]"),
+        (FILE[FILE.index("cables:") :], "", "has ports and no cable"),
     ],
 )
 def test_cables_that_do_not_fit_are_refused_by_name(old, new, part):
@@ -218,6 +250,13 @@ def test_cables_that_do_not_fit_are_refused_by_name(old, new, part):
         read(FILE.replace(old, new, 1))
     assert part in str(refused.value)
     assert "net.yaml" in str(refused.value)
+
+
+def test_hosts_without_two_ways_and_nics_with_two_cables_are_named_before_planning():
+    with pytest.raises(InputError, match=r"no two cables lead from other hosts .* to a, c; the f"):
+        read(FILE.replace("outside", "c") + "  - [a:p1, C:p0]", "abc")
+    with pytest.raises(InputError, match=r"cables\[1\]: N1 of b has the cable of cables\[0\]"):
+        read("cables: [[a:N0, b:N1], [a:N1, b:rocep1s0f1]]")
 
 
 # Cables that addresses tell

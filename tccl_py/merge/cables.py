@@ -8,6 +8,7 @@ joins nodes in the order of ranks, so the cables of a step are shared by its rin
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -21,8 +22,13 @@ Nics = tuple[int, ...]
 Rate = Callable[[str, Nics, Nics], float]
 """The bandwidth of all chains of a host, GB/s, by its NICs in and out; 0 is none."""
 
+Way = tuple[float, tuple["NicMap", ...]]
+"""The rate of the slowest host along crossings, and these."""
+
 MAX_STEPS = 200_000
 """Hosts that a search may append to its orders: all orders of 16 hosts with three cables each."""
+MAX_DEALINGS = 16
+"""Ways to deal the functions of a step to rings that are all compared."""
 _NAMED = 5
 
 
@@ -37,13 +43,14 @@ class CabledRing(msgspec.Struct, frozen=True, kw_only=True):
     """Rings along cables: `crossings[n]` leads from `hosts[n]` to the next, cyclic.
 
     `rate_gbps` is the rate of the slowest host's chains, and no order of hosts has more than
-    `bound_gbps`.
+    `bound_gbps` with the dealings of functions that were compared; `complete`: these are all.
     """
 
     hosts: tuple[str, ...]
     crossings: tuple[NicMap, ...]
     rate_gbps: float
     bound_gbps: float
+    complete: bool = False
 
     @property
     def proven(self) -> bool:
@@ -58,10 +65,12 @@ def cabled_ring(
     rate: Rate,
     *,
     keep_order: bool = False,
+    thorough: bool = False,
 ) -> CabledRing | None:
     """Find the order of hosts whose slowest host is fastest; exact up to MAX_STEPS.
 
-    None where chains of a host have no rate in any order.
+    Functions are dealt to the rings in turn; a `thorough` search compares all dealings of a step
+    that has no more than MAX_DEALINGS. None where chains of a host have no rate in any order.
 
     >>> ends = [("a", "b"), ("b", "c"), ("c", "a")]
     >>> cables = [Cable.between(x, (0, 2), y, (1, 3)) for x, y in ends]
@@ -73,8 +82,8 @@ def cabled_ring(
     """
     ways = steps_between(cables)
     orders = [tuple(hosts)] if keep_order else None
-    best = _Search(tuple(hosts), ways, rings, rate).run(orders)
-    if best is None and _Search(tuple(hosts), ways, rings, lambda *_: 1.0).run(orders) is None:
+    best = _Search(tuple(hosts), ways, rings, rate, thorough=thorough).run(orders)
+    if best is None and _Search(tuple(hosts), ways, 1, lambda *_: 1.0).run(orders) is None:
         raise SearchError(f"no ring: {_why_none(hosts, ways, keep_order=keep_order)}")
     return best
 
@@ -87,10 +96,17 @@ def steps_between(cables: Iterable[Cable]) -> dict[tuple[str, str], list[tuple[i
     return dict(steps)
 
 
-def _crossing(functions: Sequence[tuple[int, int]], rings: int, turn: int) -> NicMap:
-    """Return a step whose functions are dealt to the rings in turn."""
-    dealt = [functions[(ring + turn) % len(functions)] for ring in range(rings)]
-    return NicMap(tuple(out for out, _ in dealt), tuple(into for _, into in dealt))
+def _crossings(functions: Sequence[tuple[int, int]], rings: int, turns: int) -> list[NicMap]:
+    """Return a step's functions dealt to rings in turn, begun by the first, or half way as well.
+
+    Of 0 turns they are all dealings.
+    """
+    count, numbers = len(functions), range(rings)
+    dealt = [[functions[(ring + t * count // 2) % count] for ring in numbers] for t in range(2)]
+    every = itertools.product(functions, repeat=rings)
+    each = [*dealt[:1], *every] if turns == 0 else dealt[:turns]
+    maps = (NicMap(tuple(a for a, _ in one), tuple(b for _, b in one)) for one in each)
+    return list(dict.fromkeys(maps))
 
 
 class _Search:
@@ -102,15 +118,16 @@ class _Search:
         ways: Mapping[tuple[str, str], Sequence[tuple[int, int]]],
         rings: int,
         rate: Rate,
+        *,
+        thorough: bool = False,
     ) -> None:
         self._hosts, self._rate = hosts, rate
+        every = {pair: len(ways[pair]) ** rings <= MAX_DEALINGS and thorough for pair in ways}
+        self._complete = all(every[pair] or len(ways[pair]) == 1 for pair in ways)
         # Over two hosts the way back may take other functions of the same cables.
-        turns = {
-            pair: sorted({0, len(functions) // 2} if len(hosts) == 2 else {0})
-            for pair, functions in ways.items()
-        }
+        turns = 2 if len(hosts) == 2 else 1
         self._crossings = {
-            pair: [_crossing(functions, rings, turn) for turn in turns[pair]]
+            pair: _crossings(functions, rings, 0 if every[pair] else turns)
             for pair, functions in ways.items()
         }
         place = {host: number for number, host in enumerate(hosts)}
@@ -134,7 +151,9 @@ class _Search:
                 break
         if self._best is not None and (orders is not None or self._steps <= MAX_STEPS):
             bound = self._best.rate_gbps
-        return self._best and msgspec.structs.replace(self._best, bound_gbps=bound)
+        return self._best and msgspec.structs.replace(
+            self._best, bound_gbps=bound, complete=self._complete
+        )
 
     def _bound(self) -> float:
         """Return the rate that no order exceeds: each host by its best pair of steps."""
@@ -174,24 +193,48 @@ class _Search:
     def _too_slow(self, three: tuple[str, ...]) -> bool:
         """Return whether the middle host of three is no faster than the best ring."""
         before, host, after = three
-        into, out = self._crossings[before, host][0], self._crossings[host, after][0]
-        best = 0.0 if self._best is None else self._best.rate_gbps
-        return self._rate(host, into.entries, out.exits) <= best
+        return not any(
+            self._rate(host, into.entries, out.exits) > self._best_gbps
+            for into in self._crossings[before, host]
+            for out in self._crossings[host, after]
+        )
+
+    @property
+    def _best_gbps(self) -> float:
+        return 0.0 if self._best is None else self._best.rate_gbps
 
     def _rate_order(self, order: tuple[str, ...]) -> None:
         """Keep the order if it is faster than the best."""
         steps = list(zip(order, (*order[1:], order[0]), strict=True))
         if not all(step in self._crossings for step in steps):
             return
-        for crossings in itertools.product(*(self._crossings[step] for step in steps)):
-            rate = min(
-                self._rate(host, crossings[number - 1].entries, crossings[number].exits)
-                for number, host in enumerate(order)
+        firsts = self._crossings[steps[0]]
+        if self._complete:
+            # Rings are exchangeable: of equal dealings of the first step one will do.
+            kinds = {tuple(sorted(zip(n.exits, n.entries, strict=True))): n for n in firsts[::-1]}
+            firsts = list(kinds.values())[::-1]
+        for first in firsts:
+            self._rate_from(order, first, [self._crossings[step] for step in steps[1:]])
+
+    def _rate_from(
+        self, order: tuple[str, ...], first: NicMap, further: Sequence[Sequence[NicMap]]
+    ) -> None:
+        """Keep the fastest crossings of an order that begin so, if they are faster than the best.
+
+        The fastest way to each crossing of a step extends to the fastest ways of the next step.
+        """
+        fastest: dict[NicMap, Way] = {first: (math.inf, (first,))}
+        for host, choices in zip(order[1:] + order[:1], (*further, [first]), strict=True):
+            reached: dict[NicMap, Way] = {}
+            for out, (into, (so_far, way)) in itertools.product(choices, fastest.items()):
+                rate = min(so_far, self._rate(host, into.entries, out.exits))
+                if rate > max(self._best_gbps, reached.get(out, (0.0,))[0]):
+                    reached[out] = rate, (*way, out)
+            fastest = reached
+        for rate, way in fastest.values():
+            self._best = CabledRing(
+                hosts=order, crossings=way[:-1], rate_gbps=rate, bound_gbps=rate
             )
-            if rate > (0.0 if self._best is None else self._best.rate_gbps):
-                self._best = CabledRing(
-                    hosts=order, crossings=crossings, rate_gbps=rate, bound_gbps=rate
-                )
 
 
 def _why_none(

@@ -100,6 +100,10 @@ class Study(Protocol):
         """Return the best chains between exactly these NICs; None if there are none."""
         ...
 
+    def answers_more(self) -> bool:
+        """Return whether another question is cheap enough to compare choices that gain little."""
+        ...
+
 
 class ClassRates:
     """The rates of chains on the hosts of a class: those of a table, and a study's, if any.
@@ -147,11 +151,16 @@ class ClassRates:
             self._best[key] = self.study.best_under(settings, count)
         return self._best.get(key)
 
-    def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
-        """Return the best chains between exactly these NICs; None if there are none."""
-        key = settings, pairs
-        if key not in self._between and self.study is not None:
-            self._between[key] = self.study.between(settings, pairs)
+    def between(
+        self, settings: Settings, pairs: NicPairs, *, only_few: bool = False
+    ) -> KeptChains | None:
+        """Return the best chains between exactly these NICs; None if there are none.
+
+        With `only_few` a study answers a few cheap questions.
+        """
+        key, study = (settings, pairs), self.study
+        if key not in self._between and study and (not only_few or study.answers_more()):
+            self._between[key] = study.between(settings, pairs)
         return self._between.get(key)
 
     def add_best(self, settings: Settings, chains: KeptChains) -> None:

@@ -50,6 +50,8 @@ SLOW_NIC = 0.5
 """A NIC with less than this share of the fastest one's speed is no part of rings."""
 PAIRED_SETS = 150
 """Sets that one search for chains with given NICs may measure, while the budget lasts."""
+MORE_SETS = 160
+"""Measured sets that compare how functions of cables are dealt to rings."""
 
 
 class HostTask(Task, frozen=True, kw_only=True):
@@ -121,6 +123,7 @@ class ClassStudy:
         self.cancelled = False
         self.sets_by_symmetry = 0
         self._left = task.budget.sets
+        self._more = 0
         self._searched: list[Choice] = []
         table = self._explored(node_class.name) if kept is None else kept
         self.rates = ClassRates(node_class, table, self)
@@ -242,29 +245,45 @@ class ClassStudy:
             self._spend(result)
         return result
 
+    def answers_more(self) -> bool:
+        """Return whether another question costs a single set, and few were asked."""
+        self._more += 1
+        most = min(MORE_SETS, self.task.budget.sets or MORE_SETS)
+        few = self.task.source.simulated or self._more <= most
+        return few and len(self.task.gpus) == 1
+
     def between(self, settings: Settings, pairs: NicPairs) -> KeptChains | None:
         """Search for the best chains between exactly these NICs."""
-        rings = self._rings_between(settings, pairs)
+        rings, bound = self._rings_between(settings, pairs)
         if rings is None:
             return None
-        return self._rated_chains(settings, rings, measured_well(self.task.source, rings))
+        rated = self._rated_chains(settings, rings, measured_well(self.task.source, rings))
+        # Between two NICs there is one chain over one GPU.
+        bound = rated.rate_gbps if len(self.task.gpus) == 1 else bound
+        return msgspec.structs.replace(rated, bound_gbps=bound)
 
-    def _rings_between(self, settings: Settings, pairs: NicPairs) -> RingSet | None:
+    def _rings_between(
+        self, settings: Settings, pairs: NicPairs
+    ) -> tuple[RingSet | None, float | None]:
+        """Return the best chains, and what no others exceed without an assumption, if known."""
         task = self.task
         if not {nic for pair in pairs for nic in pair} <= set(task.nics):
-            return None
+            return None, None
         if task.same_nic and any(entered != exit_nic for entered, exit_nic in pairs):
-            return None
+            return None, None
         best = self.rates.best_under(settings, len(pairs))
         if best is not None and best.pairs == pairs:
-            return RingSet(tuple(Ring(tuple(hops)) for hops in self.rates.hops_of(best)))
+            rings = RingSet(tuple(Ring(tuple(hops)) for hops in self.rates.hops_of(best)))
+            return rings, None if best.bound_assumptions else best.bound_gbps
         task = msgspec.structs.replace(
             task, ring_counts=(len(pairs),), pairing=Pairing(pairs), strategy="best-first"
         )
         seed = paired_chain_set(task.space(settings, len(pairs)), pairs)
         candidates = [*([seed] if seed else []), *(choice.rings.rings for choice in self._searched)]
         result = self._search(task, settings, candidates)
-        return None if result is None else result.rings
+        if result is None:
+            return None, None
+        return result.rings, None if result.assumptions else result.bound_gbps
 
     def _rated_chains(
         self, settings: Settings, rings: RingSet, measurement: Measurement

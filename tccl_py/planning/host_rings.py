@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from math import inf
 
 import msgspec
 import numpy as np
 
 from tccl_py.errors import SearchError
-from tccl_py.merge.cables import CabledRing, NicMap, Nics, cabled_ring
+from tccl_py.merge.cables import CabledRing, NicMap, Nics, Rate, cabled_ring
 from tccl_py.merge.rings import ChainTable, MergedRing, merge_with_switches, passes, uplink_limit
 from tccl_py.model.cluster import Cluster, SwitchTree
 from tccl_py.nccl.network import EvenUse, NicPair
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import PlanChain
+from tccl_py.plan.chains import PlanChain, preferred
 from tccl_py.plan.tables import ClassRates, KeptChains, NicPairs
 from tccl_py.planning.study import JoinedRings
 
@@ -118,13 +119,14 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Sequence[ClassRates]
     settings: Settings
     keep_order: bool = False
+    thorough: bool = False
 
     def rings(self, count: int) -> ClusterRings | None:
         """Return the best rings over all hosts; None if a class has none.
 
         Rings stay on rails (a NIC reaches the same NIC of the next host) unless leaving them gains
         more than WORTH and the network lets any NIC reach any other. Cables decide where hosts are
-        joined by these.
+        joined by these; a `thorough` search compares all dealings of their functions to rings.
         """
         choices = [node.best_under(self.settings, count) for node in self.nodes]
         best = [choice for choice in choices if choice is not None]
@@ -138,9 +140,11 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         ring, nic_maps = along
         bounds = [choice.bound_gbps for choice in best if choice.bound_gbps is not None]
         bound = min(bounds) if len(bounds) == len(best) else None
+        assumptions = [text for choice in best for text in choice.bound_assumptions]
+        if self.cluster.cables:
+            bound, assumptions = self._bound_along_cables(count), []
         if bound is not None and (tree := self.cluster.switches) is not None:
             bound = min(bound, uplink_limit(tree, tuple(tree.all_hosts)))
-        assumptions = (text for choice in best for text in choice.bound_assumptions)
         order = [self.cluster.host_classes[host] for host in ring.hosts]
         ways = list(zip(order, (nic_maps[-1], *nic_maps[:-1]), nic_maps, strict=True))
         rated = {way: self._between(*way) for way in dict.fromkeys(ways)}
@@ -175,13 +179,38 @@ class RingSearch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the best ring of hosts along cables, and its NIC maps."""
 
         def rate(host: str, entries: Nics, exits: Nics) -> float:
-            node = self.nodes[self.cluster.host_classes[host]]
-            chains = node.between(self.settings, pairs_of(entries, exits))
+            chains = self._over_cables(host, entries, exits)
             return 0.0 if chains is None else chains.rate_gbps
 
-        cluster = self.cluster
-        ring = cabled_ring(cluster.names, cluster.cables, count, rate, keep_order=self.keep_order)
+        ring = self._ring_by(rate, count, keep_order=self.keep_order)
+        if ring is not None and ring.hosts != self.cluster.names:
+            with suppress(SearchError):
+                given = self._ring_by(rate, count, keep_order=True)
+                if given and not preferred(ring.rate_gbps, given.rate_gbps, less=False):
+                    ring = msgspec.structs.replace(given, bound_gbps=given.rate_gbps)
         return None if ring is None else (ring, ring.crossings)
+
+    def _bound_along_cables(self, count: int) -> float | None:
+        """Return the rate that no order of hosts and no dealing exceeds; None if it is unknown."""
+
+        def most(host: str, entries: Nics, exits: Nics) -> float:
+            chains = self._over_cables(host, entries, exits)
+            if chains is None or chains.bound_gbps is None or chains.bound_assumptions:
+                return inf
+            return max(chains.bound_gbps, chains.rate_gbps)
+
+        ring = self._ring_by(most, count) if self.thorough else None
+        return ring.bound_gbps if ring and ring.complete and ring.bound_gbps < inf else None
+
+    def _ring_by(self, rate: Rate, count: int, *, keep_order: bool = False) -> CabledRing | None:
+        cluster, thorough = self.cluster, self.thorough
+        how = {"keep_order": keep_order, "thorough": thorough}
+        return cabled_ring(cluster.names, cluster.cables, count, rate, **how)
+
+    def _over_cables(self, host: str, entries: Nics, exits: Nics) -> KeptChains | None:
+        node = self.nodes[self.cluster.host_classes[host]]
+        pairs = pairs_of(entries, exits)
+        return node.between(self.settings, pairs, only_few=self.thorough)
 
     def _between(self, node_class: int, into: NicMap, out: NicMap) -> KeptChains | None:
         return self.nodes[node_class].between(self.settings, pairs_of(into.entries, out.exits))

@@ -84,6 +84,8 @@ def best_rings(
             less = best is not None and cost < (best.rings, best.settings.channels)
             if best is None or preferred(rings.rate_gbps, best.rate_gbps, less=less):
                 best = rings
+        if best is not None and cluster.cables:
+            best = _of_all_dealings(cluster, nodes, best, keep_order=keep_order)
     except KeyboardInterrupt:
         if best is None:
             raise
@@ -91,6 +93,23 @@ def best_rings(
     if best is None:
         raise SearchError("no ring over all hosts was found: no settings suit every class")
     return best, cancelled
+
+
+def _of_all_dealings(
+    cluster: Cluster, nodes: Sequence[ClassRates], best: ClusterRings, *, keep_order: bool
+) -> ClusterRings:
+    """Return the best of rings along cables, and of fewer, with their functions in any order."""
+    search = RingSearch(
+        cluster=cluster, nodes=nodes, settings=best.settings, keep_order=keep_order, thorough=True
+    )
+    for count in range(best.rings, 0, -1):
+        rings = _realisable(search, count) if best.settings.channels % count == 0 else None
+        if rings is not None and rings.settings == best.settings:
+            less = rings.rings < best.rings
+            same = rings.rings == best.rings and rings.rate_gbps >= best.rate_gbps
+            if same or preferred(rings.rate_gbps, best.rate_gbps, less=less):
+                best = rings
+    return best
 
 
 def _candidates(nodes: Sequence[ClassRates]) -> Iterator[tuple[Settings, int, float]]:

@@ -19,11 +19,10 @@ from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.reports import HostReport, cluster_of, split
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.planning.chain_search import used_nics
 from tccl_py.planning.grow import KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
-from tccl_py.planning.plan_sources import planned_models
+from tccl_py.planning.plan_sources import addresses_of, planned_models
 from tccl_py.planning.request import PlanRequest
 from tccl_py.readers.cables import Addresses, cables_of, cables_of_subnets, subnet_prefix
 from tccl_py.readers.hosts import HostSlots, listed_hosts
@@ -195,18 +194,6 @@ def cluster_of_job(
         for host in source.session.hosts
     ]
     return _cluster(reports, switches, known, where="this MPI job", addresses=addresses_of(source))
-
-
-def addresses_of(source: HostsSource) -> Addresses:
-    """Return the addresses of the NICs of rings by host."""
-    return {
-        host.name: {
-            nic: f"{interface.address}/{interface.prefix}"
-            for nic, interface in host.addresses.items()
-            if nic in used_nics(host.machine)
-        }
-        for host in source.session.hosts
-    }
 
 
 def _cluster(

@@ -18,7 +18,9 @@ from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_if_listed
+from tccl_py.planning.chain_search import used_nics
 from tccl_py.planning.probes import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
+from tccl_py.readers.cables import Addresses, subnet_prefix
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
@@ -147,7 +149,7 @@ def class_sources(source: HostsSource, cluster: Cluster) -> list[PlacedSource]:
 def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsSource]:
     """Open a source over the hosts of a job, on which a plan was measured with this journal.
 
-    Raises InputError: the plan was measured on other hosts.
+    Raises InputError: the plan was measured on other hosts, or other cables join them.
     """
     machine, dry_run = plan.cluster.classes[0].machine, dict[str, Any]()
     if journal.dry_run:
@@ -160,7 +162,20 @@ def hosts_again(plan: Plan, journal: JournalHeader, job: Job) -> Iterator[HostsS
             clause = f"was measured on other hosts ({journal}) than these"
             fault, right = f"{clause} ({source.header})", "plan these hosts"
             raise InputError(f"the plan of {len(plan.hosts)} hosts", fault, right)
+        subnet_prefix(plan.cluster.cables, addresses_of(source), where="the plan")
         yield source
+
+
+def addresses_of(source: HostsSource) -> Addresses:
+    """Return the addresses of the NICs of rings by host."""
+    return {
+        host.name: {
+            nic: f"{interface.address}/{interface.prefix}"
+            for nic, interface in host.addresses.items()
+            if nic in used_nics(host.machine)
+        }
+        for host in source.session.hosts
+    }
 
 
 def journal_by_class(

@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, shown
+from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, check_host_name, shown
 from tccl_py.model.machine import Machine
 from tccl_py.readers.roce import PREFIX_BITS
 
@@ -76,6 +76,7 @@ def described(
 def _end(text: str, port_of: Mapping[str, str], place: str) -> _End:
     host, _, port = text.rpartition(":")
     require(host and port, place, f"{shown(text)} is no end of a cable", "write HOST:PORT")
+    check_host_name(host, where=place)
     if port in port_of:
         right = f"name port {port_of[port]}: its functions share the cable"
         raise InputError(place, f"{shown(text)} names one function of a port", right)
@@ -92,6 +93,7 @@ def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...
     right = f"at most {MAX_CABLED} are joined by cables"
     require(hosts <= MAX_CABLED or not ports.cables, ports.where, f"is for {hosts} hosts", right)
     cables = []
+    used: dict[tuple[str, int], int] = {}
     for number, ends in enumerate(ports.cables):
         if all(host in machines for host, _ in ends):
             place = f"{ports.where} cables[{number}]"
@@ -102,11 +104,22 @@ def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...
             if len(one.nics) != len(other.nics):
                 fault = f"joins ports of {len(one.nics)} and {len(other.nics)} functions"
                 raise InputError(place, fault, "both ends have as many")
+            for end in [(near.host, nic) for near in (one, other) for nic in near.nics]:
+                if (before := used.setdefault(end, number)) != number:
+                    fault = f"N{end[1]} of {end[0]} has the cable of cables[{before}] already"
+                    raise InputError(place, fault, "a port has one cable")
             cables.append(Cable((one, other)))
-    reached = {end.host for cable in cables for end in cable.ends}
-    alone = sorted(machines.keys() - reached) if ports.cables else []
-    fault = f"no cable leads from another host of the job to {', '.join(alone[:_NAMED])}"
-    require(not alone, ports.where, fault, "describe the cables of all hosts")
+    near: dict[str, set[str]] = defaultdict(set)
+    for host, _, (neighbour, _) in cabled_nics(cables):
+        near[host].add(neighbour)
+    least = min(2, hosts - 1) if ports.cables else 0
+    few = sorted(host for host in machines if len(near[host]) < least)
+    lead = "two cables lead from other hosts" if least > 1 else "cable leads from another host"
+    fault = f"no {lead} of the job to {', '.join(few[:_NAMED])}"
+    named = {host for ends in ports.cables for host, _ in ends}
+    if others := sorted(named - machines.keys()):
+        fault += f"; the file has {', '.join(others[:_NAMED])} besides"
+    require(not few, ports.where, fault, "a ring needs two ways to each host, of two hosts one")
     return tuple(cables)
 
 
@@ -118,7 +131,10 @@ def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> t
             has = ", ".join(_names(machine)) or "none"
             fault = f"host {host} has no port or NIC {shown(name)}"
             raise InputError(place, fault, f"its NICs are {has}; ports: names ports of several")
-    return tuple(index_of[name] for name in names)
+    nics = tuple(index_of[name] for name in names)
+    twice = f"names a NIC of {host} twice in port {port}"
+    require(len({*nics}) == len(nics), place, twice, "a function is in its port once")
+    return nics
 
 
 def _names(machine: Machine) -> Iterator[str]:

@@ -132,12 +132,17 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
         fault, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
         place = f"{where} {path.strip('.`')}".strip()
         right = "write switches: and a list of them, each with name: and hosts: or switches:"
+        if path.startswith((".cables", ".ports")):
+            right = "write cables: [[HOST:PORT, HOST:PORT], ...] and ports: {PORT: [NIC, ...], ...}"
         raise InputError(place, f"is of another form ({fault})", right) from error
     if form.cables or form.ports:
         right = "describe the network that NCCL is to use"
         require(not form.switches, where, "has switches and cables", right)
+        require(form.cables, where, "has ports and no cable", "write cables: and a list of them")
+        fault = "has cables and rails: only, which is for NICs at switches"
+        require(form.rails == "any", where, fault, "leave rails: out")
         ports = described(form.cables, form.ports, where=where)
-        return Interconnect(switches=None, rails=form.rails, ports=ports)
+        return Interconnect(switches=None, ports=ports)
     places = ((switch, f"{where} switches[{i}]") for i, switch in enumerate(form.switches))
     parts = (part for switch, place in places for part in _flat(switch, place))
     return Interconnect(switches=_joined(parts, where=where, hosts=hosts), rails=form.rails)
