@@ -596,3 +596,38 @@ def test_a_firewall_on_the_subnets_is_named(tmp_path, path, text):
     (finding,) = network(tmp_path)
     assert "10.0.0.0/24" in finding.where
     assert finding.severity == "note"
+
+
+def lldp_frame(port, *, system="spark2"):
+    """A neighbour's frame as systemd-networkd saves it: port and system by their TLVs."""
+    parts = [(1, b"\4\0\0\0\0\0\1"), (2, port), (5, system.encode()), (4, b"enp1s0f1np1"), (0, b"")]
+    fields = b"".join((kind << 9 | len(one)).to_bytes(2, "big") + one for kind, one in parts)
+    frame = bytes(14) + fields
+    return len(frame).to_bytes(8, "little") + frame
+
+
+@pytest.mark.parametrize(
+    ("data", "ends"),
+    [
+        (lldp_frame(b"\5enp1s0f0np0"), ["enp1s0f0np0 of spark2"]),
+        (lldp_frame(b"\5enp1s0f1np1") * 2 + lldp_frame(b"\5np0", system="b"), ["np0 of b"]),
+        (lldp_frame(b"\3\0\0\0\0\0\1"), []),
+        (lldp_frame(b"\5enp1s0f0np0")[:-30], []),
+        (lldp_frame(b"\5eth0"), []),
+        (b"\xff" * 100, []),
+        (b"", []),
+    ],
+)
+def test_a_cable_between_ports_of_one_number_is_named_where_lldp_tells_its_ends(
+    tmp_path, data, ends
+):
+    root, name = small_host(tmp_path), "enp1s0f0np0"
+    (root / "sys/class/infiniband/rocep1s0f0/device/net/enprocep1s0f0").rename(
+        root / f"sys/class/infiniband/rocep1s0f0/device/net/{name}"
+    )
+    write(root, f"sys/class/net/{name}/ifindex", "7")
+    (root / "run/systemd/netif/lldp").mkdir(parents=True)
+    (root / "run/systemd/netif/lldp/7").write_bytes(data)
+    found = network(root)
+    assert [one.where for one in found] == [f"rocep1s0f0 ({name}) and {end}" for end in ends]
+    assert all("other port" in one.fix for one in found)

@@ -38,10 +38,10 @@ from tccl_py.experiments.preflight import (
     preflight_metrics,
 )
 from tccl_py.files import encode_json
-from tccl_py.health.doctor import Diagnosis, examine, plugin_complaints, this_host
+from tccl_py.health.doctor import Diagnosis, check_network, examine, plugin_complaints, this_host
 from tccl_py.health.drift import Drift, Effort, drift_json, metric_labels, prometheus_text
 from tccl_py.health.drift_statistics import SMALLEST, Comparison
-from tccl_py.health.host import DriverState, HostState
+from tccl_py.health.host import Defect, DriverState, HostState
 from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
@@ -93,6 +93,9 @@ def check(
     check_seed(seed)
     plan = plan_in(directory)
     notice_each(plugin_complaints())
+    if plan.cluster.cables and not plan.simulated:
+        network = (one for one in check_network(this_host()) if isinstance(one, Defect))
+        notice_each(f"{one.what} at {one.where}; {one.fix}" for one in network)
     effort = Effort(seconds=seconds, seed=seed, families=FAMILIES if preflight else 1)
     with interrupts_put_off(CTRL_C_AND_SIGTERM), ExitStack() as stack:
         job = job_of_plan(plan, stack)

@@ -45,6 +45,7 @@ from tccl_py.health.drift import (
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
 from tccl_py.plan.plan import Plan
+from tccl_py.planning.cables import facing_ports
 from tccl_py.planning.plan_sources import class_sources, hosts_again, journal_by_class, journal_of
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.hosts import HostsSource
@@ -269,6 +270,7 @@ def measure_plan_again(
             launcher.say(text)
 
     tell(journal.notices)
+    tell(facing_ports(plan.cluster))
     if journal.header.dry_run:
         launcher = replace(launcher, backend="host")
         effort = replace(effort, sets=_DRY_SETS)

@@ -3,6 +3,7 @@ variables that name NICs and interfaces."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import msgspec
 
 from tccl_py.health.host import Defect, HostState, Results, cut, defect, listed
+from tccl_py.readers.lldp import neighbours
 from tccl_py.readers.roce import PREFIX_BITS, PREFIX_VARIABLE, Function, roce_functions
 
 _MTU = 9000
+_PORT = re.compile(r"np?([0-9]+)$", re.ASCII)
+"""The port of a card in the name of its interface, as systemd names it: enp1s0f0np0."""
 _FIREWALLS = {
     "ufw": ("etc/ufw/ufw.conf", "ENABLED=yes"),
     "firewalld": ("etc/systemd/system/multi-user.target.wants/firewalld.service", ""),
@@ -41,18 +45,7 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
     if len(users) < 2:
         return
     for function in functions:
-        where = f"{function.name} ({function.interface or 'no interface'})"
-        if not function.active:
-            yield defect("function-down", where)
-        elif not function.addresses:
-            yield defect("no-address", where)
-        elif function.mtu is not None and function.mtu < _MTU:
-            fix = (
-                f"ip link set {function.interface} mtu {_MTU} (as root, on both ends of the cable)"
-            )
-            yield defect(
-                "small-mtu", where, measured=str(function.mtu), expected=str(_MTU), fix=fix
-            )
+        yield from _of_function(host, function)
     for subnet, names in sorted(users.items()):
         if len(names) > 1:
             yield defect("subnet-twice", f"{listed(names)} in {subnet}")
@@ -63,6 +56,21 @@ def _findings(host: HostState, variables: Mapping[str, str]) -> Iterator[Defect]
         if host.has(path) and line in host.text(path):
             fix = "let all traffic in from the neighbours' addresses in each of these subnets"
             yield defect("firewall", f"{name}, subnets {listed(sorted(users))}", fix=fix)
+
+
+def _of_function(host: HostState, function: Function) -> Iterator[Defect]:
+    where = f"{function.name} ({function.interface or 'no interface'})"
+    if not function.active:
+        yield defect("function-down", where)
+    elif not function.addresses:
+        yield defect("no-address", where)
+    elif function.mtu is not None and function.mtu < _MTU:
+        fix = f"ip link set {function.interface} mtu {_MTU} (as root, on both ends of the cable)"
+        yield defect("small-mtu", where, measured=str(function.mtu), expected=str(_MTU), fix=fix)
+    for other in neighbours(host, function.interface):
+        ports = _PORT.search(function.interface), _PORT.search(other.port)
+        if ports[0] and ports[1] and ports[0][1] == ports[1][1]:
+            yield defect("like-ports", f"{where} and {other.port} of {other.system[:60]}")
 
 
 def _prefix_bits(variables: Mapping[str, str]) -> int:

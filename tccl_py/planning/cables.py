@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import msgspec
 
 from tccl_py.merge.cables import steps_between
-from tccl_py.model.cluster import Cluster
+from tccl_py.model.cluster import Cluster, cabled_nics
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, routed
 from tccl_py.nccl.settings import Settings
@@ -113,31 +114,42 @@ def _sends_by(chain: DefaultChain) -> int:
     return chain.exit if len(chain.gpus) > 1 else chain.entry
 
 
-def notices_of_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> Iterator[str]:
+def notices_of_cables(cluster: Cluster) -> Iterator[str]:
     """Yield why hosts that cables join need variables, and what NCCL cannot do there."""
     if not cluster.cables:
         return
     yield _REASONS
-    steps, of = steps_between(cluster.cables), cluster.host_classes
+    steps = steps_between(cluster.cables)
     pairs = list(permutations(cluster.names, 2))
     if gaps := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:
         yield (
             f"no cable joins {_few(gaps)}: send/recv and all-to-all between them fail, as do all "
             "jobs with NCCL_RUNTIME_CONNECT=0 or NCCL_CUMEM_ENABLE=0, which connect trees too"
         )
-    # NCCL numbers NICs of both hosts alike for send and receive, unlike those of rings.
-    facing = [
-        f"{a} to {b}"
-        for a, b in pairs
-        for nic in nodes[of[a]].nics
-        if (a, b) in steps and routed(nic, nic, steps[a, b], subnet_routing=True) is None
-    ]
+    yield from facing_ports(cluster)
+
+
+def facing_ports(cluster: Cluster) -> Iterator[str]:
+    """Yield between which hosts send/recv fails, if any, and by which NICs.
+
+    NCCL numbers NICs of both hosts alike for send and receive, unlike those of rings.
+    """
+    steps, nics = steps_between(cluster.cables), defaultdict[str, list[int]](list)
+    for host, nic, _ in cabled_nics(cluster.cables):
+        nics[host].append(nic)
+    facing = []
+    for (a, b), step in steps.items():
+        machine = cluster.classes[cluster.host_classes[a]].machine
+        lost = {nic for nic in nics[a] if routed(nic, nic, step, subnet_routing=True) is None}
+        if lost:
+            names = ", ".join(nic.name for nic in machine.nics if nic.index in lost)
+            facing.append(f"{a} to {b} by {names}")
     if facing:
         yield (
-            f"ports of the same number face each other, so send/recv fails from "
-            f"{_few(list(dict.fromkeys(facing)))}: join different ports of neighbours"
+            f"NCCL names NICs of one number at both ends of send/recv, which fails from "
+            f"{_few(facing, '; ')}; with two ports join port 0 of each host to port 1 of the next"
         )
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+def _few(names: Sequence[str], by: str = ", ") -> str:
+    return by.join(names[:_NAMED]) + (f"{by}..." if len(names) > _NAMED else "")

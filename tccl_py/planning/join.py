@@ -54,7 +54,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         (default, variables),
         request,
         types=types,
-        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster, nodes)),
+        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster)),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,

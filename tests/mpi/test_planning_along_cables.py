@@ -60,6 +60,7 @@ def test_chains_are_measured_over_the_cables_of_the_plan_at_their_rate(planned):
 def test_a_cable_of_the_file_that_the_addresses_contradict_is_named(namespaces, tmp_path):
     file = tmp_path / "cables.yaml"
     wrong = [("h1", "eth1", "h3", "eth1"), ("h0", "eth0", "h3", "eth0"), CABLES[1]]
+    wrong.append(("h0", "eth1", "h2", "eth0"))
     lines = [f"  - [{a}:{x}, {b}:{y}]" for a, x, b, y in wrong]
     file.write_text("\n".join(["cables:", *lines, ""]))
     ran = namespaces.run(*PLAN, "-o", str(tmp_path / "plan"), "--switches", str(file), hosts=GIVEN)
@@ -91,3 +92,15 @@ def test_jobs_of_the_plan_are_verified_in_its_order(planned, namespaces):
     assert ran.code in (0, 1), ran.stderr
     told = json.loads(ran.stdout)
     assert told["hosts"] == list(plan.host_order)
+
+
+def test_a_check_names_a_cable_that_no_longer_leads_where_the_plan_has_it(planned, namespaces):
+    namespaces.ip("h1", "addr", "del", "10.50.0.2/24", "dev", "eth1")
+    namespaces.ip("h1", "addr", "add", "10.50.9.2/24", "dev", "eth1")
+    try:
+        ran = namespaces.run("check", str(planned[3]), hosts=GIVEN)
+    finally:
+        namespaces.ip("h1", "addr", "del", "10.50.9.2/24", "dev", "eth1")
+        namespaces.ip("h1", "addr", "add", "10.50.0.2/24", "dev", "eth1")
+    assert ran.code == 2
+    assert "N0 of h0, which is 10.50.0.1/24, and N1 of h1, 10.50.9.2/24" in ran.stderr
