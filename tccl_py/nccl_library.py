@@ -90,15 +90,15 @@ class Library:
         """Make a GPU (CUDA's number) current in this thread, by NCCL's runtime or the driver."""
         runtime = getattr(self._library, "cudaSetDevice", None)
         if runtime is not None:
-            _check_cuda("cudaSetDevice", runtime(ctypes.c_int(number)))
+            check_cuda("cudaSetDevice", runtime(ctypes.c_int(number)))
             return
-        driver = _driver()
+        driver = cuda_driver()
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        _check_cuda("cuInit", driver.cuInit(0))
-        _check_cuda("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
+        check_cuda("cuInit", driver.cuInit(0))
+        check_cuda("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
         retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        _check_cuda("cuDevicePrimaryCtxRetain", retained)
-        _check_cuda("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+        check_cuda("cuDevicePrimaryCtxRetain", retained)
+        check_cuda("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
 
     def unique_id(self) -> bytes:
         """Return the id by which the ranks of a new communicator meet."""
@@ -159,10 +159,10 @@ class Library:
 
     def is_busy(self) -> bool:
         """Return whether the current GPU has yet to end what was queued."""
-        query = getattr(self._library, "cudaStreamQuery", None) or _driver().cuStreamQuery
+        query = getattr(self._library, "cudaStreamQuery", None) or cuda_driver().cuStreamQuery
         code = query(ctypes.c_void_p())
         if code != _NOT_READY:
-            _check_cuda("cuStreamQuery", code)
+            check_cuda("cuStreamQuery", code)
         return bool(code)
 
     def failure(self, communicator: int) -> str:
@@ -189,14 +189,17 @@ class Library:
         return ": ".join(filter(None, texts)) or f"error {code}"
 
 
-def _driver() -> ctypes.CDLL:
+@cache
+def cuda_driver() -> ctypes.CDLL:
+    """Return the NVIDIA driver's library."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise MeasurementError(f"the NVIDIA driver does not load ({error})") from error
 
 
-def _check_cuda(name: str, code: int) -> None:
+def check_cuda(name: str, code: int) -> None:
+    """Raise MeasurementError: a function of CUDA failed."""
     if code:
         raise MeasurementError(f"{name} failed with CUDA error {code}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -36,6 +35,7 @@ from tccl_profiler.shared_memory import (
 )
 from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import index_of
+from tccl_py.nccl_library import check_cuda, cuda_driver
 
 NAMES = ("pump", "pump_check", "echo", "stamp")
 OPTIONS = ("-std=c++17",)
@@ -49,7 +49,7 @@ _PING_NS = 1_000_000_000
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _MAPPED = 2  # cudaHostRegisterMapped
 _PORTABLE = 1  # cudaHostRegisterPortable
-_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+_TO_DEVICE, _BY_ADDRESS = 1, 4  # cudaMemcpyKind
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MIB = 1 << 20
@@ -98,8 +98,13 @@ class CudaDevice:
             self._gates = self._allocate(MAX_REPEATS * 8, "gates")
         except self._error as error:
             raise MeasurementError(f"{self._who}: {error}") from error
-        memory = CudaMemory(
-            self._cupy, number, sent=self._user, kept=self._keep, size=start.user_bytes
+        beside = self._cupy.cuda.Stream(non_blocking=True)
+        memory = Memory(
+            *(self._user, self._keep, start.user_bytes),
+            copy=lambda to, of, size: self._runtime.memcpy(to, of, size, _BY_ADDRESS),
+            enter=lambda: self._runtime.setDevice(number),
+            stream=int(beside.ptr),
+            settle=beside.synchronize,
         )
         self.links = Communicators(start.device, index_of(start.device), memory)
         self._closing.callback(self.links.close)
@@ -189,7 +194,7 @@ class CudaDevice:
             self._runtime.memset(self._arena, 0, COUNTER_AREA_BYTES)
             self._runtime.memset(self._gates, 0, MAX_REPEATS * 8)
             if lanes:
-                self._runtime.memcpy(self._lanes, words.ctypes.data, words.nbytes, 1)
+                self._runtime.memcpy(self._lanes, words.ctypes.data, words.nbytes, _TO_DEVICE)
             self._runtime.deviceSynchronize()
             for repeat in range(run.repeats):
                 if lanes:
@@ -285,7 +290,7 @@ class CudaDevice:
         near = self._user if copy.outgoing else self._keep
         near += i % max(1, self._start.user_bytes // copy.slice_bytes) * copy.slice_bytes
         to, of = (far, near) if copy.outgoing else (near, far)
-        self._runtime.memcpyAsync(to, of, copy.slice_bytes, 4, stream.ptr)
+        self._runtime.memcpyAsync(to, of, copy.slice_bytes, _BY_ADDRESS, stream.ptr)
         if end.post:
             stream_writes(stream.ptr, self._address(end.post) + shift, i + 1)
 
@@ -336,38 +341,6 @@ class CudaDevice:
         self._opened, self._allocated = [], []
 
 
-class CudaMemory(Memory):
-    """GPU memory for communicators."""
-
-    def __init__(self, cupy: Any, number: int, *, sent: int, kept: int, size: int) -> None:
-        self._runtime, self._number = cupy.cuda.runtime, number
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        super().__init__(sent, kept, size)
-
-    def enter(self) -> None:
-        """Make the GPU the calling thread's."""
-        self._runtime.setDevice(self._number)
-
-    def write(self, address: int, data: bytes) -> None:
-        """Write bytes."""
-        source = np.frombuffer(data, np.uint8)
-        self._runtime.memcpy(address, source.ctypes.data, len(data), _TO_DEVICE)
-
-    def read(self, address: int, size: int) -> bytes:
-        """Read bytes."""
-        data = np.empty(size, np.uint8)
-        self._runtime.memcpy(data.ctypes.data, address, size, _TO_HOST)
-        return data.tobytes()
-
-    def stream(self) -> int:
-        """Return a stream of its own."""
-        return int(self._stream.ptr)
-
-    def settle(self) -> None:
-        """Wait for that stream."""
-        self._stream.synchronize()
-
-
 # Stream memory operations, which cupy does not offer: through libcuda.
 def stream_waits(stream: int, address: int, value: int) -> None:
     """Hold the stream's next work until the 64-bit word is `value` or more."""
@@ -380,21 +353,7 @@ def stream_writes(stream: int, address: int, value: int) -> None:
 
 
 def _call(name: str, stream: int, address: int, value: int, flags: int) -> None:
-    library = _library()
+    library = cuda_driver()
     function = getattr(library, f"{name}_v2", None) or getattr(library, name)
-    code = function(
-        ctypes.c_void_p(stream),
-        ctypes.c_uint64(address),
-        ctypes.c_uint64(value),
-        ctypes.c_uint(flags),
-    )
-    if code:
-        raise MeasurementError(f"{name} failed with CUDA error {code}")
-
-
-@functools.cache
-def _library() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise MeasurementError(f"the NVIDIA driver's library does not load ({error})") from error
+    words = ctypes.c_uint64(address), ctypes.c_uint64(value)
+    check_cuda(name, function(ctypes.c_void_p(stream), *words, ctypes.c_uint(flags)))

@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -31,32 +32,22 @@ _LIMIT_S = 60.0
 """NCCL loads, discovers the machine and connects within seconds; a busy one takes longer."""
 
 
+@dataclass(frozen=True)
 class Memory:
-    """Host memory for communicators: addresses of `size` bytes to send, and as many to keep.
+    """Memory for communicators: addresses of `size` bytes to send, and as many to keep.
 
-    The threads that make communicators call these while nothing else runs on the device.
+    `copy(to, of, size)` copies to and from host memory, `enter` makes the device the calling
+    thread's, and `settle` waits until all is done on `stream`, which has no other work (host memory
+    has no streams).
     """
 
-    def __init__(self, sent: int, kept: int, size: int) -> None:
-        self.sent, self.kept, self.size = sent, kept, size
-
-    def enter(self) -> None:
-        """Make the device the calling thread's."""
-
-    def write(self, address: int, data: bytes) -> None:
-        """Write bytes."""
-        ctypes.memmove(address, data, len(data))
-
-    def read(self, address: int, size: int) -> bytes:
-        """Read bytes."""
-        return ctypes.string_at(address, size)
-
-    def stream(self) -> int:
-        """Return a stream on which nothing is queued; host memory has none."""
-        return 0
-
-    def settle(self) -> None:
-        """Wait until that stream has done everything."""
+    sent: int
+    kept: int
+    size: int
+    copy: Callable[[int, int, int], object] = ctypes.memmove
+    enter: Callable[[], object] = lambda: None
+    stream: int = 0
+    settle: Callable[[], object] = lambda: None
 
 
 class Communicators:
@@ -177,16 +168,16 @@ class Communicators:
 
     def _try(self, made: int, library: Library, *, seed: int, sends: bool) -> None:
         memory, size = self._memory, min(_FIRST_BYTES, self._memory.size)
-        pattern = np.zeros(size, np.uint8)
-        write_pattern(pattern.ctypes.data, size, seed, 0)
-        address = memory.sent if sends else memory.kept
-        memory.write(address, pattern.tobytes() if sends else bytes(size))
-        library.broadcast(address, size, made, memory.stream())
+        data = np.zeros(size, np.uint8)
+        here, address = data.ctypes.data, memory.sent if sends else memory.kept
+        if sends:
+            write_pattern(here, size, seed, 0)
+        memory.copy(address, here, size)
+        library.broadcast(address, size, made, memory.stream)
         memory.settle()
         if not sends:
-            received = np.frombuffer(memory.read(address, size), np.uint8).copy()
-            wrong = differing(received.ctypes.data, size, seed, 0)
-            if wrong:
+            memory.copy(here, address, size)
+            if wrong := differing(here, size, seed, 0):
                 raise MeasurementError(
                     f"{wrong} packs of 16 bytes arrived other than they were sent"
                 )
