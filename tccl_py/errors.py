@@ -111,12 +111,17 @@ def check_limits() -> None:
         if limit is _PROCESSES and os.geteuid() == 0:
             # The kernel counts no processes of root.
             continue
-        soft, hard = resource.getrlimit(limit.number)
-        if _below(soft, limit.least):
-            soft = limit.least if not _below(hard, limit.least) else hard
-            resource.setrlimit(limit.number, (soft, hard))
-        if _below(soft, limit.least):
+        if _below(raise_limit(limit.number, limit.least), limit.least):
             raise _too_low(limit, f"at least {limit.least // limit.unit} are needed")
+
+
+def raise_limit(number: int, least: int) -> int:
+    """Raise a limit of this process to `least`, as far as it may, and return what it is now."""
+    soft, hard = resource.getrlimit(number)
+    if _below(soft, least):
+        soft = hard if _below(hard, least) else least
+        resource.setrlimit(number, (soft, hard))
+    return soft
 
 
 def limit_reached(error: BaseException) -> InputError | None:

@@ -88,15 +88,21 @@ class Pool:
                 worker = spawned(slot, spec, self._variables, self._timeouts.answer_s)
                 self.workers.append(worker)
                 self.pids.add(worker.process.pid)
-                worker.ask(self._start_of(slot, spec), (self.control.segment.fd,))
+                start = messages.Start(
+                    backend=self._backend,
+                    slot=slot,
+                    arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
+                    user_bytes=self._memory.user_bytes,
+                    **msgspec.structs.asdict(spec),
+                )
+                worker.ask(start, (self.control.segment.fd,))
             deadline = time.monotonic() + self._timeouts.start_s
             with contextlib.ExitStack() as opened:
                 arenas: dict[str, tuple[int, ...]] = {}
                 for worker in self.workers:
                     device, left_s = worker.spec.device, deadline - time.monotonic()
-                    self.started[device], fds = worker.received(messages.Started, left_s)
-                    arenas[device] = fds
-                    for fd in fds:
+                    self.started[device], arenas[device] = worker.received(messages.Started, left_s)
+                    for fd in arenas[device]:
                         opened.callback(os.close, fd)
                 self._broken = False
                 for device, fds in arenas.items():
@@ -108,15 +114,6 @@ class Pool:
             # The next use starts all anew.
             self._broken = True
             raise
-
-    def _start_of(self, slot: int, spec: DeviceSpec) -> messages.Start:
-        return messages.Start(
-            backend=self._backend,
-            slot=slot,
-            arena_bytes=self._memory.arena_bytes + COUNTER_AREA_BYTES,
-            user_bytes=self._memory.user_bytes,
-            **msgspec.structs.asdict(spec),
-        )
 
     def close(self, *, hurry: bool = False) -> None:
         """End the workers and give all memory back; `hurry` kills what does not end at once."""
@@ -222,16 +219,10 @@ class Pool:
 
     def _share(self, share: messages.Share, fds: Sequence[int]) -> None:
         ready = [device for device in self.started if device != share.space]
-        # After a refusal only some workers have the memory.
-        with self._breaking():
-            self.ask(dict.fromkeys(ready, share), messages.Done, fds=fds)
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Give up the workers after any exception: an answer, or half a change, may be left."""
         try:
-            yield
+            self.ask(dict.fromkeys(ready, share), messages.Done, fds=fds)
         except BaseException:
+            # After a refusal only some workers have the memory.
             self._broken = True
             raise
 
@@ -250,17 +241,19 @@ class Pool:
         workers = [worker for worker in self.workers if worker.spec.device in requests]
         answers: dict[str, Answer] = {}
         refused: MeasurementError | None = None
-        with self._breaking():
-            for worker in workers:
-                worker.ask(requests[worker.spec.device], fds)
-            for worker in workers:
-                try:
-                    answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
-                    answers[worker.spec.device] = answer
-                except messages.WorkerLost:
-                    raise
-                except MeasurementError as error:
-                    refused = refused or error
+        # After any exception an answer may be owed still.
+        self._broken = True
+        for worker in workers:
+            worker.ask(requests[worker.spec.device], fds)
+        for worker in workers:
+            try:
+                answer, _ = worker.received(kind, limit_s + self._timeouts.answer_s)
+                answers[worker.spec.device] = answer
+            except messages.WorkerLost:
+                raise
+            except MeasurementError as error:
+                refused = refused or error
+        self._broken = False
         if refused is not None:
             raise refused
         return answers

@@ -94,6 +94,7 @@ class Profiler:
         self._now = clock
         self.deadline = math.inf
         self.options = options or Options()
+        self._trials_us = [trial * self.options.limits.minimum_ms * 1e3 for trial in _TRIALS]
         self._source = source
         self._clocks: dict[str, Clock] = {}
         self._pinged_s = -math.inf
@@ -123,10 +124,6 @@ class Profiler:
         program = self._compiled(transfers, "independent")
         self._read_clocks()
         self._run(program, Window(warm_us=0.0, window_us=_EXERCISE_US), None, repeats=1)
-
-    @property
-    def _trials_us(self) -> list[float]:
-        return [trial * self.options.limits.minimum_ms * 1e3 for trial in _TRIALS]
 
     def _compiled(self, transfers: TransferSet, coupling: FlowCoupling | None = None) -> Program:
         return program_for(
@@ -173,7 +170,8 @@ class Profiler:
                 lost.append(str(error))
                 if self._now() >= self.deadline and len(lost) == 1:
                     raise BudgetSpentError(lost[0]) from error
-                self._forget_clocks()
+                self._clocks.clear()
+                self._pinged_s = -math.inf
                 if len(lost) == RETRIES.lost_worker:
                     text = "; then, with all workers started anew, ".join(lost)
                     raise MeasurementError(f"{transfers}: {text}") from error
@@ -205,9 +203,9 @@ class Profiler:
         Sets that differ only in channel counts share one measurement.
         """
         fewer = {flow: rates.with_few_channels(flow) for flow in transfers.flows}
-        if all(flow == few for flow, few in fewer.items()):
+        few = transfer_set(fewer[flow] for flow in transfers.flows)
+        if few == transfers:
             return {}
-        few = transfer_set(map(rates.with_few_channels, transfers.flows))
         if few not in self._uncontended:
             try:
                 self._uncontended[few] = self._retried(few, self._uncontended_measured)
@@ -244,8 +242,8 @@ class Profiler:
         while not self._enough(stopping, seen, self._now() - begun):
             # 1. The least number of repeats, then some more, not beyond the limit.
             missing = stopping.minimum - len(seen)
-            wanted = missing if missing > 0 else min(_MORE, stopping.limit - len(seen))
-            repeats = min(wanted, MAX_REPEATS)
+            more = missing if missing > 0 else min(_MORE, stopping.limit - len(seen))
+            repeats = min(more, MAX_REPEATS)
             try:
                 samples = self._run(
                     program, window, channels, repeats=repeats, uncontended=uncontended
@@ -264,9 +262,9 @@ class Profiler:
             # 3. Each repeat counts, or does not, by itself.
             else:
                 faults = [rates.why_uncounted(program, sample) for sample in samples]
-                seen += [one for one, why in zip(samples, faults, strict=True) if not why]
+                seen += [sample for sample, why in zip(samples, faults, strict=True) if not why]
                 uncounted += sum(map(bool, faults))
-                most, stalls = uncounted > len(seen), min(min(one.gbps) for one in samples) <= 0
+                most, stalls = uncounted > len(seen), min(min(x.gbps) for x in samples) <= 0
                 if (most or stalls) and (longer := stretched(window, limits)) != window:
                     window, seen, uncounted = longer, [], 0
                 elif most and uncounted >= _UNCOUNTED:
@@ -330,18 +328,10 @@ class Profiler:
         if self._now() - self._pinged_s < _PING_EVERY_S:
             return
         for device, pinged in self._pool.ping(_PINGS).items():
+            clock = self._clocks.setdefault(device, Clock(device=device))
             reading = offset_from_pings(pinged.asked_ns, pinged.device_ns, pinged.seen_ns)
-            clock = self._clocks.get(device)
-            jump = clock.jumped(reading) if clock else None
-            self.note(jump)
-            if clock is None or jump:
-                clock = self._clocks[device] = Clock(device=device)
-            clock.add(reading)
+            self.note(clock.add(reading))
         self._pinged_s = self._now()
-
-    def _forget_clocks(self) -> None:
-        self._clocks.clear()
-        self._pinged_s = -math.inf
 
     def _watch_drift(self, measurement: Measurement) -> None:
         """Measure the first set again every so many sets, and replace the notice of drift."""

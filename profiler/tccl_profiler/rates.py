@@ -64,16 +64,12 @@ def sample_of(
         rates = _rates(part, result, spec, bursts=flow.is_network)
         shared = shares_links(flow)
         gbps.append(straggler_gbps(rates, alone_gbps.get(flow)) if shared else float(rates.sum()))
-        channels += [
-            ChannelRate(
-                slice_bytes=part.slice_bytes * grain,
-                gbps=float(rate),
-                fifo_slices=-(-part.slices // grain),
-            )
-            for rate, grain in zip(rates, _grains(part, spec), strict=True)
-        ]
+        for rate, grain in zip(rates, _grains(part, spec), strict=True):
+            size, held = part.slice_bytes * grain, -(-part.slices // grain)
+            channels.append(ChannelRate(slice_bytes=size, gbps=float(rate), fifo_slices=held))
     parts = [*program.counted, *itertools.chain(*program.other)]
     skew_us, error_us, overlap = _overlap(parts, result, spec, to_host)
+    rows = [row for part in parts if part.engine for row in _stamps(part, result)]
     return Sample(
         gbps=tuple(gbps),
         channels=tuple(channels),
@@ -81,7 +77,7 @@ def sample_of(
         skew_error_us=error_us,
         overlap=overlap,
         wrong=tuple(_wrong(part, result) for part in program.counted),
-        ended_early=any(_ended_early(part, result, spec) for part in parts if part.engine),
+        ended_early=any(int(row[-1]) - int(row[0]) < spec.lasting_s * 1e9 for row in rows),
     )
 
 
@@ -227,11 +223,6 @@ def _in_window(
     return inside if len(inside) > 1 else done[counts]
 
 
-def _ended_early(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> bool:
-    lasting_ns = (spec.warm_us + spec.window_us) * 1e3
-    return any(int(row[-1]) - int(row[0]) < lasting_ns for row in _stamps(part, result))
-
-
 def _span(part: FlowEndpoint, result: RunResult, spec: RunSpec) -> tuple[int, int, int]:
     """Return the first and the last start, and the last end."""
     if part.engine:
@@ -317,7 +308,7 @@ def _offset_bounds(ping: tuple[int, int, int], at: int, resolution_ns: int) -> t
 
 
 class Clock:
-    """Offset and drift of one device, fitted to its readings; ask `jumped` before `add`.
+    """Offset and drift of one device, fitted to its last 32 readings.
 
     The fit is a line of offset over host time, about the first reading kept, in ns and ns/ns.
     Errors are bounds: a way back that is always longer does not average away.
@@ -327,9 +318,10 @@ class Clock:
         self.device = device
         self._readings: tuple[ClockReading, ...] = ()
 
-    def add(self, reading: ClockReading) -> None:
-        """Add a reading to the fit; the oldest beyond 32 are dropped."""
-        self._readings = (*self._readings, reading)[-KEPT:]
+    def add(self, reading: ClockReading) -> str | None:
+        """Add a reading to the fit; begin a new fit, and return a notice, if the clock jumped."""
+        jump = self.jumped(reading)
+        self._readings = (*(() if jump else self._readings), reading)[-KEPT:]
         first = self._readings[0]
         self._times = np.array([float(seen.at_ns - first.at_ns) for seen in self._readings])
         offsets = np.array([float(seen.offset_ns - first.offset_ns) for seen in self._readings])
@@ -346,6 +338,7 @@ class Clock:
         self._start = float(weights @ offsets / weights.sum()) - self._slope * mean_time
         self._slope_error = (float(np.abs(weighted) @ errors) + prior) / curvature
         self._errors = np.abs(offsets - self._start - self._slope * self._times) + errors
+        return jump
 
     def host_ns(self, device_ns: int) -> tuple[int, int]:
         """Return the host time of a device's stamp and its error bound, both in ns.

@@ -66,8 +66,12 @@ class Session:
                 self.pool, options=self.options, source=source, notices=self.notices
             )
             if self._backend == "cuda":
-                self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
-                self._warm(self._look)
+                # Wake the GPUs up, and warn of what would disturb measurements.
+                look = self._look = stack.enter_context(watching(self._gpus, self.pool.pids))
+                notes = warnings(look(), loaded=False)
+                busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
+                self._before = warmed(look, lambda: self.profiler.exercise(busy))
+                self.profiler.note(*notes, *warnings(self._before, loaded=True))
             self._open = stack.pop_all()
         return self
 
@@ -81,13 +85,6 @@ class Session:
 
     def _close_pool(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.pool.close(hurry=error is not None and not isinstance(error, Exception))
-
-    def _warm(self, look: Callable[[], Conditions]) -> None:
-        """Wake the GPUs up, and warn of what would disturb measurements."""
-        at_rest = look()
-        busy = parse_set(" ".join(f"G{i}->G{i}->C0 C0->G{i}->G{i}" for i in self._gpus))
-        self._before = warmed(look, lambda: self.profiler.exercise(busy))
-        self.profiler.note(*warnings(at_rest, loaded=False), *warnings(self._before, loaded=True))
 
     def look(self) -> None:
         """Note changes of the GPUs since the session began."""

@@ -69,7 +69,12 @@ class WorkerProcess:
             raise messages.WorkerLost(str(error)) from error
         self.owes_answer = False
         if isinstance(message, messages.Failed):
-            raise message.error(_by_name(self.spec.device, message.what))
+            device, names = (
+                self.spec.device,
+                rf"\b({self.spec.device}|GPU {self.spec.device[1:]})\b",
+            )
+            is_named = re.search(names, message.what)
+            raise message.error(message.what if is_named else f"{device}: {message.what}")
         if not isinstance(message, kind):
             raise messages.WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
         return message, fds
@@ -158,11 +163,6 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     # Devices are taken by bus id, and their peers must be visible too.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return {**environment, **variables}
-
-
-def _by_name(device: str, what: str) -> str:
-    names = rf"\b({device}|GPU {device[1:]})\b"
-    return what if re.search(names, what) else f"{device}: {what}"
 
 
 def _signal_name(number: int) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from tccl_profiler.host_device import host_fingerprint, host_machine
-from tccl_py.errors import InputError, counted
+from tccl_py.errors import InputError, counted, require
+from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
@@ -82,20 +83,21 @@ def host_facts(
         machine = with_interfaces(machine, interfaces, host=name)
     ports = interfaces_here()
     of_nic = {n.index: ports[key] for n in machine.nics if (key := _interface_of(n)) in ports}
-    for port in of_nic.values():
-        if interfaces and port.up and not port.address:
-            fault = f"interface {port.name} has no address"
-            raise InputError(f"host {name}", fault, "give it one, or another")
+    for port in of_nic.values() if interfaces else ():
+        fault, right = f"interface {port.name} has no address", "give it one, or another"
+        require(port.address or not port.up, f"host {name}", fault, right)
     # Discovery leaves out what is down; another host may have the same interface up.
     left_out = [] if interfaces else [port for port in ports.values() if _is_device(port.name)]
     down = dict.fromkeys(port.name for port in (*left_out, *of_nic.values()) if not port.up)
-    installed = installed_nccl()
+    installed, version = installed_nccl(), "not installed"  # where it runs from its source
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = metadata.version("tccl-py")
     return HostFacts(
         name=name,
         machine=machine,
         knowledge=knowledge,
         fingerprint=fingerprint,
-        tccl_py=_own_version(),
+        tccl_py=version,
         nccl="none" if installed is None else installed.version,
         addresses={index: port for index, port in of_nic.items() if port.up and port.address},
         down=tuple(down),
@@ -116,13 +118,6 @@ def _discovered(backend: str, devices: int | None) -> tuple[Machine, Knowledge, 
     return (*live.only_gpus(machine, knowledge, shown), fingerprint)
 
 
-def _own_version() -> str:
-    try:
-        return metadata.version("tccl-py")
-    except metadata.PackageNotFoundError:
-        return "not installed"  # run from its source
-
-
 def check_hosts(
     hosts: Sequence[HostFacts],
     *,
@@ -136,19 +131,14 @@ def check_hosts(
     """
     names = [host.name for host in hosts]
     for name in expected:
-        if name not in names:
-            fault = "is in the list of hosts, and no rank runs there"
-            raise InputError(
-                f"host {name}", fault, "start a rank on it, or take it out of the list"
-            )
-    for name in names:
-        if expected and name not in expected:
-            fault = "runs a rank and is not in the list of hosts"
-            raise InputError(f"host {name}", fault, "add it to the list, or start no rank on it")
-    if len(hosts) < 2:
-        fault = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
-        right = "start ranks on 2 hosts at least, or leave mpirun out"
-        raise InputError("this MPI job", fault, right)
+        fault, right = "is in the list of hosts, and no rank runs there", "start a rank on it, or "
+        require(name in names, f"host {name}", fault, f"{right}take it out of the list")
+    for name in names if expected else ():
+        fault, right = "runs a rank and is not in the list of hosts", "add it to the list, or start"
+        require(name in expected, f"host {name}", fault, f"{right} no rank on it")
+    fault = f"has {counted(len(hosts), 'host')} ({', '.join(names)})"
+    right = "start ranks on 2 hosts at least, or leave mpirun out"
+    require(len(hosts) > 1, "this MPI job", fault, right)
     _check_software(hosts)
     names_of_nics = {nic.name for host in hosts for nic in host.addresses.values()}
     for name in interfaces:
@@ -167,9 +157,9 @@ def _check_software(hosts: Sequence[HostFacts]) -> None:
             ("the NVIDIA driver", first.fingerprint.driver, host.fingerprint.driver),
             ("NCCL", first.nccl, host.nccl),
         ):
-            if first_version != host_version:
-                versions = f"has {software} {host_version}, host {first.name} has {first_version}"
-                raise InputError(f"host {host.name}", versions, "install the same on all hosts")
+            versions = f"has {software} {host_version}, host {first.name} has {first_version}"
+            equal, right = first_version == host_version, "install the same on all hosts"
+            require(equal, f"host {host.name}", versions, right)
 
 
 def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> None:
@@ -182,12 +172,11 @@ def _check_nics(hosts: Sequence[HostFacts], *, named: bool, addressed: bool) -> 
                 fault = f"interface {name} is down{elsewhere}"
                 right = "bring it up, or name the interfaces to use"
                 raise InputError(f"host {host.name}", fault, right)
-        if not addressed and not host.machine.nics:
-            raise InputError(f"host {host.name}", "has no NIC", "leave it out of the job")
-        if addressed and not host.addresses:
-            fault = "has no NIC with an address that other hosts could reach"
-            right = "bring one up, or name the interfaces to use, as `interfaces` eth0"
-            raise InputError(f"host {host.name}", fault, right)
+        place, joined = f"host {host.name}", addressed or host.machine.nics
+        require(joined, place, "has no NIC", "leave it out of the job")
+        fault = "has no NIC with an address that other hosts could reach"
+        right = "bring one up, or name the interfaces to use, as `interfaces` eth0"
+        require(host.addresses or not addressed, place, fault, right)
 
 
 # Network interfaces of this network namespace
@@ -213,10 +202,10 @@ def interfaces_here() -> dict[str, Interface]:
 
 def addresses() -> tuple[str, ...]:
     """Return the addresses of this host for other ranks, those of devices first."""
-    interfaces = interfaces_here().values()
-    usable = [one for one in interfaces if one.up and one.address and one.name != "lo"]
-    ordered = sorted(usable, key=lambda one: not _is_device(one.name))
-    return tuple(one.address for one in ordered) or ("127.0.0.1",)
+    ports = interfaces_here().values()
+    usable = [port for port in ports if port.up and port.address and port.name != "lo"]
+    ordered = sorted(usable, key=lambda port: not _is_device(port.name))
+    return tuple(port.address for port in ordered) or ("127.0.0.1",)
 
 
 def _is_device(name: str) -> bool:
@@ -273,10 +262,8 @@ def _with_own_nics(machine: Machine) -> Machine:
         if interface is not None and interface.up and interface.address:
             node = FILES.number(f"sys/class/net/{interface.name}/device/numa_node")
             parent = nodes.get(-1 if node is None else node, machine.numa_nodes[0].id)
-            speed = port.speed_mbps
-            nics.append(
-                Nic(index=0, name=port.name, parent=parent, port=port.port, speed_mbps=speed)
-            )
+            fields = {"parent": parent, **picked(port, "name", "port", "speed_mbps")}
+            nics.append(Nic(index=0, **fields))
     return _with_nics(machine, nics)
 
 
@@ -287,8 +274,7 @@ def _with_nics(machine: Machine, nics: Sequence[Nic]) -> Machine:
 
 def _interface_of(nic: Nic) -> str:
     """Return the interface of a NIC: itself, or the one behind an RDMA port, or ""."""
-    names = [name for _, name in socket.if_nameindex()]
-    if FILES.has(f"sys/class/net/{nic.name}") or nic.name in names:
+    if FILES.has(f"sys/class/net/{nic.name}") or nic.name in dict(socket.if_nameindex()).values():
         return nic.name
     behind = f"sys/class/infiniband/{nic.name}/device/net"
     entries = FILES.entries(behind)

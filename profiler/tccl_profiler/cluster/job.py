@@ -28,7 +28,7 @@ from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_a
 from tccl_profiler.cluster.facts import addresses
 from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
 from tccl_profiler.workers import child_with_socket
-from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError
+from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError, raise_limit
 from tccl_py.model.cluster import check_host_name
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
         peers[rank] = msgspec.msgpack.decode(data, type=PeerInfo)
     connections: dict[int, say.Messenger] = {}
     if bootstrap.size > 1:
-        _allow_descriptors(bootstrap.size)
+        raise_limit(resource.RLIMIT_NOFILE, 2 * bootstrap.size + _SPARE_DESCRIPTORS)
         local = addresses()
         with listening(local) as listeners:
             port, tokens = listeners[0].getsockname()[1], tokens_for(range(1, bootstrap.size))
@@ -117,14 +117,6 @@ def _gathered(bootstrap: MpiBootstrap, join_s: float) -> Job:
                 right = "let the hosts of a job reach each other over TCP"
                 raise InputError(f"host {peers[rank].host}", fault + ", ".join(local), right)
     return Job(CONTROLLER, peers, connections)
-
-
-def _allow_descriptors(ranks: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * ranks + _SPARE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _connected(address: Endpoint) -> socket.socket:

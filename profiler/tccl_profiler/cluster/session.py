@@ -102,8 +102,7 @@ class ClusterSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Where the job ends, the agents end their workers.
-        self._profiler = None
+        self._profiler = None  # where the job ends, the agents end their workers
 
     @property
     def profiler(self) -> Profiler:
@@ -162,19 +161,10 @@ class ClusterSession:
 
     def check_sets(self, sets: Sequence[TransferSet]) -> dict[str, frozenset[str]]:
         """Refuse unmeasurable sets before workers start; return the devices in use."""
-        return devices_used(
-            sets,
-            devices=[f"{host.name}.{name}" for host in self.hosts for name in host.devices],
-            others=[
-                f"{host.name}.{name}"
-                for host in self.hosts
-                for name in (
-                    *(f"C{node.index}" for node in host.machine.numa_nodes),
-                    *(f"N{nic.index}" for nic in host.machine.nics),
-                )
-            ],
-            network=self.network,
-        )
+        named = {host.name: (*host.machine.numa_nodes, *host.machine.nics) for host in self.hosts}
+        others = [f"{host}.{device.id}" for host, devices in named.items() for device in devices]
+        devices = [f"{host.name}.{name}" for host in self.hosts for name in host.devices]
+        return devices_used(sets, devices=devices, others=others, network=self.network)
 
 
 # Clocks
@@ -207,8 +197,6 @@ class HostClock:
                     f"{allowed_ns / 1e6:,.1f} ms are explained; find out what sets or suspends it, "
                     "and measure again"
                 )
-            if self._clock.jumped(reading) is not None:
-                self._clock = Clock(device=f"host {self.host}")
         self._clock.add(reading)
         self._best_ns, self._read_ns = reading.error_ns, reading.at_ns
 
@@ -242,10 +230,9 @@ class HostClock:
 
     def here(self, pinged: Pinged) -> Pinged:
         """Return pings of a device as if the controller had sent them, bounds included."""
-        asked_ns = [self.here_ns(at_ns) for at_ns in pinged.asked_ns]
-        seen_ns = [self.here_ns(at_ns) for at_ns in pinged.seen_ns]
-        return Pinged(
+        asked_ns, seen_ns = map(self.here_ns, pinged.asked_ns), map(self.here_ns, pinged.seen_ns)
+        return msgspec.structs.replace(
+            pinged,
             asked_ns=tuple(at_ns - error_ns for at_ns, error_ns in asked_ns),
-            device_ns=pinged.device_ns,
             seen_ns=tuple(at_ns + error_ns for at_ns, error_ns in seen_ns),
         )
