@@ -51,8 +51,7 @@ def read_bytes(path: Path, *, limit: int = MAX_INPUT_BYTES) -> bytes:
     """Read a file of at most `limit` bytes; InputError as `reading`, or too large."""
     with reading(path) as handle:
         data = handle.read(limit + 1)
-    if len(data) > limit:
-        raise InputError(str(path), f"is larger than {limit} bytes", "name a smaller file")
+    require(len(data) <= limit, str(path), f"is larger than {limit} bytes", "name a smaller file")
     return data
 
 
@@ -80,8 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
     A replaced file keeps its permissions. InputError: a directory, or not to be written.
     """
     with refused(path, "cannot be written", SPACE):
-        if path.is_dir():
-            raise InputError(str(path), "is a directory", "name a file")
+        require(not path.is_dir(), str(path), "is a directory", "name a file")
         held = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
         with replacement(path, mode=0o666 if held is None else held) as handle:
             handle.write(text.encode())
@@ -163,9 +161,8 @@ def lock(descriptor: int, path: Path) -> bool:
 def check_path(path: PurePath) -> None:
     """Check that a job's environment can name a path: no control characters, and UTF-8."""
     text = str(path)
-    if _CONTROL.search(text):
-        right = "a job's environment names files in it"
-        raise InputError(repr(text), "has control characters", right)
+    right = "a job's environment names files in it"
+    require(not _CONTROL.search(text), repr(text), "has control characters", right)
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -26,7 +26,7 @@ from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
-from tccl_py.errors import InputError, MeasurementError, counted
+from tccl_py.errors import MeasurementError, counted, require
 from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 from tccl_py.model.transfer import index_of
 from tccl_py.readers.sysfs import HostFiles
@@ -293,9 +293,8 @@ def host_machine(
         node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, files)}
     usable.sort(key=lambda cpu: (node_of[cpu], cpu))
     count = max(least, min(len(usable), DEVICES)) if devices is None else devices
-    if not least <= count <= MAX_GPUS:
-        fault = f"has {counted(count, 'device')}"
-        raise InputError("host machine", fault, f"{least} to {MAX_GPUS} are right")
+    fault = f"has {counted(count, 'device')}"
+    require(least <= count <= MAX_GPUS, "host machine", fault, f"{least} to {MAX_GPUS} are right")
     name = cpu_model()
     picked = [usable[i * len(usable) // count] for i in range(count)]
     gpus = tuple(

@@ -37,9 +37,8 @@ def shown(text: str) -> str:
 
 def check_host_name(name: str, *, where: str) -> str:
     """Return `name` if it can name a host or switch in files, file names and places."""
-    if len(name) > MAX_NAME:
-        fault = f"the name {shown(name)} has {len(name)} characters"
-        raise InputError(where, fault, f"at most {MAX_NAME} are possible")
+    fault = f"the name {shown(name)} has {len(name)} characters"
+    require(len(name) <= MAX_NAME, where, fault, f"at most {MAX_NAME} are possible")
     if _NAME.fullmatch(name) is None:
         right = "letters, digits and _ . - are needed, the first one no dot or dash"
         raise InputError(where, f"{shown(name)} cannot be a name here", right)
@@ -229,9 +228,8 @@ def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
         raise InputError(where, f"host {shown(name)} of the switches is unknown", right)
     check_hosts_once(tree, names, where)
     for name in cluster.names:
-        if name not in names:
-            right = "every host is at one of the switches"
-            raise InputError(where, f"host {name} is at no switch", right)
+        right = "every host is at one of the switches"
+        require(name in names, where, f"host {name} is at no switch", right)
 
 
 def _check_cables(cluster: Cluster, where: str) -> None:

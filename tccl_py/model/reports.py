@@ -212,9 +212,8 @@ def restricted(tree: SwitchTree, hosts: Iterable[str], *, where: str = "switch t
     require(names, "hosts of the job", "there are none", "name one at least")
     names_there = set(tree.all_hosts)
     for name in names:
-        if name not in names_there:
-            right = "every host of the job must be at one of the switches, named as the job does"
-            raise InputError(where, f"host {name} is at no switch", right)
+        right = "every host of the job must be at one of the switches, named as the job does"
+        require(name in names_there, where, f"host {name} is at no switch", right)
     check_hosts_once(tree, set(names), where)
     pruned = _pruned(tree, set(names))
     if pruned.name == "" and not pruned.hosts and len(pruned.switches) == 1:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.rings import Hop, HopSpace, direct_read, direct_write
 from tccl_py.model.transfer import DEFAULT_FIFO_BYTES, Fifo, Flow, Place, Side, Transfer
@@ -65,8 +65,7 @@ def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
     placement a bounce has a hop for each NUMA node, the sender's own first.
     """
     settings = check_settings(topo.settings)
-    if rings_in_set < 1:
-        raise InputError("rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
+    require(rings_in_set >= 1, "rings_in_set", f"is {rings_in_set}", "a set has at least one ring")
     channels = final_channels(settings, sm=topo.system.sm_min)
     blocks = blocks_of_ring(topo, rings_in_set)
     hops = {}

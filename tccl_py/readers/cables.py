@@ -101,9 +101,8 @@ def cables_of(ports: Ports, machines: Mapping[str, Machine]) -> tuple[Cable, ...
                 CableEnd(host, _nics(ports, host, port, machines[host], place))
                 for host, port in ends
             )
-            if len(one.nics) != len(other.nics):
-                fault = f"joins ports of {len(one.nics)} and {len(other.nics)} functions"
-                raise InputError(place, fault, "both ends have as many")
+            fault = f"joins ports of {len(one.nics)} and {len(other.nics)} functions"
+            require(len(one.nics) == len(other.nics), place, fault, "both ends have as many")
             for end in [(near.host, nic) for near in (one, other) for nic in near.nics]:
                 if (before := used.setdefault(end, number)) != number:
                     fault = f"N{end[1]} of {end[0]} has the cable of cables[{before}] already"
@@ -183,10 +182,9 @@ def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) 
         near, away = map(_interface, texts)
         if near is None or away is None:
             continue
-        if near.network != away.network:
-            fault = f"joins N{nic} of {host}, which is {near}, and N{far} of {other}, {away}"
-            right = "give the ends of a cable addresses in one subnet"
-            raise InputError(f"{where}, a cable that", fault, right)
+        fault = f"joins N{nic} of {host}, which is {near}, and N{far} of {other}, {away}"
+        right = "give the ends of a cable addresses in one subnet"
+        require(near.network == away.network, f"{where}, a cable that", fault, right)
         members[near.network] |= {int(near.ip), int(away.ip)}
 
     def tells(bits: int) -> bool:

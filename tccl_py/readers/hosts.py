@@ -61,9 +61,8 @@ def expand(expression: str, *, where: str = "host list") -> tuple[str, ...]:
         parts: list[list[str]] = []
         for part in _PART.finditer(entry):
             parts.append(_texts(part, entry, where))
-            if len(parts) > MAX_PARTS:
-                fault = f"{shown(entry)} has more than {MAX_PARTS} parts"
-                raise InputError(where, fault, "a few brackets are enough for any name")
+            fault = f"{shown(entry)} has more than {MAX_PARTS} parts"
+            require(len(parts) <= MAX_PARTS, where, fault, "a few brackets are enough for any name")
         if len(hosts) + math.prod(map(len, parts)) > MAX_HOSTS:
             fault = f"{shown(entry)} makes it more than {MAX_HOSTS} hosts"
             raise InputError(where, fault, "give the hosts of one job")
@@ -119,9 +118,8 @@ def listed_hosts(text: str, *, where: str) -> tuple[HostSlots, ...]:
     # Path.exists raises for lists that are longer than a file's name may be.
     if os.path.exists(text):  # noqa: PTH110
         return read_host_list(Path(text))
-    if _LIKE_A_FILE.search(text):
-        right = "name a file of hosts, or hosts, as in node[1-8]"
-        raise InputError(f"{where} {shown(text)}", "is no file", right)
+    right = "name a file of hosts, or hosts, as in node[1-8]"
+    require(not _LIKE_A_FILE.search(text), f"{where} {shown(text)}", "is no file", right)
     hosts = parse_host_list(text, where=where)
     # Only a file has a line for each slot; here `:8` gives a number.
     twice = [host.name for host in hosts if host.slots and not re.search("[:*=@\\n]", text)]
@@ -136,8 +134,7 @@ def gpus_of_hosts(text: str | None, hosts: Sequence[str]) -> dict[str, tuple[int
         names, colon, gpus = part.rpartition(":")
         indices = tuple(sorted(parse_gpus(gpus, "`gpus`")))
         for name in expand(names.strip(), where="`gpus`") if colon else hosts:
-            if name in gpus_of:
-                raise InputError("`gpus`", f"names {shown(name)} twice", "once is right")
+            require(name not in gpus_of, "`gpus`", f"names {shown(name)} twice", "once is right")
             gpus_of[name] = indices
     return gpus_of
 
@@ -200,9 +197,8 @@ def _named(entry: str, place: str) -> Iterator[tuple[str, int, bool]]:
         match = _ENTRY.fullmatch(part)
         if match is None or not match["names"]:
             raise InputError(place, f"{shown(part or entry)} names no host", _LINE)
-        if part[0] in "^+":
-            right = "name the hosts themselves"
-            raise InputError(place, f"{shown(part)} depends on an allocation", right)
+        right = "name the hosts themselves"
+        require(part[0] not in "^+", place, f"{shown(part)} depends on an allocation", right)
         count = int(match["count"] or 1)
         right = f"1 to {MAX_SLOTS} are possible"
         require(0 < count <= MAX_SLOTS, place, f"{shown(part)} stands for {count} slots", right)

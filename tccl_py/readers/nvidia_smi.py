@@ -285,9 +285,8 @@ def _cells(
             where, f"begins with {shown(words[0])}", f"the whole row of {label} is next"
         )
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
-    if len(cells) < len(labels):
-        fault = f"has {len(cells)} of {label}'s {len(labels)} relations"
-        raise InputError(where, fault, _WHOLE)
+    fault = f"has {len(cells)} of {label}'s {len(labels)} relations"
+    require(len(cells) >= len(labels), where, fault, _WHOLE)
     for column, cell in zip(labels, cells, strict=True):
         if not (cell in (_SELF, *_STATUSES) if statuses else _is_relation(cell)):
             fault = f"relates {label} and {column} by {shown(cell)}"

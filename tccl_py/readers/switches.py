@@ -266,8 +266,7 @@ def _above(by_name: dict[str, _Part]) -> dict[str, str]:
     above: dict[str, str] = {}
     for place, switch, below in by_name.values():
         for name in below:
-            if name not in by_name:
-                raise InputError(place, f"there is no switch {shown(name)}", "describe it")
+            require(name in by_name, place, f"there is no switch {shown(name)}", "describe it")
             if name in above:
                 fault = f"switch {shown(name)} is also below {shown(above[name])}"
                 raise InputError(place, fault, "a switch is below one other at most")

@@ -246,10 +246,9 @@ def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> M
         for name in dict.fromkeys(names)
         if name in interfaces
     ]
-    if not nics:
-        usable = ", ".join(name for name in interfaces if name != "lo") or "none"
-        named = ", ".join(name[:40] for name in names)
-        raise InputError(f"host {host}", f"has no interface {named}", f"it has {usable}")
+    usable = ", ".join(name for name in interfaces if name != "lo") or "none"
+    named = ", ".join(name[:40] for name in names)
+    require(nics, f"host {host}", f"has no interface {named}", f"it has {usable}")
     return _with_nics(machine, nics)
 
 

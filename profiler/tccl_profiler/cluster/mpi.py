@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tccl_py.errors import InputError, TcclError
+from tccl_py.errors import InputError, TcclError, require
 from tccl_py.launchers import job_size, rank_of
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ def mpi_job() -> Iterator[Job]:
 
     bootstrap = _started()
     size = job_size(os.environ)
-    if bootstrap.size == 1 and size > 1:
-        fault = f"has {size} tasks that know nothing of each other"
-        right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
-        raise InputError("this MPI job", fault, f"start them by the {right}")
+    fault = f"has {size} tasks that know nothing of each other"
+    right = "launcher of the MPI that mpi4py was built for, as mpirun or srun --mpi=pmix"
+    require(bootstrap.size != 1 or size <= 1, "this MPI job", fault, f"start them by the {right}")
     with rendezvous(bootstrap) as job:
         yield job
 
