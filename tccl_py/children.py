@@ -12,6 +12,12 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # typing takes long to load
+if TYPE_CHECKING:
+    import socket
+    import subprocess
+    from collections.abc import Mapping
+
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (nothing else is loaded)
 _ROOT = os.path.dirname(_PACKAGE)  # noqa: PTH120
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -45,6 +51,38 @@ def child_environment(variables: dict[str, str]) -> dict[str, str]:
         name: os.pathsep.join(filter(None, value.split(os.pathsep))) if name in _SEARCHED else value
         for name, value in variables.items()
     }
+
+
+def child_with_socket(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    stderr: int | None = None,
+    leads: bool = False,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module as a child whose argument 1 is the descriptor of a connected socket.
+
+    A child that `leads` a session of its own has a socket of packets, others one of a stream.
+    """
+    import socket  # noqa: PLC0415 (few processes have children)
+    import subprocess  # noqa: PLC0415
+
+    ours, remote = socket.socketpair(type=socket.SOCK_SEQPACKET if leads else socket.SOCK_STREAM)
+    try:
+        with remote:
+            process = subprocess.Popen(
+                child_command(module, str(remote.fileno()), *arguments),
+                pass_fds=(remote.fileno(),),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if leads else stderr,
+                start_new_session=leads,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
 
 
 def end_with(parent: int) -> None:

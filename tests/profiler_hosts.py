@@ -5,8 +5,7 @@ import contextlib
 from tccl_profiler.cluster.agent import take_step
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunResult, Timeouts
-from tccl_profiler.host_device import host_machine
-from tccl_profiler.linux import cpus_of_devices
+from tccl_profiler.linux import cpus_of_devices, host_machine
 from tccl_profiler.messages import DeviceSpec, LinkStep
 from tccl_profiler.pool import Pool
 from tccl_py.model.transfer import place_named

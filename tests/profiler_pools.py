@@ -7,8 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from tccl_profiler.host_device import host_machine
-from tccl_profiler.linux import cpus_of_devices
+from tccl_profiler.linux import cpus_of_devices, host_machine
 from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool, Timeouts
 from tccl_profiler.precision import Stopping, WindowLimits

@@ -14,7 +14,7 @@ from tccl_py.errors import InputError
 from tccl_py.merge.rings import uplink_limit
 from tccl_py.model.cluster import SwitchTree
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.nic_transports import NIC_TRANSPORTS
+from tccl_py.model.measurement import NIC_TRANSPORTS
 from tccl_py.model.reports import HostReport, cluster_of
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space, nic_pair

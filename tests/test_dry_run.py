@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_py.cli.main import app
 from tccl_py.files import encode_json
 from tccl_py.health.drift import metric_labels

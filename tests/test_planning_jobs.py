@@ -7,8 +7,7 @@ import pytest
 from tccl_profiler.cluster.facts import Interface
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
-from tccl_py.model.measurement import Measurement
-from tccl_py.model.nic_transports import NIC_TRANSPORTS
+from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
 from tccl_py.planning.grow import plan_job
 from tccl_py.planning.opening_hosts import cluster_of_job, simulated_cluster
 from tccl_py.planning.probes import pair_rates

@@ -16,12 +16,11 @@ import pytest
 
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
-from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.messages import Connection, FromWorker, WorkerLost
-from tccl_profiler.pool import Memory, Pool, Timeouts
+from tccl_profiler.pool import Memory, Pool, Timeouts, WorkerProcess
 from tccl_profiler.profiler import Profiler
 from tccl_profiler.session import Session
-from tccl_profiler.workers import WorkerProcess
 from tccl_py.errors import MeasurementError
 from tests.profiler_pools import (
     BOUNCE,
@@ -386,7 +385,7 @@ def test_an_interruption_while_workers_start_leaves_nothing(after_s):
 
 CHILD = """
 import os, sys
-from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.pool import Memory
 from tccl_profiler.session import Session
 from tests.profiler_pools import BOUNCE, SMALL, options

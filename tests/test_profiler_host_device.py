@@ -11,8 +11,8 @@ import pytest
 
 from tccl_profiler import host_device
 from tccl_profiler.compiler import checkable, program_for
-from tccl_profiler.host_device import HostDevice, host_fingerprint, host_machine
-from tccl_profiler.linux import cpus_of_devices
+from tccl_profiler.host_device import HostDevice
+from tccl_profiler.linux import cpus_of_devices, host_fingerprint, host_machine
 from tccl_profiler.messages import Pace, Run, Share, Start
 from tccl_profiler.program import COUNTER_AREA_BYTES
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment

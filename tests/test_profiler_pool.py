@@ -7,7 +7,7 @@ import pytest
 from tccl_profiler import session as session_module
 from tccl_profiler.compiler import program_for
 from tccl_profiler.execution import RunSpec
-from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_profiler.messages import DeviceSpec, Pace
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.precision import Stopping

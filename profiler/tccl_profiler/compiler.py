@@ -21,8 +21,7 @@ from tccl_profiler.program import (
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError
-from tccl_py.model.measurement import FlowCoupling
-from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
+from tccl_py.model.measurement import NIC_TRANSPORTS, FlowCoupling, NicTransport
 from tccl_py.model.transfer import (
     Fifo,
     Flow,
@@ -225,7 +224,7 @@ def _assigned(
         for j in {i, pairs.get(i, i)}:
             numbered[j] = msgspec.structs.replace(endpoints[j], numbers=numbers)
         ends = {end.incoming: end.ends for end in sharing}
-        roomy = min(end.slices for end in sharing) >= LEAST_COUPLED_SLICES
+        roomy = min(end.ends[0].slices for end in sharing) >= LEAST_COUPLED_SLICES
         queue += [
             Lane(
                 incoming=ends[True][block] if True in ends else None,
@@ -260,7 +259,9 @@ def _pairs(endpoints: Sequence[FlowEndpoint]) -> dict[int, int]:
 
 def _cycles(endpoints: Sequence[FlowEndpoint], pairs: Mapping[int, int]) -> dict[str, int]:
     """Return 2 (n - 1) for each GPU, n being the GPUs that forward data to each other."""
-    # Slow to import, and only a process that compiles needs it.
+    if not pairs:
+        return {}
+    # Slow to import, and few processes need it.
     from tccl_py.model.symmetry import joined_groups  # noqa: PLC0415
 
     kernels: defaultdict[int, list[str]] = defaultdict(list)

@@ -22,7 +22,7 @@ from tccl_profiler.program import (
     Link,
 )
 from tccl_py.errors import MeasurementError
-from tccl_py.model.nic_transports import NicTransport
+from tccl_py.model.measurement import NicTransport
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer
 
 SLICES = 4  # NCCL posts a FIFO of eight slots by two slots at a time

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import os
-import platform
-import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -26,10 +22,8 @@ from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import COUNTER_AREA_BYTES, COUNTER_BYTES, COUNTERS, Address, End, Lane
 from tccl_profiler.shared_memory import ABORT, Control, Segment, create_segment
-from tccl_py.errors import MeasurementError, counted, require
-from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
+from tccl_py.errors import MeasurementError
 from tccl_py.model.transfer import index_of
-from tccl_py.readers.sysfs import HostFiles
 
 LANES = 64  # NCCL has no more channels than this; a thread runs any number in turn
 
@@ -266,80 +260,3 @@ class HostDevice(ThreadedDevice):
                 "that it sends and keeps"
             )
         return number * total // lanes * slice_bytes, max(1, total // lanes)
-
-
-# This host as a machine of the `host` backend, by NUMA node.
-DEVICES = 8  # default number of devices: the usual size of a node
-
-
-def host_machine(
-    devices: int | None = None,
-    *,
-    cpus: Iterable[int] | None = None,
-    files: HostFiles = linux.HOST,
-    least: int = 2,
-) -> Machine:
-    """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
-
-    Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share cores.
-    Bus ids are made up, with the core's number as domain. `devices` None is one per core, at least
-    `least` (2 in a machine, 1 in a node of several) and at most 8; `cpus` None is all cores of this
-    process.
-    """
-    ids = linux.online_nodes(files)
-    usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
-    node_of = dict.fromkeys(usable, 0)
-    with contextlib.suppress(MeasurementError):  # a kernel without NUMA: one node has all
-        node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in linux.cpus_of_node(id_, files)}
-    usable.sort(key=lambda cpu: (node_of[cpu], cpu))
-    count = max(least, min(len(usable), DEVICES)) if devices is None else devices
-    fault = f"has {counted(count, 'device')}"
-    require(least <= count <= MAX_GPUS, "host machine", fault, f"{least} to {MAX_GPUS} are right")
-    name = cpu_model()
-    picked = [usable[i * len(usable) // count] for i in range(count)]
-    gpus = tuple(
-        Gpu(index=i, bus_id=f"{core:04x}:{i + 1:02x}:00.0", parent=f"C{node_of[core]}", name=name)
-        for i, core in enumerate(picked)
-    )
-    arch = platform.machine()
-    numa_nodes = tuple(NumaNode(index=i, numa_id=id_, arch=arch) for i, id_ in enumerate(ids))
-    machine = Machine(name=f"host-{count}", numa_nodes=numa_nodes, gpus=gpus)
-    return check(machine, where="host machine")
-
-
-def shared_cores(machine: Machine) -> Iterator[str]:
-    """Yield a warning if devices share cores."""
-    devices, cores = len(machine.gpus), len(set(linux.cpus_of_devices(machine).values()))
-    if devices > cores:
-        few = f"; `devices` {cores} gives each a core" if cores > 1 else ""
-        yield (
-            f"{devices} devices of the host backend share {counted(cores, 'core')} and "
-            f"wait for each other: their rates say little, and sets may fail{few}"
-        )
-
-
-def host_fingerprint(machine: Machine, files: HostFiles = linux.HOST) -> Fingerprint:
-    """Return the identity of this host: its machine id or, as in many containers, its boot id."""
-    host = f"host:{cpu_model(files)}:{_host_id(files)}"
-    cores = linux.cpus_of_devices(machine)
-    return Fingerprint(
-        gpu_uuids=tuple(f"{host}:core{cores[index][0]}" for index in machine.gpu_indices),
-        driver="none",
-        numa_count=len(machine.numa_nodes),
-        kernel=platform.release(),
-    )
-
-
-def cpu_model(files: HostFiles = linux.HOST) -> str:
-    """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
-    match = re.search(r"^model name\s*:\s*(\S.*)$", files.text("proc/cpuinfo"), re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
-
-
-def _host_id(files: HostFiles) -> str:
-    for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
-        text = files.text(path)
-        if text:
-            # systemd asks not to show the machine id itself: machine-id(5).
-            return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]
-    return platform.node()

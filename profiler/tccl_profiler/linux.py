@@ -1,4 +1,4 @@
-"""This host by Linux: NUMA nodes, CPUs and priorities.
+"""This host by Linux: NUMA nodes, CPUs, priorities, and cores as a machine's devices.
 
 Calls go through ctypes, so that libnuma need not be installed. A call without a number here, or
 refused by a container's seccomp profile, raises OSError (ENOSYS, EPERM); callers decide.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import platform
@@ -16,8 +17,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tccl_py.errors import MeasurementError
-from tccl_py.model.machine import Machine
+from tccl_py.errors import MeasurementError, counted, require
+from tccl_py.model.machine import MAX_GPUS, Fingerprint, Gpu, Machine, NumaNode, check
 from tccl_py.readers.sysfs import HostFiles
 
 HOST = HostFiles()
@@ -231,6 +232,83 @@ def realtime(lanes: Iterable[int] = ()) -> Iterator[None]:
         yield
     finally:
         reset_priority((0, *threads))
+
+
+# This host as a machine of the `host` backend, by NUMA node.
+DEVICES = 8  # default number of devices: the usual size of a node
+
+
+def host_machine(
+    devices: int | None = None,
+    *,
+    cpus: Iterable[int] | None = None,
+    files: HostFiles = HOST,
+    least: int = 2,
+) -> Machine:
+    """Return a stand-in for this host: `C` places are its NUMA nodes, `G` places are cores.
+
+    Cores are picked evenly over the NUMA nodes; with more devices than cores, devices share cores.
+    Bus ids are made up, with the core's number as domain. `devices` None is one per core, at least
+    `least` (2 in a machine, 1 in a node of several) and at most 8; `cpus` None is all cores of this
+    process.
+    """
+    ids = online_nodes(files)
+    usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
+    node_of = dict.fromkeys(usable, 0)
+    with contextlib.suppress(MeasurementError):  # a kernel without NUMA: one node has all
+        node_of |= {cpu: i for i, id_ in enumerate(ids) for cpu in cpus_of_node(id_, files)}
+    usable.sort(key=lambda cpu: (node_of[cpu], cpu))
+    count = max(least, min(len(usable), DEVICES)) if devices is None else devices
+    fault = f"has {counted(count, 'device')}"
+    require(least <= count <= MAX_GPUS, "host machine", fault, f"{least} to {MAX_GPUS} are right")
+    name = cpu_model()
+    picked = [usable[i * len(usable) // count] for i in range(count)]
+    gpus = tuple(
+        Gpu(index=i, bus_id=f"{core:04x}:{i + 1:02x}:00.0", parent=f"C{node_of[core]}", name=name)
+        for i, core in enumerate(picked)
+    )
+    arch = platform.machine()
+    numa_nodes = tuple(NumaNode(index=i, numa_id=id_, arch=arch) for i, id_ in enumerate(ids))
+    machine = Machine(name=f"host-{count}", numa_nodes=numa_nodes, gpus=gpus)
+    return check(machine, where="host machine")
+
+
+def shared_cores(machine: Machine) -> Iterator[str]:
+    """Yield a warning if devices share cores."""
+    devices, cores = len(machine.gpus), len(set(cpus_of_devices(machine).values()))
+    if devices > cores:
+        few = f"; `devices` {cores} gives each a core" if cores > 1 else ""
+        yield (
+            f"{devices} devices of the host backend share {counted(cores, 'core')} and "
+            f"wait for each other: their rates say little, and sets may fail{few}"
+        )
+
+
+def host_fingerprint(machine: Machine, files: HostFiles = HOST) -> Fingerprint:
+    """Return the identity of this host: its machine id or, as in many containers, its boot id."""
+    host = f"host:{cpu_model(files)}:{_host_id(files)}"
+    cores = cpus_of_devices(machine)
+    return Fingerprint(
+        gpu_uuids=tuple(f"{host}:core{cores[index][0]}" for index in machine.gpu_indices),
+        driver="none",
+        numa_count=len(machine.numa_nodes),
+        kernel=platform.release(),
+    )
+
+
+def cpu_model(files: HostFiles = HOST) -> str:
+    """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
+    match = re.search(r"^model name\s*:\s*(\S.*)$", files.text("proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _host_id(files: HostFiles) -> str:
+    for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
+        text = files.text(path)
+        if text:
+            # systemd asks not to show the machine id itself: machine-id(5).
+            return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]
+    return platform.node()
 
 
 def cpus_of_devices(machine: Machine) -> dict[int, tuple[int, ...]]:

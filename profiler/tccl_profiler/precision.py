@@ -133,7 +133,7 @@ def paces_for(
 
 def _pace(part: FlowEndpoint, gbps: float, lasting_us: float, most: int) -> Pace:
     if not gbps:
-        return Pace(groups=min(2 * part.slices + _TRIAL_GROUPS, most))
+        return Pace(groups=min(2 * part.ends[0].slices + _TRIAL_GROUPS, most))
     slice_us, wanted_us = part.slice_bytes / (gbps * 1e3), 1.1 * lasting_us
     least_us = CARRIED_GROUP_US if part.links else COPIED_GROUP_US
     group_us = max(least_us, wanted_us / (most - 2))

@@ -122,11 +122,6 @@ class FlowEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
     numbers: tuple[int, ...] = ()
 
-    @property
-    def slices(self) -> int:
-        """Slices of each block's FIFO."""
-        return self.ends[0].slices
-
 
 class HostProgram(msgspec.Struct, frozen=True, kw_only=True):
     """Device programs, the bytes of each space (counters included), and the links they use."""

@@ -65,7 +65,7 @@ def sample_of(
         shared = shares_links(flow)
         gbps.append(straggler_gbps(rates, alone_gbps.get(flow)) if shared else float(rates.sum()))
         for rate, grain in zip(rates, _grains(part, spec), strict=True):
-            size, held = part.slice_bytes * grain, -(-part.slices // grain)
+            size, held = part.slice_bytes * grain, -(-part.ends[0].slices // grain)
             channels.append(ChannelRate(slice_bytes=size, gbps=float(rate), fifo_slices=held))
     parts = [*program.counted, *itertools.chain(*program.other)]
     skew_us, error_us, overlap = _overlap(parts, result, spec, to_host)

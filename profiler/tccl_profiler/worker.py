@@ -81,7 +81,7 @@ def _die_with(connection: messages.Connection[messages.ToWorker]) -> None:
 
 def _device(start: messages.Start, control: Control) -> Device:
     if start.network:
-        from tccl_py.model.nic_transports import NIC_TRANSPORTS  # noqa: PLC0415 (of NICs alone)
+        from tccl_py.model.measurement import NIC_TRANSPORTS  # noqa: PLC0415 (of NICs alone)
 
         module, _, name = NIC_TRANSPORTS[start.network].nic_device.partition(":")
         device: Device = getattr(import_module(module), name)(start, control)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tccl_py.errors import InputError
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import JOURNAL_FILE, JournalHeader, Measurement
-from tccl_py.model.nic_transports import NIC_TRANSPORTS
+from tccl_py.model.measurement import JOURNAL_FILE, NIC_TRANSPORTS, JournalHeader, Measurement
 from tccl_py.model.reports import part_of
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.directory import machine_file

@@ -20,8 +20,13 @@ import msgspec
 from tccl_py.errors import MeasurementError
 from tccl_py.model.cluster import Cluster, SwitchTree, cabled_nics
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
-from tccl_py.model.nic_transports import NIC_TRANSPORTS, NicTransport
+from tccl_py.model.measurement import (
+    NIC_TRANSPORTS,
+    BandwidthSource,
+    Measurement,
+    NicTransport,
+    dealt,
+)
 from tccl_py.model.reports import part_of
 from tccl_py.model.rings import entering, joined, leaving, on_host, receiving_nic, sending_nic
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set

@@ -33,7 +33,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tccl_py.children import child_command, end_with
+from tccl_py.children import child_with_socket, end_with
 from tccl_py.errors import MeasurementError
 from tccl_py.rank_processes.rank import LISTENER, SPEC_FILE
 
@@ -148,20 +148,12 @@ class ForkServer:
         if self._control and self._process and self._process.poll() is None and suits:
             return self._control
         self.close()
-        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_POLL_S)
-        with remote:
-            self._process = subprocess.Popen(
-                child_command(_MODULE, str(remote.fileno()), *imports),
-                env=environment,
-                pass_fds=(remote.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._control, self._key = ours, (imports, environment)
-        return ours
+        self._process, self._control = child_with_socket(
+            _MODULE, *imports, environment=environment, leads=True
+        )
+        self._control.settimeout(_POLL_S)
+        self._key = imports, environment
+        return self._control
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tccl_profiler.cluster.mpi import mpi_job as join_job
-from tccl_py.model.nic_transports import transport_of
+from tccl_py.model.measurement import transport_of
 from tccl_py.model.transfer import TransferSet
 from tccl_py.sources.bench import Bench
 from tccl_py.sources.profiled import DRY_RUN, MeasurementOptions, ProfilerSource, check_backend

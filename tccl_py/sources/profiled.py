@@ -57,7 +57,7 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True):
         """Limits of every rate that is measured here, for the user."""
         if self.backend == "cuda":
             return ()
-        from tccl_profiler.host_device import shared_cores  # noqa: PLC0415
+        from tccl_profiler.linux import shared_cores  # noqa: PLC0415
 
         return (DRY_RUN, *shared_cores(self.machine))
 
@@ -114,7 +114,7 @@ def measured_machine(backend: str | None = None, devices: int | None = None) -> 
     Raises InputError: an unknown backend, no GPU, or an impossible number of devices.
     """
     if check_backend(backend, devices) == "host":
-        from tccl_profiler.host_device import host_fingerprint, host_machine  # noqa: PLC0415
+        from tccl_profiler.linux import host_fingerprint, host_machine  # noqa: PLC0415
 
         machine = host_machine(devices)
         fingerprint = host_fingerprint(machine)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tccl_profiler.host_device import host_fingerprint, host_machine
+from tccl_profiler.linux import host_fingerprint, host_machine
 from tccl_py.errors import InputError, counted, require
 from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic

@@ -27,7 +27,7 @@ from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_agent_signals
 from tccl_profiler.cluster.facts import addresses
 from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
-from tccl_profiler.workers import child_with_socket
+from tccl_py.children import child_environment, child_with_socket, search_path
 from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError, raise_limit
 from tccl_py.model.cluster import check_host_name
 
@@ -265,8 +265,9 @@ class Job:
 def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say.Messenger]:
     """Start an agent on this host, in a process of its own, and connect to it."""
     arguments = [] if name is None else [name]
+    environment = child_environment({**os.environ, "PYTHONPATH": os.pathsep.join(search_path())})
     process, sock = child_with_socket(
-        "tccl_profiler.cluster.agent", *arguments, environment=os.environ
+        "tccl_profiler.cluster.agent", *arguments, environment=environment
     )
     who = "this host's agent" if name is None else f"the agent of host {name}"
     return process, say.Messenger(sock, peer=who)

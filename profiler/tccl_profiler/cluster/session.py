@@ -12,14 +12,13 @@ from tccl_profiler.cluster.agents import FIRST_PINGS, Agents, ClusterPool
 from tccl_profiler.cluster.facts import HostFacts, check_hosts
 from tccl_profiler.cluster.job import CONTROLLER, Job
 from tccl_profiler.compiler import devices_used
-from tccl_profiler.host_device import shared_cores
+from tccl_profiler.linux import shared_cores
 from tccl_profiler.messages import Pinged
 from tccl_profiler.precision import WindowLimits
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.rates import Clock, ClockReading
 from tccl_py.errors import SourceLostError
-from tccl_py.model.measurement import Backend, JournalHeader
-from tccl_py.model.nic_transports import NIC_TRANSPORTS
+from tccl_py.model.measurement import NIC_TRANSPORTS, Backend, JournalHeader
 from tccl_py.model.transfer import TransferSet, place_named
 
 LIMITS = WindowLimits(
