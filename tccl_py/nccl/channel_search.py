@@ -21,7 +21,7 @@ import numpy as np
 
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl.paths import SCALE, NetPorts, Room, Step, TopoPaths
-from tccl_py.nccl.system import PathType, System
+from tccl_py.nccl.system import PathType
 
 Pattern = Literal["ring", "balanced tree", "tree"]
 _Subtree = Callable[[int, int, int], None]
@@ -80,10 +80,10 @@ class _Course(NamedTuple):
 class ChannelSearch:
     """The searches over one communicator's machine; with `inter` channels lead between NICs."""
 
-    def __init__(self, system: System, paths: TopoPaths, *, inter: bool) -> None:
-        self._system, self._paths, self._inter = system, paths, inter
-        self._gpus, self._nets = system.gpus, NetPorts(system, paths)
-        self._room = Room(system, paths, self._nets)
+    def __init__(self, paths: TopoPaths, *, inter: bool) -> None:
+        self._system, self._paths, self._inter = (system := paths.system), paths, inter
+        self._gpus, self._nets = system.gpus, NetPorts(paths)
+        self._room = Room(paths, self._nets)
         self._guards = self._room.guards
         self._count = len(system.gpus)
         self._near = cache(self._uncached_near)

@@ -16,7 +16,7 @@ from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.transfer import index_of
 from tccl_py.nccl.channel_search import ChannelSearch, Pattern, SearchGraph, single, total_gbps
-from tccl_py.nccl.paths import TopoPath, local_nets
+from tccl_py.nccl.paths import TopoPath
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.system import PathType, System
 from tccl_py.nccl.transport import final_channels
@@ -40,7 +40,7 @@ class _Compute:
     def __init__(self, topo: NcclView, pattern: Pattern, nodes: int, low: int, high: int) -> None:
         self.topo, self.system, self.pattern = topo, topo.system, pattern
         self.inter = nodes > 1 and bool(self.system.nets)
-        self.search = ChannelSearch(topo.system, topo.paths, inter=self.inter)
+        self.search = ChannelSearch(topo.paths, inter=self.inter)
         self.speeds = speeds(self.system.sm_min, inter=self.inter, facts=self.system.rules)
         self._bounds()
         self._totals()
@@ -233,7 +233,7 @@ class _Compute:
         nics: tuple[int, ...] = ()
         if self.inter and system.rules.falls_back_to_local_nets:
             ends = system.gpus[0], system.gpus[-1]
-            near = (local_nets(system, self.topo.paths, gpu)[0] for gpu in ends)
+            near = (self.topo.paths.local_nets(gpu)[0] for gpu in ends)
             nics = tuple(index_of(net) for net in near)
         elif self.inter:
             nics = (self.topo.nics[0],) * 2

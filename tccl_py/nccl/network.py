@@ -30,7 +30,7 @@ from tccl_py.model.rings import (
 from tccl_py.model.symmetry import Symmetry, keeping
 from tccl_py.model.transfer import Fifo, Flow, index_of
 from tccl_py.nccl.graph_writer import GraphRings
-from tccl_py.nccl.paths import Direction, local_cpu, reaches_gpu, relay_of
+from tccl_py.nccl.paths import Direction
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.system import PathType
 from tccl_py.nccl.transport import blocks_of_ring, combinations, hop_space
@@ -168,11 +168,11 @@ def net_buffer_numa(topo: NcclView, gpu: int, nic: int, direction: Direction) ->
     sends). NCCL_IGNORE_CPU_AFFINITY, NCCL_PROXY_CPUSET or a rank bound elsewhere change this.
     """
     ends = net_ends(topo, gpu, nic)
-    if reaches_gpu(topo.system, topo.paths, topo.settings, ends, direction):
+    if topo.paths.reaches_gpu(ends, direction, topo.settings):
         return None
     over = relay(topo, gpu, nic)
     owner = gpu if over is None or direction == "receive" else over
-    return index_of(local_cpu(topo.system, topo.plain, f"G{owner}"))
+    return index_of(topo.plain.local_cpu(f"G{owner}"))
 
 
 def relay(topo: NcclView, gpu: int, nic: int) -> int | None:
@@ -181,7 +181,7 @@ def relay(topo: NcclView, gpu: int, nic: int) -> int | None:
     The GPU's kernel writes over NVLink into the memory of the GPU beside the NIC, where the NIC
     reads. NCCL receives without PXN. No Settings choose NCCL_PXN_DISABLE=1.
     """
-    over = relay_of(topo.system, topo.paths[net_ends(topo, gpu, nic)])
+    over = topo.paths.relay(net_ends(topo, gpu, nic))
     return None if over is None else index_of(over)
 
 

@@ -5,7 +5,8 @@ Source: paths.cc of NCCL 2.30.7 (ncclTopoSetPaths, ncclTopoComputePaths).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import permutations, product
 from typing import Literal
@@ -41,11 +42,80 @@ class TopoPath:
 
 
 class TopoPaths(dict[tuple[str, str], TopoPath]):
-    """Paths by their ends; pairs without a path are disconnected."""
+    """Paths of a system by their ends; pairs without a path are disconnected."""
+
+    def __init__(self, system: System, paths: Mapping[tuple[str, str], TopoPath] = {}) -> None:
+        super().__init__(paths)
+        self.system = system
 
     def __missing__(self, ends: tuple[str, str]) -> TopoPath:
         """Return no path."""
         return _DISCONNECTED
+
+    def by_way_of(self, source: str, middle: str, target: str) -> TopoPath:
+        """Return the path from `source` over `middle` to `target`."""
+        first, second = self[source, middle], self[middle, target]
+        kind = max(first.type, second.type)
+        if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
+            kind = PathType.P2C
+        return TopoPath((*first.links, *second.links), min(first.gbps, second.gbps), kind)
+
+    def nearest(self, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the targets with the most bandwidth from `source`, then with the nearest type."""
+        reached = {name: self[source, name] for name in targets if self[source, name].gbps > 0}
+        best = max(((path.gbps, -path.type) for path in reached.values()), default=None)
+        return tuple(name for name, path in reached.items() if (path.gbps, -path.type) == best)
+
+    def local_cpu(self, gpu: str) -> str:
+        """Return the CPU of fewest links to a GPU, among the nearest CPUs where `nearer_wins`."""
+        system = self.system
+        near = self.nearest(gpu, system.cpus) if system.rules.nearer_wins else system.cpus
+        return min(near, key=lambda cpu: len(self[gpu, cpu].links) or len(system.links))
+
+    def relay(self, ends: tuple[str, str]) -> str | None:
+        """Return the GPU through which the path from a GPU to a NIC leads, if any."""
+        stops = (link.target for link in self[ends].links if link.target in self.system.sm)
+        return next(stops) if self[ends].type == PathType.PXN else None
+
+    def reaches_gpu(self, ends: tuple[str, str], direction: Direction, settings: Settings) -> bool:
+        """Return whether a NIC reaches the memory of a GPU; to `send`, the NIC reads the memory.
+
+        `ends` are the GPU and the NIC port. With a relay the relay's path counts.
+        """
+        system, (gpu, net) = self.system, ends
+        farthest = PathType[settings.net_gdr_level or system.rules.default_gdr_level]
+        distance = self[self.relay(ends) or gpu, net].type
+        if ends not in system.gpu_direct or distance > farthest:
+            return False
+        if direction == "receive":
+            return True
+        if settings.net_gdr_read is not None:
+            return settings.net_gdr_read
+        peers = [self[gpu, peer].type for peer in system.gpus if peer != gpu]
+        return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
+
+    def local_nets(self, gpu: str) -> tuple[str, ...]:
+        """Return the NIC ports that a GPU prefers, in the order of its channels.
+
+        GPUs with several equally near ports begin at different ports (`shares_nets_by_place`).
+        """
+        nets = self.nearest(gpu, self.system.nets)
+        if not nets:
+            return ()
+        sharers = len(self.nearest(nets[0], self.system.gpus)) or 1
+        count, start = len(nets), index_of(gpu)
+        if self.system.rules.shares_nets_by_place:
+            start %= sharers
+        if count > 1 and count & (count - 1) == 0:
+            # Bits in reverse.
+            start = int(format(start & (count - 1), f"0{count.bit_length() - 1}b")[::-1], 2)
+        return tuple(nets[(start + step) % count] for step in range(-(-count // sharers)))
+
+    def local_gpu(self, net: str) -> str | None:
+        """Return the GPU that prefers this port, and relays for other GPUs."""
+        choices = {gpu: self.local_nets(gpu) for gpu in self.nearest(net, self.system.gpus)}
+        places = {gpu: nets.index(net) for gpu, nets in choices.items() if net in nets}
+        return min(places, key=places.__getitem__, default=None)
 
 
 _DISCONNECTED = TopoPath((), 0.0, PathType.DIS)
@@ -54,7 +124,7 @@ _LONGEST_NVB = 1
 
 def shortest_paths(system: System) -> TopoPaths:
     """Return paths to every CPU, GPU, NIC port and NVSwitch, before policy."""
-    paths = TopoPaths()
+    paths = TopoPaths(system)
     for base in (*system.cpus, *system.gpus, *system.nets, *system.nvs):
         for device, path in _paths_to(system, base).items():
             paths[device, base] = path
@@ -122,152 +192,59 @@ def _extended(system: System, path: TopoPath, link: TopoLink) -> TopoPath:
     )
 
 
-def local_cpu(system: System, paths: TopoPaths, gpu: str) -> str:
-    """Return the CPU of fewest links to a GPU, among the nearest CPUs where `nearer_wins`."""
-    near = nearest(paths, gpu, system.cpus) if system.rules.nearer_wins else system.cpus
-    return min(near, key=lambda cpu: len(paths[gpu, cpu].links) or len(system.links))
-
-
-def by_way_of(paths: TopoPaths, source: str, middle: str, target: str) -> TopoPath:
-    """Return the path from `source` over `middle` to `target`."""
-    first, second = paths[source, middle], paths[middle, target]
-    kind = max(first.type, second.type)
-    if {first.type, second.type} == {PathType.PHB, PathType.C2C}:
-        kind = PathType.P2C
-    return TopoPath((*first.links, *second.links), min(first.gbps, second.gbps), kind)
-
-
 def with_policy(
-    system: System, paths: TopoPaths, *, direct: frozenset[tuple[str, str]], settings: Settings
+    paths: TopoPaths, *, direct: frozenset[tuple[str, str]], settings: Settings
 ) -> TopoPaths:
     """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
 
     `direct` are the pairs of GPUs that may talk without the CPU.
     """
-    result = TopoPaths(paths)
+    system = paths.system
+    result = TopoPaths(system, paths)
     for target, source in permutations(system.gpus, 2):
         if (source, target) not in direct:
-            cpu = local_cpu(system, result, target)
-            result[source, target] = by_way_of(result, source, cpu, target)
+            result[source, target] = result.by_way_of(source, result.local_cpu(target), target)
     if "P2C" not in system.rules.unknown_levels:
-        _count_c2c_as_near(system, result)
+        _count_c2c_as_near(result)
     for net, gpu in product(system.nets, system.gpus):
-        _send_by_relay(system, result, settings, gpu, net)
+        _send_by_relay(result, settings, gpu, net)
         near = result[gpu, net].type < PathType.PHB
-        if near and not reaches_gpu(system, result, settings, (gpu, net), "receive"):
-            cpu = local_cpu(system, result, gpu)
-            result[net, gpu] = by_way_of(result, net, cpu, gpu)
-            result[gpu, net] = by_way_of(result, gpu, cpu, net)
+        if near and not result.reaches_gpu((gpu, net), "receive", settings):
+            cpu = result.local_cpu(gpu)
+            result[net, gpu] = result.by_way_of(net, cpu, gpu)
+            result[gpu, net] = result.by_way_of(gpu, cpu, net)
     return result
 
 
-def _count_c2c_as_near(system: System, paths: TopoPaths) -> None:
+def _count_c2c_as_near(paths: TopoPaths) -> None:
     """Count a GPU's nearest NICs as near if they are below the CPU of its C2C link."""
-    for gpu in system.gpus:
-        cpu = local_cpu(system, paths, gpu)
-        for net in nearest(paths, gpu, system.nets):
-            if by_way_of(paths, gpu, cpu, net).type != PathType.P2C:
-                continue
-            for pair in ((gpu, net), (net, gpu)):
-                way = paths[pair]
-                paths[pair] = TopoPath(way.links, way.gbps, min(PathType.P2C, way.type))
+    for gpu in paths.system.gpus:
+        cpu = paths.local_cpu(gpu)
+        for net in paths.nearest(gpu, paths.system.nets):
+            if paths.by_way_of(gpu, cpu, net).type == PathType.P2C:
+                for pair in ((gpu, net), (net, gpu)):
+                    paths[pair] = replace(paths[pair], type=min(PathType.P2C, paths[pair].type))
 
 
-def relay_of(system: System, path: TopoPath) -> str | None:
-    """Return the GPU through which a path leads to a NIC, if any."""
-    if path.type != PathType.PXN:
-        return None
-    return next(link.target for link in path.links if link.target in system.sm)
-
-
-def reaches_gpu(
-    system: System,
-    paths: TopoPaths,
-    settings: Settings,
-    ends: tuple[str, str],
-    direction: Direction,
-) -> bool:
-    """Return whether a NIC port reaches the memory of a GPU; to `send`, the NIC reads the memory.
-
-    `ends` are the GPU and the port. With a relay the relay's path counts.
-    """
-    farthest = PathType[settings.net_gdr_level or system.rules.default_gdr_level]
-    gpu, net = ends
-    path = paths[ends]
-    relay = relay_of(system, path)
-    distance = paths[relay, net].type if relay else path.type
-    if ends not in system.gpu_direct or distance > farthest:
-        return False
-    if direction == "receive":
-        return True
-    if settings.net_gdr_read is not None:
-        return settings.net_gdr_read
-    peers = [paths[gpu, peer].type for peer in system.gpus if peer != gpu]
-    return not peers or system.sm[gpu] >= _READS_BESIDE_PCI or PathType.NVL in peers
-
-
-def _send_by_relay(
-    system: System, paths: TopoPaths, settings: Settings, gpu: str, net: str
-) -> None:
+def _send_by_relay(paths: TopoPaths, settings: Settings, gpu: str, net: str) -> None:
     """Apply PXN: an NVLinked GPU nearer to a NIC relays for this GPU."""
-    relay = local_gpu(system, paths, net)
+    relay = paths.local_gpu(net)
     if relay is None or relay == gpu:
         return
     path, near = (paths[end, net] for end in (gpu, relay))
     adjacent = near.type <= PathType.P2C and paths[relay, gpu].type <= PathType.NVL
     if not adjacent or (near.gbps <= path.gbps and path.type <= PathType.PXN):
         return
-    free = not system.rules.relays_need_gpu_direct
-    if free or reaches_gpu(system, paths, settings, (relay, net), "send"):
-        over = by_way_of(paths, gpu, relay, net)
-        paths[gpu, net] = TopoPath(over.links, over.gbps, PathType.PXN)
-
-
-def nearest(paths: TopoPaths, source: str, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the targets with the most bandwidth from `source`, then with the nearest type."""
-    reached = [(name, paths[source, name]) for name in targets]
-    reached = [(name, path) for name, path in reached if path.gbps > 0]
-    if not reached:
-        return ()
-    best = max((path.gbps, -path.type) for _, path in reached)
-    return tuple(name for name, path in reached if (path.gbps, -path.type) == best)
-
-
-def local_nets(system: System, paths: TopoPaths, gpu: str) -> tuple[str, ...]:
-    """Return the NIC ports that a GPU prefers, in the order of its channels.
-
-    GPUs with several equally near ports begin at different ports (`shares_nets_by_place`).
-    """
-    nets = nearest(paths, gpu, system.nets)
-    if not nets:
-        return ()
-    sharers = nearest(paths, nets[0], system.gpus)
-    count, start = len(nets), index_of(gpu)
-    if system.rules.shares_nets_by_place:
-        start %= max(1, len(sharers))
-    if count > 1 and count & (count - 1) == 0:
-        # Bits in reverse.
-        start = int(format(start & (count - 1), f"0{count.bit_length() - 1}b")[::-1], 2)
-    per_gpu = -(-count // max(1, len(sharers)))
-    return tuple(nets[(start + step) % count] for step in range(per_gpu))
-
-
-def local_gpu(system: System, paths: TopoPaths, net: str) -> str | None:
-    """Return the GPU that prefers this port, and relays for other GPUs."""
-    close = nearest(paths, net, system.gpus)
-    choices = {gpu: local_nets(system, paths, gpu) for gpu in close}
-    for step in range(max((len(nets) for nets in choices.values()), default=0)):
-        for gpu in close:
-            if choices[gpu][step : step + 1] == (net,):
-                return gpu
-    return None
+    free = not paths.system.rules.relays_need_gpu_direct
+    if free or paths.reaches_gpu((relay, net), "send", settings):
+        paths[gpu, net] = replace(paths.by_way_of(gpu, relay, net), type=PathType.PXN)
 
 
 class NetPorts:
     """The NIC ports of one machine in NCCL's order, with the `names` (aliases) of each."""
 
-    def __init__(self, system: System, paths: TopoPaths) -> None:
-        self._system, self._paths = system, paths
+    def __init__(self, paths: TopoPaths) -> None:
+        self._system, self._paths = (system := paths.system), paths
         ports = {
             nic.id: (nic.guid or f"device {nic.index}", nic.port) for nic in system.machine.nics
         }
@@ -281,7 +258,7 @@ class NetPorts:
     def _select(self, limit: int, gpu: str | None) -> tuple[str, ...]:
         """Return the ports that the GPUs prefer, then further ports by path type up to `limit`."""
         gpus, nets = self._system.gpus if gpu is None else (gpu,), self._system.nets
-        chosen = [net for name in gpus for net in local_nets(self._system, self._paths, name)]
+        chosen = [net for name in gpus for net in self._paths.local_nets(name)]
         for kind in range(limit + 1):
             ends = ((name, net) for name in gpus for net in nets)
             chosen += [end[1] for end in ends if self._paths[end].type == kind]
@@ -289,8 +266,8 @@ class NetPorts:
 
     def _locals(self, port: str) -> tuple[int, ...]:
         """Return the positions of the GPUs that begin a channel from this port."""
-        first = local_gpu(self._system, self._paths, port)
-        close = nearest(self._paths, port, self._system.gpus)
+        first = self._paths.local_gpu(port)
+        close = self._paths.nearest(port, self._system.gpus)
         order = dict.fromkeys((first, *close) if first else close)
         return tuple(self._system.gpus.index(gpu) for gpu in order)
 
@@ -302,8 +279,8 @@ class Room:
     (`guards`) that it clears means a link with too little left.
     """
 
-    def __init__(self, system: System, paths: TopoPaths, nets: NetPorts) -> None:
-        self._system, self._paths = system, paths
+    def __init__(self, paths: TopoPaths, nets: NetPorts) -> None:
+        self._system, self._paths = (system := paths.system), paths
         gbps = [link.gbps for link in system.links.values()]
         ports = [max(link.gbps for link in system.nodes[net].links) for net in system.nets]
         scaled = [round(gbps_of_link * SCALE) for gbps_of_link in gbps + ports]

@@ -184,7 +184,7 @@ def _view_of(
     system, plain = _surveyed(machine, gpus, nics, settings.version)
     level, pairs = p2p_level(system, settings), list(permutations(system.gpus, 2))
     direct = frozenset(pair for pair in pairs if _direct(system, knowledge, plain, level, pair))
-    paths = with_policy(system, plain, direct=direct, settings=settings)
+    paths = with_policy(plain, direct=direct, settings=settings)
     # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
     net_gbps = {} if settings.net_disable_intra else _net_gbps(system, plain)
     by_network = frozenset(
