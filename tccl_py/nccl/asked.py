@@ -156,11 +156,11 @@ def _gpus_of(questions: Sequence[Question]) -> tuple[int, ...]:
 
 
 def _job(environment: Mapping[str, str], questions: Sequence[Question]) -> Task:
-    gpus = _gpus_of(questions)
+    spec = CommunicatorsSpec(gpus=_gpus_of(questions), questions=tuple(questions))
     return Task(
         program=PROGRAM,
-        spec=encode_json(CommunicatorsSpec(gpus=gpus, questions=tuple(questions))),
-        ranks=tuple(range(len(gpus))),
+        spec=encode_json(spec),
+        ranks=tuple(range(len(spec.gpus))),
         environment=dict(environment),
         timeout=TIMEOUT_S + _EACH_S * (len(questions) - 1),
     )

@@ -311,7 +311,12 @@ class ChannelSearch:
     def _uncached_before_port(
         self, gpu: int, used: int, leave: int, port: str, state: int
     ) -> list[int]:
-        near = sorted(self._near(gpu, used), key=lambda peer: self._port_score(port, peer, state))
+        def score(peer: int) -> tuple[int, int, int]:
+            """Score the path from the port back to a GPU."""
+            path = self._paths[port, self._gpus[peer]]
+            return -int(path.gbps), -self._room.pci_left(state, peer), len(path.links)
+
+        near = sorted(self._near(gpu, used), key=score)
         tied = len({self._score(gpu, peer) for peer in near}) <= 1
         return near[::-1] if tied and leave != used.bit_count() else near
 
@@ -319,11 +324,6 @@ class ChannelSearch:
         """Score the path between two GPUs, in whole GB/s; smaller is better."""
         path = self._paths[self._gpus[gpu], self._gpus[peer]]
         return -int(path.gbps), len(path.links)
-
-    def _port_score(self, port: str, gpu: int, state: int) -> tuple[int, int, int]:
-        """Score the path from `port` back to a GPU."""
-        path = self._paths[port, self._gpus[gpu]]
-        return -int(path.gbps), -self._room.pci_left(state, gpu), len(path.links)
 
     def _neighbours(self, gpu: int) -> list[int]:
         """Return the GPUs tried behind an NVSwitch: only the previous and the next."""

@@ -154,7 +154,10 @@ class CostModel:
         graph, all_reduce = getattr(self, algorithm), collective == "all_reduce"
         if algorithm == "tree" and (self.ring_only or not all_reduce):
             return 0.0
-        if protocol == "ll128" and not self._enables_ll128(graph):
+        # NCCL trusts LL128 over near paths alone.
+        (least, most), farthest = self.sm, PathType.PXN if self.sm[0] >= 90 else PathType.PXB
+        near = graph.type_inter <= farthest and graph.type_intra <= PathType.NVB
+        if protocol == "ll128" and not (near and least >= 70 and (least == most or least >= 90)):
             return 0.0
         bus = self._ring_gbps(protocol) if algorithm == "ring" else self._tree_gbps(protocol)
         if algorithm == "tree":
@@ -207,13 +210,6 @@ class CostModel:
         if collective == "all_reduce":
             return 2 * (self.ranks - 1)
         return self.ranks - 1 if collective in PARTED else self.ranks
-
-    def _enables_ll128(self, graph: SearchGraph) -> bool:
-        """Return whether NCCL trusts LL128 over all paths of a graph."""
-        least, most = self.sm
-        farthest = PathType.PXN if least >= 90 else PathType.PXB
-        near = graph.type_inter <= farthest and graph.type_intra <= PathType.NVB
-        return near and least >= 70 and (least == most or least >= 90)
 
     @property
     def _count(self) -> int:

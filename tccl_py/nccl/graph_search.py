@@ -48,7 +48,11 @@ class _Compute:
             self.pattern = "tree"
         if pattern == "ring" and _two_nvlink_islands(topo):
             low = 2
-        self.cross_nic = self._cross_nic()
+        chosen = topo.settings.cross_nic
+        # NCCL_CROSS_NIC's effect: channels change NICs never, always or if needed.
+        self.cross_nic = _IF_NEED_BE if chosen is None else chosen
+        if len(self.system.nets) < 2 or self.pattern == "tree":
+            self.cross_nic = 0
         self.best = self.trial = SearchGraph(
             pattern=self.pattern,
             min_channels=low,
@@ -61,13 +65,6 @@ class _Compute:
         self._set_rates(self.speeds[self.step])
         self.steps_left = _STEPS_IN_ALL
         self.searched: dict[tuple[object, ...], int] = {}
-
-    def _cross_nic(self) -> int:
-        """Return NCCL_CROSS_NIC's effect: channels change NICs never, always or if needed."""
-        if len(self.system.nets) < 2 or self.pattern == "tree":
-            return 0
-        chosen = self.topo.settings.cross_nic
-        return _IF_NEED_BE if chosen is None else chosen
 
     def _bounds(self) -> None:
         gpus, nets, paths = self.system.gpus, self.system.nets, self.topo.paths
@@ -120,7 +117,12 @@ class _Compute:
         """Search, and return whether there may be more to find."""
         steps = _STEPS_SAME_CHANNELS if self.trial.same_channels else _STEPS
         self.steps_left -= steps
-        key = self._key()
+        # Repeated with these parameters, a search finds nothing better.
+        trial = self.trial
+        near = sum(kind <= trial.type_intra for kind in self.types_intra)
+        out = sum(kind <= trial.type_inter for kind in self.types_inter)
+        ways = trial.pattern, trial.same_channels, trial.cross_nic, trial.min_channels
+        key = (near, out, trial.rate_intra, trial.rate_inter, *ways)
         if key in self.searched:
             self.clock = self.searched[key]
             return True
@@ -128,15 +130,6 @@ class _Compute:
         self.searched[key] = self.clock
         total = total_gbps(self.best.rate_inter, len(self.best.orders))
         return self.clock != -1 and total < self.total
-
-    def _key(self) -> tuple[object, ...]:
-        # Repeated with these parameters, a search finds nothing better.
-        trial = self.trial
-        near = sum(kind <= trial.type_intra for kind in self.types_intra)
-        out = sum(kind <= trial.type_inter for kind in self.types_inter)
-        rates = trial.rate_intra, trial.rate_inter
-        ways = trial.pattern, trial.same_channels, trial.cross_nic
-        return (near, out, *rates, *ways, trial.min_channels)
 
     def _next_after_failure(self) -> bool:
         """Loosen the trial by one notch; return False after the last notch."""

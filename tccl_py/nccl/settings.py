@@ -135,10 +135,6 @@ def _at_one(value: object) -> Callable[[str, int], object]:
     return lambda _, number: value if number == 1 else None
 
 
-def _number(_: str, number: int) -> object:
-    return number
-
-
 def _level(text: str, number: int) -> object:
     old = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)] if "0" <= text[:1] <= "9" else None
     return text if text in LEVELS else old
@@ -149,14 +145,14 @@ def _exact_names(text: str, _: int) -> object:
 
 
 class _Variable(NamedTuple):
-    """A variable of NCCL: the value that its text and number have (None: unset).
+    """A variable of NCCL: the value that its text and number have (None: unset), else its number.
 
     `own` is NCCL's own value of a setting that always changes a ring's transfers ("": it depends
     on the machine). Settings without it count only if a plan chose them.
     """
 
     name: str
-    read: Callable[[str, int], object]
+    read: Callable[[str, int], object] = lambda _, number: number
     own: str | None = None
 
 
@@ -169,22 +165,22 @@ _VARIABLES = {
     "shm_disable": _Variable("NCCL_SHM_DISABLE", _at_one(True), "0"),
     "shm_placement": _Variable("NCCL_CUMEM_HOST_ENABLE", lambda _, n: True if n == 0 else None),
     "net_disable_intra": _Variable("NCCL_NET_DISABLE_INTRA", _at_one(True), "0"),
-    "min_channels": _Variable("NCCL_MIN_NCHANNELS", _number),
+    "min_channels": _Variable("NCCL_MIN_NCHANNELS"),
     "max_channels": _Variable("NCCL_MAX_NCHANNELS", lambda _, n: None if n == UNSET else max(1, n)),
-    "buffsize": _Variable("NCCL_BUFFSIZE", _number, str(_DEFAULTS.buffsize)),
+    "buffsize": _Variable("NCCL_BUFFSIZE", own=str(_DEFAULTS.buffsize)),
     "algo": _Variable("NCCL_ALGO", lambda text, _: "Ring" if text.lower() == "ring" else None),
     "net_gdr_level": _Variable("NCCL_NET_GDR_LEVEL", _level),
     "net_gdr_read": _Variable("NCCL_NET_GDR_READ", lambda _, n: None if n < 0 else n != 0),
-    "cross_nic": _Variable("NCCL_CROSS_NIC", _number),
+    "cross_nic": _Variable("NCCL_CROSS_NIC"),
     "ib_hca": _Variable("NCCL_IB_HCA", _exact_names),
-    "ib_gid_index": _Variable("NCCL_IB_GID_INDEX", _number),
+    "ib_gid_index": _Variable("NCCL_IB_GID_INDEX"),
     "socket_ifname": _Variable("NCCL_SOCKET_IFNAME", _exact_names),
-    "socket_threads": _Variable("NCCL_SOCKET_NTHREADS", _number),
-    "sockets_per_thread": _Variable("NCCL_NSOCKS_PERTHREAD", _number),
+    "socket_threads": _Variable("NCCL_SOCKET_NTHREADS"),
+    "sockets_per_thread": _Variable("NCCL_NSOCKS_PERTHREAD"),
     "subnet_routing": _Variable(
         "NCCL_IB_SUBNET_AWARE_ROUTING", lambda _, n: None if n == UNSET else n != 0
     ),
-    "subnet_prefix": _Variable("NCCL_IB_SUBNET_PREFIX_LEN", _number),
+    "subnet_prefix": _Variable("NCCL_IB_SUBNET_PREFIX_LEN"),
 }
 """The variable of each setting; a level LOC is written as NCCL_P2P_DISABLE."""
 _SWITCHES = {"shm_locality": "1", "shm_placement": "0"}

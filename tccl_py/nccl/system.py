@@ -138,7 +138,10 @@ def build_system(
 
     None is all, of both.
     """
-    chosen = _checked(machine, gpus)
+    indices = machine.gpu_indices if gpus is None else tuple(gpus)
+    different = 0 < len(set(indices)) == len(indices)
+    require(different, "GPUs of a communicator", f"are {indices}", "name at least one, each once")
+    chosen = tuple(machine.gpu(index).id for index in indices)
     ports = [nic for nic in machine.nics if nics is None or nic.index in nics]
     rules = version_facts(version)
     below = _fused_tree(machine, chosen, ports, rules)
@@ -152,7 +155,10 @@ def build_system(
         system.connect(source, target, PathType.SYS, between_cpus_gbps(numa[source], rules))
     for cpu in system.cpus:
         _sort_links(system, cpu, None)
-    _check_both_ways(system)
+    where, right = f"machine {machine.name}", "NCCL fails at init without both directions"
+    for source, target, kind in system.links:
+        fault = f"an NVLink goes from {source} to {target} but not back"
+        require((target, source, kind) in system.links, where, fault, right)
     return system
 
 
@@ -184,13 +190,6 @@ def _walk(tree: Mapping[str, Sequence[str]], parent: str = "") -> Iterator[str]:
     for child in tree.get(parent, ()):
         yield child
         yield from _walk(tree, child)
-
-
-def _checked(machine: Machine, gpus: Sequence[int] | None) -> tuple[str, ...]:
-    indices = machine.gpu_indices if gpus is None else tuple(gpus)
-    different = 0 < len(set(indices)) == len(indices)
-    require(different, "GPUs of a communicator", f"are {indices}", "name at least one, each once")
-    return tuple(machine.gpu(index).id for index in indices)
 
 
 def _nodes(
@@ -319,10 +318,3 @@ def _sort_links(system: System, name: str, up: str | None) -> None:
     for link in links:
         if link.type == PathType.PIX and link.target != up:
             _sort_links(system, link.target, name)
-
-
-def _check_both_ways(system: System) -> None:
-    where, right = f"machine {system.machine.name}", "NCCL fails at init without both directions"
-    for source, target, kind in system.links:
-        fault = f"an NVLink goes from {source} to {target} but not back"
-        require((target, source, kind) in system.links, where, fault, right)

@@ -155,24 +155,9 @@ Search = Literal["mechanisms", "NIC buffers", "rings", "jobs"]
 """By measurement: mechanisms of pairs of GPUs, NIC buffers, and then what suits a ring set."""
 
 
-def _always(_: Collection[str]) -> bool:
-    return True
-
-
-def _any_bounce(kinds: Collection[str]) -> bool:
-    return "bounce" in kinds
-
-
-def _any_read(kinds: Collection[str]) -> bool:
-    return "read" in kinds
-
-
-def _only_writes(kinds: Collection[str]) -> bool:
-    return "write" in kinds and "read" not in kinds
-
-
-def _any_direct(kinds: Collection[str]) -> bool:
-    return _any_read(kinds) or _only_writes(kinds)
+def _any_of(*kinds: str, but: str = "") -> Callable[[Collection[str]], bool]:
+    """Return whether a plan's rings have one of these mechanisms, and not another."""
+    return lambda present: but not in present and any(kind in present for kind in kinds)
 
 
 class Searched(msgspec.Struct, frozen=True):
@@ -188,7 +173,7 @@ class Searched(msgspec.Struct, frozen=True):
     values: Sequence[Any]
     stage: int = 0
     networks: Collection[str] = ("", "sockets", "RDMA")
-    fits: Callable[[Collection[str]], bool] = _always
+    fits: Callable[[Collection[str]], bool] = lambda _: True
 
     @property
     def changes(self) -> Iterator[dict[str, Any]]:
@@ -198,6 +183,7 @@ class Searched(msgspec.Struct, frozen=True):
             yield dict(zip(names, value if len(names) > 1 else [value], strict=True))
 
 
+_BOUNCES = _any_of("bounce")
 SIZE_STAGE, PATH_STAGE, LAST_STAGE = 2, 4, 5
 """The stage of channels with FIFO sizes, and the one that also has other paths."""
 SEARCHED = (
@@ -218,9 +204,7 @@ SEARCHED = (
     # Else one thread of a GPU serves all sockets of a job. On two H200 over the loopback interface
     # (2, 2) made 10 GB/s of 4, and (4, 2) with four channels 17 (NCCL 2.28.9).
     Searched(
-        "jobs",
-        "socket_threads sockets_per_thread",
-        ((2, 2), (4, 2), (4, 4)),
+        *("jobs", "socket_threads sockets_per_thread", ((2, 2), (4, 2), (4, 4))),
         stage=1,
         networks=["sockets"],
     ),
@@ -233,11 +217,11 @@ SEARCHED = (
     # Tried with the best number of channels only, as each job takes seconds.
     Searched("jobs", "buffsize", (256 << 10, 1 << 20, 128 << 10), stage=3),
     Searched("jobs", "algo", (None, "Ring"), stage=PATH_STAGE),
-    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_any_bounce),
-    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_only_writes),
-    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_any_read),
-    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_any_bounce),
-    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_any_direct),
+    Searched("jobs", "shm_locality", ("receiver", "sender"), stage=LAST_STAGE, fits=_BOUNCES),
+    Searched("jobs", "p2p_read", (True,), stage=LAST_STAGE, fits=_any_of("write", but="read")),
+    Searched("jobs", "p2p_read", (False,), stage=LAST_STAGE, fits=_any_of("read")),
+    Searched("jobs", "shm_copy_engine", ("both",), stage=LAST_STAGE, fits=_BOUNCES),
+    Searched("jobs", "p2p_copy_engine", (True,), stage=LAST_STAGE, fits=_any_of("read", "write")),
 )
 
 

@@ -107,11 +107,12 @@ def validate_cluster(
     loaded: dict[int, _LoadedNode] = {}
     faults: list[tuple[bool, str]] = []
     for numbers in kinds.values():
-        prefix = _nodes_prefix(numbers) if len(kinds) > 1 else ""
+        shown = [*map(str, numbers[:_SHOWN_NODES]), *["..."] * (len(numbers) > _SHOWN_NODES)]
+        plural = "s" * (len(numbers) > 1)
+        prefix = f"node{plural} {', '.join(shown)}: " if len(kinds) > 1 else ""
         try:
-            loaded |= dict.fromkeys(
-                numbers, _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
-            )
+            node = _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
+            loaded |= dict.fromkeys(numbers, node)
         except GraphFaultError as fault:
             faults.append((fault.crash, f"{prefix}{fault}"))
     if faults:
@@ -130,12 +131,6 @@ def _failed(crash: bool, reason: str) -> Verdict:
 
 def _check_count(nodes: int) -> None:
     require(1 <= nodes <= MAX_NODES, "nodes", f"is {nodes}", f"1 to {MAX_NODES}")
-
-
-def _nodes_prefix(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN_NODES])
-    more = ", ..." if len(numbers) > _SHOWN_NODES else ""
-    return f"node{'s' * (len(numbers) > 1)} {shown}{more}: "
 
 
 class _LoadedNode:
@@ -186,11 +181,10 @@ class _LoadedNode:
         """Return a graph with the GPUs of the ranks that it names, which count more than dev."""
         gpu_of_rank: dict[int | None, int] = dict(enumerate(self.gpus))
         channels = []
-        for channel in graph.channels:
-            pairs = zip(channel.gpus, channel.ranks, strict=True)
-            gpus = tuple(gpu_of_rank.get(rank, gpu) for gpu, rank in pairs)
-            wrong = tuple(None if rank in gpu_of_rank else rank for rank in channel.ranks)
-            channels.append(Channel(gpus, channel.nets, wrong))
+        for gpus, nets, ranks in map(msgspec.structs.astuple, graph.channels):
+            named = tuple(gpu_of_rank.get(r, gpu) for gpu, r in zip(gpus, ranks, strict=True))
+            wrong = tuple(None if rank in gpu_of_rank else rank for rank in ranks)
+            channels.append(Channel(named, nets, wrong))
         return msgspec.structs.replace(graph, channels=tuple(channels))
 
     # Graphs with which NCCL does not start

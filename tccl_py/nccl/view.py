@@ -6,10 +6,10 @@ of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 from tccl_py.errors import InputError
 from tccl_py.model.machine import Knowledge, Machine, Nic
@@ -186,22 +186,17 @@ def _view_of(
     direct = frozenset(pair for pair in pairs if _direct(system, knowledge, plain, level, pair))
     paths = with_policy(plain, direct=direct, settings=settings)
     # NCCL decides this before it knows which NICs reach GPU memory: by the plain paths.
-    net_gbps = {} if settings.net_disable_intra else _net_gbps(system, plain)
+    net_gbps = dict.fromkeys(system.gpus, 0.0)
+    for ends in product(system.gpus, () if settings.net_disable_intra else system.nets):
+        if plain[ends].type <= PathType.PXB:
+            net_gbps[ends[0]] = max(net_gbps[ends[0]], plain[ends].gbps)
     by_network = frozenset(
         pair
         for pair in pairs
         if (settings.shm_disable and pair not in direct)
-        or min(net_gbps.get(gpu, 0.0) for gpu in pair) > paths[pair].gbps
+        or min(net_gbps[gpu] for gpu in pair) > paths[pair].gbps
     )
-    return NcclView(
-        system=system,
-        knowledge=knowledge,
-        settings=settings,
-        plain=plain,
-        paths=paths,
-        direct=direct,
-        by_network=by_network,
-    )
+    return NcclView(system, knowledge, settings, plain, paths, direct, by_network)
 
 
 def _direct(
@@ -215,11 +210,3 @@ def _direct(
         knowledge.can_access(system.machine, index_of(source), index_of(target))
         for source, target in pairwise(stops)
     )
-
-
-def _net_gbps(system: System, paths: TopoPaths) -> Mapping[str, float]:
-    best = {}
-    for gpu in system.gpus:
-        ways = [paths[gpu, net] for net in system.nets]
-        best[gpu] = max((way.gbps for way in ways if way.type <= PathType.PXB), default=0.0)
-    return best
