@@ -111,8 +111,8 @@ def validate_cluster(
         plural = "s" * (len(numbers) > 1)
         prefix = f"node{plural} {', '.join(shown)}: " if len(kinds) > 1 else ""
         try:
-            node = _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
-            loaded |= dict.fromkeys(numbers, node)
+            loaded_node = _LoadedNode(nodes[numbers[0]], settings, len(nodes), prefix)
+            loaded |= dict.fromkeys(numbers, loaded_node)
         except GraphFaultError as fault:
             faults.append((fault.crash, f"{prefix}{fault}"))
     if faults:

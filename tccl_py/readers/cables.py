@@ -15,7 +15,7 @@ outside the job.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Interface, IPv4Network
 from typing import Annotated
 
@@ -127,17 +127,13 @@ def _nics(ports: Ports, host: str, port: str, machine: Machine, place: str) -> t
     names = ports.functions.get(port, (port,))
     for name in names:
         if name not in index_of:
-            has = ", ".join(_names(machine)) or "none"
+            has = ", ".join(nic.name for nic in machine.nics[:8]) or "none"
             fault = f"host {host} has no port or NIC {shown(name)}"
             raise InputError(place, fault, f"its NICs are {has}; ports: names ports of several")
     nics = tuple(index_of[name] for name in names)
     twice = f"names a NIC of {host} twice in port {port}"
     require(len({*nics}) == len(nics), place, twice, "a function is in its port once")
     return nics
-
-
-def _names(machine: Machine) -> Iterator[str]:
-    return (nic.name for nic in machine.nics[:8])
 
 
 # Cables as the addresses of NICs tell: NCCL finds by subnets which NICs reach each other.

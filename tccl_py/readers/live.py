@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from tccl_py.errors import InputError, require
+from tccl_py.files import picked
 from tccl_py.model.machine import (
     Fingerprint,
     Gpu,
@@ -89,12 +90,9 @@ def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
         bridges=tree.built(names),
         gpus=tuple(
             Gpu(
-                index=gpu.index,
-                bus_id=gpu.bus_id,
+                **picked(gpu, "index", "bus_id", "sm", "name"),
                 parent=place.bridge or names[place.numa_id],
                 link=place.link,
-                sm=gpu.sm,
-                name=gpu.name,
                 gdr=not any(line in gpu.name for line in WITHOUT_P2P),
             )
             for gpu, place in zip(facts.gpus, gpu_places, strict=True)

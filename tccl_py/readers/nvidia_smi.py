@@ -126,40 +126,29 @@ def parse_nvidia_smi(text: str, *, where: str) -> tuple[Machine, Knowledge]:
     nodes, bridges, parents = _tree(matrix, {level: matrix.joined(level) for level in LEVELS[:-1]})
     nics = [row for row in range(len(matrix.labels)) if row not in matrix.gpus]
     links, switches = _nvlinks(matrix)
+    gpus = [
+        Gpu(index=i, bus_id=f"ffff:{i:02x}:00.0", parent=parents[row], name=names.get(i, ""))
+        for row, i in matrix.gpus.items()
+    ]
+    labels = [(matrix.labels[row], parents[row]) for row in nics]
     machine = Machine(
         name=Path(where).stem,
         numa_nodes=tuple(nodes),
         bridges=tuple(bridges),
-        gpus=tuple(
-            Gpu(
-                index=index,
-                bus_id=f"ffff:{index:02x}:00.0",
-                parent=parents[row],
-                name=names.get(index, ""),
-            )
-            for row, index in matrix.gpus.items()
-        ),
+        gpus=tuple(gpus),
         nics=tuple(
-            Nic(
-                index=index,
-                name=nic_names.get(matrix.labels[row], matrix.labels[row]),
-                parent=parents[row],
-            )
-            for index, row in enumerate(nics)
+            Nic(index=index, name=nic_names.get(label, label), parent=parent)
+            for index, (label, parent) in enumerate(labels)
         ),
         nvswitches=switches,
         nvlinks=links,
     )
-    lacking = [
-        not gpu.name or any(line in gpu.name for line in WITHOUT_P2P) for gpu in machine.gpus
+    lacking = [not gpu.name or any(line in gpu.name for line in WITHOUT_P2P) for gpu in gpus]
+    access = [
+        PeerAccess(source=source, target=target, supported=yes, provenance="reported")
+        for (source, target), yes in supported.items()
     ]
-    knowledge = Knowledge(
-        peer_access_default=not any(lacking),
-        peer_access=tuple(
-            PeerAccess(source=source, target=target, supported=yes, provenance="reported")
-            for (source, target), yes in supported.items()
-        ),
-    )
+    knowledge = Knowledge(peer_access_default=not any(lacking), peer_access=tuple(access))
     return check(machine, where=where), knowledge
 
 
@@ -168,7 +157,8 @@ def _parse_matrices(
 ) -> tuple[_Matrix, dict[tuple[int, int], bool]]:
     """Return the matrix of relations, and P2P by ordered pair of GPUs where the text has it."""
     headers = [number for number, line in enumerate(lines) if _is_header(line.split())]
-    ways = [number for number in headers if _has_statuses(lines[number + 1 :])]
+    rows = {n: next((line.split() for line in lines[n + 1 :] if line.strip()), []) for n in headers}
+    ways = [number for number, row in rows.items() if not {*row}.isdisjoint(_STATUSES)]
     start = next((number for number in headers if number not in ways), None)
     if start is None:
         fault = "has no line that begins with GPU0, and is neither JSON nor XML"
@@ -187,11 +177,6 @@ def _is_header(words: Sequence[str]) -> bool:
     first, second = (*words, "", "")[:2]
     is_known = _is_relation(second) or second in _STATUSES
     return _GPU_LABEL.fullmatch(first) is not None and not is_known
-
-
-def _has_statuses(body: Sequence[str]) -> bool:
-    row = next((line.split() for line in body if line.strip()), [])
-    return not {*row}.isdisjoint(_STATUSES)
 
 
 def _parse_p2p(lines: Sequence[str], start: int, where: str) -> dict[tuple[int, int], bool]:
@@ -230,10 +215,8 @@ def _rows(
     require(len(body) >= len(labels), where, fault, _WHOLE)
     for n, line in body[len(labels) :][:1]:
         label, cell = (*line.split(), "")[:2]
-        more = label not in labels and (cell in _STATUSES or _is_relation(cell))
-        require(
-            not more, f"{where}:{n}", f"is a row of {shown(label)}, which has no column", _WHOLE
-        )
+        fits = label in labels or not (cell in _STATUSES or _is_relation(cell))
+        require(fits, f"{where}:{n}", f"is a row of {shown(label)}, which has no column", _WHOLE)
     rows = zip(labels, body, strict=False)
     return [(label, f"{where}:{n}", line.split()) for label, (n, line) in rows]
 
@@ -247,8 +230,8 @@ def _parse_matrix(lines: Sequence[str], start: int, where: str) -> _Matrix:
         cells.append(_cells(words, label, labels, where=place))
         # Empty places cannot be seen, so the first words come first. GPU NUMA ID (Grace) is always
         # written and always last; a Machine has no place for it.
-        told = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
-        affinities = dict(zip(titles, told, strict=False))
+        more = words[len(labels) + 1 : -1 if "GPU NUMA ID" in titles else None]
+        affinities = dict(zip(titles, more, strict=False))
         numa.append(affinities.get("NUMA Affinity", "").replace("N/A", ""))
     return _Matrix(where=where, labels=labels, cells=cells, numa=numa, gpus=gpus)
 
@@ -272,18 +255,11 @@ def _gpu_rows(labels: Sequence[str], where: str) -> dict[int, int]:
 
 
 def _cells(
-    words: Sequence[str],
-    label: str,
-    labels: Sequence[str],
-    *,
-    where: str,
-    statuses: bool = False,
+    words: Sequence[str], label: str, labels: Sequence[str], *, where: str, statuses: bool = False
 ) -> list[str]:
     """Return the cells of a row: relations, or the `statuses` of P2P."""
-    if words[0] != label:
-        raise InputError(
-            where, f"begins with {shown(words[0])}", f"the whole row of {label} is next"
-        )
+    right = f"the whole row of {label} is next"
+    require(words[0] == label, where, f"begins with {shown(words[0])}", right)
     cells = [_OLD_NAMES.get(word, word) for word in words[1 : len(labels) + 1]]
     fault = f"has {len(cells)} of {label}'s {len(labels)} relations"
     require(len(cells) >= len(labels), where, fault, _WHOLE)
@@ -385,9 +361,6 @@ def _nvlinks(matrix: _Matrix) -> tuple[tuple[NvLink, ...], tuple[NvSwitch, ...]]
             switches.append(switch)
             links += [NvLink(source=n, target=switch.id, count=count) for n in names.values()]
         else:
-            links += [
-                NvLink(source=names[a], target=names[b], count=count)
-                for (a, b), count in counts.items()
-                if count
-            ]
+            ends = ((names[a], names[b], count) for (a, b), count in counts.items() if count)
+            links += [NvLink(source=a, target=b, count=count) for a, b, count in ends]
     return tuple(links), tuple(switches)

@@ -175,12 +175,12 @@ class PciTree:
         return self._walk(path)
 
     def _walk(self, path: Path) -> Attachment:
-        upper, link = _bridge_above(path), self._link(path)
-        if upper is None:
+        # The bridge NCCL shows is a switch's port towards the CPU, never a root port.
+        upper, link = path.parent.parent, self._link(path)
+        if not all(_SHORT_BUS_ID.fullmatch(port.name) for port in (path.parent, upper)):
             number = self.files.number(path / "numa_node")
-            return Attachment(
-                bridge="", numa_id=max(-1 if number is None else number, -1), link=link
-            )
+            node = -1 if number is None else max(number, -1)
+            return Attachment(bridge="", numa_id=node, link=link)
         above = self._walk(upper)
         bus_id = normal_bus_id(upper.name) or upper.name
         self.bridges[bus_id] = (above, upper)
@@ -202,21 +202,12 @@ class PciTree:
     def _link(self, path: Path) -> PciLink:
         """Return the lesser speed and width of a device and the port above; None if unknown."""
         ends = (path, path.parent)
-        speeds = [self.files.link_speed(end, "max") for end in ends]
-        known_speeds = [speed for speed in speeds if speed is not None]
+        speeds = filter(None, [self.files.link_speed(end, "max") for end in ends])
         # NCCL takes one end's speed if the other is silent, but no width unless both have one, and
         # the kernel's 255 for an unknown width as it stands.
         width = min(self.files.number(end / "max_link_width") or 0 for end in ends)
-        return PciLink(
-            speed_gts=min(known_speeds, default=None), width=width if 0 < width <= 255 else None
-        )
-
-
-def _bridge_above(path: Path) -> Path | None:
-    """Return the bridge NCCL shows: a switch's port towards the CPU, never a root port."""
-    port = path.parent
-    shown = _SHORT_BUS_ID.fullmatch(port.name) and _SHORT_BUS_ID.fullmatch(port.parent.name)
-    return port.parent if shown else None
+        width_or_none = width if 0 < width <= 255 else None
+        return PciLink(speed_gts=min(speeds, default=None), width=width_or_none)
 
 
 def numa_nodes(used: Iterable[int], files: HostFiles) -> tuple[NumaNode, ...]:

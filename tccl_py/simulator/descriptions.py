@@ -21,7 +21,6 @@ from tccl_py.model.machine import (
 from tccl_py.simulator.model import (
     MODEL_VERSION,
     Capacity,
-    Crosses,
     ExecutorLimit,
     FifoCache,
     Figure,
@@ -43,12 +42,14 @@ _FASTEST_PORT_MBPS = 100_000_000
 _DEVICE_CACHE_VENDORS = frozenset({"GenuineIntel"})  # Intel's DDIO
 
 
+_ALL = Traffic()
+
+
 def _assumed(parameter: str, scale: float = 1.0) -> Figure:
     return Figure(parameter=parameter, scale=scale, provenance="assumed")
 
 
-def _shared(name: str, at: Links, figure: Figure, crosses: Crosses = "any") -> Capacity:
-    counts = Traffic(crosses=crosses)
+def _shared(name: str, at: Links, figure: Figure, counts: Traffic = _ALL) -> Capacity:
     return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
 
 
@@ -84,15 +85,12 @@ def _pci_capacities(machine: Machine) -> Iterable[Capacity]:
         both = msgspec.structs.replace(at, way="both")
         yield _shared(f"{name}, one way", at, _assumed("pcie5_x16_one_way", share))
         yield _shared(f"{name}, both ways", both, _assumed("pcie5_x16_both_ways", share))
-        yield _for_kernels(f"{name}, both ways, NCCL's kernels", both, share)
-
-
-def _for_kernels(name: str, at: Links, share: float) -> Capacity:
-    """Return what NCCL's rings move over links of which bare copies move more."""
-    times = ("pcie_kernel_share",)
-    figure = msgspec.structs.replace(_assumed("pcie5_x16_both_ways", share), times=times)
-    counts = Traffic(executor="kernel")
-    return Capacity(name=name, at=at, counts=counts, write=figure, read=figure, mixed=figure)
+        # NCCL's rings move less than bare copies.
+        figure = _assumed("pcie5_x16_both_ways", share)
+        figure = msgspec.structs.replace(figure, times=("pcie_kernel_share",))
+        yield _shared(
+            f"{name}, both ways, NCCL's kernels", both, figure, Traffic(executor="kernel")
+        )
 
 
 def _lanes(machine: Machine, link: PciLink) -> float:
@@ -115,7 +113,7 @@ def _fabric(machine: Machine) -> Iterable[Capacity]:
     speed = _fastest(machine)
     port, socket, inner = (_assumed("socket_crossing_port", speed * n) for n in (1.0, 2.0, 3.0))
     ports = Links(kinds=("pci",), position="root_port")
-    yield _shared("a root port's traffic across sockets", ports, port, "socket")
+    yield _shared("a root port's traffic across sockets", ports, port, Traffic(crosses="socket"))
     yield _shared("link between sockets, one way", Links(kinds=("smp",), span="socket"), socket)
     name = "link between NUMA nodes of a socket, one way"
     yield _shared(name, Links(kinds=("smp",), span="numa"), inner)

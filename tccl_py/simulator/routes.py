@@ -114,6 +114,9 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
     if kinds == "GG":
         _check_access(network, transfer)
     edges = network.path(source, destination)
+    crosses: Literal["socket", "numa", "nothing"] = "nothing"
+    if any(network.kinds[edge] == "smp" for edge in edges):
+        crosses = "socket" if any(map(network.between_sockets, edges)) else "numa"
     halfway: Literal["bounce", "host"] = "bounce" if len(flow.transfers) > 1 else "host"
     keys = _keys(network, flow, transfer, edges)
     memory: Literal["own", "other", ""] = ""
@@ -124,7 +127,7 @@ def _leg(network: Network, flow: Flow, transfer: Transfer) -> Leg:
         edges=edges,
         operation=transfer.operation,
         path="network" if "N" in kinds else halfway if "C" in kinds else "peer",
-        crosses=_crossing(network, edges),
+        crosses=crosses,
         memory=memory,
         executor=_EXECUTORS[transfer.executor.kind],
         keys=keys,
@@ -153,12 +156,6 @@ def _check_access(network: Network, transfer: Transfer) -> None:
             f"{transfer}: GPU {reach[0]} has no direct access to GPU {reach[1]} on "
             f"{network.machine.name}; bounce through host memory instead"
         )
-
-
-def _crossing(network: Network, edges: tuple[Edge, ...]) -> Literal["socket", "numa", "nothing"]:
-    if any(map(network.between_sockets, edges)):
-        return "socket"
-    return "numa" if any(network.kinds[edge] == "smp" for edge in edges) else "nothing"
 
 
 def _keys(

@@ -166,6 +166,9 @@ class Engine:
         blocks = flow.blocks or (cache.default_blocks if cache is not None else 1)
         mib = blocks * flow.fifo.bytes if flow.fifo is not None else 0.0
         mib = flow.buffer if flow.buffer is not None else mib
+        # The NUMA node of a FIFO or small buffer, "" if in no node's memory.
+        held = cache is not None and (flow.is_bounce or flow.is_network or flow.buffer)
+        nodes = [leg.keys["memory"] for leg in legs if "memory" in leg.keys] if held else []
         return Use(
             loads=tuple(
                 Load(number, place, leg.operation == "write")
@@ -180,7 +183,7 @@ class Engine:
                 for role in roles(self.model.congestion, number, leg)
             ),
             legs=legs,
-            buffer=_buffer(flow, legs) if cache is not None else "",
+            buffer=nodes[0] if nodes else "",
             buffer_mib=mib / MIB,
             limits=tuple(
                 number
@@ -191,7 +194,7 @@ class Engine:
 
     def _capacity_bounds(self, uses: list[Use]) -> tuple[list[Bound], bool]:
         """Return the bounds of the capacities that the set loads, and whether any is assumed."""
-        cached, assumed = self._cached_shares(uses)
+        (cached, assumed), cache = self._cached_shares(uses), self.model.fifo_cache
         places: dict[tuple[int, str], tuple[Bound, Bound]] = {}
         for flow, use in enumerate(uses):
             for capacity, place, writes in use.loads:
@@ -206,19 +209,15 @@ class Engine:
                 value, is_assumed = values[field]
                 assumed = assumed or is_assumed
                 shares = {flow: count / value for flow, count in bound.items()}
-                if share:
-                    cost = self._cached_cost(value, field, share)
+                if share and cache is not None:
+                    figure = cache.write if field.startswith("write") else cache.read
+                    # Where the cache carried less than the memory, the memory would be used.
+                    inside = max(self.figures.value(figure), value)
+                    cost = share / inside + (1.0 - share) / value
                     fifos = [flow for flow in bound if uses[flow].buffer == place]
                     shares.update((flow, bound[flow] * cost) for flow in fifos)
                 bounds.append(shares)
         return bounds, assumed
-
-    def _cached_cost(self, value: float, field: str, share: float) -> float:
-        cache = self.model.fifo_cache
-        assert cache is not None  # or nothing would be cached
-        inside = self.figures.value(cache.write if field.startswith("write") else cache.read)
-        # Where the cache carried less than the memory, the memory would be used.
-        return share / max(inside, value) + (1.0 - share) / value
 
     def _cached_shares(self, uses: list[Use]) -> tuple[dict[str, float], bool]:
         """Return, by NUMA node, the cached share of the bounces' traffic."""
@@ -236,13 +235,6 @@ class Engine:
         used = (cache.cache_mib, cache.write, cache.read)
         shares = {place: min(1.0, size / mib) for place, mib in footprints.items()}
         return shares, any(self.figures.assumed(figure) for figure in used)
-
-
-def _buffer(flow: Flow, legs: tuple[Leg, ...]) -> str:
-    """Return the NUMA node of a flow's FIFO or small buffer; "" if in no node's memory."""
-    if not (flow.is_bounce or flow.is_network or flow.buffer):
-        return ""
-    return next((leg.keys["memory"] for leg in legs if "memory" in leg.keys), "")
 
 
 def _sides(
