@@ -171,7 +171,9 @@ def interrupts_put_off(kinds: _Kinds = CTRL_C) -> Iterator[None]:
 
     Signals that the caller ignores or handles are left alone, and all outside of the main thread.
     """
-    usual = _usual(kinds)
+    main = threading.current_thread() is threading.main_thread()
+    # The signals for which nobody has set a handler.
+    usual = [number for number in kinds if main and signal.getsignal(number) in _USUAL]
     if not usual:
         yield
         return
@@ -213,13 +215,6 @@ def _handled(numbers: Iterable[signal.Signals], handler: Callable[..., object]) 
     finally:
         for number, usual in before.items():
             signal.signal(number, usual)
-
-
-def _usual(kinds: _Kinds) -> list[signal.Signals]:
-    """Return the signals for which nobody has set a handler."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in kinds if signal.getsignal(number) in _USUAL]
 
 
 def _inside_numpy(frame: FrameType | None) -> bool:

@@ -189,12 +189,11 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
     if not 0 < len(cluster.hosts) <= MAX_HOSTS:
         raise InputError(where, f"has {len(cluster.hosts)} hosts", f"1 to {MAX_HOSTS} are possible")
     check_host_names(cluster.names, where=where)
-    names: set[str] = set()
+    names = Counter(node_class.name for node_class in cluster.classes)
     for node_class in cluster.classes:
         place = f"{where}: node class {shown(node_class.name)}"
-        if check_host_name(node_class.name, where=place) in names:
-            raise InputError(place, "is there twice", "classes have different names")
-        names.add(node_class.name)
+        once = names[check_host_name(node_class.name, where=place)] == 1
+        require(once, place, "is there twice", "classes have different names")
         if node_class.machine.gpus:  # without, a host of the class is named
             check(node_class.machine, where=place)
             check_knowledge(node_class.knowledge, node_class.machine, where=place)
@@ -207,16 +206,14 @@ def check_cluster(cluster: Cluster, *, where: str) -> Cluster:
 
 
 def _check_host(host: Host, cluster: Cluster, where: str) -> None:
-    if not 0 <= host.node_class < len(cluster.classes):
-        right = f"there are {len(cluster.classes)} classes, counted from 0"
-        raise InputError(where, f"host {host.name} is of class {host.node_class}", right)
-    node_class = cluster.classes[host.node_class]
-    gpus = len(node_class.machine.gpus)
-    fault = f"host {host.name} is of class {node_class.name}, which has no GPU"
+    number, who = host.node_class, f"host {host.name}"
+    right = f"there are {len(cluster.classes)} classes, counted from 0"
+    require(0 <= number < len(cluster.classes), where, f"{who} is of class {number}", right)
+    gpus = len(cluster.classes[number].machine.gpus)
+    fault = f"{who} is of class {cluster.classes[number].name}, which has no GPU"
     require(gpus, where, fault, "leave it out: only GPUs are planned for")
-    if not 0 < host.slots <= gpus:
-        fault = f"host {host.name} has {host.slots} ranks"
-        raise InputError(where, fault, f"1 to {gpus} are possible, as many as it has GPUs")
+    right = f"1 to {gpus} are possible, as many as it has GPUs"
+    require(0 < host.slots <= gpus, where, f"{who} has {host.slots} ranks", right)
 
 
 def _check_switches(cluster: Cluster, tree: SwitchTree, where: str) -> None:
@@ -306,11 +303,12 @@ def compress(names: Iterable[str]) -> str:
 def _group_text(prefix: str, digits: Sequence[str]) -> str:
     if not digits[0]:
         return ",".join(prefix for _ in digits)
-    runs: list[list[str]] = []
+    runs: list[tuple[str, str]] = []
     for text in digits:
-        if runs and text == f"{int(runs[-1][-1]) + 1:0{len(runs[-1][0])}d}":
-            runs[-1].append(text)
+        first, last = runs[-1] if runs else ("", "")
+        if runs and text == f"{int(last) + 1:0{len(first)}d}":
+            runs[-1] = first, text
         else:
-            runs.append([text])
-    texts = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+            runs.append((text, text))
+    texts = ["-".join(dict.fromkeys(run)) for run in runs]
     return f"{prefix}[{','.join(texts)}]" if len(digits) > 1 else prefix + texts[0]

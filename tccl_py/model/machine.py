@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from tccl_py.errors import InputError, require
-from tccl_py.files import check_version, encode_json
+from tccl_py.files import check_version, encode_json, picked
 from tccl_py.model.transfer import index_of
 
 if TYPE_CHECKING:
@@ -240,19 +240,22 @@ def check(machine: Machine, *, where: str) -> Machine:
         name, times = Counter(ids).most_common(1)[0]
         require(times == 1, where, f"names {kind} {name} twice", "every name is used once")
     _check_tree(machine, where)
-    _check_nvlinks(machine, where)
+    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
+    right = "both ends are GPUs, NVLink switches or CPUs of this machine"
+    for nvlink in machine.nvlinks:
+        fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
+        require({nvlink.source, nvlink.target} <= ends, where, fault, right)
     return machine
 
 
 def _check_counts(machine: Machine, where: str) -> None:
     check_version(machine.format_version, FORMAT_VERSION, where)
-    if len(machine.gpus) > MAX_GPUS:
-        raise InputError(where, f"has {len(machine.gpus)} GPUs", f"at most {MAX_GPUS} fit a node")
+    count, right = len(machine.gpus), f"at most {MAX_GPUS} fit a node"
+    require(count <= MAX_GPUS, where, f"has {count} GPUs", right)
     require(machine.numa_nodes, where, "has no NUMA node", "one <cpu> or NUMA node is the root")
     require(machine.gpus, where, "has no GPU", "a machine to plan for has at least one")
-    indices = [node.index for node in machine.numa_nodes] + [nic.index for nic in machine.nics]
-    if min((*indices, *machine.gpu_indices)) < 0:
-        raise InputError(where, "has a negative device index", "indices count from 0")
+    indices = [device.index for device in (*machine.numa_nodes, *machine.nics, *machine.gpus)]
+    require(min(indices) >= 0, where, "has a negative device index", "indices count from 0")
 
 
 def _check_tree(machine: Machine, where: str) -> None:
@@ -267,14 +270,6 @@ def _check_tree(machine: Machine, where: str) -> None:
             at = machine.parents[at]
             require(at not in visited, where, f"the PCI tree turns in a circle at {at}", right)
             visited.add(at)
-
-
-def _check_nvlinks(machine: Machine, where: str) -> None:
-    ends = {d.id for d in machine.devices if not isinstance(d, PciBridge | Nic)}
-    for nvlink in machine.nvlinks:
-        fault = f"an NVLink joins {nvlink.source} and {nvlink.target}"
-        right = "both ends are GPUs, NVLink switches or CPUs of this machine"
-        require({nvlink.source, nvlink.target} <= ends, where, fault, right)
 
 
 # Knowledge, with provenance, and the machine file.
@@ -340,10 +335,10 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def check_knowledge(knowledge: Knowledge, machine: Machine, *, where: str) -> Knowledge:
     """Return `knowledge` if it names this machine's devices only (InputError)."""
+    right = f"{machine.name} has no such GPU"
     for fact in knowledge.peer_access:
         for index in (fact.source, fact.target):
-            if index not in machine.gpu_indices:
-                raise InputError(where, f"speaks of GPU {index}", f"{machine.name} has no such GPU")
+            require(index in machine.gpu_indices, where, f"speaks of GPU {index}", right)
     ids = {device.id for device in machine.devices}
     for link in knowledge.hidden_links:
         for end in (link.one, link.other):
@@ -375,7 +370,7 @@ def description_to_json(
     machine: Machine, knowledge: Knowledge | None = None, fingerprint: Fingerprint | None = None
 ) -> str:
     """Encode a machine's file; `tccl_py.load_machine` reads it."""
-    fields = {name: getattr(machine, name) for name in Machine.__struct_fields__}
+    fields = picked(machine, *Machine.__struct_fields__)
     description = DiscoveredMachine(
         **fields, knowledge=knowledge or msgspec.UNSET, fingerprint=fingerprint or msgspec.UNSET
     )

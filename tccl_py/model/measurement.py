@@ -262,14 +262,12 @@ def listed_sets(sets: Sets) -> list[TransferSet]:
     """
     listed = [sets] if isinstance(sets, (str, Flow, TransferSet)) else sets
     check_type(listed, "sets", Iterable)
-    return [_as_set(one) for one in listed]
-
-
-def _as_set(transfers: str | Flow | TransferSet) -> TransferSet:
-    if isinstance(transfers, TransferSet):
-        return transfers
-    check_type(transfers, "sets", str, Flow, TransferSet)
-    return parse_set(transfers) if isinstance(transfers, str) else transfer_set([transfers])
+    answers = []
+    for transfers in listed:
+        check_type(transfers, "sets", str, Flow, TransferSet)
+        flows = transfer_set([transfers]) if isinstance(transfers, Flow) else transfers
+        answers.append(parse_set(flows) if isinstance(flows, str) else flows)
+    return answers
 
 
 def check_source(source: BandwidthSource) -> None:

@@ -89,9 +89,8 @@ def _joined(
 ) -> SwitchTree:
     """Return the switches of hosts, of which so many were there before."""
     if tree is not None:
-        return _with_uplinks(
-            tree, {switch.name: switch.uplink_gbps for switch in known.all_switches}
-        )
+        rates = {switch.name: switch.uplink_gbps for switch in known.all_switches}
+        return _with_uplinks(tree, rates)
     if len(hosts) > before:
         fault = f"is at no switch that is known: {hosts[-1]}"
         raise InputError("a new host", fault, "give switches (`switches`) with all hosts")
@@ -109,16 +108,16 @@ def part_of(cluster: Cluster, hosts: Iterable[str]) -> Cluster:
     by_name = {host.name: host for host in cluster.hosts}
     chosen = [by_name[name] for name in hosts]
     numbers = list(dict.fromkeys(host.node_class for host in chosen))
-    tree = cluster.switches
+    names, tree = [host.name for host in chosen], cluster.switches
     return Cluster(
         hosts=tuple(
             msgspec.structs.replace(host, node_class=numbers.index(host.node_class))
             for host in chosen
         ),
         classes=tuple(cluster.classes[number] for number in numbers),
-        switches=None if tree is None else restricted(tree, [host.name for host in chosen]),
+        switches=None if tree is None else restricted(tree, names),
         rails=cluster.rails,
-        cables=cables_among(cluster.cables, {host.name for host in chosen}),
+        cables=cables_among(cluster.cables, set(names)),
     )
 
 
@@ -135,9 +134,8 @@ def split(cluster: Cluster, groups: Iterable[Sequence[str]]) -> Cluster:
     for names in groups:
         old = numbers[names[0]]
         if sum(number == old for number in numbers.values()) > len(names):
-            name = class_name(
-                f"{classes[old].name}-{names[0]}", {node_class.name for node_class in classes}
-            )
+            names_used = {node_class.name for node_class in classes}
+            name = class_name(f"{classes[old].name}-{names[0]}", names_used)
             numbers |= dict.fromkeys(names, len(classes))
             classes.append(msgspec.structs.replace(classes[old], name=name))
     hosts = (msgspec.structs.replace(host, node_class=numbers[host.name]) for host in cluster.hosts)

@@ -107,12 +107,11 @@ def ring_like(space: HopSpace, like: Ring | Sequence[int]) -> Ring:
     for (source, target), hop in zip(neighbours(order), before, strict=True):
         choices = space.between(source, target)
         if hop is not None:
-            choices = tuple(choice for choice in choices if nics_of(choice) == nics_of(hop))
-            near = tuple(choice for choice in choices if choice.flow.through == hop.flow.through)
-            same_path = tuple(
-                choice for choice in near if choice.flow.transfers == hop.flow.transfers
-            )
-            choices = same_path or near or choices
+            flow, nics = hop.flow, nics_of(hop)
+            choices = tuple(choice for choice in choices if nics_of(choice) == nics)
+            near = tuple(choice for choice in choices if choice.flow.through == flow.through)
+            alike_flows = tuple(c for c in near if c.flow.transfers == flow.transfers)
+            choices = alike_flows or near or choices
         if not choices:
             raise SearchError(f"{space.name} has no hop from GPU {source} to GPU {target}")
         hops.append(choices[0])
