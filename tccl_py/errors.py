@@ -152,10 +152,7 @@ def _too_low(limit: _Limit, what: str) -> InputError:
 
 # Interrupts. Inside numpy one can come out as a TypeError, so it is put off until numpy returns.
 class Terminated(BaseException):
-    """SIGTERM came: what is open is closed as after Ctrl-C, and the exit code differs.
-
-    No KeyboardInterrupt: typer would make that code 130.
-    """
+    """SIGTERM came; no KeyboardInterrupt, whose exit code typer would make 130."""
 
 
 _Kinds = Mapping[signal.Signals, type[BaseException]]

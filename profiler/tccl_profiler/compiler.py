@@ -92,10 +92,7 @@ def devices_used(
     others: Collection[str],
     network: str = "tcp",
 ) -> dict[str, frozenset[str]]:
-    """Return the devices that sets use, by host; refuse sets that cannot be measured.
-
-    `others` names all host memory, and NICs that NCCL may open.
-    """
+    """Return devices that sets use, by host; `others` are memory, and NICs that NCCL may open."""
     used: dict[str, set[str]] = {}
     # How many blocks a device runs at once is known when it is open; this is the limit for all.
     lanes = dict.fromkeys(devices, MAX_LANES)

@@ -107,10 +107,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostBuffers:
-    """Host memory for FIFOs: a segment per space (`C0`), on its NUMA node, made on demand.
-
-    `numa_ids`: by space, the system's number of its NUMA node, or None.
-    """
+    """Host memory for FIFOs: a segment per space, made on demand on its node (`numa_ids`)."""
 
     def __init__(self, numa_ids: Mapping[str, int | None]) -> None:
         self._numa_ids = dict(numa_ids)

@@ -248,10 +248,7 @@ class HostDevice(ThreadedDevice):
         return lanes
 
     def _memory(self, slice_bytes: int, number: int, lanes: int) -> tuple[int, int]:
-        """Return the offset of a lane's slices in the bytes sent and kept, and their number.
-
-        Where there are fewer slices than lanes, lanes share them.
-        """
+        """Return the offset and number of a lane's slices, which lanes share where they are few."""
         size = self._start.user_bytes
         total = size // slice_bytes
         if total < 1:

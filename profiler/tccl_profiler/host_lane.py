@@ -159,10 +159,7 @@ class HostLane(RunningLane):
             yield True
 
     def _wanted(self) -> tuple[bool, bool]:
-        """Return the ends of the next pass, as in pump.cu.
-
-        A coupled lane's first chunk goes out unasked, and it keeps a cycle's last one.
-        """
+        """Return the ends of the next pass, as in pump.cu: the first chunk goes out unasked."""
         if not self._coupled:
             return self.incoming.data != 0, self.outgoing.data != 0
         done = self.incoming.done

@@ -161,10 +161,7 @@ def pages_by_node(address: int, size: int, numa_maps: Path = NUMA_MAPS) -> dict[
 
 
 def wake_promptly() -> None:
-    """Have the calling thread's sleeps end in time, and its turns come soon on busy cores.
-
-    A sleep of 20 us takes 70 us by default.
-    """
+    """Have the thread's sleeps end in time (20 us take 70 by default), and its turns come soon."""
     _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
     _ask_for_short_slices(0)
 

@@ -53,10 +53,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(DeviceSpec, frozen=True, kw_only=True, tag=True):
-    """The first message to a worker, with the descriptor of the control segment.
-
-    `slot` is the device's place in the control segment.
-    """
+    """The first message to a worker, with the control segment's descriptor; `slot` is there."""
 
     backend: str
     slot: int

@@ -187,10 +187,7 @@ _FARTHEST, _NEVER = "SYS", "LOC"
 
 
 def process_variables(links: Collection[Link]) -> dict[str, str]:
-    """Return the variables of every worker that carries these links; none without NCCL.
-
-    Raises MeasurementError if the flows would need several processes on a GPU.
-    """
+    """Return variables of the workers of these links; MeasurementError if they contradict."""
     carriers = sorted({link.carrier for link in links if link.carrier is not None})
     if not carriers:
         return {}

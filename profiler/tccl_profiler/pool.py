@@ -177,10 +177,7 @@ class Pool:
     def begin(
         self, program: HostProgram, spec: RunSpec, *, meanwhile: Callable[[], None] | None = None
     ) -> Iterator[Execution]:
-        """Queue all repeats; at the end of the context, lanes that still run are stopped.
-
-        `meanwhile` is called in waits, and an exception ends them.
-        """
+        """Queue all repeats, stopped at the end of the context; `meanwhile` is called in waits."""
         control = self._ready()
         self._prepare(control, program, spec.repeats)
         execution = Execution(
@@ -240,10 +237,7 @@ class Pool:
         limit_s: float = 0.0,
         fds: Sequence[int] = (),
     ) -> dict[str, Answer]:
-        """Ask workers, all at once, and hear all of them, also after a refusal.
-
-        Answers may take `limit_s` longer than usual.
-        """
+        """Ask workers, all at once, and hear all of them; `limit_s` is beyond the usual time."""
         self._ready()
         workers = [worker for worker in self.workers if worker.spec.device in requests]
         answers: dict[str, Answer] = {}
@@ -279,10 +273,7 @@ _DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NC
 
 @dataclass
 class WorkerProcess:
-    """One worker, its connection, and `stderr_fd`, a memfd with the worker's stderr.
-
-    `owes_answer` marks a request without an answer yet.
-    """
+    """A worker, a memfd of its stderr, and whether it `owes_answer` to a request."""
 
     spec: messages.DeviceSpec
     slot: int

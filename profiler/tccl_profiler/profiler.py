@@ -109,10 +109,7 @@ class Profiler:
         self.sets_run = 0
 
     def measure(self, sets: Sets) -> Sequence[Measurement]:
-        """Measure each set (or flow, or text).
-
-        Raises BudgetSpentError: one would end after the deadline.
-        """
+        """Measure each set, flow or text. BudgetSpentError: one would end after the deadline."""
         results = []
         for transfers in listed_sets(sets):
             results.append(self._retried(transfers, self._measured))
@@ -198,10 +195,7 @@ class Profiler:
                 return
 
     def _uncontended_of(self, transfers: TransferSet) -> Mapping[Flow, float]:
-        """Return GB/s of each flow's channel among few, if its channels share links.
-
-        Sets that differ only in channel counts share one measurement.
-        """
+        """Return GB/s of each flow's channel among few, if its channels share links."""
         fewer = {flow: rates.with_few_channels(flow) for flow in transfers.flows}
         few = transfer_set(fewer[flow] for flow in transfers.flows)
         if few == transfers:

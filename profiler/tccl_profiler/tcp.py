@@ -73,10 +73,7 @@ class NicDevice(ThreadedDevice):
 
 @dataclass(eq=False, kw_only=True)
 class TcpLane(RunningLane):
-    """A lane over one link: what comes in is sent, or what is received goes out.
-
-    `repeat` is equal at both ends; plain memory alone is checked.
-    """
+    """A lane over one link, of a `repeat` that is equal at both ends; plain memory is checked."""
 
     link: Link
     sock: socket.socket

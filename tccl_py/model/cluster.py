@@ -149,10 +149,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Hosts in rank order, each of a class, and the network between them.
-
-    With `cables` hosts reach each other by these alone.
-    """
+    """Hosts in rank order, each of a class, and the network between, or `cables` alone."""
 
     hosts: tuple[Host, ...]
     classes: tuple[NodeClass, ...]

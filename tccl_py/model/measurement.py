@@ -199,11 +199,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return same_options and header.hosts.items() <= hosts.items()
 
     def joined(self, more: JournalHeader) -> JournalHeader:
-        """Return the header of measurements of the hosts of both.
-
-        Raises:
-            InputError: a host is not as it was, or options differ.
-        """
+        """Return the header of the hosts of both; InputError: a host or the options changed."""
         hosts = dict(sorted({**self.hosts, **more.hosts}.items()))
         header = msgspec.structs.replace(self, machine=",".join(hosts), hosts=hosts)
         for name, text in self.hosts.items():

@@ -197,10 +197,7 @@ def _answers(output: RankOutput, questions: Sequence[Question]) -> tuple[NcclAns
 
 
 def read_answer(question: Question, logs: Sequence[CommunicatorLog], version: str) -> NcclAnswer:
-    """Return a communicator's answer from the logs of its ranks, rank 0's first.
-
-    Raises MeasurementError: the logs, or the dump, are incomplete.
-    """
+    """Return an answer from the logs of ranks, rank 0's first; MeasurementError: incomplete."""
     gpus, text = question.gpus, "\n".join(rank.log for rank in logs)
     try:
         log = parse_log(text, where="NCCL's log")
@@ -239,10 +236,7 @@ def _failure(error: RanksError) -> str:
 
 # Verdicts on graph files.
 def judged(variables: Mapping[str, str], gpus: Sequence[int], text: str, *, where: str) -> Verdict:
-    """Return the installed NCCL's verdict on a graph file; `where` names the file.
-
-    Raises MeasurementError: NCCL cannot be asked.
-    """
+    """Return the installed NCCL's verdict on a file; MeasurementError: it cannot be asked."""
     try:
         answer = ask_nccl(variables, gpus, graph=text)
     except RefusedError as error:

@@ -150,10 +150,7 @@ def _made(
 
 
 def _run_collectives(library: Library, question: Question, communicator: int) -> None:
-    """Run the collectives of a question, which NCCL's log then shows.
-
-    Kernels of virtual GPUs may wait for each other forever: the abort ends them.
-    """
+    """Run a question's collectives; the abort ends those that hang, as on virtual GPUs."""
     buffer = library.allocate(max(question.sizes)) if question.sizes else 0
     for name, _, count in question.calls:
         library.collective(f"nccl{_nccl_name(name)}", buffer, count, communicator)
@@ -248,10 +245,7 @@ def _add(match: re.Match[str], begun: list[tuple[int, list[tuple[int, ...]]]], w
 
 
 def logged_choices(question: Question, log: str) -> tuple[SizeChoice, ...]:
-    """Return NCCL's choice for each collective of a question, of rank 0's log.
-
-    Raises MeasurementError: the log has other collectives, or a choice that is not known.
-    """
+    """Return NCCL's choices for a question, of rank 0's log; MeasurementError: it has others."""
     found = list(_CHOICE.finditer(log))
     expected = [(_nccl_name(name), str(count)) for name, _, count in question.calls]
     if [match.group("name", "bytes") for match in found] != expected:

@@ -229,10 +229,7 @@ class CostModel:
         )
 
     def _busy(self, collective: str, protocol: str, size: int, most: int) -> int:
-        """Return how many of the `most` channels get a part of a single call's message.
-
-        Parts are whole cells, of at least `channel_bytes` of traffic.
-        """
+        """Return how many channels get part of a message, in cells of `channel_bytes` or more."""
         gathers = collective in PARTED
         bytes_of_rank = size // self.ranks if gathers else size
         weight = self.ranks if gathers else 1 + (collective == "all_reduce")

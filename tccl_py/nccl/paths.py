@@ -195,10 +195,7 @@ def _extended(system: System, path: TopoPath, link: TopoLink) -> TopoPath:
 def with_policy(
     paths: TopoPaths, *, direct: frozenset[tuple[str, str]], settings: Settings
 ) -> TopoPaths:
-    """Return `shortest_paths` with policy: pairs without P2P go over a CPU, NICs as by NCCL.
-
-    `direct` are the pairs of GPUs that may talk without the CPU.
-    """
+    """Return `shortest_paths` with policy: pairs not `direct` go over a CPU, NICs as by NCCL."""
     system = paths.system
     result = TopoPaths(system, paths)
     for target, source in permutations(system.gpus, 2):

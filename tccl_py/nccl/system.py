@@ -134,10 +134,7 @@ def build_system(
     nics: Sequence[int] | None = None,
     version: str = ASSUMED,
 ) -> System:
-    """Return NCCL's view of `machine` for ranks on `gpus` (NVML indices), with usable NICs `nics`.
-
-    None is all, of both.
-    """
+    """Return NCCL's view for ranks on `gpus` (NVML indices), with usable `nics`; None is all."""
     indices = machine.gpu_indices if gpus is None else tuple(gpus)
     different = 0 < len(set(indices)) == len(indices)
     require(different, "GPUs of a communicator", f"are {indices}", "name at least one, each once")

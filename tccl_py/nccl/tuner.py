@@ -77,10 +77,7 @@ class SizeChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TunerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The choice for messages of `from_bytes` to `to_bytes`, both included.
-
-    `channels` 0 leaves the number of channels to NCCL.
-    """
+    """The choice for `from_bytes` to `to_bytes`, both included; `channels` 0: NCCL's number."""
 
     collective: TunedCollective
     from_bytes: _Bytes

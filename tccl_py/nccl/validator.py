@@ -76,10 +76,7 @@ def validate(
     environment: Mapping[str, str] | None = None,
     where: str = "graph file",
 ) -> Verdict:
-    """Return the verdict on `text` as NCCL_GRAPH_FILE on every one of `nodes` equal nodes.
-
-    Other arguments and errors are as of `NodeJob` and `validate_cluster`.
-    """
+    """Return the verdict on `text` on each of `nodes` equal nodes; see `validate_cluster`."""
     ranks = None if gpus is None else tuple(gpus)
     job = NodeJob(machine=machine, knowledge=knowledge, gpus=ranks, graph=text, where=where)
     _check_count(nodes)

@@ -116,10 +116,7 @@ def usable_nics(machine: Machine, settings: Settings) -> tuple[int, ...]:
 
 
 def net_devices(machine: Machine, settings: Settings) -> dict[int, int]:
-    """Return NIC number -> NCCL's device number under these settings.
-
-    NCCL counts only usable NICs; where none is left out, numbers are the machine's own.
-    """
+    """Return NIC number -> NCCL's device number, which counts only NICs that settings allow."""
     nics = usable_nics(machine, settings)
     if len(nics) == len(machine.nics):
         return {nic: nic for nic in nics}

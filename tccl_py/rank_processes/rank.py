@@ -109,10 +109,7 @@ class Communicator:
             self.torch.cuda.synchronize(self.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """Make all of `groups`, as every rank must, and return this rank's communicator.
-
-        Members are in ascending order, whatever their order in a group.
-        """
+        """Make all of `groups`, as every rank must; return this rank's, members ascending."""
         subgroup = replace(self, members=(self.rank,))
         for members in map(sorted, groups):
             group = self.dist.new_group(members)

@@ -168,10 +168,7 @@ def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
 
 
 def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) -> int | None:
-    """Return the bits by which NCCL has to compare addresses; None is its own number.
-
-    Raises InputError: the ends of a cable are in different subnets.
-    """
+    """Return the bits that NCCL has to compare (None: its own); InputError: ends in two subnets."""
     members: dict[IPv4Network, set[int]] = defaultdict(set)
     for host, nic, (other, far) in cabled_nics(cables):
         texts = addresses.get(host, {}).get(nic, ""), addresses.get(other, {}).get(far, "")

@@ -190,10 +190,7 @@ def driver_facts(nvml: Any = None) -> DriverFacts:
 
 
 def gpu_of_cuda_device(ordinal: int) -> tuple[int, DriverFacts]:
-    """Return NVML's index of a CUDA device, found by its bus id as in NCCL, and NVML's facts.
-
-    Raises InputError: the driver does not answer, or NVML lacks the GPU.
-    """
+    """Return a CUDA device's NVML index, by bus id, and NVML's facts (InputError: not known)."""
     facts, where = driver_facts(), f"CUDA device {ordinal}"
     device, text = ctypes.c_int(), ctypes.create_string_buffer(64)
     try:
@@ -275,10 +272,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> GpuFacts:
 
 
 def _links(nvml: Any, maybe: Callable[..., Any], handle: Any) -> Counter[str]:
-    """Return the numbers of active NVLinks with peer access, by the bus id at the far end.
-
-    A switch is "", as is, in NCCL, any end outside this host.
-    """
+    """Count active NVLinks with peer access by the far end's bus id: "" outside this host."""
     counts: Counter[str] = Counter()
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS)):
         capable = maybe(nvml.nvmlDeviceGetNvLinkCapability, handle, link, _CAPABILITY_P2P)

@@ -315,10 +315,7 @@ class Simulator:
 
     @cached_property
     def bounds_hold(self) -> bool:
-        """Return whether rates by parts and by images hold by construction.
-
-        A further flow raises no max-min fair rate. Images are as fast if capacities are symmetric.
-        """
+        """Whether rates by parts and by images hold: for images capacities must be symmetric."""
         return is_symmetric(self.model)
 
     @cached_property

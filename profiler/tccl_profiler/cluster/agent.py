@@ -182,10 +182,7 @@ class Agent:
         return Done()
 
     def clock(self, more: bool) -> int:
-        """Return CLOCK_MONOTONIC, in nanoseconds.
-
-        While there are `more` questions, this thread has priority: its delays are errors.
-        """
+        """Return CLOCK_MONOTONIC, in ns; with priority while there are `more` questions."""
         at_ns = self._now_ns()
         if more and not self._prioritised:
             linux.set_fifo_priority((0,), linux.AGENT_PRIORITY)

@@ -155,10 +155,7 @@ class Agents:
         given: Mapping[str, tuple[object, ...]],
         limit_s: float | None = None,
     ) -> dict[str, say.Result]:
-        """Call a method of agents, all at the same time, with arguments by host.
-
-        Return the results by host; raises as `answers`.
-        """
+        """Call a method of agents, all at once, with arguments by host; raises as `answers`."""
         number = self.number()
         for host, arguments in given.items():
             self.tell(host, number, say.call_of(method, arguments))
@@ -172,10 +169,7 @@ class Agents:
         kind: type[say.Kind],
         limit_s: float | None = None,
     ) -> dict[str, say.Kind]:
-        """Return an answer of this type of each host.
-
-        After a host's failure the rest are to give up, and the failure that says most is raised.
-        """
+        """Return an answer of this type of each host; a failure has the rest give up."""
         answers = self.heard(number, hosts, limit_s)
         if any(not isinstance(answer, kind) for answer in answers.values()):
             self.give_up(hosts)

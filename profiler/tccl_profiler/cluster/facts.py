@@ -234,10 +234,7 @@ def _addresses6() -> dict[str, str]:
 
 
 def with_interfaces(machine: Machine, names: tuple[str, ...], *, host: str) -> Machine:
-    """Return the machine with the existing interfaces of a list as NICs.
-
-    Interfaces that are no NICs of the machine hang from the first NUMA node.
-    """
+    """Return the machine with listed interfaces as NICs; strange ones hang from the first node."""
     interfaces, first = interfaces_here(), machine.numa_nodes[0].id
     own = {name: nic for nic in machine.nics for name in (_interface_of(nic), nic.name)}
     nics = [

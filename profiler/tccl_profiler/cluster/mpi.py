@@ -36,10 +36,7 @@ def served() -> int:
 
 @contextlib.contextmanager
 def mpi_job() -> Iterator[Job]:
-    """Join this MPI job; all ranks but `job.is_controller` are to call `job.serve()` at once.
-
-    All ranks end when the controller leaves.
-    """
+    """Join this MPI job, which ends with the controller; other ranks call `job.serve()` at once."""
     # Most processes that ask whether they are in a job are not.
     from tccl_profiler.cluster.job import rendezvous  # noqa: PLC0415
 

@@ -170,10 +170,7 @@ class ClusterSession:
 
 
 class HostClock:
-    """One host's CLOCK_MONOTONIC on the controller's, as `rates.Clock` fits a device's.
-
-    The controller's `own` clock needs no comparison.
-    """
+    """A host's CLOCK_MONOTONIC on the controller's, whose `own` clock needs no comparison."""
 
     def __init__(
         self, host: str, now_ns: Callable[[], int] = time.monotonic_ns, *, own: bool = False

@@ -114,11 +114,7 @@ class PluginIndex(msgspec.Struct, frozen=True, kw_only=True):
     tables: Mapping[tuple[int, ...], Sequence[str]] = {}
 
     def encode(self) -> bytes:
-        """Return the bytes of the index.
-
-        Raises:
-            InputError: names, values or numbers that the plugin would not read.
-        """
+        """Return the bytes of the index; InputError: the plugin would not read them."""
         self._check()
         place = {gpu.nvml: 1 << number for number, gpu in enumerate(self.gpus)}
         lines = [
