@@ -84,10 +84,7 @@ def onto(symmetry: Symmetry, points: Sequence[str], images: Sequence[str]) -> np
 
 
 def images_of_gpus(symmetry: Symmetry, gpus: Sequence[int]) -> dict[tuple[int, ...], Permutation]:
-    """Return the sets of GPUs, ascending, that listed elements exchange with `gpus`, and one each.
-
-    Of several elements that lead to a set the first is taken.
-    """
+    """Return the sets of GPUs that listed elements exchange with `gpus`, and the first mapping."""
     _, rows = np.unique(_moved(symmetry, [f"G{g}" for g in gpus]), axis=0, return_index=True)
     mappings = (mapping(symmetry, row) for row in symmetry.elements[rows])
     return {tuple(sorted(index_of(names[f"G{g}"]) for g in gpus)): names for names in mappings}

@@ -379,10 +379,7 @@ def _choice(
 
 
 def default_choice_or_sys(topo: NcclView, *, nodes: int) -> DefaultChoice:
-    """Return the choice of a plan's baseline: under NCCL_P2P_LEVEL=SYS where only that helps.
-
-    A P2P level among the view's settings stays.
-    """
+    """Return a baseline's choice: under NCCL_P2P_LEVEL=SYS where only that helps, if not set."""
     choice = default_choice(topo, nodes=nodes)
     if not choice.fallback or topo.settings.p2p_level is not None:
         return choice

@@ -234,10 +234,7 @@ def chain_hop_space(
 def chains_as_rings(
     space: HopSpace, chains: Sequence[tuple[int, Sequence[int], int]]
 ) -> tuple[Ring, ...]:
-    """Return chains, as (entry NIC, GPUs in order, exit NIC), as rings through the world.
-
-    Raises SearchError: the space lacks a hop of a chain.
-    """
+    """Return chains, as (entry NIC, GPUs, exit NIC), as rings; SearchError: a hop is missing."""
     rings = []
     for enters_by, gpus, leaves_by in chains:
         into = [hop for hop in space.between(WORLD, gpus[0]) if nic_of(hop) == enters_by]

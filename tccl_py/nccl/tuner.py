@@ -144,11 +144,7 @@ def tuner_csv(tables: Sequence[TunerTable], gpus: Sequence[int]) -> tuple[str, i
 
 
 def check_tables(tables: Sequence[TunerTable], gpus: Sequence[int], *, where: str) -> None:
-    """Check tables for a plan over some GPUs.
-
-    Raises InputError: sets or ranges out of order, overlapping or out of bounds, or a choice that
-    NCCL does not have.
-    """
+    """Check tables for a plan over some GPUs: sets, ranges, order and choices (InputError)."""
     sets = [table.gpus for table in tables]
     require(len(set(sets)) == len(sets), where, "has two tables for the same GPUs", "tune again")
     for table in tables:

@@ -82,10 +82,7 @@ def view(
     *,
     gpus: Sequence[int] | None = None,
 ) -> NcclView:
-    """Return NCCL's view for a communicator over `gpus` (NVML indices; None is all GPUs).
-
-    Views share systems and paths: planning asks under hundreds of settings.
-    """
+    """Return NCCL's view for a communicator over `gpus` (NVML indices; None is all GPUs)."""
     settings = settings or Settings()
     order = tuple(sorted(machine.gpu_indices if gpus is None else gpus))
     restricted = Settings(**{name: getattr(settings, name) for name in _VIEW_FIELDS})

@@ -40,10 +40,7 @@ _OLD_ATTRIBUTE = re.compile(
 
 
 class GraphFaultError(InputError):
-    """NCCL fails at init with this file.
-
-    `crash`: NCCL accesses invalid memory, hangs, or gives wrong sums.
-    """
+    """NCCL fails at init with this file; `crash`: invalid memory, hangs, or wrong sums."""
 
     def __init__(self, where: str, fault: str, right: str, *, crash: bool = False) -> None:
         super().__init__(where, fault, right)

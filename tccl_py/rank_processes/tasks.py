@@ -131,10 +131,7 @@ def run_tasks(
 
 
 def torch_environment(caller: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-    """Return the caller's environment for torch ranks over these GPUs (None: in host memory).
-
-    Variables by which a launcher describes another job are left out.
-    """
+    """Return the caller's environment for torch ranks over GPUs, without another launcher's."""
     variables = {
         name: value
         for name, value in caller.items()

@@ -75,10 +75,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """Serves one controller; it owns this host's pool. `name` None is gethostname(2).
-
-    The controller calls the methods in CALLED.
-    """
+    """Serves a controller by CALLED methods, with this host's pool; `name` None: gethostname(2)."""
 
     def __init__(
         self,

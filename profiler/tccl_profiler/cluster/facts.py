@@ -71,10 +71,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 def host_facts(
     name: str, *, backend: str, devices: int | None, interfaces: tuple[str, ...]
 ) -> HostFacts:
-    """Discover this host.
-
-    `devices` of the stand-in; without `interfaces` NICs are the machine's own.
-    """
+    """Discover this host, with `devices` of the stand-in and, without `interfaces`, own NICs."""
     try:
         machine, knowledge, fingerprint = _discovered(backend, devices)
     except InputError as error:
@@ -125,10 +122,7 @@ def check_hosts(
     interfaces: Sequence[str] = (),
     addressed: bool = True,
 ) -> None:
-    """Refuse hosts that cannot be one cluster.
-
-    `expected` are names in a list of hosts; `addressed`: NICs need addresses for TCP.
-    """
+    """Refuse hosts that are no cluster: `expected` are names, `addressed` NICs are for TCP."""
     names = [host.name for host in hosts]
     for name in expected:
         fault, right = "is in the list of hosts, and no rank runs there", "start a rank on it, or "

@@ -62,10 +62,7 @@ def own_info() -> PeerInfo:
 
 
 def rendezvous(bootstrap: MpiBootstrap, *, join_s: float = JOIN_S) -> Job:
-    """Connect all ranks to the controller, end the bootstrap, and return this rank's part.
-
-    Raises InputError for a rank that is missing or cannot connect.
-    """
+    """Connect all ranks to the controller, return this rank's part; InputError for lost ranks."""
     if bootstrap.rank == CONTROLLER:
         job = _gathered(bootstrap, join_s)
     else:

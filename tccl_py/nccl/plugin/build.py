@@ -40,11 +40,7 @@ class BuildError(RuntimeError):
 
 
 def build_plugin(folder: Path, *, flags: Sequence[str] = (), name: str = LIBRARY) -> Path:
-    """Return the library in a folder, compiled anew where a source is newer.
-
-    Raises:
-        BuildError: no compiler, or it fails; the message has its words.
-    """
+    """Return the library in a folder, compiled where a source is newer; else BuildError."""
     target = folder / name
     parts = [*sorted(SOURCES.glob("*.c")), *sorted(SOURCES.glob("*.h")), Path(__file__)]
     newest = max(part.stat().st_mtime for part in parts)
