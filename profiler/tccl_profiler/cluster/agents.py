@@ -17,7 +17,6 @@ import msgspec
 from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, Ran
-from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
 from tccl_profiler.execution import RunResult, RunSpec
@@ -212,7 +211,7 @@ class Agents:
 
 
 class ClusterPool:
-    """Measures several hosts for a Profiler; see `execution.Runner`.
+    """Measures several hosts for a Profiler, as a `Pool` does one.
 
     Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, and
     SourceLostError if a host is gone or a clock jumped.

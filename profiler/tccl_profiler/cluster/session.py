@@ -89,15 +89,13 @@ class ClusterSession:
             interfaces=self._interfaces,
             addressed=self.transport.need_addresses,
         )
-        if self._backend == "host":
-            for facts in self.hosts:
-                shared = shared_cores(facts.machine)
-                self.notices += [f"host {facts.name}: {text}" for text in shared]
-        for host, ranks in job.hosts.items():
+        for host in self.hosts if self._backend == "host" else ():
+            self.notices += [f"host {host.name}: {text}" for text in shared_cores(host.machine)]
+        for name, ranks in job.hosts.items():
             is_controller = CONTROLLER in ranks
-            clock = self.clocks[host] = HostClock(host, own=is_controller)
+            clock = self.clocks[name] = HostClock(name, own=is_controller)
             if not is_controller:
-                clock.add(self._agents.reading(host, FIRST_PINGS))
+                clock.add(self._agents.reading(name, FIRST_PINGS))
         return self
 
     def __exit__(self, *exception: object) -> None:
