@@ -17,6 +17,7 @@ import msgspec
 from tccl_profiler import messages
 from tccl_profiler.cluster import messages as say
 from tccl_profiler.cluster.agent import Agent, Ran
+from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
 from tccl_profiler.execution import RunResult, RunSpec
