@@ -132,10 +132,6 @@ class Library:
         )
         return int(communicator.value or 0)
 
-    def broadcast(self, pointer: int, size: int, communicator: int, stream: int) -> None:
-        """Queue `size` bytes from rank 0's `pointer` to rank 1's, in the order of the stream."""
-        self.collective("ncclBroadcast", pointer, size, communicator, stream)
-
     def collective(
         self, name: str, pointer: int, count: int, communicator: int, stream: int | None = None
     ) -> None:
@@ -261,12 +257,9 @@ def installed_nccls() -> Iterator[InstalledNccl]:
     """Yield the installed versions, torch's first; each is searched when it is asked for."""
     torch = _distribution("torch")
     of_torch = _of_torch(torch) if torch is not None else None
-    if of_torch is not None:
-        yield of_torch
-    elif (package := _of_packages(_PACKAGES)) is not None:
-        yield package
-    version = _asked_version(NAME)
-    if version:
+    if packaged := of_torch or _of_packages(_PACKAGES):
+        yield packaged
+    if version := _asked_version(NAME):
         yield InstalledNccl(version=version, source=f"{NAME} as the system finds it")
 
 
@@ -276,8 +269,7 @@ def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
     matches = filter(None, map(_NEEDED.match, torch.requires or ()))
     package = _of_packages([match[0].replace("_", "-") for match in matches])
     if package is not None:
-        source = f"{package.source}, which {name} loads"
-        return InstalledNccl(version=package.version, source=source)
+        return msgspec.structs.replace(package, source=f"{package.source}, which {name} loads")
     if not Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists():
         return None
     version = _asked_version(_TORCH)
@@ -286,15 +278,13 @@ def _of_torch(torch: metadata.Distribution) -> InstalledNccl | None:
 
 def _of_packages(names: Sequence[str]) -> InstalledNccl | None:
     for name in names:
-        package = _distribution(name)
-        if package is None:
+        if (package := _distribution(name)) is None:
             continue
         version = package.version
-        if sum(_distribution(package_name) is not None for package_name in _PACKAGES) > 1:
+        if len(list(filter(None, map(_distribution, _PACKAGES)))) > 1:
             # They put the library in one place: whichever came last is there.
             version = _asked_version(_packaged()) or version
-        match = _NUMBER.match(version)
-        if match is not None:
+        if match := _NUMBER.match(version):
             return InstalledNccl(version=match[0], source=f"of the package {name}")
     return None
 

@@ -11,13 +11,15 @@ from itertools import groupby
 
 import msgspec
 
-from tccl_profiler.endpoints import BufferLayout, FlowLayout, device_of
 from tccl_profiler.program import (
     MAX_COPIES,
+    BufferLayout,
     DeviceProgram,
     FlowEndpoint,
+    FlowLayout,
     Lane,
     Program,
+    device_of,
 )
 from tccl_profiler.shared_memory import MAX_LANES
 from tccl_py.errors import MeasurementError

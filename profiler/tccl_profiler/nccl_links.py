@@ -99,7 +99,8 @@ class Communicators:
             raise MeasurementError(f"{link} was not made")
         address = self._memory.sent if sends else self._memory.kept
         while size > 0:
-            self._library.broadcast(address, min(size, self._memory.size), made, stream)
+            part = min(size, self._memory.size)
+            self._library.collective("ncclBroadcast", address, part, made, stream)
             size -= self._memory.size
 
     def close(self) -> None:
@@ -173,7 +174,7 @@ class Communicators:
         if sends:
             write_pattern(here, size, seed, 0)
         memory.copy(address, here, size)
-        library.broadcast(address, size, made, memory.stream)
+        library.collective("ncclBroadcast", address, size, made, memory.stream)
         memory.settle()
         if not sends:
             memory.copy(here, address, size)
