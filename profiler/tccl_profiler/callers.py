@@ -63,7 +63,7 @@ def accepted(
     most = len(expected) + _MOST_STRANGERS
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        stack.callback(_close_all, received)
+        stack.callback(lambda: list(map(socket.socket.close, received)))
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
@@ -91,11 +91,6 @@ def accepted(
                 selector.unregister(oldest)
                 del received[oldest]
                 oldest.close()
-
-
-def _close_all(sockets: Iterable[socket.socket]) -> None:
-    for sock in sockets:
-        sock.close()
 
 
 def _next_of(listener: socket.socket) -> list[socket.socket]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tccl_profiler.messages import Pace, Pinged, Run, Share, Start, Started
+from tccl_profiler.messages import Pinged, Run, Share, Start, Started
 from tccl_profiler.nccl_links import Communicators, Memory
 from tccl_profiler.program import (
     COUNTER_AREA_BYTES,
@@ -267,16 +267,12 @@ class CudaDevice:
         for group in range(max((pace.groups for pace in run.paces), default=0)):
             for copy, pace, stream, stamps in queued:
                 if group < pace.groups:
-                    self._queue_group(copy, pace, group, stream, shift)
+                    if copy.link:
+                        size, sends = pace.slices * copy.slice_bytes, copy.outgoing is not None
+                        self.links.move(copy.link, size, stream.ptr, sends=sends)
+                    for i in range(pace.slices) if not copy.link else ():
+                        self._queue_slice(copy, stream, group * pace.slices + i, shift)
                     self._stamp(stamps + 16 + 8 * group, stream)
-
-    def _queue_group(self, copy: Lane, pace: Pace, group: int, stream: Any, shift: int) -> None:
-        if copy.link:
-            size = pace.slices * copy.slice_bytes
-            self.links.move(copy.link, size, stream.ptr, sends=copy.outgoing is not None)
-            return
-        for i in range(group * pace.slices, (group + 1) * pace.slices):
-            self._queue_slice(copy, stream, i, shift)
 
     def _queue_slice(self, copy: Lane, stream: Any, i: int, shift: int) -> None:
         end = copy.incoming or copy.outgoing

@@ -283,7 +283,10 @@ def shared_cores(machine: Machine) -> Iterator[str]:
 
 def host_fingerprint(machine: Machine, files: HostFiles = HOST) -> Fingerprint:
     """Return the identity of this host: its machine id or, as in many containers, its boot id."""
-    host = f"host:{cpu_model(files)}:{_host_id(files)}"
+    ids = map(files.text, ("etc/machine-id", "proc/sys/kernel/random/boot_id"))
+    # systemd asks not to show the machine id itself: machine-id(5).
+    digests = [hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12] for text in ids if text]
+    host = f"host:{cpu_model(files)}:{(*digests, platform.node())[0]}"
     cores = cpus_of_devices(machine)
     return Fingerprint(
         gpu_uuids=tuple(f"{host}:core{cores[index][0]}" for index in machine.gpu_indices),
@@ -297,15 +300,6 @@ def cpu_model(files: HostFiles = HOST) -> str:
     """What the CPU calls itself; kernels of aarch64 do not say, and the architecture stands in."""
     match = re.search(r"^model name\s*:\s*(\S.*)$", files.text("proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
-
-
-def _host_id(files: HostFiles) -> str:
-    for path in ("etc/machine-id", "proc/sys/kernel/random/boot_id"):
-        text = files.text(path)
-        if text:
-            # systemd asks not to show the machine id itself: machine-id(5).
-            return hashlib.sha256(f"tccl {text}".encode()).hexdigest()[:12]
-    return platform.node()
 
 
 def cpus_of_devices(machine: Machine) -> dict[int, tuple[int, ...]]:

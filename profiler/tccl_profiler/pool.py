@@ -341,7 +341,9 @@ class WorkerProcess:
         text = os.pread(self.stderr_fd, 1 << 16, max(0, end - (1 << 16)))
         lines = text.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        names = {number.value: number.name for number in signal.Signals}  # none of real-time ones
+        killed = f"was killed by {names.get(-code, f'signal {-code}')}"
+        how = killed if code < 0 else f"ended with code {code}"
         return f"{how} ({last[:300]})" if last else how
 
 
@@ -386,10 +388,3 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment["PYTHONPATH"] = os.pathsep.join(search_path())
     return child_environment({**environment, **variables})
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

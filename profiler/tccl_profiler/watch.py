@@ -183,7 +183,11 @@ def _others(
     entries = {int(entry.pid): entry for entry in (*found, *clients)}
     hidden = [pid for pid in entries if not (proc / str(pid)).exists()]
     ours = set(own_pids)
-    if _in_container(proc):
+    try:
+        in_container = str((proc / "self" / "ns" / "pid").readlink()) != _HOST_PIDS
+    except OSError:
+        in_container = True
+    if in_container:
         ours.update(hidden[: len(ours - entries.keys())])
     return tuple(
         GpuProcess(
@@ -194,13 +198,6 @@ def _others(
         for pid, entry in sorted(entries.items())
         if pid not in ours and (name := _name(proc, pid)) != _MPS_SERVER
     )
-
-
-def _in_container(proc: Path) -> bool:
-    try:
-        return str((proc / "self" / "ns" / "pid").readlink()) != _HOST_PIDS
-    except OSError:
-        return True
 
 
 def _name(proc: Path, pid: int) -> str | None:

@@ -218,8 +218,14 @@ def parse_log(text: str, *, where: str) -> InitLog:
     begun: list[tuple[int, list[tuple[int, ...]]]] = []
     connections = set()
     for number, line in enumerate(text.splitlines(), start=1):
-        if channel := _CHANNEL.search(line.rstrip()):
-            _add(channel, begun, f"{where}:{number}")
+        if match := _CHANNEL.search(line.rstrip()):
+            channel, count = int(match["number"]), int(match["count"])
+            if channel == 0:
+                begun.append((count, []))
+            in_turn = bool(begun) and (begun[-1][0], len(begun[-1][1])) == (count, channel)
+            fault = f"channel {channel} of {count} comes out of turn"
+            require(in_turn, f"{where}:{number}", fault, "give the log of one job")
+            begun[-1][1].append(tuple(map(int, match["ranks"].split())))
         elif link := _LINK.search(line):
             ends = int(link["number"]), int(link["source"]), int(link["target"])
             connections.add(LoggedConnection(*ends, link["via"]))
@@ -231,17 +237,6 @@ def parse_log(text: str, *, where: str) -> InitLog:
         communicators=tuple(tuple(rings) for _, rings in begun),
         connections=tuple(sorted(connections)),
     )
-
-
-def _add(match: re.Match[str], begun: list[tuple[int, list[tuple[int, ...]]]], where: str) -> None:
-    """Add a channel to its communicator, the last that began."""
-    number, count = int(match["number"]), int(match["count"])
-    if number == 0:
-        begun.append((count, []))
-    in_turn = bool(begun) and (begun[-1][0], len(begun[-1][1])) == (count, number)
-    fault = f"channel {number} of {count} comes out of turn"
-    require(in_turn, where, fault, "give the log of one job")
-    begun[-1][1].append(tuple(int(rank) for rank in match["ranks"].split()))
 
 
 def logged_choices(question: Question, log: str) -> tuple[SizeChoice, ...]:

@@ -38,7 +38,11 @@ def pair_mechanism(topo: NcclView, source: int, target: int) -> MechanismKind:
         return "network"
     if pair not in topo.direct:
         return "bounce"
-    return "read" if not topo.settings.p2p_copy_engine and _reads(topo, pair) else "write"
+    both_read = all(topo.system.sm[gpu] == _READS_ON_NVLINK for gpu in pair)
+    reads = topo.settings.p2p_read
+    if reads is None:
+        reads = both_read and topo.plain[pair].type == PathType.NVL
+    return "read" if reads and not topo.settings.p2p_copy_engine else "write"
 
 
 def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
@@ -48,13 +52,6 @@ def _copy_engines(settings: Settings, kind: MechanismKind) -> tuple[Side, ...]:
     sides: tuple[Side, ...] = ("sender", "receiver")
     chosen = settings.shm_copy_engine if kind == "bounce" else None
     return tuple(side for side in sides if chosen in (side, "both"))
-
-
-def _reads(topo: NcclView, pair: tuple[str, str]) -> bool:
-    if topo.settings.p2p_read is not None:
-        return topo.settings.p2p_read
-    both_read = all(topo.system.sm[gpu] == _READS_ON_NVLINK for gpu in pair)
-    return both_read and topo.plain[pair].type == PathType.NVL
 
 
 def hop_space(topo: NcclView, *, rings_in_set: int = 1) -> HopSpace:
@@ -284,16 +281,12 @@ def candidates(
         if key not in views:
             views[key] = view(machine, knowledge, settings, gpus=gpus)
         topo = replace(views[key], settings=settings)
-        outcome = tuple(_outcome(topo, pair) for pair in permutations(topo.gpus, 2))
-        distinct.setdefault(outcome, msgspec.structs.replace(settings, channels=channels))
+        # Settings change mechanisms, and the NUMA nodes of bounces' buffers.
+        outcome: list[object] = []
+        for pair in permutations(topo.gpus, 2):
+            kind, owner = pair_mechanism(topo, *pair), pair[settings.shm_locality == "receiver"]
+            node = machine.numa_of(f"G{owner}") if kind == "bounce" else None
+            outcome.append((kind, _copy_engines(settings, kind), node))
+        changed = msgspec.structs.replace(settings, channels=channels)
+        distinct.setdefault(tuple(outcome), changed)
     return tuple(map(check_settings, distinct.values()))
-
-
-def _outcome(
-    topo: NcclView, pair: tuple[int, int]
-) -> tuple[MechanismKind, tuple[Side, ...], int | None]:
-    """Return what settings change: the mechanism, and the NUMA node of a bounce's buffer."""
-    kind = pair_mechanism(topo, *pair)
-    owner = pair[topo.settings.shm_locality == "receiver"]
-    node = topo.machine.numa_of(f"G{owner}") if kind == "bounce" else None
-    return kind, _copy_engines(topo.settings, kind), node

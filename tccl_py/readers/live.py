@@ -84,8 +84,11 @@ def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
     # 2. The devices, by those names.
     links = tuple(_nvlinks(facts.gpus, [names[place.numa_id] for place in gpu_places]))
     gdr = files.offers_gpu_memory()
+    # 3. A name that equal machines share: `4x-nvidia-h200`.
+    kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
+    model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
     return Machine(
-        name=_name(facts),
+        name=f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else ""),
         numa_nodes=nodes,
         bridges=tree.built(names),
         gpus=tuple(
@@ -110,13 +113,6 @@ def _machine(facts: DriverFacts, files: HostFiles) -> Machine:
         nvswitches=(NvSwitch(index=0),) if any(link.target == "S0" for link in links) else (),
         nvlinks=links,
     )
-
-
-def _name(facts: DriverFacts) -> str:
-    """Return a name that equal machines share: `4x-nvidia-h200`."""
-    kinds = list(dict.fromkeys(gpu.name for gpu in facts.gpus))
-    model = re.sub(r"[^a-z0-9]+", "-", kinds[0].lower()).strip("-") or "gpu"
-    return f"{len(facts.gpus)}x-{model}" + ("-and-others" if len(kinds) > 1 else "")
 
 
 def _nvlinks(gpus: Iterable[GpuFacts], cpus: list[str]) -> Iterator[NvLink]:

@@ -318,14 +318,11 @@ def congestion_bounds(
         rule = rules[number]
         present = [rule.members[index] for index in sorted({role.member for _, role in group})]
         applies = rule.needs == "any" or len(present) == len(rule.members)
-        if applies and all(_different(group, key) >= least for key, least in rule.at_least.items()):
+        # The different values of each key; each leg is a transfer of its own.
+        keys = [{**role.keys, "transfer": (flow, role.leg)} for flow, role in group]
+        least = rule.at_least.items()
+        if applies and all(len({k[key] for k in keys if key in k}) >= n for key, n in least):
             yield _bounds(rule, present, group, figures)
-
-
-def _different(group: Sequence[tuple[int, Role]], key: Key) -> int:
-    if key == "transfer":
-        return len({(flow, role.leg) for flow, role in group})
-    return len({role.keys[key] for _, role in group if key in role.keys})
 
 
 def _bounds(

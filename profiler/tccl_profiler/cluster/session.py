@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -105,10 +105,15 @@ class ClusterSession:
     def profiler(self) -> Profiler:
         """The profiler; the first use starts the workers."""
         if self._profiler is None:
+            kinds = "G" if self.transport.joins_gpus else "GN"
+            devices = {
+                host.name: [name for name in host.devices if place_named(name).kind in kinds]
+                for host in self.hosts
+            }
             self.pool = ClusterPool(
                 self._agents,
                 self.clocks,
-                {host.name: self._devices(host) for host in self.hosts},
+                devices if self.only is None else self.only,
                 network=self.network,
                 nccl_variables=self._nccl_variables,
             )
@@ -125,12 +130,6 @@ class ClusterSession:
         if self._profiler is not None:
             self._profiler = None
             self._agents.ask(Agent.open, dict.fromkeys(self._agents.hosts, ((), {}, self.network)))
-
-    def _devices(self, host: HostFacts) -> Collection[str]:
-        if self.only is not None:
-            return self.only.get(host.name, frozenset())
-        kinds = "G" if self.transport.joins_gpus else "GN"
-        return [name for name in host.devices if place_named(name).kind in kinds]
 
     @property
     def conditions(self) -> str:
