@@ -57,10 +57,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat, by device: records of lanes (`shared_memory.RECORD`) and stamps of copies.
-
-    A copy is stamped when released, then when each group of slices is done.
-    """
+    """A repeat, by device: records of lanes, and stamps of copies, at release and after groups."""
 
     records: Mapping[str, npt.NDArray[np.void]]
     stamps: Mapping[str, tuple[Stamps, ...]]

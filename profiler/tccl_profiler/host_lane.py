@@ -189,10 +189,7 @@ class HostLane(RunningLane):
 
 
 def pause(since_ns: int, longest_s: float = _LONG_NAP_S) -> None:
-    """Let other threads run, longer and longer since there was progress.
-
-    Time counts, not rounds: on a busy core a yield lasts as long as the other threads' turns.
-    """
+    """Let others run, longer and longer since there was progress: time counts, not rounds."""
     waited_ns = time.monotonic_ns() - since_ns
     if waited_ns < _SPIN_NS:
         yield_core()

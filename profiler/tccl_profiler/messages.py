@@ -39,10 +39,7 @@ class LinkLost(MeasurementError):  # noqa: N818 - says what happened
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A device by name (`G0`, `N0`), and CPUs for its worker.
-
-    A GPU is found by bus id, a NIC by IP address and interface; `network` names its transport.
-    """
+    """A device by name, its worker's CPUs, a GPU's bus id, a NIC's address and `network`."""
 
     device: str
     bus_id: str = ""

@@ -216,10 +216,7 @@ def process_variables(links: Collection[Link]) -> dict[str, str]:
 
 
 def graph_text(gpu: int, carrier: Carrier, *, sends: bool) -> str:
-    """Return the graph file of one of the two GPUs, with the NIC on its host.
-
-    NCCL makes twice as many channels as a file has, and no more than its tree has.
-    """
+    """Return one GPU's graph file with its NIC; NCCL doubles channels, up to the tree's number."""
     nic = carrier.nic_out if sends else carrier.nic_in
     count = (carrier.channels + 1) // 2
     net = f'      <net dev="{nic:#x}"/>\n'

@@ -201,10 +201,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 def drift(
     transfers: str, first: Sequence[Sequence[float]], newest: Sequence[Sequence[float]], times: int
 ) -> str | None:
-    """Return a notice if a set measured again differs beyond the tolerance, or None.
-
-    The notice names the flow with the largest change; rows are flows, as in `Stopping`.
-    """
+    """Return a notice of the flow that changed most, if beyond tolerance; rows are flows."""
     changes = [_certain_change(*rows) for rows in zip(first, newest, strict=True)]
     flow = max(range(len(changes)), key=lambda i: abs(changes[i]))
     if abs(changes[flow]) <= _DRIFT:

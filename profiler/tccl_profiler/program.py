@@ -79,10 +79,7 @@ class Link(msgspec.Struct, frozen=True, order=True):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a FIFO, or of plain memory if it has no counters.
-
-    The end polls `wait` before a slice and writes `post` after it; `seed` is the check pattern's.
-    """
+    """One end of a FIFO, or of memory: polls `wait` before a slice and writes `post` after it."""
 
     data: Address
     slices: int

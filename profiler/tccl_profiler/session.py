@@ -22,10 +22,7 @@ HOST_MEMORY = Memory(arena_bytes=128 << 20, user_bytes=64 << 20)
 
 
 class Session:
-    """Measures a machine: `profiler` is its BandwidthSource while the session is open.
-
-    `machine` is this host or the host backend's stand-in; `gpus` None is all.
-    """
+    """Measures a machine, this host or the stand-in, over `gpus` (None: all) while it is open."""
 
     def __init__(
         self,

@@ -95,10 +95,7 @@ class Segment:
 
 
 def create_segment(size: int, *, numa_id: int | None, label: str) -> Segment:
-    """Make zeroed shared memory, every page faulted in and on this node (None: any).
-
-    Where a container refuses mbind, a thread on the node's CPUs touches the pages first.
-    """
+    """Make zeroed memory, faulted in on a node (None: any), by touch where mbind is refused."""
     place = "any NUMA node" if numa_id is None else f"NUMA node {numa_id}"
     try:
         _check_available(size, numa_id)

@@ -188,10 +188,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return "; ".join([*hosts, self.identity, *noise])
 
     def covers(self, header: JournalHeader) -> bool:
-        """Return whether measurements under this header hold for the wanted machine or hosts.
-
-        Sets of several hosts name them, so measurements of further hosts do no harm.
-        """
+        """Return whether measurements hold for a machine or hosts; further hosts do no harm."""
         if not header.hosts:
             return self == header
         hosts = self.hosts
@@ -224,10 +221,7 @@ class BandwidthSource(Protocol):
         """True if the answers come from a model."""
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:
-        """Answer each set, in the order given.
-
-        Raises MeasurementError: a set cannot be measured.
-        """
+        """Answer each set, in order; MeasurementError: a set cannot be measured."""
 
 
 @runtime_checkable

@@ -66,10 +66,7 @@ class _OutOfStepsError(Exception):
 
 
 class _Course(NamedTuple):
-    """The way of a channel: from a NIC port, the place of its return to a port (-1: none).
-
-    `forced` is the only order of GPUs to try (None: all orders).
-    """
+    """A channel's way from a port, back to one at place `leave` (-1: none), of `forced` GPUs."""
 
     channel: int
     leave: int
@@ -188,10 +185,7 @@ class ChannelSearch:
                     self._enter(free, gpu, course, hops)
 
     def _first_from_port(self, state: int, course: _Course, hops: int) -> None:
-        """Begin the first channel, which tries the PCI order with steps of its own.
-
-        NCCL does so from every port, even if no steps are left for anything else.
-        """
+        """Begin the first channel from a port, and try the PCI order, which has its own steps."""
         if not self._system.nvs:
             steps, self._steps_left = self._steps_left, _PCI_ORDER_STEPS
             with suppress(_OutOfStepsError):

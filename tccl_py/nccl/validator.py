@@ -328,10 +328,7 @@ class _JobRings:
         )
 
     def _connected(self) -> list[tuple[int, ...]]:
-        """Return the rings of the channels from rank 0 on, nodes in rank order.
-
-        With crossed NICs odd nodes swap the channels of each pair, if all channels are in pairs.
-        """
+        """Return the rings from rank 0 on; with crossed NICs odd nodes swap pairs of channels."""
         pairs = list(zip(self._nodes, self._starts, strict=False))
         for node, start in pairs:
             node.check_ranks(start)

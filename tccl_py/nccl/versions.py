@@ -202,10 +202,7 @@ def has_rules(version: str) -> bool:
 
 
 def asked_version(version: str) -> str:
-    """Return a version that a user names; InputError if it has no rules here.
-
-    Newer releases of NCCL 2 count as the newest known one, installed older ones as the oldest.
-    """
+    """Return a version that a user names (InputError); newer ones count as the newest known."""
     oldest, *_, newest = known_versions()
     right = f"{oldest} to {newest}, or a newer one below 2.{_BEYOND}, which is taken for {newest}"
     supported = has_rules(version) and _release(version) < (2, _BEYOND)

@@ -129,9 +129,7 @@ class Agent:
             self.close()
 
     def _last(self) -> None:
-        """Wait until the controller has ended: a launcher ends a job as soon as one rank exits
-        with a code, and the controller has still to say why.
-        """
+        """Wait for the controller's end: it has to say why, and a rank's exit ends the job."""
         until = time.monotonic() + _LAST_S
         with contextlib.suppress(MeasurementError):
             while time.monotonic() < until:

@@ -135,10 +135,7 @@ def _connection(sock: socket.socket, peer: str) -> say.Messenger:
 
 
 class Job:
-    """This rank's part in a job; ends the job where the controller leaves.
-
-    The controller has all `peers` and connections to them, other ranks one to the controller.
-    """
+    """This rank's part: the controller has all `peers` and connections, others have one to it."""
 
     def __init__(
         self, rank: int, peers: Mapping[int, PeerInfo], connections: Mapping[int, say.Messenger]
