@@ -164,7 +164,7 @@ def test_each_flow_is_counted_where_it_arrives_and_nothing_twice(transfers, meet
             for number in part.numbers:
                 end = end_of(program, part, number)
                 assert end is not None
-                assert end.slices == part.slices
+                assert end.slices == part.ends[0].slices
                 seen[part.device, part.engine, part.incoming, number] += 1
             share = program.devices[part.device]
             work = share.copies if part.engine else share.lanes
@@ -295,7 +295,7 @@ def test_a_buffer_is_as_large_as_asked_and_its_blocks_are_apart(blocks, size, ex
 
 def test_a_fifo_is_four_slices_of_two_slots():
     (part,) = program_of("G0->G0->C0->G1->G1{blocks=1,fifo=4M}").counted
-    assert (part.slices, part.slice_bytes) == (4, 1 << 20)
+    assert (part.ends[0].slices, part.slice_bytes) == (4, 1 << 20)
 
 
 @given(st.lists(flows(), min_size=1, max_size=6), st.integers(1, 64))

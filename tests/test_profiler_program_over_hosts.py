@@ -133,7 +133,7 @@ def test_a_flow_over_the_network_is_moved_by_four_and_counted_where_it_arrives()
         ("node-1.rack.N1", False),
         ("node-1.rack.G0", True),
     ]
-    assert {(part.slices, part.slice_bytes, part.piped) for part in (*others, counted)} == {
+    assert {(part.ends[0].slices, part.slice_bytes, part.piped) for part in (*others, counted)} == {
         (4, 256 * 1024, True)
     }
     assert set(program.space_bytes) == {"h0.C0", "node-1.rack.C1"}
