@@ -6,19 +6,20 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tccl_profiler.linux import wake_promptly
-from tccl_profiler.messages import Done, Pace, Run, Share, WorkerLost
+from tccl_profiler.messages import Done, Pace, Pinged, Run, Share, WorkerLost
 from tccl_profiler.program import (
     COUNTER_BYTES,
     COUNTERS,
     DeviceProgram,
     HostProgram,
+    Program,
     on_host,
 )
 from tccl_profiler.shared_memory import MAX_STAMPS, Control, Segment, create_segment
@@ -70,6 +71,23 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             records={f"{host}.{name}": x for host, run in items for name, x in run.records.items()},
             stamps={f"{host}.{name}": x for host, run in items for name, x in run.stamps.items()},
         )
+
+
+class Runner(Protocol):
+    """The pool of one host, or the pools of several, as a profiler uses them."""
+
+    @property
+    def lanes(self) -> Mapping[str, int]:
+        """How many blocks each device runs at once, by name."""
+
+    def run(self, program: Program, spec: RunSpec) -> Sequence[RunResult]:
+        """Run a program's repeats."""
+
+    def ping(self, count: int = ...) -> Mapping[str, Pinged]:
+        """Compare each device's clock with the clock of this host."""
+
+    def restart(self) -> None:
+        """Start all workers anew."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from tccl_profiler import rates
 from tccl_profiler.compiler import checkable, program_for
-from tccl_profiler.execution import RunSpec
+from tccl_profiler.execution import Runner, RunSpec
 from tccl_profiler.messages import WorkerLost
 from tccl_profiler.precision import (
     ChannelRate,
@@ -32,10 +32,6 @@ from tccl_profiler.retries import RETRIES
 from tccl_py.errors import BudgetSpentError, MeasurementError
 from tccl_py.model.measurement import TOGETHER, FlowCoupling, Measurement, Sets, listed_sets
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
-
-if TYPE_CHECKING:
-    from tccl_profiler.cluster.agents import ClusterPool
-    from tccl_profiler.pool import Pool
 
 _TRIALS = (0.5, 4.0, 20.0)
 """Windows of trials and checks, in shortest windows, until bytes have moved in every channel."""
@@ -87,7 +83,7 @@ class Profiler:
 
     def __init__(
         self,
-        pool: Pool | ClusterPool,
+        pool: Runner,
         *,
         options: Options | None = None,
         source: str = "",

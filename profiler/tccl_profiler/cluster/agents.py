@@ -212,7 +212,7 @@ class Agents:
 
 
 class ClusterPool:
-    """Measures several hosts for a Profiler, as a `Pool` does one.
+    """Measures several hosts for a Profiler, as an `execution.Runner`.
 
     Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, and
     SourceLostError if a host is gone or a clock jumped.
