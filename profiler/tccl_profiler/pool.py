@@ -27,7 +27,8 @@ from tccl_py.errors import MeasurementError
 
 _BROKEN_STOP_S = 0.5  # time for workers that are given up to end by themselves
 _KILL_S = 5.0  # a process within a driver's call may take a while to die
-
+_DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""A graph file's NICs are counted among those that NCCL uses: it must use all."""
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
@@ -267,10 +268,6 @@ class Pool:
         return answers
 
 
-_DROPPED = ("NCCL_GRAPH_FILE", "NCCL_IB_HCA", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
-"""A graph file's NICs are counted among those that NCCL uses: it must use all."""
-
-
 @dataclass
 class WorkerProcess:
     """A worker, a memfd of its stderr, and whether it `owes_answer` to a request."""
@@ -314,12 +311,9 @@ class WorkerProcess:
             raise messages.WorkerLost(str(error)) from error
         self.owes_answer = False
         if isinstance(message, messages.Failed):
-            device, names = (
-                self.spec.device,
-                rf"\b({self.spec.device}|GPU {self.spec.device[1:]})\b",
-            )
-            is_named = re.search(names, message.what)
-            raise message.error(message.what if is_named else f"{device}: {message.what}")
+            device, what = self.spec.device, message.what
+            is_named = re.search(rf"\b({device}|GPU {device[1:]})\b", what)
+            raise message.error(what if is_named else f"{device}: {what}")
         if not isinstance(message, kind):
             raise messages.WorkerLost(f"{self.who} answered {type(message).__name__} out of turn")
         return message, fds
@@ -359,15 +353,10 @@ def spawned(
     except BaseException:
         os.close(stderr_fd)
         raise
-    receives, peer = messages.FromWorker, f"the worker of {spec.device}"
-    return WorkerProcess(
-        spec=spec,
-        slot=slot,
-        process=process,
-        stderr_fd=stderr_fd,
-        answer_s=answer_s,
-        connection=messages.Connection(sock, receives=receives, peer=peer),
+    connection: messages.Connection[messages.FromWorker] = messages.Connection(
+        sock, receives=messages.FromWorker, peer=f"the worker of {spec.device}"
     )
+    return WorkerProcess(spec, slot, process, connection, stderr_fd, answer_s)
 
 
 def without_disturbance(environment: Mapping[str, str]) -> dict[str, str]:
