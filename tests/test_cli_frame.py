@@ -427,7 +427,7 @@ def test_an_error_of_the_library_names_the_commands_option():
     ],
 )
 def test_a_parameter_of_another_type_is_named(wrong):
-    with pytest.raises(InputError, match=r"^`[a-z]+`: is a "):
+    with pytest.raises(InputError, match=r"^`[a-z]+`: is of type "):
         wrong()
 
 

@@ -38,7 +38,7 @@ def export(
         default="nccl",
     ),
     output: Path | None = opt("DIR|FILE", "A new directory; else a new file.", "-o", "--output"),
-    hosts: str | None = opt("LIST", "A job's hosts: a list, or a file of one."),
+    hosts: str | None = opt("LIST", "A job's hosts: a list, or a hostfile."),
     gpus: str | None = opt(
         "LIST", "The job's GPUs of a host, as 0-3, or as 'gpu[1-2]:0-3;gpu3:4,5'."
     ),

@@ -226,7 +226,7 @@ def doctor(
 
 
 def advise(
-    machine: str | None = arg("MACHINE", f"This one if not given. {MACHINE_HELP}", None),
+    machine: str | None = arg("MACHINE", f"This host if not given. {MACHINE_HELP}", None),
     *,
     p2p: str | None = options.P2P,
     workload: str | None = options.WORKLOAD,

@@ -71,10 +71,10 @@ def plan(
     *,
     simulate: str | None = options.SIMULATE,
     gpus: str | None = options.GPUS,
-    nccl: str | None = opt("VERSION", f"{', '.join(known_versions())} checked."),
+    nccl: str | None = opt("VERSION", f"The jobs'; {', '.join(known_versions())} were checked."),
     pin_env: list[str] | None = opt("NCCL_NAME", "A variable of all jobs."),
     nodes: int | None = opt("N", "How many equal nodes to simulate."),
-    hosts: str | None = opt("LIST", "Hosts expected: a list, or a file of one."),
+    hosts: str | None = opt("LIST", "Hosts expected: a list, or a hostfile."),
     tune: bool | None = flag(
         "--tune/--no-tune",
         "Then verify the plan by NCCL's collectives and try other settings: 10 minutes or "
