@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from tccl_py.planning.opening import output_directory
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.sources.bench import Bench, bench_for
+from tccl_py.sources.journal import JournalFile
 
 if TYPE_CHECKING:
     from tccl_py.plan.plan import Sources
@@ -131,7 +132,10 @@ def write_directory(
         if again and len(benches) == 1 and not journal.exists():
             if plan.simulated:
                 rate_of_rings(plan, plan.orders, None, first)
-            first.copy_to(journal)
+            with closing(JournalFile(journal, first.header)) as copy:
+                for transfers in first.sets:
+                    for sample in first.stored(transfers):
+                        copy.append(sample)
         models = {name: bench.model for name, bench in zip(names, benches, strict=True)}
         files = table_files(tables)
         write_plan(plan, directory, models=models, fingerprint=first.fingerprint, tables=files)

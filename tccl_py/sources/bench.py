@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -370,13 +370,6 @@ class Bench:
         self._of_source("resume", lambda _: None)(lambda key: len(self.stored(key)))
         return journal.notices
 
-    def copy_to(self, path: Path) -> None:
-        """Write all samples to a new journal."""
-        with closing(JournalFile(path, self.header)) as journal:
-            for transfers in self.sets:
-                for sample in self.stored(transfers):
-                    journal.append(sample)
-
     def watch(self, on_set: Callable[[int], None]) -> None:
         """Call `on_set` with the number of sets that hardware measured, before and after each."""
         self._on_set = on_set
@@ -387,8 +380,7 @@ class Bench:
 
     def prepare(self) -> None:
         """Start what measures while something else is waited for."""
-        if prepare := getattr(self._hardware, "prepare", None):
-            prepare()
+        self._of_source("prepare", lambda: None)()
 
     def __enter__(self) -> Bench:
         return self
