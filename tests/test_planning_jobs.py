@@ -8,7 +8,7 @@ from tccl_profiler.cluster.facts import Interface
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
-from tccl_py.planning.grow import plan_job
+from tccl_py.planning.grow import Growth, plan_job
 from tccl_py.planning.opening_hosts import cluster_of_job, simulated_cluster
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
@@ -85,7 +85,8 @@ class Hosts(Bench):
 
 def planned(source, switches=None, **task):
     told = []
-    plan = plan_job(source, cluster_of_job(source, switches), REQUEST, say=told.extend, **task)
+    growth = Growth(REQUEST, **task)
+    plan = plan_job(source, cluster_of_job(source, switches), growth, say=told.extend)
     return plan, told
 
 

@@ -92,35 +92,66 @@ def read_known_plan(directory: Path) -> KnownPlan:
     return KnownPlan(plan, tables)
 
 
+class Growth(msgspec.Struct, frozen=True):
+    """What is asked of hosts that are new, or that a `known` plan grows by.
+
+    `reporter` and `tables` are as `make_cluster_plan` takes them.
+    """
+
+    request: PlanRequest
+    known: KnownPlan | None = None
+    reporter: Reporter | None = None
+    tables: list[KeptTable] | None = None
+
+    def plan(
+        self,
+        cluster: Cluster,
+        sources: Mapping[str, BandwidthSource],
+        notices: Iterable[str] = (),
+    ) -> Plan:
+        """Return a plan over all hosts, from tables; classes without tables are measured.
+
+        `sources` are those of classes with a host at hand, by name. Raises InputError: a class has
+        neither table nor source.
+        """
+        request, tables, before = self.request, tuple[ClassRates, ...](), tuple[str, ...]()
+        if self.known is not None:
+            request, tables = self.known.request(request), self.known.tables
+            # The rings over all hosts are planned again, under settings that no job has tuned.
+            before = tuple(n for n in self.known.plan.notices if n != TUNED_NOTE)
+        of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
+        made = plan_hosts(
+            request,
+            cluster,
+            of_classes,
+            kept=tables,
+            reporter=self.reporter,
+            tables=self.tables,
+        )
+        texts = dict.fromkeys((*before, *made.notices, *notices))
+        return msgspec.structs.replace(made, notices=tuple(texts))
+
+
 def plan_job(
-    source: HostsSource,
-    cluster: Cluster,
-    request: PlanRequest,
-    *,
-    known: KnownPlan | None = None,
-    reporter: Reporter | None = None,
-    tables: list[KeptTable] | None = None,
-    say: Say = lambda _: None,
+    source: HostsSource, cluster: Cluster, growth: Growth, *, say: Say = lambda _: None
 ) -> Plan:
     """Plan for the hosts of a job by measuring them; the plan has the notices of measuring.
 
-    A `known` plan's tables answer for the classes that they have. New hosts are compared with their
-    class, and those that differ get classes of their own. `say` is told at once what is odd about
-    hosts; `reporter` and `tables` are as `make_cluster_plan` takes them.
+    A known plan's tables answer for the classes that they have. New hosts are compared with their
+    class, and those that differ get classes of their own. `say` is told at once how hosts differ.
 
     Raises InputError: hosts do not fit the known plan. SourceLostError: a host is gone.
     """
     notices: tuple[str, ...] = ()
-    old, samples = known_hosts(known)
-    if known is None:
+    old, samples = known_hosts(growth.known)
+    if growth.known is None:
         cluster, notices = _with_uplinks(source, cluster)
         say(notices)
 
     def planned(cluster: Cluster) -> Plan:
         present = part_of(cluster, [host.name for host in source.session.hosts])
         by_class = zip(present.classes, class_sources(source, present), strict=True)
-        sources = {node_class.name: by for node_class, by in by_class}
-        return extended_plan(known, cluster, sources, request, reporter=reporter, tables=tables)
+        return growth.plan(cluster, {node_class.name: by for node_class, by in by_class})
 
     made = planned(cluster)
     outliers = {} if made.cancelled else _odd_in_classes(source, made, old, samples)
@@ -129,58 +160,26 @@ def plan_job(
         say(named)
         notices += named
         # The other classes are answered from memory.
-        if tables is not None:
-            tables.clear()
+        if growth.tables is not None:
+            growth.tables.clear()
         made = planned(cluster)
     equal = [name for name, n in cluster.host_classes.items() if name not in old and n in samples]
     notices += _told("added as equal to their class, by samples", equal)
     return _finished(made, source, notices)
 
 
-def extended_plan(
-    known: KnownPlan | None,
-    cluster: Cluster,
-    sources: Mapping[str, BandwidthSource],
-    request: PlanRequest,
-    notices: Iterable[str] = (),
-    *,
-    reporter: Reporter | None = None,
-    tables: list[KeptTable] | None = None,
-) -> Plan:
-    """Return a plan over an extended cluster, from tables; classes without tables are measured.
-
-    `sources` are those of classes with a host at hand, by name; `reporter` and `tables` are as
-    `make_cluster_plan` takes them.
-
-    Raises InputError: a class has neither table nor source.
-    """
-    past = () if known is None else known.tables
-    of_classes = [sources.get(node_class.name) for node_class in cluster.classes]
-    request = request if known is None else known.request(request)
-    made = plan_hosts(request, cluster, of_classes, kept=past, reporter=reporter, tables=tables)
-    # The rings over all hosts are planned again, under settings that no job has tuned.
-    before = () if known is None else known.plan.notices
-    texts = dict.fromkeys((*(one for one in before if one != TUNED_NOTE), *made.notices, *notices))
-    return msgspec.structs.replace(made, notices=tuple(texts))
-
-
 def grown_plan(
-    known: KnownPlan | None,
+    growth: Growth,
     cluster: Cluster,
     source: BandwidthSource | None,
     others: Mapping[str, BandwidthSource],
-    request: PlanRequest,
-    *,
-    reporter: Reporter | None = None,
-    tables: list[KeptTable] | None = None,
 ) -> Plan:
     """Return a plan over a known plan's hosts, if any, and further hosts of one class.
 
     `source` simulates these, and `others` the known classes. Hosts whose rates differ from those of
     their class get a class of their own. Without a source they are taken as equal to the class.
-    `reporter` and `tables` are as `make_cluster_plan` takes them.
     """
-    old, samples = known_hosts(known)
+    old, samples = known_hosts(growth.known)
     new, number = list(cluster.names[len(old) :]), cluster.hosts[-1].node_class
     sources, notes = dict(others), tuple[str, ...]()
     if source is None:
@@ -191,7 +190,7 @@ def grown_plan(
             cluster = split(cluster, [new])
             notes = (f"the new hosts: {why}; planned as a class of their own",)
         sources[cluster.classes[cluster.host_classes[new[0]]].name] = source
-    return extended_plan(known, cluster, sources, request, notes, reporter=reporter, tables=tables)
+    return growth.plan(cluster, sources, notes)
 
 
 def _told(text: str, hosts: Sequence[str]) -> tuple[str, ...]:

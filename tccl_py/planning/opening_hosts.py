@@ -19,7 +19,7 @@ from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.reports import HostReport, cluster_of, split
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import KeptTable, table_files
-from tccl_py.planning.grow import KnownPlan, grown_plan, plan_job, read_known_plan
+from tccl_py.planning.grow import Growth, KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
 from tccl_py.planning.plan_sources import addresses_of, planned_models
@@ -84,8 +84,7 @@ def _of_hosts(
 
     def search(reporter: Reporter | None) -> Plan:
         with source or nullcontext():
-            facts = known, cluster, source, by_name
-            return grown_plan(*facts, request, reporter=reporter, tables=tables)
+            return grown_plan(Growth(request, known, reporter, tables), cluster, source, by_name)
 
     return Subject(search=search, source=source, model=model)
 
@@ -127,15 +126,8 @@ def _of_job(
 
     def search(reporter: Reporter | None) -> Plan:
         try:
-            return plan_job(
-                source,
-                cluster,
-                request,
-                known=known,
-                reporter=reporter,
-                tables=tables,
-                say=say_each,
-            )
+            growth = Growth(request, known, reporter, tables)
+            return plan_job(source, cluster, growth, say=say_each)
         finally:
             source.close()
 
