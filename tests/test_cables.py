@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -19,7 +21,7 @@ NAMES = "abcdefgh"
 
 def cabling(pairs):
     """Cables whose ports are the next NICs of their hosts."""
-    used, cables = dict.fromkeys(NAMES, 0), []
+    used, cables = Counter(), []
     for one, other in pairs:
         cables.append(Cable.between(one, [used[one]], other, [used[other]]))
         used[one] += 1
@@ -152,6 +154,25 @@ def test_meshes_and_a_torus_of_two_by_four_have_rings():
     torus += zip("abcd", "efgh", strict=True)
     ring = cabled_ring(NAMES, cabling(torus), 1, equal)
     assert sorted(ring.hosts) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rings_of_64_hosts_with_chords_are_found_whatever_their_order(seed):
+    chosen = random.Random(seed)
+    hosts = [f"h{number}" for number in range(64)]
+    order, chords = (chosen.sample(hosts, len(hosts)) for _ in range(2))
+    pairs = [
+        *zip(order, order[1:] + order[:1], strict=True),
+        *zip(*[iter(chords)] * 2, strict=True),
+    ]
+    ring = cabled_ring(hosts, cabling(pairs), 1, equal)
+    assert sorted(ring.hosts) == sorted(hosts)
+
+
+def test_a_search_that_ends_without_a_ring_does_not_say_that_there_is_none(monkeypatch):
+    monkeypatch.setattr("tccl_py.merge.cables.MAX_STEPS", 3)
+    with pytest.raises(SearchError, match="steps of the search; list hosts in an order"):
+        cabled_ring("acbd", cabling(["ab", "bc", "cd", "da"]), 1, equal)
 
 
 def test_the_given_order_stays_where_no_other_is_faster():

@@ -30,6 +30,8 @@ MAX_STEPS = 200_000
 MAX_DEALINGS = 16
 """Ways to deal the functions of a step to rings that are all compared."""
 _NAMED = 5
+_NO_ORDER = "no order of these hosts has cables at all its steps that carry it"
+_CUT_OFF = f"none in {MAX_STEPS} steps of the search; list hosts in an order along cables"
 
 
 class NicMap(msgspec.Struct, frozen=True, order=True):
@@ -83,8 +85,11 @@ def cabled_ring(
     ways = steps_between(cables)
     orders = [tuple(hosts)] if keep_order else None
     best = _Search(tuple(hosts), ways, rings, rate, thorough=thorough).run(orders)
-    if best is None and _Search(tuple(hosts), ways, 1, lambda *_: 1.0).run(orders) is None:
-        raise SearchError(f"no ring: {_why_none(hosts, ways, keep_order=keep_order)}")
+    if best is None:
+        search = _Search(tuple(hosts), ways, 1, lambda *_: 1.0)
+        if search.run(orders) is None:
+            why = _why_none(hosts, ways, keep_order=keep_order)
+            raise SearchError(f"no ring: {_CUT_OFF if why == _NO_ORDER and search.cut else why}")
     return best
 
 
@@ -149,11 +154,16 @@ class _Search:
             self._rate_order(order)
             if self._best is not None and self._best.rate_gbps >= bound:
                 break
-        if self._best is not None and (orders is not None or self._steps <= MAX_STEPS):
+        if self._best is not None and (orders is not None or not self.cut):
             bound = self._best.rate_gbps
         return self._best and msgspec.structs.replace(
             self._best, bound_gbps=bound, complete=self._complete
         )
+
+    @property
+    def cut(self) -> bool:
+        """Whether orders were left out."""
+        return self._steps > MAX_STEPS
 
     def _bound(self) -> float:
         """Return the rate that no order exceeds: each host by its best pair of steps."""
@@ -178,7 +188,7 @@ class _Search:
     def _orders(self, begun: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         """Yield all orders of hosts along cables that begin so."""
         self._steps += 1
-        if self._steps > MAX_STEPS:
+        if self.cut or self._passed_by(begun):
             return
         if len(begun) == len(self._hosts):
             if begun[0] in self._near[begun[-1]]:
@@ -189,6 +199,12 @@ class _Search:
         for host in self._near[begun[-1]]:
             if host not in begun:
                 yield from self._orders((*begun, host))
+
+    def _passed_by(self, begun: tuple[str, ...]) -> bool:
+        """Return whether a host beside the last but one has no two ways that are still free."""
+        taken = set(begun[1:-1])
+        beside = [host for host in self._near[begun[-2]] if host not in begun] if taken else []
+        return any(len(set(self._near[host]) - taken) < 2 for host in beside)
 
     def _too_slow(self, three: tuple[str, ...]) -> bool:
         """Return whether the middle host of three is no faster than the best ring."""
@@ -259,4 +275,4 @@ def _why_none(
         return f"no cables lead from {parts[0]} to {parts[1]}"
     if cuts := sorted(nx.articulation_points(graph)):
         return f"a ring would pass {', '.join(cuts[:_NAMED])} twice; join the hosts around it"
-    return "no order of these hosts has cables at all its steps that carry it"
+    return _NO_ORDER
