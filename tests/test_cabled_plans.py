@@ -47,6 +47,13 @@ def test_files_of_three_hosts_equal_the_hand_made_ones_channel_by_channel():
         assert shared == ["4", "1", "LOC", "P2C"]
 
 
+def test_functions_of_a_port_alternate_in_plans_of_more_rings_too():
+    plan = planned(ring(3, 1), ring_counts=(4,))
+    files = files_of_hosts(plan, PurePosixPath("/plan"))
+    assert all(channels(files[f"hosts/{host}.xml"]) == HAND_MADE * 2 for host in plan.host_order)
+    assert plan.proven
+
+
 def test_the_variables_are_those_of_the_public_launchers_but_for_nccls_defaults():
     plan = planned(ring())
     for choice in ("variables", "graph"):

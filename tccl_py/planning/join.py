@@ -104,11 +104,13 @@ def _of_all_dealings(
     )
     for count in range(best.rings, 0, -1):
         rings = _realisable(search, count) if best.settings.channels % count == 0 else None
-        if rings is not None and rings.settings == best.settings:
-            less = rings.rings < best.rings
-            same = rings.rings == best.rings and rings.rate_gbps >= best.rate_gbps
-            if same or preferred(rings.rate_gbps, best.rate_gbps, less=less):
-                best = rings
+        if rings is None or rings.settings != best.settings:
+            continue
+        if preferred(rings.rate_gbps, best.rate_gbps, less=count < best.rings):
+            best = rings
+        elif count == best.rings:
+            # The first dealing is as fast, and bounded now.
+            best = msgspec.structs.replace(best, bound_gbps=rings.bound_gbps, bound_assumptions=())
     return best
 
 
