@@ -42,12 +42,10 @@ _LEAST_OFF, _DEVIATIONS = 0.1, 5.0
 _LEAST_NOISE = 1e-3
 SLOWER = 0.9
 """Pairs across an uplink below this share of those beside it are bound by it."""
-
 MOST_PAIRS = 48
 """Pairs of hosts that are measured for uplinks."""
 _BLOCKS, _FIFO = 4, Fifo(bytes=512 << 10)
 """Of these pairs: a slow network moves slices often."""
-
 PairRate = tuple[str, str, float]
 """Sender, receiver, and GB/s from one to the other."""
 
