@@ -20,7 +20,6 @@ from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint
 from tccl_py.model.measurement import BandwidthSource, faults
 from tccl_py.model.transfer import parse_set
-from tccl_py.sources.opening import open_source
 from tests.profiler_pools import (
     BOUNCE,
     REPEATS,
@@ -346,27 +345,3 @@ def test_a_journal_is_of_the_whole_machine_whichever_devices_are_measured():
     assert (header.machine, header.simulated) == ("host-4", False)
     assert "GPUs a, b, c, d" in header.identity
     assert Session(machine, print_, backend="host", options=options()).header == header
-
-
-def test_workers_started_early_are_those_that_measure_and_end_with_the_source_in_any_case():
-    before = workers_of()
-    for sets in ([], ["G0->G0->C0"]):
-        with open_source(backend="host", devices=2) as source:
-            source.prepare()
-            early = set(workers_of()) - set(before)
-            source.prepare()
-            source.measure(sets)
-            assert set(workers_of()) - set(before) == early
-            assert len(early) == 2
-        assert workers_of() == before
-
-
-def test_workers_that_cannot_start_early_are_named_where_they_measure(monkeypatch):
-    def failing(pool):
-        raise MeasurementError("GPU 0 has no memory")
-
-    monkeypatch.setattr(Pool, "start", failing)
-    with open_source(backend="host", devices=2) as source:
-        source.prepare()
-        with pytest.raises(MeasurementError, match="GPU 0 has no memory"):
-            source.measure(["G0->G0->C0"])

@@ -12,7 +12,6 @@ from tccl_profiler.messages import DeviceSpec
 from tccl_profiler.pool import Memory, Pool
 from tccl_profiler.profiler import Options, Profiler
 from tccl_profiler.watch import Conditions, changes, conditions_note, warmed, warnings, watching
-from tccl_py.errors import MeasurementError
 from tccl_py.model.machine import Fingerprint, Machine
 from tccl_py.model.measurement import Backend, JournalHeader
 from tccl_py.model.transfer import index_of, parse_set
@@ -41,23 +40,14 @@ class Session:
         chosen = machine.gpu_indices if gpus is None else tuple(gpus)
         self._gpus = tuple(sorted({machine.gpu(index).index for index in chosen}))
         self.pool = pool_of(machine, backend, [f"G{index}" for index in self._gpus], memory=memory)
-        self._open = contextlib.ExitStack()
         self._look: Callable[[], Conditions] | None = None
         self._before: Conditions = ()
         self.notices: list[str] = []
 
-    def prepare(self) -> None:
-        """Start the workers early; what keeps them from it is told where the session is entered."""
-        if self.pool.control is None:
-            self._open.push(self._close_pool)
-            with contextlib.suppress(MeasurementError):
-                self.pool.start()
-
     def __enter__(self) -> Session:
-        with self._open as stack:
-            if self.pool.control is None:
-                stack.push(self._close_pool)
-                self.pool.start()
+        with contextlib.ExitStack() as stack:
+            stack.push(self._close_pool)
+            self.pool.start()
             source = f"{self._backend} backend"
             self.profiler = Profiler(
                 self.pool, options=self.options, source=source, notices=self.notices

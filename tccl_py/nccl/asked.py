@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -129,12 +129,10 @@ def ask_together(
     jobs: Sequence[tuple[Mapping[str, str], Sequence[Question]]],
     *,
     connect: bool = True,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[NcclAnswer, ...], ...]:
     """Return the installed NCCL's answers under several variables, in jobs at the same time.
 
-    `meanwhile` is called while NCCL starts. Raises MeasurementError: NCCL cannot be asked, or not
-    by so many processes.
+    Raises MeasurementError: NCCL cannot be asked, or not by so many processes.
     """
     tasks = [_job(rank_environment(of, connect=connect), asked) for of, asked in jobs]
     if (ranks := sum(len(task.ranks) for task in tasks)) > MOST_RANKS:
@@ -142,7 +140,7 @@ def ask_together(
     # Jobs share the host's cores, and the longest timeout holds for all of them.
     timeout = TIMEOUT_S + _EACH_S * (sum(len(asked) for _, asked in jobs) - 1)
     longer = msgspec.structs.replace(tasks[0], timeout=timeout)
-    outputs = run_tasks([longer, *tasks[1:]], meanwhile=meanwhile)
+    outputs = run_tasks([longer, *tasks[1:]])
     return tuple(_answers(output, of) for output, (_, of) in zip(outputs, jobs, strict=True))
 
 
@@ -271,19 +269,12 @@ def verdict_on(answer: NcclAnswer, text: str, *, where: str) -> Verdict:
 class InstalledRings:
     """Default NCCL's rings under settings: the emulation's choice, corrected by the installed NCCL.
 
-    NCCL is asked once for each choice of settings; `meanwhile` is called while it starts.
-    `notices` tell where the two differ, or why NCCL was not asked; `able` is whether it can be.
+    NCCL is asked once for each choice of settings. `notices` tell where the two differ, or why
+    NCCL was not asked; `able` is whether it can be asked.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        knowledge: Knowledge,
-        gpus: Sequence[int],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, machine: Machine, knowledge: Knowledge, gpus: Sequence[int]) -> None:
         self.notices: list[str] = []
-        self._meanwhile = meanwhile
         self._machine, self._knowledge, self._gpus = machine, knowledge, tuple(gpus)
         self.able = True
         self._choices: dict[Settings, DefaultChoice] = {}
@@ -313,7 +304,7 @@ class InstalledRings:
             asked = [Question(gpus=self._gpus)]
             jobs = [(environment(settings), asked) for settings in part]
             try:
-                answers = ask_together(jobs, meanwhile=self._meanwhile)
+                answers = ask_together(jobs)
             except MeasurementError:
                 return
             self._answered |= {of: answer for of, (answer,) in zip(part, answers, strict=True)}

@@ -61,19 +61,12 @@ def why_not_asked(gpus: Sequence[int]) -> str:
         return str(error)
 
 
-def rings_here(
-    place: MeasuredMachine,
-    gpus: Sequence[int] | None,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> InstalledRings | None:
-    """Return the reader of the installed NCCL's own rings; None where no NCCL runs.
-
-    `meanwhile` is called while NCCL starts.
-    """
+def rings_here(place: MeasuredMachine, gpus: Sequence[int] | None) -> InstalledRings | None:
+    """Return the reader of the installed NCCL's own rings; None where no NCCL runs."""
     if place.backend != "cuda":
         return None
     chosen = place.machine.gpu_indices if gpus is None else tuple(sorted(gpus))
-    rings = InstalledRings(place.machine, place.knowledge, chosen, meanwhile)
+    rings = InstalledRings(place.machine, place.knowledge, chosen)
     why = why_not_asked(chosen)
     if why:
         rings.unable(why)

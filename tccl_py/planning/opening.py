@@ -122,7 +122,7 @@ def _here(request: PlanRequest, say: Say) -> Subject:
 
     def search(reporter: Reporter | None) -> Plan:
         with source:
-            rings = installed_nccl.rings_here(place, named, source.prepare)
+            rings = installed_nccl.rings_here(place, named)
             gpus = named or chosen_gpus(place.machine, None)
             cluster = single_host(place.machine, place.knowledge, gpus)
             made = plan_hosts(

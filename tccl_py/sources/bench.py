@@ -378,10 +378,6 @@ class Bench:
         """Return notices for a plan of the measurements; `conditions` are from before closing."""
         return self._hardware.summary(self._new, conditions) if self._hardware else ()
 
-    def prepare(self) -> None:
-        """Start what measures while something else is waited for."""
-        self._of_source("prepare", lambda: None)()
-
     def __enter__(self) -> Bench:
         return self
 

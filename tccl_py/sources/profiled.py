@@ -183,7 +183,7 @@ class ProfilerSource:
         self.deadline = inf
         self._proof: TransferSet | None = None
         self._failures: list[str] = []
-        self._entered = self._prepared = False
+        self._entered = False
 
     @property
     def header(self) -> JournalHeader:
@@ -206,15 +206,9 @@ class ProfilerSource:
             self._session.__enter__()
             self._entered = True
 
-    def prepare(self) -> None:
-        """Start this host's workers while something else is waited for."""
-        if prepare := getattr(self._session, "prepare", None):
-            prepare()
-            self._prepared = True
-
     def stop(self, *exception: Any) -> None:
         """End the workers."""
-        if self._entered or self._prepared:
+        if self._entered:
             self._session.__exit__(*exception)
 
     def measure(self, sets: Sequence[TransferSet]) -> Sequence[Measurement]:

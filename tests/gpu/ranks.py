@@ -13,10 +13,13 @@ REAL = "TCCL_VIRTUAL_GPUS" not in os.environ
 
 
 def _virtual_gpus():
-    """How many virtual GPUs the one real GPU stands for, those of all hosts."""
+    """How many virtual GPUs the one real GPU stands for, on all hosts; at least 8.
+
+    With larger shares, those of three GPUs, kernels of a set were not running together.
+    """
     listed = os.environ.get("VGPU_CONFIG")
     count = len(Path(listed).read_text().splitlines()) if listed else 8
-    return count * int(os.environ.get("VGPU_HOSTS", "1"))
+    return max(8, count * int(os.environ.get("VGPU_HOSTS", "1")))
 
 
 SHARE = (
