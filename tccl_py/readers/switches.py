@@ -52,6 +52,7 @@ MAX_LEVELS = 32
 MAX_NAMES = 2 * MAX_HOSTS  # Switches, and names below the switches, of one file
 MAX_DEPTH = 64
 MAX_VALUES = 500_000
+_TOO_MUCH = ("is too deep or too long", "describe the switches of a cluster")
 
 _PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")
@@ -124,6 +125,8 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark else where
+        if "nesting depth" in str(error.problem):  # the library's own limit, since PyYAML 6.0.4
+            raise InputError(place, *_TOO_MUCH) from error
         right = "correct it there; a name with brackets wants quotes"
         raise InputError(place, f"is not YAML ({error.problem})", right) from error
     except yaml.YAMLError as error:
@@ -175,7 +178,7 @@ def _plain_yaml(text: str, where: str) -> Any:
         if getattr(event, "tag", None) is not None:
             raise InputError(place, f"has the tag {shown(event.tag)}", "leave it out")
         if depth > MAX_DEPTH or count > MAX_VALUES:
-            raise InputError(place, "is too deep or too long", "describe the switches of a cluster")
+            raise InputError(place, *_TOO_MUCH)
     return yaml.load(text, Loader=_Texts)
 
 
