@@ -106,7 +106,7 @@ def _of_all_dealings(
         rings = _realisable(search, count) if best.settings.channels % count == 0 else None
         if rings is None or rings.settings != best.settings:
             continue
-        if preferred(rings.rate_gbps, best.rate_gbps, less=count < best.rings):
+        if preferred(rings.rate_gbps, best.rate_gbps, less=False):
             best = rings
         elif count == best.rings:
             # The first dealing is as fast, and bounded now.
