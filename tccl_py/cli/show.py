@@ -229,12 +229,22 @@ def diff(
     if json:
         print_json([{"what": name, "values": list(both)} for name, both in differences.items()])
     else:
-        rows = [(name, *map(str, both)) for name, both in differences.items()]
+        rows = [(name, *map(_words, both)) for name, both in differences.items()]
         print_table(results(), [("", str(one), str(other)), *rows])
     if differences:
         raise typer.Exit(1)
     if not json:
         results().print("no difference")
+
+
+def _words(value: object) -> str:
+    """Return a value of two plans' differences as people write it: lists in lists by semicolons."""
+    if isinstance(value, dict):
+        return " ".join(f"{name}={part}" for name, part in value.items()) or "none"
+    if isinstance(value, tuple):
+        nested = any(isinstance(part, tuple) for part in value)
+        return ("; " if nested else " ").join(map(_words, value)) or "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def report(
