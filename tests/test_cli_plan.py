@@ -1,8 +1,8 @@
 """`tccl plan`, `show`, `env` and `export`: output, interruptions, and jobs over some GPUs."""
 
 import json
-import re
 import os
+import re
 import shlex
 import signal
 import subprocess
