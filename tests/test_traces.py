@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -171,32 +172,52 @@ def collective(rank, name, size, number, **more):
     )
 
 
-def transfer(rank, name, peer, size, **more):
-    return inspected(rank, "p2p", p2p=name, p2p_peer=peer, p2p_msg_size_bytes=size, **more)
+def transfer(rank, name, peer, size, number, **more):
+    sent = {"p2p": name, "p2p_sn": number, "p2p_peer": peer, "p2p_msg_size_bytes": size}
+    return inspected(rank, "p2p", **sent, **more)
 
 
-def test_files_of_nccl_inspector_are_read_by_communicator(tmp_path):
+@pytest.mark.parametrize(("hidden", "size"), [(2, 36_000), (0, 27_000)])
+def test_files_of_nccl_inspector_are_read_by_communicator(tmp_path, hidden, size):
+    """Sends and receives stand in any order; a rank's block for itself has two numbers only."""
     for rank in range(4):
         pair = {"comm": f"0x{rank // 2}", "ranks": 2, "at": rank % 2}
         lines = [collective(rank, "AllReduce", 1 << 20, number) for number in range(8)]
         for number in range(16):
             lines.append(collective(rank, "AllGather", 10_000 << number % 2, number, **pair))
-        for _ in range(8):
-            for peer in {0, 1, 2, 3} - {rank}:
-                lines += [transfer(rank, name, peer, 9000) for name in ("Send", "Recv")]
+        ends = [(name, (rank + by) % 4) for by in (1, 2, 3) for name in ("Send", "Recv")]
+        made = [
+            transfer(rank, *end, 9000, step * (6 + hidden) + hidden + at)
+            for step in range(8)
+            for at, end in enumerate(ends, 1)
+        ]
+        lines += random.sample(made, len(made))
         (tmp_path / f"{rank}.log").write_text("".join(lines))
     workload = open_workload([str(tmp_path)])
     assert calls_of(workload) == {
         ("all_reduce", "bfloat16", 1 << 20, (0, 1, 2, 3)): 1,
         **{
-            ("all_gather", "int8", size, pair): 1
+            ("all_gather", "int8", gathered, pair): 1
             for pair in ((0, 1), (2, 3))
-            for size in (20_000, 40_000)
+            for gathered in (20_000, 40_000)
         },
-        ("all_to_all", "int8", 36_000, (0, 1, 2, 3)): 1,
+        ("all_to_all", "int8", size, (0, 1, 2, 3)): 1,
     }
     assert workload.steps == 8
-    assert "bfloat16 is assumed" in workload.notices[0]
+    (notice,) = workload.notices
+    assert "bfloat16 is assumed" in notice
+
+
+def test_a_communicator_called_fewer_times_than_there_are_steps_is_no_part_of_them(tmp_path):
+    for rank in range(4):
+        lines = [collective(rank, "AllReduce", 1 << 20, number) for number in range(8)]
+        pair = {"comm": f"0x{rank // 2}", "ranks": 2, "at": rank % 2}
+        sizes = 1 << 20, 1 << 21
+        lines += [collective(rank, "AllGather", size, at, **pair) for at, size in enumerate(sizes)]
+        (tmp_path / f"{rank}.log").write_text("".join(lines))
+    workload = open_workload([str(tmp_path)])
+    assert calls_of(workload) == {("all_reduce", "bfloat16", 1 << 20, (0, 1, 2, 3)): 1}
+    assert "8 calls of communicators with fewer calls than steps left out." in workload.notices
 
 
 def test_calls_that_inspector_dropped_are_named(tmp_path):

@@ -55,7 +55,7 @@ def workload_of(recording: Recording, *, name: str, source: str) -> Workload:
         notices.append(f"Ranks of a communicator differ in {counted(unequal, 'row')}: cut logs?")
     if not steps:
         notices.append("No steps were told by repetition: a step is all that is here.")
-    for left_out, count in recording.left_out.items():
+    for left_out, count in (+recording.left_out).items():
         notices.append(f"{counted(count, 'call')} of {left_out} left out.")
     if len(rows) > MAX_ROWS:
         fault = f"has {len(rows)} different rows in a step"
@@ -149,6 +149,10 @@ def _calls_of_steps(
     steps = min((count for _, count in windows if count), default=0)
     result: dict[int, dict[Op, float]] = {number: {} for number in calls}
     for (number, _), (window, count) in zip(parts, windows, strict=True):
+        if not count and len(window) < steps:
+            calls_left_out = sum(bool(events[kind]) for kind in window)
+            recording.left_out["communicators with fewer calls than steps"] += calls_left_out
+            continue
         # A part whose step is the half of others' has twice as many.
         times = max(1, round(count / steps)) if count else 1
         ops = result[number]

@@ -1,12 +1,14 @@
 """Reader of NCCL Inspector's files: lines of JSON by NVIDIA's profiler plugin, since NCCL 2.28.
 
 A line is a call with its bytes, or a send or receive with its peer. Datatypes are not in it, nor
-is a rank's own block of an all-to-all, nor which sends and receives run together. Lines of
-different communicators stand in the order in which they were written, not called.
+which sends and receives run together. Lines of a communicator's collectives stand in their order.
+Sends and receives are written in any order, and numbered in theirs from 1. A rank's own block of an
+all-to-all has two numbers and no lines. Those of several communicators have no common order.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -28,6 +30,8 @@ from tccl_py.workloads.recording import (
 from tccl_py.workloads.workload import MAX_RANKS, TIMES_RANKS
 
 _LINE = 1 << 20
+_WINDOW = 1 << 12
+"""Lines by which a send or receive may be late."""
 _ASSUMED = "bfloat16"
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 
@@ -51,6 +55,7 @@ class _Collective(msgspec.Struct, frozen=True):
 
 class _Transfer(msgspec.Struct, frozen=True):
     p2p: Literal["Send", "Recv"]
+    p2p_sn: int
     p2p_peer: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     p2p_msg_size_bytes: _Bytes
 
@@ -62,6 +67,38 @@ class _Line(msgspec.Struct, frozen=True):
     p2p_perf: _Transfer | None = None
 
 
+class _InOrder:
+    """Sends and receives of a rank on a communicator, put into the order of their numbers."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._waiting: list[tuple[int, Transfer]] = []
+        self._last = self._missing = 0
+
+    def add(self, number: int, transfer: Transfer) -> None:
+        heapq.heappush(self._waiting, (number, transfer))
+        if len(self._waiting) > _WINDOW:
+            self._add_first()
+
+    def close(self) -> int:
+        """Give all their events, and return how many are missing."""
+        while self._waiting:
+            self._add_first()
+        self._transfers.close()
+        return self._missing + self._transfers.lost
+
+    def _add_first(self) -> None:
+        number, transfer = heapq.heappop(self._waiting)
+        skipped, self._last = number - self._last - 1, number
+        if skipped > 1:
+            self._transfers.close()
+        if skipped == 2:
+            self._transfers.hidden = True
+        else:
+            self._missing += max(skipped, 0)
+        self._transfers.add(transfer, None, 0)
+
+
 def read_inspector(paths: Sequence[Path]) -> Recording:
     """Read the files of all processes of a job (InputError)."""
     recording = Recording(paths)
@@ -70,7 +107,7 @@ def read_inspector(paths: Sequence[Path]) -> Recording:
         f"NCCL Inspector logs no datatypes: {_ASSUMED} is assumed where values are added up. "
         "Messages below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, 8192 by default, are not in its files."
     )
-    groups: dict[tuple[int, int], Transfers] = {}
+    groups: dict[tuple[int, int], _InOrder] = {}
     numbers: dict[tuple[object, ...], list[int]] = {}
     decoder = msgspec.json.Decoder(_Line)
     for path in paths:
@@ -82,11 +119,14 @@ def read_inspector(paths: Sequence[Path]) -> Recording:
                     fault = f"is no line of NCCL Inspector ({error})"
                     raise InputError(f"{path} line {at}", fault, "give its whole files") from error
                 _add(recording, line, groups, numbers)
-    for group in groups.values():
-        group.close()
     missing = sum(last - first + 1 - count for first, last, count in numbers.values())
+    missing += sum(group.close() for group in groups.values())
     if missing > 0:
-        recording.notices.append(f"By their numbers {counted(missing, 'call')} are missing.")
+        recording.notices.append(
+            f"By their numbers up to {counted(missing, 'call')} are missing, of groups above all: "
+            "record with NCCL_INSPECTOR_REQUIRE_KERNEL_TIMING=0 and "
+            "NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES=0."
+        )
     return recording
 
 
@@ -104,7 +144,7 @@ def _lines(handle: BufferedReader) -> Iterator[tuple[int, bytes]]:
 def _add(
     recording: Recording,
     line: _Line,
-    groups: dict[tuple[int, int], Transfers],
+    groups: dict[tuple[int, int], _InOrder],
     numbers: dict[tuple[object, ...], list[int]],
 ) -> None:
     header, process = line.header, (line.metadata.hostname, line.metadata.pid)
@@ -113,17 +153,18 @@ def _add(
     key = on.number, header.rank
     if (sent := line.p2p_perf) is not None:
         if key not in groups:
-            groups[key] = Transfers(recording, rank, on, header.rank)
+            groups[key] = _InOrder(Transfers(recording, rank, on, header.rank))
         side: Side = "send" if sent.p2p == "Send" else "recv"
-        groups[key].add(Transfer(side, sent.p2p_peer, sent.p2p_msg_size_bytes), None, 0)
-    elif (made := line.coll_perf) is not None:
-        collective = COLLECTIVES.get(made.coll)
+        made = Transfer(side, sent.p2p_peer, sent.p2p_msg_size_bytes)
+        groups[key].add(sent.p2p_sn, made)
+    elif (called := line.coll_perf) is not None:
+        collective = COLLECTIVES.get(called.coll)
         if collective is None:
-            recording.left_out[made.coll[:40]] += 1
+            recording.left_out[called.coll[:40]] += 1
             return
-        at = made.coll_sn
-        name = (*key, made.coll)
+        at = called.coll_sn
+        name = (*key, called.coll)
         first, last, count = numbers.get(name, (at, at, 0))
         numbers[name] = [min(first, at), max(last, at), count + 1]
-        size = made.coll_msg_size_bytes * (on.size if collective in TIMES_RANKS else 1)
+        size = called.coll_msg_size_bytes * (on.size if collective in TIMES_RANKS else 1)
         recording.add(rank, call(on, collective, _ASSUMED, size, 0))

@@ -199,6 +199,9 @@ class Transfers:
     all-to-all is told by its peers, which come in their order, each once a side (blocks without
     elements are left out), and an exchange by a send to the next rank beside a receive from the
     one before. Others are events of their own.
+
+    `hidden` says that a rank's block for itself comes next and is not in the source: an all-to-all
+    has it, as large as the others are on average. `lost` counts those that no all-to-all has.
     """
 
     def __init__(
@@ -210,6 +213,8 @@ class Transfers:
         self._single: Transfer | None = None
         self._key: object = None
         self._stream = 0
+        self.hidden = False
+        self.lost = 0
 
     def add(self, transfer: Transfer, key: object, stream: int) -> None:
         """Add the next; those with another `key` do not run together with the ones before."""
@@ -238,15 +243,16 @@ class Transfers:
 
     def _emit(self) -> None:
         made, self._made, self._ends = self._made, [], {}
+        hidden, self.hidden = self.hidden and bool(made), self.hidden and not made
         if not _is_all_to_all(self._on, self._place, made):
             for transfer in made:
                 if transfer.bytes and transfer.peer != self._place:
                     self._add_single(transfer)
+            self.lost += 2 * hidden
             return
         self._add_single(None)
         size = max(sum(part.bytes for part in made if part.side == side) for side in _SIDES)
-        if not self._recording.in_order:
-            # NCCL Inspector has no block of a rank for itself: it is as the others.
+        if hidden:
             size = size * self._on.size // (self._on.size - 1)
         event = call(self._on, "all_to_all", COPIED, size, self._stream)
         self._rank.events[made[0].at] = self._recording.number(event)
@@ -262,7 +268,6 @@ class Transfers:
         peer = before.peer
         if (
             transfer is not None
-            and self._recording.in_order
             and {(part.side, part.peer) for part in (before, transfer)} == ring
             and before.bytes == transfer.bytes
         ):
