@@ -288,7 +288,8 @@ def open_plan(directory: Path) -> OpenPlan:
     directory = directory.absolute()
     check_path(directory)
     plan = plan_in(directory)
-    manifest = check_files(directory, [PLAN_FILE])
+    # Each of several hosts has its own files; a rank checks its own.
+    manifest = check_files(directory, [PLAN_FILE] if plan.host_names else None)
     delivery = deliver_to_host(plan, directory, JobRequest(), say=lambda _: None)
     return OpenPlan(directory, plan, frozenset(manifest.files), manifest.identity, delivery)
 
@@ -296,10 +297,10 @@ def open_plan(directory: Path) -> OpenPlan:
 def _why_off(opened: OpenPlan, facts: DriverFacts, nccl: str, name: str) -> str:
     """Return why a rank does not use a plan, as a clause; "" if it does."""
     plan, directory = opened.plan, opened.directory
-    # Each of several hosts has its own files; a rank checks its own.
-    if not plan.closes and not name:
-        return "the plan has no such host"
-    check_files(directory, [f"nccl/{host_graph_file(name)}"] if name else None)
+    if plan.host_names:
+        if not name:
+            return "the plan has no such host"
+        check_files(directory, [f"nccl/{host_graph_file(name)}"])
     equal_hosts = os.environ.get(ALIKE_VARIABLE) == "1"
     why = why_not_fit(plan, directory, facts, equal_hosts=equal_hosts, host=name or None)
     if why := why or why_not_with(opened.delivery.settings, nccl):
