@@ -12,52 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-import msgspec
-
 from tccl_py.errors import MeasurementError
 from tccl_py.nccl.asked import rank_environment, read_answer, run_questions, verdict_on
 from tccl_py.nccl.communicators import CommunicatorLog, Question
-from tccl_py.nccl.plugin.index import INDEX_VARIABLE
+from tccl_py.nccl.plugin.index import INDEX_VARIABLE, Indexed, read_index
 from tccl_py.nccl.versions import NEWER_VARIABLE
 from tccl_py.planning.installed_nccl import why_not_asked
 
 _READ = re.compile(r"(NCCL_[A-Z0-9_]{1,59}) set by environment to (\S{1,200}?)\.?$", re.MULTILINE)
-_SET = re.compile(r"^set ([0-9,]+) (\S+) \S+", re.MULTILINE)
-_GIVEN = re.compile(r"^give (\S+) (\S+)$", re.MULTILINE)
-_TUNED = re.compile(r"^tune ([0-9,]+) ", re.MULTILINE)
-_GPU = re.compile(r"^gpu ([0-9]+) ", re.MULTILINE)
-
-
-class Indexed(msgspec.Struct, frozen=True, kw_only=True):
-    """What an index gives: graph files of sets ("-": variables alone), variables, and tables."""
-
-    folder: Path
-    gpus: tuple[int, ...]
-    sets: Mapping[tuple[int, ...], str]
-    given: Mapping[str, str]
-    tuned: frozenset[tuple[int, ...]]
-
-    def communicators(self) -> list[tuple[int, ...]]:
-        """Return the GPUs of the communicators of a trial, in order."""
-        by_size = sorted(self.sets, key=len)
-        others = (pair for pair in combinations(self.gpus, 2) if pair not in self.sets)
-        return [by_size[0], *list(others)[:1], by_size[-1], by_size[0]]
-
-
-def read_index(path: Path) -> Indexed:
-    """Return what an index gives."""
-    text = path.read_text("ascii")
-    return Indexed(
-        folder=path.parent,
-        gpus=tuple(map(int, _GPU.findall(text))),
-        sets={_numbers(gpus): file for gpus, file in _SET.findall(text)},
-        given=dict(_GIVEN.findall(text)),
-        tuned=frozenset(map(_numbers, _TUNED.findall(text))),
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 def try_plugin(variables: Mapping[str, str], nccl: str) -> str:
@@ -70,7 +32,7 @@ def try_plugin(variables: Mapping[str, str], nccl: str) -> str:
     index = read_index(Path(variables[INDEX_VARIABLE]))
     if not index.sets or (why := why_not_asked(index.gpus)):
         raise MeasurementError(why if index.sets else "the plan gives no set of GPUs anything")
-    questions = [Question(gpus=gpus) for gpus in index.communicators()]
+    questions = [Question(gpus=gpus) for gpus in communicators(index)]
     environment = rank_environment({**variables, NEWER_VARIABLE: nccl}, connect=False)
     version, logs = run_questions(environment, questions)
     for question, of_ranks in zip(questions, logs, strict=True):
@@ -78,6 +40,13 @@ def try_plugin(variables: Mapping[str, str], nccl: str) -> str:
             gpus = ",".join(map(str, question.gpus))
             raise MeasurementError(f"in a communicator over GPUs {gpus} {why}")
     return version
+
+
+def communicators(index: Indexed) -> list[tuple[int, ...]]:
+    """Return the GPUs of the communicators of a trial, in order."""
+    by_size = sorted(index.sets, key=len)
+    others = (pair for pair in combinations(index.gpus, 2) if pair not in index.sets)
+    return [by_size[0], *list(others)[:1], by_size[-1], by_size[0]]
 
 
 def complaints(

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from tccl_py.delivery.plugin import plugin_exports
-from tccl_py.installation.trial import read_index, try_plugin
+from tccl_py.installation.trial import communicators, try_plugin
 from tccl_py.nccl.plugin.build import build_plugin
-from tccl_py.nccl.plugin.index import INDEX_FILE
+from tccl_py.nccl.plugin.index import INDEX_FILE, read_index
 from tccl_py.nccl.tuner import TunerEntry, TunerTable
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.results import Tuning, keep_tuning
@@ -165,7 +165,7 @@ def test_a_trial_as_with_a_later_nccl_goes_well_with_this_one(planned, tmp_path)
         variables |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     name = ".".join(map(str, version))
     assert try_plugin(variables, name) == name
-    print(f"{size} GPUs, NCCL {name}: {index.communicators()}, {dict(index.given)}")
+    print(f"{size} GPUs, NCCL {name}: {communicators(index)}, {dict(index.given)}")
 
 
 def boards():

@@ -34,8 +34,10 @@ memory: a file that changes later changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -194,3 +196,36 @@ def plugin_environment(settings: Settings) -> tuple[dict[str, str], dict[str, st
 def digest(data: bytes) -> str:
     """Return the BLAKE2b-256 of some bytes, as hexadecimal digits."""
     return blake2b(data, digest_size=32).hexdigest()
+
+
+# What an index gives, read back from its lines.
+_SET = re.compile(r"^set ([0-9,]+) (\S+) \S+", re.MULTILINE)
+_GIVEN = re.compile(r"^give (\S+) (\S+)$", re.MULTILINE)
+_TUNED = re.compile(r"^tune ([0-9,]+) ", re.MULTILINE)
+_GPU = re.compile(r"^gpu ([0-9]+) ", re.MULTILINE)
+
+
+class Indexed(msgspec.Struct, frozen=True, kw_only=True):
+    """What an index gives: graph files of sets ("-": variables alone), variables, and tables."""
+
+    folder: Path
+    gpus: tuple[int, ...]
+    sets: Mapping[tuple[int, ...], str]
+    given: Mapping[str, str]
+    tuned: frozenset[tuple[int, ...]]
+
+
+def read_index(path: Path) -> Indexed:
+    """Return what an index gives."""
+    text = path.read_text("ascii")
+    return Indexed(
+        folder=path.parent,
+        gpus=tuple(map(int, _GPU.findall(text))),
+        sets={_numbers(gpus): file for gpus, file in _SET.findall(text)},
+        given=dict(_GIVEN.findall(text)),
+        tuned=frozenset(map(_numbers, _TUNED.findall(text))),
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
