@@ -48,6 +48,8 @@ from tccl_py.search.problem import SearchResult, SetRule
 
 SLOW_NIC = 0.5
 """A NIC with less than this share of the fastest one's speed is no part of rings."""
+CABLED_CHANNELS = 8
+"""Channels of the graph files with which owners measured hosts of one GPU along cables."""
 PAIRED_SETS = 150
 """Sets that one search for chains with given NICs may measure, while the budget lasts."""
 MORE_SETS = 160
@@ -78,6 +80,11 @@ class HostTask(Task, frozen=True, kw_only=True):
     def same_nic(self) -> bool:
         """Return whether chains leave by the NIC of their entry, as NCCL does on hosts of a GPU."""
         return len(self.gpus) == 1 and not self.cabled
+
+    @property
+    def least_channels(self) -> int:
+        """Return 1, or what is known to work along cables: no source tells few from many there."""
+        return CABLED_CHANNELS if self.cabled and len(self.gpus) == 1 else 1
 
     def hops(self, host_view: NcclView, count: int) -> HopSpace:
         """Return the hops of a view, with those over the network."""

@@ -171,7 +171,7 @@ def _channel_counts(task: Task) -> tuple[int, ...]:
         speeds = [nic.speed_mbps for nic in task.machine.nics if nic.index in task.nics]
         if sum(speeds) < SLOW_NETWORK_MBPS:
             most = min(most, SLOW_NETWORK_CHANNELS)
-    return tuple(count for count in CHANNELS if count <= most)
+    return tuple(count for count in CHANNELS if min(task.least_channels, most) <= count <= most)
 
 
 def _tuned(task: Task, choice: Choice) -> Choice:

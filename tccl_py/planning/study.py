@@ -102,6 +102,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(space, hops=hops)
 
     @property
+    def least_channels(self) -> int:
+        """Return the channels that a graph file has at least, on a network that is not slow."""
+        return 1
+
+    @property
     def symmetry(self) -> Symmetry:
         """The symmetry of the machine as far as it exchanges the GPUs."""
         return automorphisms(self.machine, self.knowledge, gpus=self.gpus)

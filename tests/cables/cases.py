@@ -72,6 +72,7 @@ def torus(rows=2, columns=4):
 CLUSTERS = {
     "ring of 3": (ring(), 3, PORTS),
     "ring of 3, hand-made": (ring(3, 1), 3, PORTS),
+    "ring of 3 the other way, hand-made": (ring(), 3, PORTS),
     "3 hosts, ports mirrored": (MIRRORED, 3, PORTS),
     "2 hosts, one cable": ([(0, 0, 1, 1)], 2, PORTS),
     "2 hosts, two cables": (DOUBLED, 2, PORTS),
@@ -122,6 +123,8 @@ def case(name, plan, folder):
         "folder": place.name,
         "cables": cabled(plan.cluster, order),
         "variables": environment(plan.choices["graph"].settings),
+        # NCCL doubles the channels of a file.
+        "channels": 0 if "hand-made" in name else 2 * plan.settings.channels,
         "hops": hops_of([[(c.entry_nic, c.exit_nic) for c in each] for each in chains]),
     }
 
@@ -145,6 +148,7 @@ def by_variables(graph_case, cables, hosts, ports):
     return graph_case | {
         "name": f"{graph_case['name']}, by variables alone",
         "folder": "",
+        "channels": 0,
         "cables": cabled(joined, {host: rank for rank, host in enumerate(joined.names)}),
         "hops": hops_of(own_pairs(joined, [own] * hosts, subnet_routing=True)),
     }

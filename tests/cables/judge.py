@@ -107,16 +107,27 @@ def verdict(place, case, codes):
     if any(codes):
         errors = [one.read_text()[:300] for one in sorted(place.glob("error*"))]
         return f"exit codes {codes}: {errors}"
-    text = "".join(one.read_text(errors="replace") for one in place.glob("nccl.*"))
+    text = logged(place)
     loaded = re.findall(r"Search 0 : (\d+) channels loaded from XML graph", text)
     if case["folder"] and len(loaded) != case["hosts"]:
         return f"{len(loaded)} of {case['hosts']} files were loaded"
+    if case["channels"] not in (0, *channels_in(text)):
+        return f"{channels_in(text)} channels, planned {case['channels']}"
     return "" if used == hops and not refused else f"used {used}, planned {hops}, {refused}"
+
+
+def logged(place):
+    return "".join(log.read_text(errors="replace") for log in place.glob("nccl.*"))
+
+
+def channels_in(text):
+    """Return the final numbers of channels of ranks."""
+    return sorted({int(count) for count in re.findall(r"(\d+) coll channels", text)})
 
 
 def version_of(folder):
     """Return the version that NCCL's log names: torch tells what it was built for."""
-    text = "".join(log.read_text(errors="replace") for log in folder.glob("run*/nccl.0"))
+    text = "".join(map(logged, folder.glob("run*")))
     return next(iter(re.findall(r"NCCL version ([0-9.]+)", text)), "unknown")
 
 
@@ -157,7 +168,9 @@ def main():
             why = verdict(place, case, codes)
             wrong += bool(why)
             seconds = time.monotonic() - began
-            print(f"{case['name']}: {why or 'right'} ({seconds:.1f} s)", flush=True)
+            channels = "/".join(map(str, channels_in(logged(place)))) or "no"
+            said = f"{why or 'right'} ({channels} channels, {seconds:.1f} s)"
+            print(f"{case['name']}: {said}", flush=True)
         # The GPU's server lets no new process in while it ends a failed one.
         time.sleep(0.5 if case["hops"] else 3)
     if HOST == 0:
