@@ -36,7 +36,9 @@ RANKS_TIMEOUT_S = 240 if REAL else 60
 BRIEF = () if REAL else ("--max-sets", "20", "--max-seconds", "20")
 """Options of `tccl plan`."""
 CHANNELS = tuple(
-    name for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS") if name in os.environ
+    name
+    for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_CGA_CLUSTER_SIZE")
+    if name in os.environ
 )
 """What scripts/test-gpu sets, so that the blocks of all ranks fit on the one real GPU."""
 PINNED = tuple(word for name in CHANNELS for word in ("--pin-env", name))

@@ -11,7 +11,7 @@ from tccl_py.experiments.spec import JobSpec, calls_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.workloads.recording import GRAPHS
 from tccl_py.workloads.workload import read_workload
-from tests.gpu.ranks import REAL, REPOSITORY
+from tests.gpu.ranks import CHANNELS, REAL, REPOSITORY
 from tests.recorded_ranks import calls_of as calls_by_group
 from tests.recorded_ranks import counted_by, without_dtypes
 
@@ -101,7 +101,7 @@ def test_the_rows_of_a_recorded_job_give_right_values_in_all_groups(recorded):
     groups = tuple(dict.fromkeys(row.groups for row in calls if row.groups))
     ranks = tuple(range(RANKS))
     host = HostRanks(ranks=ranks, gpus=ranks, environment={**os.environ, **FEW})
-    launcher = Launcher(hosts=(host,), keep=(*FEW, "NCCL_MAX_P2P_NCHANNELS"))
+    launcher = Launcher(hosts=(host,), keep=(*FEW, *CHANNELS))
     default = Arm(name="default", variables={}, settings=Settings())
     spec = JobSpec(checks=True, check_groups=groups, rows=tuple(calls), seconds=0.01)
     (outcome,) = launcher.run([default], spec)

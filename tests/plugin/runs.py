@@ -126,6 +126,7 @@ def run_ranks(folder, scenario, size, *, plan, version="2.28.9", **options):
         # All channels of virtual GPUs are on one real GPU at the same time.
         "NCCL_MAX_NCHANNELS": str(128 // size),
         "NCCL_MAX_P2P_NCHANNELS": str(128 // size),
+        "NCCL_CGA_CLUSTER_SIZE": "0",
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     }
     if plan is not None:
