@@ -143,10 +143,11 @@ def _skip_without_gpus(item, markers, count, gpus):
 
 
 def pytest_report_teststatus(report):
-    """Say of each test on GPUs, where tests are listed, which GPUs it had."""
+    """Say of each test on GPUs, where tests are listed, which GPUs it had, and for how long."""
     gpus = dict(getattr(report, "user_properties", ())).get("gpus")
     if gpus and report.when == "call" and not report.skipped:
-        return report.outcome, ".F"[report.failed], f"{report.outcome.upper()} on {gpus}"
+        words = f"{report.outcome.upper()} in {report.duration:.0f} s on {gpus}"
+        return report.outcome, ".F"[report.failed], words
     return None
 
 
