@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import Launcher, Outcome
-from tccl_py.experiments.overlap import lines_of, parse_sets, row_sets, span, time_overlap
-from tccl_py.experiments.spec import JobResult
-from tccl_py.experiments.together import ThreadStopwatch, time_set
+from tccl_py.experiments.overlap import contests_of, lines_of, parse_sets, span, time_overlap
+from tccl_py.experiments.spec import ContestTimes, JobResult, Row, Variant
+from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.rank_processes.rank import Communicator
 from tests.processes import alive, children
 from tests.test_json_page import same_keys
@@ -38,18 +38,23 @@ def tccl(*words):
 
 
 def sets_of(*pairs, messages=2, copies=False):
-    return row_sets(
+    return contests_of(
         [pairs], copies=copies, message_bytes=1024, messages=messages, repeats=3
     )  # fmt: skip
 
 
-def outcome_of(*ranks, wrong=()):
-    """A job whose ranks have these times of each set."""
+def outcome_of(*ranks):
+    """A job whose ranks have these times of each row, alone and at once, of each set."""
     results = tuple(
-        JobResult(rank=rank, torch="2", sets=tuple(sets), wrong=wrong)
+        JobResult(rank=rank, torch="2", contests=tuple(map(times_of, sets)))
         for rank, sets in enumerate(ranks)
     )
     return Outcome(results=results, log="")
+
+
+def times_of(rows):
+    variants = (Variant(seconds=alone, beside=at_once) for alone, at_once in rows)
+    return ContestTimes(row=Row(), variants=tuple(variants))
 
 
 @needs_torch
@@ -78,9 +83,8 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
 
 
 def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
-    times = {"sequential": ((2e-3,), (1e-3,)), "concurrent": ((2.5e-3,), (1.5e-3,))}
-    both = {mode: works[:1] for mode, works in times.items()}
-    outcome = outcome_of((both, times, times))
+    times = ((1e-3,), (1.5e-3,)), ((2e-3,), (2.5e-3,))
+    outcome = outcome_of((times[1:], times, times))
     (first, beside), (second, more) = (
         lines_of(by, sets_of((1, 0), messages=1), outcome, (0, 1)) for by in ("gloo", "memcpy")
     )
@@ -139,8 +143,8 @@ def test_gemms_beside_a_copy_run_on_its_gpu_and_counts_are_agreed_on_the_ranks_o
         torch=torch, dist=MagicMock(), rank=0, members=(0,), device=torch.device("cuda", 0)
     )
     *_, beside_gemm = sets_of((2, 3), copies=True)
-    times, wrong = time_set(own, beside_gemm)
-    assert ([len(row) for row in times["concurrent"]], wrong) == ([3, 3], ())
+    times = time_beside(own, beside_gemm)
+    assert ([len(row.beside) for row in times.variants], times.fault) == ([3, 3], "")
     # torch refuses a collective on another device than the process group's.
     assert (busy, torch.tensor.call_args.kwargs["device"].index) == ([2], 0)
 
@@ -153,8 +157,9 @@ def test_few_samples_give_all_they_have():
 @pytest.mark.parametrize(("mode", "total"), [("sequential", 30.0), ("concurrent", 20.0)])
 def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
     (sets, *_) = sets_of((0, 1), (1, 0))
-    outcome = outcome_of([{mode: ((), (0.02, 0.02))}], [{mode: ((0.01, 0.01), ())}])
-    ((row,), _) = lines_of("nccl", [sets], outcome, (4, 6))
+    none, long, short = ((), ()), ((0.02, 0.02),) * 2, ((0.01, 0.01),) * 2
+    lines, _ = lines_of("nccl", [sets], outcome_of([(none, long)], [(short, none)]), (4, 6))
+    (row,) = (line for line in lines if line["mode"] == mode)
     assert row["set"] == ["G4->G6", "G6->G4"]
     assert [one.median_ms for one in row["message"]] == [5.0, 10.0]
     assert row["total"].median_ms == total
@@ -162,13 +167,13 @@ def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
 
 def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
     def times(product, *transfer):
-        return {"concurrent": (product, transfer)}
+        return (transfer, transfer), (product, product)
 
-    all_reduce = {"sequential": ((0.006,), (0.007,))}
+    all_reduce = times((0.006,), 0.007)
     outcome = outcome_of(
         [times((0.002,)), all_reduce], [times((0.003,), 0.005), all_reduce], [times(()), all_reduce]
     )
-    _, (row, other) = lines_of("nccl", sets_of((0, 1))[1:], outcome, (0, 1, 2))
+    _, (_, row, other, _) = lines_of("nccl", sets_of((0, 1))[1:], outcome, (0, 1, 2))
     assert (row["transfer_time"].median_ms, row["product_time"].median_ms) == (5.0, 3.0)
     assert row["total"].median_ms == 5.0
     assert other["transfer"] == "all-reduce"

@@ -20,7 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, RowSet, calls_of, rows_of
+from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -286,14 +286,15 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
 @needs_torch
 def test_rows_of_a_set_run_alone_and_at_once_in_groups_of_their_own(server):
     pairs, ring = ((0, 1), (2, 3)), ((3, 1, 0),)
-    rows = (Row(bytes=64, groups=pairs), Row(bytes=64, collective="all_to_all", groups=ring))
-    spec = JobSpec(sets=(RowSet(rows=rows, calls=2, repeats=3),))
+    other = Row(bytes=64, collective="all_to_all", groups=ring)
+    row = Row(bytes=64, groups=pairs, beside=(other,))
+    spec = JobSpec(contests=(Contest(row=row, calls=2, rounds=3),))
     results = run_job(spec, 4, server=server).results
     for rank, result in enumerate(results):
-        (times,) = result.sets
-        assert set(times) == {"sequential", "concurrent"}
-        for of_rows in times.values():
-            assert [len(row) for row in of_rows] == [3, 0 if rank == 2 else 3]
+        (times,) = result.contests
+        for field in ("seconds", "beside"):
+            counts = [len(getattr(variant, field)) for variant in times.variants]
+            assert counts == [3, 0 if rank == 2 else 3]
 
 
 @pytest.mark.parametrize(

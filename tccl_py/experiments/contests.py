@@ -32,7 +32,7 @@ from tccl_py.experiments.spec import (
     Row,
     Variant,
 )
-from tccl_py.experiments.together import gemms_beside, stopwatch
+from tccl_py.experiments.together import gemms_beside, stopwatch, time_beside
 from tccl_py.nccl.tuner import (
     ALGORITHMS,
     PROTOCOL_BYTES,
@@ -108,7 +108,7 @@ def run_contests(
     reach: concurrent jobs wait for each other's time slots.
     """
     gc.freeze()  # torch may collect garbage before each capture
-    tuner, channels = Tuner(), _channels()
+    channels = _channels()
     own: Own | None = None
     nccl = loaded_nccl(communicator.torch) if communicator.cuda else ""
     if nccl and version_facts(nccl).tuners_lower_channels:
@@ -118,6 +118,10 @@ def run_contests(
         if communicator.maximum(time.monotonic() - begun) > seconds:
             return
         row = contest.row
+        if contest.calls:
+            yield time_beside(communicator, contest)
+            continue
+        tuner = Tuner()
         tried = all_choices(row, channels, own) if contest.choices is None else contest.choices
         # 1. Leave out what NCCL does not allow here: all ranks agree.
         with slot():

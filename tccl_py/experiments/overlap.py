@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, Outcome
-from tccl_py.experiments.spec import JobResult, JobSpec, Mode, Row, RowSet, RowTimes, SetTimes
+from tccl_py.experiments.spec import Contest, JobResult, JobSpec, Row
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.nccl.settings import Settings
@@ -24,7 +24,8 @@ Backend = Literal["nccl", "gloo"]
 Pair = tuple[int, int]
 """A transfer between two of the job's GPUs, numbered from 0."""
 Pairs = tuple[Pair, ...]
-_TOTAL: dict[Mode, Callable[[tuple[float, ...]], float]] = {"sequential": sum, "concurrent": max}
+_MODES = (("sequential", "seconds", sum), ("concurrent", "beside", max))
+"""Names, fields of the times, and how those of all rows add up."""
 _GEMM = Row(mode="gemm")
 _PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
@@ -82,19 +83,22 @@ def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
     return gpus.index(source), gpus.index(target)
 
 
-def row_sets(
+def contests_of(
     sets: Sequence[Pairs], *, copies: bool, message_bytes: int, messages: int, repeats: int
-) -> tuple[RowSet, ...]:
-    """Return each set of pairs as rows, then the first pair and an all-reduce beside a GEMM.
+) -> tuple[Contest, ...]:
+    """Return rows beside each other: each set of pairs, the first pair and a GEMM, an all-reduce.
 
     Pairs are messages between ranks or, by one process between all GPUs, `copies`.
     """
-    pair_row = Row(collective="send", dtype="uint8", bytes=message_bytes)
-    pair_row = replace(pair_row, mode="copy" if copies else "")
-    rows = [tuple(replace(pair_row, groups=(pair,)) for pair in pairs) for pairs in sets]
-    rows += [(_GEMM, rows[0][0])]
-    rows += [] if copies else [(_GEMM, Row(bytes=message_bytes))]
-    return tuple(RowSet(rows=of_set, calls=messages, repeats=repeats) for of_set in rows)
+    mode = "copy" if copies else ""
+    pair_row = Row(collective="send", dtype="uint8", bytes=message_bytes, mode=mode)
+    rows = [[replace(pair_row, groups=(pair,)) for pair in pairs] for pairs in sets]
+    rows += [[rows[0][0], _GEMM]]
+    rows += [] if copies else [[Row(bytes=message_bytes), _GEMM]]
+    return tuple(
+        Contest(row=replace(row, beside=tuple(beside)), rounds=repeats, calls=messages)
+        for row, *beside in rows
+    )
 
 
 def time_overlap(
@@ -102,7 +106,7 @@ def time_overlap(
 ) -> tuple[list[Line], list[Line], JobResult]:
     """Run a job of messages and one of copies here; return their lines, and a rank's result.
 
-    `counts` are as in `row_sets`. Raises MeasurementError: a rank fails, or as `lines_of`.
+    `counts` are as in `contests_of`. Raises MeasurementError: a rank fails, or as `lines_of`.
     """
     host = HostRanks(ranks=tuple(range(len(gpus))), gpus=tuple(gpus), environment=dict(os.environ))
     # NCCL's variables, and its file, are the caller's.
@@ -119,14 +123,14 @@ def time_overlap(
                 keep=keep,
                 timeout=timeout,
             )
-            spec = JobSpec(sets=row_sets(sets, copies=by == "memcpy", **counts))
+            spec = JobSpec(contests=contests_of(sets, copies=by == "memcpy", **counts))
             try:
                 (outcome,) = launcher.run([arm], spec)
             except RanksError as error:
                 if error.late:
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
-            lines = lines_of(by, spec.sets, outcome, gpus)
+            lines = lines_of(by, spec.contests, outcome, gpus)
             pairs += lines[0]
             products += lines[1]
     return pairs, products, outcome.results[0]
@@ -139,38 +143,40 @@ def span(seconds: Iterable[float]) -> Span:
 
 
 def lines_of(
-    by: str, sets: Sequence[RowSet], outcome: Outcome, gpus: Sequence[int]
+    by: str, contests: Sequence[Contest], outcome: Outcome, gpus: Sequence[int]
 ) -> tuple[list[Line], list[Line]]:
     """Return a job's lines of pairs, and of transfers beside a GEMM.
 
     `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place. Wrong bytes are a
     MeasurementError.
     """
-    if outcome.wrong:
-        wrong = ", ".join(sorted({str(value.rank) for value in outcome.wrong}))
-        raise MeasurementError(f"transfers by {by}: gave rank {wrong} wrong bytes: times are void")
+    times_of = [result.contests for result in outcome.results]
+    wrong = [rank for rank, times in enumerate(times_of) if any(each.fault for each in times)]
+    if wrong:
+        named = ", ".join(map(str, wrong))
+        raise MeasurementError(f"transfers by {by}: gave rank {named} wrong bytes: times are void")
     pairs, products = list[Line](), list[Line]()
-    for at, of_set in enumerate(sets):
+    for contest, ranks in zip(contests, zip(*times_of, strict=True), strict=True):
+        rows = (contest.row, *contest.row.beside)
         names = [
             "->".join(f"G{gpus[place]}" for place in row.groups[0]) if row.groups else "all-reduce"
-            for row in of_set.rows
+            for row in rows
             if row != _GEMM
         ]
-        for mode, times in _slowest([result.sets[at] for result in outcome.results]):
-            total = span(map(_TOTAL[mode], zip(*times, strict=True)))
+        for mode, field, whole in _MODES:
+            of_ranks = ([getattr(part, field) for part in times.variants] for times in ranks)
+            # The slowest rank that reports a row counts.
+            works = [
+                list(map(max, zip(*filter(None, row), strict=True)))
+                for row in zip(*of_ranks, strict=True)
+            ]
+            total = span(map(whole, zip(*works, strict=True)))
             line: Line = {"by": by, "mode": mode}
-            if of_set.rows[0] == _GEMM:
+            if rows[-1] == _GEMM:
                 line |= {"transfer": names[0]}
-                line |= {"transfer_time": span(times[1]), "product_time": span(times[0])}
+                line |= {"transfer_time": span(works[0]), "product_time": span(works[1])}
                 products.append({**line, "total": total})
             else:
-                messages = [span(value / of_set.calls for value in work) for work in times]
+                messages = [span(value / contest.calls for value in work) for work in works]
                 pairs.append({**line, "set": names, "message": messages, "total": total})
     return pairs, products
-
-
-def _slowest(ranks: Sequence[SetTimes]) -> Iterator[tuple[Mode, RowTimes]]:
-    """Yield each mode, and the times of each row on the slowest rank that reports it."""
-    for mode in ranks[0]:
-        rows = zip(*(rank[mode] for rank in ranks), strict=True)
-        yield mode, tuple(tuple(map(max, zip(*filter(None, row), strict=True))) for row in rows)

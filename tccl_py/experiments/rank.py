@@ -23,7 +23,6 @@ import msgspec
 from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed_batch, warm_up
 from tccl_py.experiments.contests import run_contests
 from tccl_py.experiments.spec import Groups, JobResult, JobSpec
-from tccl_py.experiments.together import time_set
 from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import (
     Communicator,
@@ -79,11 +78,6 @@ def main() -> None:
         warm_up(communicator)
         timings = tuple(_timings(spec, over, slot))
         result = msgspec.structs.replace(result, timings=timings)
-    for rows in spec.sets:
-        set_times, wrong = time_set(communicator, rows)
-        result = msgspec.structs.replace(
-            result, sets=(*result.sets, set_times), wrong=(*result.wrong, *wrong)
-        )
     if spec.contests:
         warm_up(communicator)
         times = run_contests(spec.contests, communicator, slot, seconds=spec.contest_seconds)

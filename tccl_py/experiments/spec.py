@@ -6,7 +6,6 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -39,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an experiment: a collective of `bytes` over all ranks or in `groups`.
 
     Of another `mode` it is a training step, a "gemm" (matrix multiplications that take as long as
-    the other row of its set), or a "copy" between two devices of one process.
+    the other row), or a "copy" between two devices of one process. Rows `beside` it run at once.
     """
 
     collective: Collective = "all_reduce"
@@ -47,6 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     groups: Groups = ()
     mode: str = ""
+    beside: tuple[Row, ...] = ()
 
     @property
     def over_all(self) -> bool:
@@ -96,37 +96,26 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     channels: int = 0
 
 
-class RowSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows to time `repeats` times, `calls` of each, one after the other and all at once."""
-
-    rows: tuple[Row, ...]
-    calls: int
-    repeats: int
-
-
-Mode = Literal["sequential", "concurrent"]
-RowTimes = tuple[tuple[float, ...], ...]
-"""Seconds of each repeat by row, () where other ranks report them."""
-SetTimes = dict[Mode, RowTimes]
-
-
 class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row to time under NCCL's own choice and under `choices`.
+    """A row to time in rounds, under NCCL's own choice and under `choices`.
 
     None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
-    then. With `table` the plugin's table is what is timed instead of choices.
+    then. With `table` the plugin's table is what is timed instead of choices. With `calls` so many
+    of the row, and of each row beside it, are timed one after the other and at once.
     """
 
     row: Row
     choices: tuple[Choice, ...] | None = None
     rounds: int = FINAL_ROUNDS
     table: bool = False
+    calls: int = 0
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds per call of a choice, the slowest rank's, one value a round.
 
-    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed.
+    None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed, or of
+    a row of several beside the others.
     """
 
     choice: Choice | None = None
@@ -138,13 +127,16 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Times of a contest, NCCL's own choice first, then each choice, or the plugin's table.
 
     The last `final` rounds have finalists alone: which choices became finalists does not depend on
-    their times. `skew` is the largest median difference between ranks, as a share.
+    their times. `skew` is the largest median difference between ranks, as a share. Rows that run at
+    once have a variant each, with this rank's seconds of all calls; none where other ranks report
+    them. `fault` says how received bytes are wrong.
     """
 
     row: Row
     variants: tuple[Variant, ...]
     final: int = 0
     skew: float = 0.0
+    fault: str = ""
 
     @property
     def finalists(self) -> tuple[Variant, ...]:
@@ -156,7 +148,7 @@ class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work of a job's ranks, in this order: checks, timings of rows and sets, contests, training.
+    """Work of a job's ranks, in this order: checks, timings of rows, contests, training.
 
     Values are checked over all ranks and in `check_groups`. Each of `rows` is timed for about
     `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no checks
@@ -175,10 +167,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     check_groups: tuple[Groups, ...] = ()
     rows: tuple[Row, ...] = ()
     seconds: float = 0.08
-    sets: tuple[RowSet, ...] = ()
     training: bool = False
     contests: tuple[Contest, ...] = ()
-    contest_seconds: float = 0.0
+    contest_seconds: float = 1e9
     nccl_tests: str = ""
 
 
@@ -207,7 +198,6 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wrong: tuple[WrongValue, ...] = ()
     left_out: tuple[str, ...] = ()
     timings: tuple[tuple[float, ...], ...] = ()
-    sets: tuple[SetTimes, ...] = ()
     training: dict[str, tuple[float, ...]] = {}
     trained: dict[str, tuple[float | None, ...]] = {}
     contests: tuple[ContestTimes, ...] = ()

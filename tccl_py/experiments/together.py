@@ -1,4 +1,4 @@
-"""Rows of a set on a rank, one after the other and at once: transfers, copies, collectives, GEMMs.
+"""Rows beside each other on a rank, alone and at once: transfers, copies, collectives, GEMMs.
 
 Each row has a communicator of its own: in one, NCCL would queue transfers one behind the other.
 """
@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from tccl_py.experiments.calls import Call, gemms, repeated, row_call, transfers
-from tccl_py.experiments.spec import Mode, Row, RowSet, SetTimes, WrongValue
+from tccl_py.experiments.spec import Contest, ContestTimes, Row, Variant
 from tccl_py.rank_processes.rank import Communicator
 
 _WARM_UPS = 2
@@ -94,35 +94,32 @@ class Part(NamedTuple):
     fault: Callable[[], str] = str
 
 
-def time_set(communicator: Communicator, rows: RowSet) -> tuple[SetTimes, tuple[WrongValue, ...]]:
-    """Return the times of a set's rows on this rank, and what it received wrong.
-
-    Rows are timed alone and together in turn, so that drift favours neither.
-    """
-    devices = [place for row in rows.rows if row.mode == "copy" for place in row.groups[0]]
+def time_beside(communicator: Communicator, contest: Contest) -> ContestTimes:
+    """Return the times on this rank of a row and of those beside it, alone and at once in turn."""
+    rows = (contest.row, *contest.row.beside)
+    devices = [place for row in rows if row.mode == "copy" for place in row.groups[0]]
     devices = list(dict.fromkeys(devices)) or [communicator.device.index]
     begin = stopwatch(communicator, devices)
-    parts = [_part(communicator, row, rows.calls) for row in rows.rows if row.mode != "gemm"]
-    if len(parts) < len(rows.rows):
+    parts = [_part(communicator, row, contest.calls) for row in rows if row.mode != "gemm"]
+    with_gemms = len(parts) < len(rows)
+    if with_gemms:  # These are launched first.
         (other,) = parts
         multiply = gemms_beside(communicator, begin, other and other.call, devices[0])
         parts.insert(0, Part(multiply, counts=other is not None))
-    modes: dict[Mode, list[list[float]]] = {"sequential": [], "concurrent": []}
-    for _ in range(_WARM_UPS + rows.repeats):
-        calls = [[part.call] if part else [] for part in parts]
-        modes["sequential"].append([max(begin(call), default=0.0) for call in calls])
+    calls = [[part.call] if part else [] for part in parts]
+    alone, at_once = list[list[float]](), list[list[float]]()
+    for _ in range(_WARM_UPS + contest.rounds):
+        alone.append([max(begin(call), default=0.0) for call in calls])
         times = iter(begin(list(chain(*calls))))
-        modes["concurrent"].append([next(times) if part else 0.0 for part in parts])
-    timed = {
-        mode: tuple(
-            tuple(seconds[at] for seconds in repeats[_WARM_UPS:]) if part and part.counts else ()
-            for at, part in enumerate(parts)
-        )
-        for mode, repeats in modes.items()
-    }
-    faults = [fault for part in parts if part and (fault := part.fault())]
-    case, rank = "transfers at once", communicator.rank
-    return timed, tuple(WrongValue(case=case, rank=rank, what=fault) for fault in faults)
+        at_once.append([next(times) if part else 0.0 for part in parts])
+    columns = (zip(*rounds[_WARM_UPS:], strict=True) for rounds in (alone, at_once))
+    variants = [
+        Variant(seconds=seconds, beside=beside) if part and part.counts else Variant()
+        for part, seconds, beside in zip(parts, *columns, strict=True)
+    ]
+    fault = next((fault for part in parts if part and (fault := part.fault())), "")
+    in_order = (*variants[with_gemms:], *variants[:with_gemms])
+    return ContestTimes(row=contest.row, variants=in_order, fault=fault)
 
 
 def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:

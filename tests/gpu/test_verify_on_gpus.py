@@ -9,12 +9,13 @@ import shutil
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rings import rings_found
-from tccl_py.experiments.spec import JobSpec, RowSet, groups_of, rows_of
+from tccl_py.experiments.spec import Contest, JobSpec, groups_of, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
@@ -59,14 +60,14 @@ def test_every_collective_is_right_and_timed_in_groups_that_overlap(measured):
     groups = [*groups_of(len(gpus)), (ranks[::2], ranks[1::2]), ((1, 0),)]
     groups = tuple(parts for parts in groups if all(len(part) > 1 for part in parts))
     rows = rows_of((1024, 1 << 20), COLLECTIVES, "bfloat16", groups=groups)
-    sets = (RowSet(rows=rows[:2], calls=2, repeats=3),)
-    spec = JobSpec(checks=True, check_groups=groups, rows=rows, seconds=0.01, sets=sets)
+    at_once = Contest(row=replace(rows[0], beside=rows[1:2]), calls=2, rounds=3)
+    spec = JobSpec(checks=True, check_groups=groups, rows=rows, seconds=0.01, contests=(at_once,))
     (found,) = launcher.run([arm], spec)
     for rank, answer in enumerate(found.results):
         assert (answer.wrong, answer.left_out) == ((), ())
         inside = [any(rank in part for part in row.groups) for row in rows]
         assert [bool(times) for times in answer.timings] == inside
-        assert answer.sets
+        assert answer.contests
         print(rank, answer.checked, [min(times, default=0.0) for times in answer.timings])
 
 
