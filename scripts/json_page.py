@@ -260,6 +260,7 @@ class RowTime(Keys, kw_only=True):
     bytes: int
     groups: Annotated[list[list[int]], says("ranks; empty for all")]
     mode: str
+    beside: Annotated[list[Any], says("rows that run at once")]
     calls: Annotated[float, says("in a step")]
     seconds: Annotated[dict[ChoiceName, float], says("of a call")]
     speed: dict[ChoiceName, Span]

@@ -539,18 +539,31 @@ def test_the_report_draws_latency_and_bandwidth_by_size_and_show_lists_the_entri
 
 def test_a_dry_run_is_not_drawn(tmp_path):
     tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
-    file = tmp_path / "sizes.json"
+    file = tmp_path / "tuning.json"
     file.write_text(file.read_text().replace('"backend": "cuda"', '"backend": "host"'))
-    assert "sizes.json is left out" in Page(report_html(read_contents(tmp_path))).words
+    assert "tuning.json is left out" in Page(report_html(read_contents(tmp_path))).words
 
 
 @pytest.mark.parametrize(("old", "new"), [('"rows"', '"lines"'), ('"ll"', '"fast"'), ("{", "")])
 def test_damaged_rows_are_refused(tmp_path, old, new):
     tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
-    file = tmp_path / "sizes.json"
+    file = tmp_path / "tuning.json"
     file.write_text(file.read_text().replace(old, new, 1))
     with pytest.raises(InputError):
         load_sizes(tmp_path)
+
+
+def test_rows_that_an_earlier_version_kept_apart_are_read_and_go_with_the_next_tuning(tmp_path):
+    found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
+    whole = json.loads((tmp_path / "tuning.json").read_text())
+    rows = {name: whole[name] for name in ("format_version", "plan_digest", "tunings")}
+    (tmp_path / "sizes.json").write_text(json.dumps(rows))
+    del whole["tunings"]
+    (tmp_path / "tuning.json").write_text(json.dumps(whole))
+    assert load_sizes(tmp_path) == found
+    assert load_tuning(plan_of(SMALL), tmp_path).tables
+    tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
+    assert not (tmp_path / "sizes.json").exists()
 
 
 def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay(tmp_path):

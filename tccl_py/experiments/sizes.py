@@ -1,4 +1,4 @@
-"""Tuning by message size: all GPUs of a plan, then smaller sets; sizes.json.
+"""Tuning by message size: all GPUs of a plan, then smaller sets; tuning.json.
 
 Choices are relative to the recommended choice of the plan without a table, whose jobs they share. A
 sweep of choices runs in one job, and fresh jobs confirm or reject.
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
@@ -45,6 +46,7 @@ from tccl_py.experiments.spec import (
     rows_of,
 )
 from tccl_py.experiments.target import Target
+from tccl_py.files import decode_json, encode_line
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -85,17 +87,23 @@ EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
 """The sets of GPUs that equal each measured set, itself included."""
 
 
-class SizeTunings(Kept, frozen=True, kw_only=True):
-    """The tunings of a plan: of all GPUs, the first of all-reduce, then of smaller sets."""
+class _EarlierRows(Kept, frozen=True, kw_only=True):
+    """The rows of earlier versions, which had a file of their own beside the tables."""
 
     FILE = "sizes.json"
-    tunings: tuple[SizeTuning, ...]
+    tunings: msgspec.Raw
 
 
 def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
-    """Return the tunings of the plan in a directory; () if none, or of an earlier plan."""
-    saved = SizeTunings.load(directory)
-    return () if saved is None else saved.tunings
+    """Return the tunings of the plan in a directory; () if none, or of an earlier plan.
+
+    The first is of all-reduce over all GPUs, the last are of smaller sets.
+    """
+    saved = _EarlierRows.load(directory) or Tuning.load(directory)
+    if saved is None:
+        return ()
+    text, where = bytes(saved.tunings).decode(), str(directory / saved.FILE)
+    return decode_json(text, tuple[SizeTuning, ...], where=where, name="tuning")
 
 
 def tune_by_size(
@@ -130,13 +138,9 @@ def tune_by_size(
                 tunings.append(tune_sizes(*over, rows, longest)[0])
             except MeasurementError as error:
                 launcher.say(f"not tuned by message size: {error}")
-        try:
-            _keep(target, tunings, equal)
-            if library is not None and tunings:
-                tunings = _checked(target, launcher, tunings, library)
-                _keep(target, tunings, equal)
-        except InputError as error:
-            launcher.say(f"the plugin gets no table by message size: {error}")
+        if tunings and _keep(target, launcher, tunings, equal) and library is not None:
+            tunings = _checked(target, launcher, tunings, library)
+            _keep(target, launcher, tunings, equal)
     return tuple(tunings)
 
 
@@ -305,24 +309,36 @@ def _fresh_jobs(
     return times
 
 
-def _keep(target: Target, tunings: Sequence[SizeTuning], equal: EqualSets) -> None:
-    """Write the rows, and the plugin's tables of the sets measured on GPUs, and of their equals."""
+def _keep(
+    target: Target, launcher: Launcher, tunings: Sequence[SizeTuning], equal: EqualSets
+) -> bool:
+    """Write the rows, and the plugin's tables of the sets measured on GPUs, and of their equals.
+
+    Return whether the plugin gets tables.
+    """
     plan, tables = target.plan, list[TunerTable]()
     for measured, sets in equal.items():
         of_set = chain.from_iterable(each.entries for each in tunings if each.gpus == measured)
         if entries := tuple(sorted(of_set, key=table_order)):
             table = TunerTable(gpus=measured, measured_on=measured, entries=entries)
             tables += [replace(table, gpus=gpus) for gpus in sorted(sets)]
+    tuning = Tuning(
+        choice=plan.recommended,
+        nccl=tunings[0].nccl,
+        tables=tuple(tables),
+        simulated=plan.simulated,
+        tunings=msgspec.Raw(encode_line(tunings)),
+    )
     with undisturbed():
-        SizeTunings(tunings=tuple(tunings)).keep(target.directory)
-        if tunings and tunings[0].backend == "cuda":
-            tuning = Tuning(
-                choice=plan.recommended,
-                nccl=tunings[0].nccl,
-                tables=tuple(tables),
-                simulated=plan.simulated,
-            )
-            keep_tuning(tuning, plan, target.directory)
+        (target.directory / _EarlierRows.FILE).unlink(missing_ok=True)
+        try:
+            if launcher.backend == "cuda":
+                keep_tuning(tuning, plan, target.directory)
+                return True
+        except InputError as error:
+            launcher.say(f"the plugin gets no table by message size: {error}")
+        replace(tuning, nccl="", tables=()).keep(target.directory, launcher.say)
+    return False
 
 
 def _checked(

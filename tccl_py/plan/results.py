@@ -141,23 +141,28 @@ class Kept(_Head, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuning(Kept, frozen=True, kw_only=True):
-    """Tables measured with a choice of the plan and a version of NCCL."""
+    """Tables measured with a choice of the plan and a version of NCCL, "" if the plugin gets none.
+
+    `tunings` are the measured rows, as experiments write and read them.
+    """
 
     FILE = "tuning.json"
     choice: Literal["default", "variables", "graph"]
     nccl: str
     tables: tuple[TunerTable, ...] = ()
     simulated: bool = False
+    tunings: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 def load_tuning(plan: Plan, directory: Path) -> Tuning | None:
-    """Return the tuning of the plan in a directory; None if none, or of an earlier plan.
+    """Return the tables of the plan in a directory; None if none, or of an earlier plan.
 
     Raises InputError: tuning.json is unreadable, of another version, damaged, or does not fit.
     """
     tuning = Tuning.load(directory)
-    if tuning is not None:
-        check_tables(tuning.tables, plan.gpus, where=str(directory / Tuning.FILE))
+    if tuning is None or not tuning.nccl:
+        return None
+    check_tables(tuning.tables, plan.gpus, where=str(directory / Tuning.FILE))
     return tuning
 
 

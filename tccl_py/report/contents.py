@@ -18,7 +18,7 @@ from tccl_py.errors import InputError
 from tccl_py.experiments.evaluation import Evaluation
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.size_table import SizeTuning
-from tccl_py.experiments.sizes import SizeTunings, load_sizes
+from tccl_py.experiments.sizes import load_sizes
 from tccl_py.explanation.findings import Explanation
 from tccl_py.health.checks import links_now
 from tccl_py.health.host import HostState
@@ -27,7 +27,7 @@ from tccl_py.model.measurement import JOURNAL_FILE, Measurement
 from tccl_py.model.rings import bounce
 from tccl_py.model.transfer import Flow, TransferSet, transfer_set
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.results import Kept, plan_in, planned_fingerprint
+from tccl_py.plan.results import Kept, Tuning, plan_in, planned_fingerprint
 from tccl_py.plan.staging import PLAN_FILE
 from tccl_py.planning.plan_sources import planned_model
 from tccl_py.report.verification import trade_off_lines
@@ -101,7 +101,7 @@ def read_contents(directory: Path) -> Contents:
     sizes = load_sizes(directory)
     if any(tuning.backend != "cuda" for tuning in sizes):
         sizes = ()
-        notices.append(f"{SizeTunings.FILE} is left out: it {_DRY_RUN}")
+        notices.append(f"{Tuning.FILE} is left out: it {_DRY_RUN}")
     return Contents(
         directory=directory,
         plan=plan,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tccl_py.experiments.sizes import SizeTunings, load_sizes
+from tccl_py.experiments.sizes import load_sizes
 from tccl_py.plan.load import load_plan
-from tccl_py.plan.results import load_tuning
+from tccl_py.plan.results import Tuning, load_tuning
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
@@ -42,7 +42,7 @@ def tuned(request, tmp_path_factory):
     )
     assert done.returncode in (0, 1), done.stderr
     if keep := os.environ.get("TCCL_KEEP"):
-        shutil.copy(place / SizeTunings.FILE, Path(keep) / f"{request.param}.json")
+        shutil.copy(place / Tuning.FILE, Path(keep) / f"{request.param}.json")
     return place, load_sizes(place)
 
 
