@@ -23,8 +23,8 @@ from tccl_py.nccl.versions import ASSUMED
 from tccl_py.nccl.view import view
 from tccl_py.planning.choices import rated_choices
 from tccl_py.planning.planner import FEW_RING_COUNTS, RING_COUNTS, make_plan
-from tccl_py.planning.request import DEFAULT_BUDGET
-from tccl_py.planning.study import Stock, Task
+from tccl_py.planning.request import DEFAULT_BUDGET, Task
+from tccl_py.planning.study import Stock
 from tccl_py.search.problem import Budget, SearchProblem, count_ring_sets
 from tccl_py.search.strategies import find_rings
 from tccl_py.simulator.descriptions import load_bundled
@@ -124,7 +124,8 @@ class MachineRuns:
             strategy="best-first",
             budget=DEFAULT_BUDGET,
         )
-        return rated_choices(task).by_default
+        rated = rated_choices(task)
+        return rated.default or rated.variables
 
     def _plan(self) -> Entry:
         source = Bench(Simulator(self.model))

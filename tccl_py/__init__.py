@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tccl_py.plan.text import diff as diff
     from tccl_py.planning.planner import make_cluster_plan as make_cluster_plan
     from tccl_py.planning.planner import make_plan as make_plan
-    from tccl_py.planning.planner import search_problem as search_problem
+    from tccl_py.planning.request import search_problem as search_problem
     from tccl_py.readers.live import discover_machine as discover_machine
     from tccl_py.readers.switches import read_switches as read_switches
     from tccl_py.report.page import drawing as drawing
@@ -69,7 +69,8 @@ _NAMES = {
     "nccl.settings": "Settings",
     "plan.load": "load_plan",
     "plan.plan": "Plan",
-    "planning.planner": "make_cluster_plan make_plan search_problem",
+    "planning.planner": "make_cluster_plan make_plan",
+    "planning.request": "search_problem",
     "plan.text": "diff",
     "plan.directory": "write_plan",
     "readers.live": "discover_machine",

@@ -27,7 +27,7 @@ from tccl_py.plan.chains import sender_nodes
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.planning.planner import make_plan
-from tccl_py.planning.study import OneNode
+from tccl_py.planning.request import OneNode
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import PCIE, as_only, plan_of, through

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.plan.chains import condensed
 from tccl_py.planning.choices import SettingsSearch, as_graph, rated_choices
-from tccl_py.planning.study import CAREFUL, Task, measured_well, rings_under, search_under
+from tccl_py.planning.request import Task, rings_under
+from tccl_py.planning.study import CAREFUL, measured_well, search_under
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
@@ -48,9 +49,9 @@ def searched(task, sets=200, *, interrupted_at=None):
     own = rated_choices(task)
     if interrupted_at is not None:
         task.source.left = interrupted_at
-    search = SettingsSearch(task, as_graph(own.by_variables))
+    search = SettingsSearch(task, own)
     search.run(sets=sets)
-    return own.by_variables, search
+    return own.variables, search
 
 
 @pytest.mark.parametrize("name", FOUR_GPUS)
@@ -116,7 +117,7 @@ def test_an_interruption_among_variables_keeps_the_best_so_far(at):
 def test_choices_without_a_graph_file_run_the_rings_that_nccl_picks(name):
     task = task_for(name)
     rated = rated_choices(task)
-    for own in (rated.by_variables, rated.by_default):
+    for own in (rated.variables, rated.default or rated.variables):
         assert own.measurement.simulated
         assert {one.gpus for one in own.rings.rings} <= {
             tuple(ring[(i + ring.index(min(ring))) % len(ring)] for i in range(len(ring)))

@@ -32,7 +32,7 @@ from tccl_py.plan.results import Kept
 from tccl_py.planning.choices import own_rings
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.parts import job_gpus
-from tccl_py.planning.study import Task, rings_under
+from tccl_py.planning.request import Task, rings_under
 from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.bench import Bench, bench_of
 

@@ -175,6 +175,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return {host: switch.name for switch in switches for host in switch.hosts}
 
     @property
+    def closes(self) -> bool:
+        """Whether chains close to rings inside the only host."""
+        return len(self.hosts) == 1
+
+    @property
     def ranks(self) -> int:
         """The number of ranks on all hosts."""
         return sum(host.slots for host in self.hosts)

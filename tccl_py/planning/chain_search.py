@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import InputError, SearchError
 from tccl_py.files import picked
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
@@ -31,18 +30,15 @@ from tccl_py.nccl.network import (
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
 from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, NicPairs, OwnChains
-from tccl_py.planning.choices import WORTH, SettingsSearch, interval
+from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rated_choices, rated_stock
+from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
     Choice,
-    Rings,
     Stock,
-    Task,
     choice_found,
     condensed_rings,
     measured_well,
-    rings_under,
     search_under,
-    stock,
 )
 from tccl_py.search.problem import SearchResult, SetRule
 
@@ -85,6 +81,21 @@ class HostTask(Task, frozen=True, kw_only=True):
     def least_channels(self) -> int:
         """Return 1, or what is known to work along cables: no source tells few from many there."""
         return CABLED_CHANNELS if self.cabled and len(self.gpus) == 1 else 1
+
+    def own_choice(self, settings: Settings) -> DefaultChoice:
+        """Return NCCL's own chains; for its search any number of hosts above 1 is equal."""
+        return default_choice(self.view(settings), nodes=2)
+
+    def own_ring_set(self, nccl: DefaultChoice, settings: Settings) -> RingSet:
+        """Return NCCL's own chains by the mechanisms of settings.
+
+        Raises SearchError: a hop is missing.
+        """
+        # NCCL may use NICs that we leave alone.
+        nics = tuple(nic.index for nic in self.machine.nics)
+        task = msgspec.structs.replace(self, nics=nics)
+        chains = chains_as_rings(task.space(settings, 1), nccl.chains)
+        return rings_under(task, settings, condensed_rings(chains))
 
     def hops(self, host_view: NcclView, count: int) -> HopSpace:
         """Return the hops of a view, with those over the network."""
@@ -143,20 +154,14 @@ class ClassStudy:
     def _explored(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
         task = self.task
-        # For NCCL's search any number of hosts above 1 is equal.
-        default = default_choice_or_sys(task.view(task.default_settings), nodes=2)
-        try:
-            started = self._rated(default)
-        except SearchError:
-            # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
-            started = self._rated(default, net_disable_intra=True)
-        plain = self._default(default, started)
-        space = task.space(started.settings, 1)
+        rated = rated_choices(task, needed_variables)
+        default, variables = rated.default, rated.variables
+        space = task.space(variables.settings, 1)
         sets = [set_ for n in task.ring_counts for set_ in initial_chains(space, task.nics, n)]
-        search = SettingsSearch(task, started, sets)
+        search = SettingsSearch(task, rated, sets)
         search.run(sets=task.budget.sets or 1)
         self.cancelled = search.cancelled
-        choices: list[Choice] = [search.best, *search.searched, started]
+        choices: list[Choice] = [search.best, *search.searched, variables]
         if not self.cancelled:
             choices += self._gdr_choices(search.best)
         self._searched = sorted(choices, key=lambda choice: -choice.rate_gbps)
@@ -174,34 +179,10 @@ class ClassStudy:
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,
             default_settings=task.default_settings,
-            stock=_own_chains(started),
-            plain=plain,
+            stock=_own_chains(variables),
+            plain=rated.note if default is None else _own_chains(default),
             notices=tuple(dict.fromkeys(note for result in results for note in result.notices)),
         )
-
-    def _default(self, default: DefaultChoice, started: Stock) -> OwnChains | str:
-        """Rate default NCCL, or return why it has no rate."""
-        if not default.assumed_sys and not started.settings.net_disable_intra:
-            return _own_chains(started)
-        strict = default_choice(self.task.view(self.task.default_settings), nodes=2)
-        try:
-            return _own_chains(self._rated(strict))
-        except SearchError:
-            return "NCCL joins GPUs of a host over their NICs, at a rate that is not known"
-        except MeasurementError as error:
-            return f"not rated: {error}"
-
-    def _rated(self, default: DefaultChoice, **settings: Any) -> Stock:
-        """Rate NCCL's own chains, under its own settings and these."""
-        # NCCL may use NICs that we leave alone.
-        nics = tuple(nic.index for nic in self.task.machine.nics)
-        task = msgspec.structs.replace(self.task, nics=nics)
-        # The doubling of its search's channels is undone: `hop_space` doubles a file's channels.
-        channels = max(1, default.channels // 2)
-        under = msgspec.structs.replace(default.settings, channels=channels, **settings)
-        distinct = condensed_rings(chains_as_rings(task.space(under, 1), default.chains))
-        rings = rings_under(task, under, distinct)
-        return stock(default, under, rings, measured_well(self.task.source, rings))
 
     def _gdr_choices(self, best: Choice) -> list[Choice]:
         """The best chains with other NIC buffer placements."""
@@ -306,6 +287,19 @@ class ClassStudy:
             error=interval(measurement),
             assumed=measurement.assumed,
         )
+
+
+def needed_variables(task: Task, default: Stock | None) -> Iterator[Stock]:
+    """Yield NCCL's own chains under the variables without which they have no rate, if any."""
+    usual = default_choice_or_sys(task.view(task.default_settings), nodes=2)
+    if default is not None and not usual.assumed_sys:
+        return
+    try:
+        yield rated_stock(task, usual.settings, usual, well=True)
+    except SearchError:
+        # Over NICs NCCL would go from GPU to GPU here, and no source says at which rate.
+        alone = msgspec.structs.replace(usual.settings, net_disable_intra=True)
+        yield rated_stock(task, alone, usual, well=True)
 
 
 def _own_chains(default: Stock) -> OwnChains:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -15,17 +15,16 @@ from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, values_of
 from tccl_py.nccl.versions import version_facts
 from tccl_py.nccl.view import view
-from tccl_py.plan.chains import AS_GOOD, PlanChoice, condensed, preferred
+from tccl_py.plan.chains import AS_GOOD, preferred
 from tccl_py.plan.plan import Plan
+from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
+    SIMPLE_ORDER,
     Choice,
-    Rings,
     Stock,
-    Task,
     choice_found,
     condensed_rings,
     measured_well,
-    rings_under,
     search_under,
     stock,
 )
@@ -43,18 +42,20 @@ WORTH = AS_GOOD
 
 
 class SettingsSearch:
-    """The search over settings from `start`; its results outlive an interruption.
+    """The search over settings from NCCL's own choices; its results outlive an interruption.
 
     `best` is the best choice, `searched` all settings searched, `cancelled` tells of an
-    interruption. Ring sets `known` are tried under every choice of settings.
+    interruption. Ring sets `known` are tried under every choice of settings, and default NCCL's.
     """
 
-    def __init__(self, task: Task, start: Choice, known: Sequence[Rings] = ()) -> None:
-        self.best = start
+    def __init__(self, task: Task, rated: Rated, known: Sequence[Rings] = ()) -> None:
+        self.best: Choice = as_graph(rated.variables)
         self.searched: list[Choice] = []
-        self.cancelled = False
+        self.cancelled = rated.cancelled
         self._task = task
-        self._known = [start.rings.rings, *known]
+        self._known = [self.best.rings.rings, *known]
+        if rated.default is not None and rated.default is not rated.variables:
+            self._known.insert(1, rated.default.rings.rings)
 
     def run(self, *, sets: int, allow: Callable[[float], None] = lambda _: None) -> None:
         """Find the best settings with their rings; KeyboardInterrupt ends it with the best so far.
@@ -68,8 +69,10 @@ class SettingsSearch:
         `allow` sets a share of the plan's budget, of which a part is left to each step.
         """
         try:
-            allow(5 / 8)
-            remaining = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
+            remaining = 0
+            if not self.cancelled:
+                allow(5 / 8)
+                remaining = self._explore([*mechanisms(self._task), *placements(self._task)], sets)
             if not self.cancelled:
                 allow(7 / 8)
                 self._settle(max(remaining, sets // 2))
@@ -211,40 +214,29 @@ FINALISTS = 2
 """Mechanisms for which numbers of channels and FIFO sizes are tried."""
 
 
-def own_rings(task: Task | Plan, settings: Settings) -> DefaultChoice:
-    """Return the rings of NCCL's search; only settings of transports change them.
-
-    A task may ask the installed NCCL.
-    """
-    plain = _of_transports(settings)
-    if isinstance(task, Task) and task.own_rings is not None:
-        return task.own_rings([plain])[0]
-    return default_choice(view(task.machine, task.knowledge, plain, gpus=task.gpus))
-
-
-def _of_transports(settings: Settings) -> Settings:
-    return Settings(
-        version=settings.version,
-        p2p_level=settings.p2p_level,
-        net_disable_intra=settings.net_disable_intra,
-    )
+def own_rings(plan: Task | Plan, settings: Settings) -> DefaultChoice:
+    """Return the rings of NCCL's search in a host; only settings of transports change them."""
+    plain = of_transports(settings)
+    return default_choice(view(plan.machine, plan.knowledge, plain, gpus=plan.gpus))
 
 
 class Rated(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices without a graph file.
+    """The choices without a graph file: NCCL's own rings, measured.
 
-    `by_variables` and `by_default` are NCCL's own rings with their measurement; where default NCCL
-    has no rate, both are by the variables.
+    Default NCCL is None where it has no rate; `note` says why, or what is special about it.
     """
 
-    default: PlanChoice
-    variables: PlanChoice
-    by_variables: Stock
-    by_default: Stock
+    default: Stock | None
+    note: str
+    variables: Stock
     cancelled: bool = False
 
 
-def rated_choices(task: Task) -> Rated:
+Variables = Callable[[Task, Stock | None], Iterable[Stock]]
+"""Yields NCCL's own rings under environment variables, where default NCCL is rated so."""
+
+
+def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     """Rate default NCCL, and the best of NCCL under environment variables alone.
 
     KeyboardInterrupt ends the search with the best so far, if anything is rated. Raises
@@ -254,14 +246,13 @@ def rated_choices(task: Task) -> Rated:
     settings = task.default_settings
     if task.own_rings is not None:
         # An installed NCCL is asked now: later the source may have the GPUs to itself.
-        task.own_rings([_of_transports(kind) for kind in (settings, *mechanisms(task))])
-    default_rings = own_rings(task, settings)
-    default, note = _default(task, settings, default_rings)
-    unrated = PlanChoice(settings=settings, rings=default_rings.rings, rate_gbps=None, note=note)
+        task.own_rings([of_transports(kind) for kind in (settings, *mechanisms(task))])
+    default, note = _default(task, settings)
     tried = [] if default is None else [default]
     cancelled = False
     try:
-        _try_variables(task, tried)
+        for choice in (variables or by_mechanisms)(task, default):
+            tried.append(choice)
     except KeyboardInterrupt:
         if not tried:
             raise
@@ -269,29 +260,12 @@ def rated_choices(task: Task) -> Rated:
     if not tried:
         raise SearchError("no settings of NCCL give every GPU a hop that can be measured")
     # Of those within 1 % of the best, the one that sets the fewest variables.
-    most = max(rated.rate_gbps for rated in tried)
-    near = [rated for rated in tried if rated.rate_gbps * (1 + WORTH) >= most]
-    best = min(near, key=lambda rated: (len(environment(rated.settings)), rated.nccl.channels))
+    most = max(choice.rate_gbps for choice in tried)
+    near = [choice for choice in tried if choice.rate_gbps * (1 + WORTH) >= most]
+    best = min(near, key=lambda choice: (len(environment(choice.settings)), choice.nccl.channels))
     if best is not default and not cancelled:
         best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
-    return Rated(
-        default=unrated if default is None else _plan_choice(default, note),
-        variables=_plan_choice(best),
-        by_variables=best,
-        by_default=default or best,
-        cancelled=cancelled,
-    )
-
-
-def _plan_choice(choice: Stock, note: str = "") -> PlanChoice:
-    return PlanChoice(
-        settings=choice.settings,
-        rings=choice.nccl.rings,
-        rate_gbps=choice.rate_gbps,
-        error=interval(choice.measurement),
-        assumed=choice.measurement.assumed,
-        note=note,
-    )
+    return Rated(default=default, note=note, variables=best, cancelled=cancelled)
 
 
 def interval(measurement: Measurement) -> float:
@@ -299,36 +273,38 @@ def interval(measurement: Measurement) -> float:
     return 1.96 * measurement.relative_error
 
 
-def _default(task: Task, settings: Settings, nccl: DefaultChoice) -> tuple[Stock | None, str]:
+def _default(task: Task, settings: Settings) -> tuple[Stock | None, str]:
     """Rate NCCL as it runs without this project, with a note on anything special."""
-    by_network = task.view(settings).by_network
-    if by_network:
-        a, b = min(by_network)
-        return None, f"NCCL joins {a} and {b} over their NICs, at a rate that is not known"
-    note = "NCCL's search finds no rings and takes its simple order" if nccl.fallback else ""
+    by_network, nccl = task.view(settings).by_network, task.own_choice(settings)
+    unknown = "NCCL joins {} and {} over their NICs, at a rate that is not known"
+    if by_network and not task.nics:
+        return None, unknown.format(*min(by_network))
     try:
-        return _rated(task, settings, nccl, well=True), note
+        note = SIMPLE_ORDER if nccl.fallback else ""
+        return rated_stock(task, settings, nccl, well=True), note
     except SearchError as error:
-        return None, f"not rated: {error}"
+        return None, unknown.format(*min(by_network)) if by_network else f"not rated: {error}"
 
 
-def _try_variables(task: Task, tried: list[Stock]) -> None:
-    """Rate NCCL's own rings under environment variables, and add them to `tried`."""
+def by_mechanisms(task: Task, _: Stock | None) -> Iterator[Stock]:
+    """Yield NCCL's own rings by all mechanisms, with numbers of channels and FIFO sizes."""
     # 1. Compare mechanisms, each with NCCL's own number of channels and with many.
     compared: list[tuple[float, Stock]] = []
     for settings in mechanisms(task):
-        nccl, before = own_rings(task, settings), len(tried)
+        nccl, rated = task.own_choice(settings), list[Stock]()
         counts = [count for count in _counts(nccl) if count <= COMPARED_CHANNELS]
-        _rate_all(task, settings, nccl, counts[:1] + counts[1:][-1:], tried)
-        if rated := tried[before:]:
+        for choice in _with_channels(task, settings, nccl, counts[:1] + counts[1:][-1:]):
+            rated.append(choice)
+            yield choice
+        if rated:
             compared.append((max(choice.rate_gbps for choice in rated), rated[0]))
     # 2. Try all numbers of channels and FIFO sizes with the best mechanisms.
     compared.sort(key=lambda pair: -pair[0])
-    for _, first in compared[:FINALISTS]:
+    for _rate, first in compared[:FINALISTS]:
         bounces = any(hop.flow.is_bounce for ring in first.rings.rings for hop in ring.hops)
         for size in BUFFSIZES if bounces else BUFFSIZES[:1]:
             sized = msgspec.structs.replace(first.settings, buffsize=size)
-            _rate_all(task, sized, first.nccl, _counts(first.nccl), tried)
+            yield from _with_channels(task, sized, first.nccl, _counts(first.nccl))
 
 
 def _counts(nccl: DefaultChoice) -> list[int]:
@@ -339,16 +315,16 @@ def _counts(nccl: DefaultChoice) -> list[int]:
     return counts
 
 
-def _rate_all(
-    task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int], tried: list[Stock]
-) -> None:
-    """Rate NCCL's own rings with these numbers of final channels, as far as that is possible."""
+def _with_channels(
+    task: Task, settings: Settings, nccl: DefaultChoice, counts: Sequence[int]
+) -> Iterator[Stock]:
+    """Yield NCCL's own rings with these numbers of final channels, as far as that is possible."""
     for count in counts:
         with suppress(SearchError, MeasurementError):
-            tried.append(_rated(task, settings, nccl, channels=count))
+            yield rated_stock(task, settings, nccl, channels=count)
 
 
-def _rated(
+def rated_stock(
     task: Task,
     settings: Settings,
     nccl: DefaultChoice,
@@ -366,7 +342,7 @@ def _rated(
     settings = msgspec.structs.replace(
         settings, channels=max(1, nccl.channels // 2), min_channels=channels if more else None
     )
-    rings = rings_under(task, settings, condensed(nccl.rings))
+    rings = task.own_ring_set(nccl, settings)
     measurement = (
         measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
     )
@@ -381,7 +357,7 @@ def own_gbps(task: Task, settings: Settings) -> float:
     if not task.source.has_time():
         return inf
     try:
-        return _rated(task, settings, own_rings(task, settings)).rate_gbps
+        return rated_stock(task, settings, task.own_choice(settings)).rate_gbps
     except BudgetSpentError:
         return inf
     except (SearchError, MeasurementError):

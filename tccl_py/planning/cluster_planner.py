@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, combinations, combinations_with_replacement, islice
+from typing import Any
 
 import msgspec
 
@@ -13,16 +14,17 @@ from tccl_py.merge.cables import cabled_ring
 from tccl_py.model.cluster import Cluster, Host, NodeClass, cabled_nics, gpus_text
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.reports import part_of
-from tccl_py.nccl.settings import Settings, check_settings, pinned_level
+from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.versions import ASSUMED
+from tccl_py.plan.chains import Order
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
 from tccl_py.planning.parts import job_gpus
-from tccl_py.planning.request import PlanRequest
+from tccl_py.planning.planner import Hosts
+from tccl_py.planning.request import PlanRequest, task_for
 from tccl_py.search.problem import Reporter
-from tccl_py.sources.bench import bench_of
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -31,74 +33,77 @@ MAX_PAIRS = 100
 """Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
 
 
-def plan_cluster(
-    request: PlanRequest,
-    cluster: Cluster,
-    sources: Sequence[BandwidthSource | None],
-    *,
-    kept: Sequence[ClassRates] = (),
-    reporter: Reporter | None = None,
-    tables: list[KeptTable] | None = None,
-) -> Plan:
-    """Return the plan of several hosts; see `planner.plan_hosts`."""
-    gpus = _gpus(cluster)
-    if cluster.cables:
-        check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
-        # Without a ring nothing need be measured.
-        cabled_ring(cluster.names, cluster.cables, 1, lambda *_: 1, keep_order=request.keep_order)
-    # A ring on each NIC, among others.
-    ports = {min(len(_nics(cluster, node_class)), MAX_RINGS) for node_class in cluster.classes}
-    counts = request.ring_counts or tuple(sorted({1, 2, FEW_RINGS} | ports))
-    sets = request.budget.sets
-    budget = msgspec.structs.replace(request.budget, sets=sets and max(1, sets // 2))
+class SeveralHosts(Hosts):
+    """Several hosts: the chains of their classes are joined to rings over all of them.
 
-    def task_of(node_class: NodeClass, source: BandwidthSource, gpus: tuple[int, ...]) -> HostTask:
-        return HostTask(
-            machine=node_class.machine,
-            knowledge=node_class.knowledge,
-            # A journal remembers, and must hear of it when a set is wanted once more.
-            source=bench_of(source),
-            gpus=gpus,
-            nics=_nics(cluster, node_class),
-            version=request.version or ASSUMED,
-            p2p_level=pinned_level(request.pinned_env),
-            budget=budget,
-            strategy=request.strategy,
-            reporter=reporter,
-            ring_counts=counts,
-            cabled=bool(cluster.cables),
-        )
+    `kept` are tables of earlier, and `tables` takes those of every class, if it is a list.
+    """
 
-    classes = [
-        _Class(host, ids, None if source is None else task_of(host, source, ids), kept)
-        for host, source, ids in zip(cluster.classes, sources, gpus, strict=True)
-    ]
-    further = [subsets[1:] for subsets in job_gpus(request.gpus_per_job, *gpus)]
-    growing = not all(member.gpus in member.tables for member in classes)
-    nodes = [member.node(member.gpus, growing) for member in classes]
-    plan = plan_over(cluster, nodes, request)
-    cancelled = plan.cancelled or any(map(_is_cancelled, nodes))
-    notices = list(plan.notices)
-    if tables is not None and not cancelled:
+    def __init__(
+        self,
+        request: PlanRequest,
+        cluster: Cluster,
+        gpus: Sequence[Order],
+        sources: Sequence[BandwidthSource | None],
+        *,
+        kept: Sequence[ClassRates],
+        reporter: Reporter | None,
+        tables: list[KeptTable] | None,
+    ) -> None:
+        super().__init__(request, cluster, gpus)
+        self.tables, self.nodes = tables, list[ClassRates]()
+        if cluster.cables:
+            check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
+            # Without a ring nothing need be measured.
+            keep_order = request.keep_order
+            cabled_ring(cluster.names, cluster.cables, 1, lambda *_: 1, keep_order=keep_order)
+        # A ring on each NIC, among others.
+        nics = [_nics(cluster, node_class) for node_class in cluster.classes]
+        counts = {1, 2, FEW_RINGS} | {min(len(used), MAX_RINGS) for used in nics}
+        more: dict[str, Any] = {
+            "ring_counts": request.ring_counts or tuple(sorted(counts)),
+            "reporter": reporter,
+            "cabled": bool(cluster.cables),
+        }
+        self.classes = []
+        for host, source, ids, used in zip(cluster.classes, sources, gpus, nics, strict=True):
+            task = None
+            if source is not None:
+                task = task_for(HostTask, request, host, source, ids, nics=used, **more)
+                self.sources.append(task.source)
+            self.classes.append(_Class(host, ids, task, kept))
+        self.growing = not all(member.gpus in member.tables for member in self.classes)
+
+    def plan(self) -> Plan:
+        """Return the best rings over all hosts."""
+        self.nodes += [member.node(member.gpus, self.growing) for member in self.classes]
+        plan = plan_over(self.cluster, self.nodes, self.request)
+        self._count()
+        cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
+        return msgspec.structs.replace(plan, cancelled=cancelled)
+
+    def with_parts(self, plan: Plan) -> Plan:
+        """Return the plan, with notices on jobs that cannot be planned; make the tables of all."""
+        if self.tables is None:
+            return plan
+        notices, asked = list(plan.notices), self.request.gpus_per_job
         try:
-            for member, subsets in zip(classes, further, strict=True):
+            for member, (_, *subsets) in zip(
+                self.classes, job_gpus(asked, *self.gpus), strict=True
+            ):
                 # Tables of earlier get further sets of GPUs only if these are named.
-                named = [] if member.tables and request.gpus_per_job is None else subsets
-                nodes += member.others(named, growing, notices)
-            ask = _ask_along_cables if cluster.cables else _ask_for_pairs
-            ask(cluster, nodes)
-        except KeyboardInterrupt:
-            cancelled = True
-        tables += [node.table() for node in nodes]
-    used = [member.task.source for member in classes if member.task is not None]
-    return msgspec.structs.replace(
-        plan,
-        notices=tuple(notices),
-        cancelled=cancelled,
-        sets_measured=sum(source.sets_measured for source in used),
-        sets_remembered=sum(source.sets_remembered for source in used),
-        sets_by_symmetry=sum(node.study.sets_by_symmetry for node in nodes if node.study),
-    )
+                named = [] if member.tables and asked is None else subsets
+                self.nodes += member.others(named, self.growing, notices)
+            ask = _ask_along_cables if self.cluster.cables else _ask_for_pairs
+            ask(self.cluster, self.nodes)
+        finally:
+            self.tables += [node.table() for node in self.nodes]
+            self._count()
+        return msgspec.structs.replace(plan, notices=tuple(notices))
+
+    def _count(self) -> None:
+        studies = [node.study for node in self.nodes if node.study]
+        self.sets_by_symmetry = sum(study.sets_by_symmetry for study in studies)
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
@@ -165,26 +170,6 @@ class _Class:
 
 def _is_cancelled(node: ClassRates) -> bool:
     return node.study is not None and node.study.cancelled
-
-
-def _gpus(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each class: the lowest indices, as many as its hosts have ranks.
-
-    Raises InputError: hosts of a class have unequal numbers of ranks.
-    """
-    slots: dict[int, tuple[str, int]] = {}
-    for host in cluster.hosts:
-        name, count = slots.setdefault(host.node_class, (host.name, host.slots))
-        if host.slots != count:
-            raise InputError(
-                f"host {host.name}",
-                f"has {host.slots} ranks, {name} of the same class has {count}",
-                "give hosts with equal machines equal numbers of ranks",
-            )
-    return tuple(
-        node_class.machine.gpu_indices[: slots[number][1]] if number in slots else ()
-        for number, node_class in enumerate(cluster.classes)
-    )
 
 
 def _ask_along_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:

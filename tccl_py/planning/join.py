@@ -24,7 +24,7 @@ from tccl_py.plan.tables import ClassRates, OwnChains
 from tccl_py.planning.cables import choices_along_cables, notices_of_cables
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
 from tccl_py.planning.request import PlanRequest
-from tccl_py.planning.study import JoinedRings, assembled
+from tccl_py.planning.study import SIMPLE_ORDER, JoinedRings, assembled
 
 CANDIDATES = 6
 """Choices of settings that are merged over all classes, the most promising first."""
@@ -218,7 +218,7 @@ def _own_choice(
         rate_gbps=rate,
         error=max(stock.error for stock in defaults),
         assumed=any(stock.assumed for stock in defaults),
-        note="NCCL's search finds no rings and takes its simple order" if fallback else "",
+        note=SIMPLE_ORDER if fallback else "",
     )
 
 

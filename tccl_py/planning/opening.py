@@ -18,8 +18,8 @@ from tccl_py.model.measurement import JOURNAL_FILE
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import FOLDERS, PLAN_FILE, locked, make, unmake
-from tccl_py.planning.planner import chosen_gpus, plan_hosts
-from tccl_py.planning.request import PlanRequest, not_pinned
+from tccl_py.planning.planner import plan_hosts
+from tccl_py.planning.request import PlanRequest, chosen_gpus, not_pinned
 from tccl_py.search.problem import Reporter
 from tccl_py.simulator.descriptions import load_machine
 from tccl_py.simulator.model import MachineModel

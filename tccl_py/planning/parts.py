@@ -19,7 +19,8 @@ from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD, Order, SubsetRings, sender_nodes
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import own_gbps
-from tccl_py.planning.study import Choice, Task, search_under
+from tccl_py.planning.request import Task
+from tccl_py.planning.study import Choice, search_under
 from tccl_py.search.problem import Budget
 
 ALL_SUBSETS_UP_TO = 8

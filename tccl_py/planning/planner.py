@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,31 +12,28 @@ from tccl_py.errors import (
     BudgetSpentError,
     InputError,
     check_type,
-    counted,
-    require,
 )
-from tccl_py.model.cluster import Cluster, parse_gpus, single_host
+from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.plan.chains import CUT_SHORT, Alternative, PlanChain, plan_chain
+from tccl_py.plan.chains import CUT_SHORT, Alternative, Order, PlanChain, PlanChoice, plan_chain
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import Rated, SettingsSearch, as_graph, interval, rated_choices
-from tccl_py.planning.request import DEFAULT_BUDGET, MOST_SETS, PlanRequest
-from tccl_py.planning.study import (
-    Choice,
-    JoinedRings,
+from tccl_py.planning.choices import SettingsSearch, as_graph, interval, rated_choices
+from tccl_py.planning.request import (
+    DEFAULT_BUDGET,
     OwnRings,
-    Stock,
+    PlanRequest,
     Task,
-    assembled,
-    limit_gbps,
-    measured_well,
+    chosen_gpus,
+    gpus_of_classes,
+    task_for,
 )
-from tccl_py.search.problem import Budget, Reporter, SearchProblem
+from tccl_py.planning.study import Choice, JoinedRings, Stock, assembled, limit_gbps, measured_well
+from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
-from tccl_py.sources.bench import bench_for
+from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
@@ -44,6 +41,31 @@ if TYPE_CHECKING:
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
+
+
+class Hosts:
+    """The hosts of a cluster under study: chains of their classes are searched and joined.
+
+    `sources` are those of the classes that are measured, `sets_by_symmetry` what their symmetries
+    have spared.
+    """
+
+    def __init__(self, request: PlanRequest, cluster: Cluster, gpus: Sequence[Order]) -> None:
+        self.request, self.cluster, self.gpus = request, cluster, gpus
+        self.sources: list[Bench] = []
+        self.sets_by_symmetry = 0
+
+    def limited(self) -> AbstractContextManager[object]:
+        """Limit what is measured in a block, where the budget is for all of it."""
+        return nullcontext()
+
+    def plan(self) -> Plan:
+        """Return the plan over all GPUs; KeyboardInterrupt ends it with the best so far."""
+        raise NotImplementedError
+
+    def with_parts(self, plan: Plan) -> Plan:
+        """Return the plan with what is asked about some of its GPUs."""
+        raise NotImplementedError
 
 
 def plan_hosts(
@@ -70,130 +92,159 @@ def plan_hosts(
     version = request.version or ASSUMED
     check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
     request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
-    if len(cluster.hosts) > 1:
-        from tccl_py.planning.cluster_planner import plan_cluster  # noqa: PLC0415 (not for one)
+    class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)
+    hosts: Hosts
+    if cluster.closes:
+        more: dict[str, Any] = {"own_rings": own_rings, "reporter": reporter}
+        hosts = OneHost(request, cluster, class_gpus, sources[0], **more)
+    else:
+        from tccl_py.planning.cluster_planner import SeveralHosts  # noqa: PLC0415 (not for one)
 
-        return plan_cluster(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
-    (host,), (source, *_) = cluster.hosts, sources
-    if source is None:
-        raise InputError(f"host {host.name}", "has no source", "give one that measures its GPUs")
-    lowest = cluster.classes[host.node_class].machine.gpu_indices[: host.slots]
-    return plan_machine(
-        request, cluster, gpus or lowest, source, own_rings=own_rings, reporter=reporter
-    )
-
-
-def plan_machine(
-    request: PlanRequest,
-    cluster: Cluster,
-    gpus: tuple[int, ...],
-    source: BandwidthSource,
-    *,
-    own_rings: OwnRings | None = None,
-    reporter: Reporter | None = None,
-) -> Plan:
-    """Return the plan of a single host; see `planner.plan_hosts`."""
-    (host,), budget = cluster.classes, request.budget
-    usual = RING_COUNTS if len(gpus) <= 8 else FEW_RING_COUNTS
-    task = Task(
-        machine=host.machine,
-        knowledge=host.knowledge,
-        source=bench_for(source, host.machine.name),
-        gpus=gpus,
-        version=request.version or ASSUMED,
-        ring_counts=request.ring_counts or usual,
-        strategy=request.strategy,
-        budget=budget,
-        reporter=reporter,
-        p2p_level=pinned_level(request.pinned_env),
-        own_rings=own_rings,
-        placement=True,
-    )
-    with task.source.limited(budget.sets, budget.seconds) as allowance:
-        allowance.allow(1 / 2)
-        rated = rated_choices(task)
-        seeds = [] if rated.by_default is rated.by_variables else [rated.by_default.rings.rings]
-        search = SettingsSearch(task, as_graph(rated.by_variables), seeds)
-        search.cancelled = rated.cancelled
-        if not rated.cancelled:
-            search.run(sets=max(1, (budget.sets or MOST_SETS) // 2), allow=allowance.allow)
-        allowance.allow(1)
-        plan = _completed(task, rated, search, request, cluster)
-    short = (CUT_SHORT,) * task.source.cut_short
-    return msgspec.structs.replace(plan, notices=(*plan.notices, *short))
-
-
-def _completed(
-    task: Task, rated: Rated, search: SettingsSearch, request: PlanRequest, cluster: Cluster
-) -> Plan:
-    """Return the plan of the best choice, with its limit and rings for subsets."""
-    source = task.source
-    best, measurement = _final(task, rated.by_variables, search.best)
-    results = [choice.result for choice in (*search.searched, best) if choice.result is not None]
-    rates = dealt(measurement.transfers.flows, measurement.gbps)
-    joined = JoinedRings(
-        settings=best.settings,
-        rings=len(best.rings.rings),
-        hosts=cluster.names,
-        chains=(
-            tuple(
-                plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
-                for ring in best.rings.rings
-            ),
-        ),
-        rate_gbps=best.rate_gbps,
-        error=interval(measurement),
-        assumed=measurement.assumed,
-        bound_gbps=best.bound_gbps,
-        bound_assumptions=best.bound_assumptions,
-    )
-
-    def types(_: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
-        pairs = (hop.ends for chain in chains for hop in chain.hops)
-        return task.view(best.settings).farthest(pairs), ""
-
-    plan = assembled(
-        cluster,
-        (task.gpus,),
-        joined,
-        (rated.default, rated.variables),
-        request,
-        types=types,
-        notices=dict.fromkeys(note for result in results for note in result.notices),
-        simulated=source.simulated,
-        dry_run=source.dry_run,
-        cancelled=search.cancelled,
-    )
-    rings = {
-        "default": rated.by_default.rings,
-        "variables": rated.by_variables.rings,
-        "graph": best.rings,
-    }
-    changes: dict[str, object] = {
-        "alternatives": tuple(
-            Alternative(
-                settings=tried.settings,
-                rings_in_set=len(tried.rings.rings),
-                rate_gbps=tried.rate_gbps,
-            )
-            for tried in sorted(search.searched, key=lambda choice: -choice.rate_gbps)
-        ),
-        "sets_by_symmetry": sum(result.sets_by_symmetry for result in results),
-    }
-    if not plan.cancelled:
+        more = {"kept": kept, "reporter": reporter, "tables": tables}
+        hosts = SeveralHosts(request, cluster, class_gpus, sources, **more)
+    changes: dict[str, Any] = {}
+    with hosts.limited():
+        plan = hosts.plan()
         try:
-            # Two sets, which those for subsets of GPUs must not use up.
-            limit = limit_gbps(source, rings[plan.recommended], assumed=plan.assumed)
-            changes["limit_gbps"] = limit
-            if request.subsets or (request.subsets is None and plan.recommended != "default"):
-                from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
-
-                everywhere = request.subsets is True
-                changes["subsets"] = smaller_sets(task, plan, best, everywhere=everywhere)
+            plan = plan if plan.cancelled else hosts.with_parts(plan)
         except KeyboardInterrupt:
             changes["cancelled"] = True
-    counts = {"sets_measured": source.sets_measured, "sets_remembered": source.sets_remembered}
-    return msgspec.structs.replace(plan, **changes, **counts)
+    short = (CUT_SHORT,) * any(source.cut_short for source in hosts.sources)
+    return msgspec.structs.replace(
+        plan,
+        notices=(*plan.notices, *short),
+        sets_measured=sum(source.sets_measured for source in hosts.sources),
+        sets_remembered=sum(source.sets_remembered for source in hosts.sources),
+        sets_by_symmetry=hosts.sets_by_symmetry,
+        **changes,
+    )
+
+
+class OneHost(Hosts):
+    """A single host: its chains close, and what is searched is joined already."""
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        cluster: Cluster,
+        gpus: Sequence[Order],
+        source: BandwidthSource | None,
+        *,
+        own_rings: OwnRings | None,
+        reporter: Reporter | None,
+    ) -> None:
+        super().__init__(request, cluster, gpus)
+        (host,) = cluster.classes
+        if source is None:
+            fault, right = "has no source", "give one that measures its GPUs"
+            raise InputError(f"host {cluster.names[0]}", fault, right)
+        counts = request.ring_counts or (RING_COUNTS if len(gpus[0]) <= 8 else FEW_RING_COUNTS)
+        more: dict[str, Any] = {"reporter": reporter, "own_rings": own_rings, "placement": True}
+        self.task = task_for(Task, request, host, source, gpus[0], ring_counts=counts, **more)
+        self.sources = [self.task.source]
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Limit everything that is measured by the budget."""
+        budget = self.request.budget
+        with self.task.source.limited(budget.sets, budget.seconds) as self.allowance:
+            yield
+
+    def plan(self) -> Plan:
+        """Return the plan of the best choice."""
+        task, allow = self.task, self.allowance.allow
+        allow(1 / 2)
+        rated = rated_choices(task)
+        search = SettingsSearch(task, rated)
+        search.run(sets=task.budget.sets or 1, allow=allow)
+        allow(1)
+        best, measurement = _final(task, rated.variables, search.best)
+        results = [c.result for c in (*search.searched, best) if c.result is not None]
+        self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
+        rates = dealt(measurement.transfers.flows, measurement.gbps)
+        joined = JoinedRings(
+            settings=best.settings,
+            rings=len(best.rings.rings),
+            hosts=self.cluster.names,
+            chains=(
+                tuple(
+                    plan_chain(ring.hops, [rates[hop.flow].pop() for hop in ring.hops])
+                    for ring in best.rings.rings
+                ),
+            ),
+            rate_gbps=best.rate_gbps,
+            error=interval(measurement),
+            assumed=measurement.assumed,
+            bound_gbps=best.bound_gbps,
+            bound_assumptions=best.bound_assumptions,
+        )
+
+        def types(_: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
+            pairs = (hop.ends for chain in chains for hop in chain.hops)
+            return task.view(best.settings).farthest(pairs), ""
+
+        unrated = PlanChoice(
+            settings=task.default_settings,
+            rings=task.own_choice(task.default_settings).rings,
+            rate_gbps=None,
+            note=rated.note,
+        )
+        plan = assembled(
+            self.cluster,
+            self.gpus,
+            joined,
+            (
+                unrated if rated.default is None else choice_of(rated.default, rated.note),
+                choice_of(rated.variables),
+            ),
+            self.request,
+            types=types,
+            notices=dict.fromkeys(note for result in results for note in result.notices),
+            simulated=task.source.simulated,
+            dry_run=task.source.dry_run,
+            cancelled=search.cancelled,
+        )
+        self.choices = {
+            "default": rated.default or rated.variables,
+            "variables": rated.variables,
+            "graph": best,
+        }
+        searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
+        alternatives = (
+            Alternative(
+                settings=choice.settings,
+                rings_in_set=len(choice.rings.rings),
+                rate_gbps=choice.rate_gbps,
+            )
+            for choice in searched
+        )
+        return msgspec.structs.replace(plan, alternatives=tuple(alternatives))
+
+    def with_parts(self, plan: Plan) -> Plan:
+        """Return the plan with the machine's limit, and rings for smaller sets of GPUs."""
+        # Two sets, which those for subsets of GPUs must not use up.
+        rings = self.choices[plan.recommended].rings
+        limit = limit_gbps(self.task.source, rings, assumed=plan.assumed)
+        plan = msgspec.structs.replace(plan, limit_gbps=limit)
+        asked = self.request.subsets
+        if asked or (asked is None and plan.recommended != "default"):
+            from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
+
+            parts = smaller_sets(self.task, plan, self.choices["graph"], everywhere=asked is True)
+            plan = msgspec.structs.replace(plan, subsets=parts)
+        return plan
+
+
+def choice_of(stock: Stock, note: str = "") -> PlanChoice:
+    """Return NCCL's own rings, measured, as a choice of a plan."""
+    return PlanChoice(
+        settings=stock.settings,
+        rings=stock.nccl.rings,
+        rate_gbps=stock.rate_gbps,
+        error=interval(stock.measurement),
+        assumed=stock.measurement.assumed,
+        note=note,
+    )
 
 
 def _final(task: Task, default: Stock, best: Choice) -> tuple[Choice, Measurement]:
@@ -326,45 +377,3 @@ def _request(
         pinned_env=pinned_env or {},
         **more,
     )
-
-
-def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
-    """Return GPUs to plan for in ascending order, given by indices or text; None is all.
-
-    Raises InputError: unknown GPUs, or fewer than two.
-    """
-    check_type(gpus, "gpus", Iterable, type(None))
-    where = f"machine {machine.name}" if gpus is None else "`gpus`"
-    gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
-    indices = machine.gpu_indices if gpus is None else tuple(gpus)
-    chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
-    few = f"has {counted(len(chosen), 'GPU')} to plan for"
-    require(len(chosen) > 1, where, few, "a ring joins 2 or more")
-    return chosen
-
-
-def search_problem(
-    machine: Machine,
-    knowledge: Knowledge,
-    source: BandwidthSource,
-    settings: Settings | None = None,
-    *,
-    gpus: Sequence[int] | str | None = None,
-    ring_counts: Sequence[int] = (1,),
-    budget: Budget = Budget(),  # noqa: B008 (is frozen)
-) -> SearchProblem:
-    """Return the search for rings under one choice of settings, as `find_rings` takes it.
-
-    Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
-    than two, or settings that the version of NCCL does not have.
-    """
-    settings = check_settings(Settings() if settings is None else settings)
-    task = Task(
-        machine=machine,
-        knowledge=knowledge,
-        source=bench_for(source, machine.name),
-        gpus=chosen_gpus(machine, gpus),
-        version=settings.version,
-        budget=budget,
-    )
-    return task.problem(settings, ring_counts)

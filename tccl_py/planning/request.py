@@ -1,19 +1,37 @@
-"""What `tccl plan` is asked for, as one value."""
+"""What a plan is asked for, as one value, and the task of searching a class of hosts by it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, check_type, counted, require
 from tccl_py.files import check_value
-from tccl_py.nccl.settings import PINNABLE, check_pinnable, pinned_level, pinned_values
-from tccl_py.search.problem import Budget
+from tccl_py.model.cluster import Cluster, NodeClass, parse_gpus
+from tccl_py.model.machine import Knowledge, Machine
+from tccl_py.model.measurement import BandwidthSource
+from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, ring_like, ring_set
+from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
+from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.settings import (
+    PINNABLE,
+    Settings,
+    check_pinnable,
+    check_settings,
+    pinned_level,
+    pinned_values,
+)
+from tccl_py.nccl.transport import hop_space
+from tccl_py.nccl.versions import ASSUMED, Level
+from tccl_py.nccl.view import NcclView, view
+from tccl_py.plan.chains import Order, condensed
+from tccl_py.search.problem import Budget, Reporter, SearchProblem, SetRule
 from tccl_py.search.strategies import Strategy, strategy_name
+from tccl_py.sources.bench import Bench, bench_for
 
 if TYPE_CHECKING:
     from tccl_py.sources.profiled import MeasurementOptions
@@ -75,6 +93,224 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether several hosts are simulated or named, where no job has them."""
         simulated = self.simulate is not None and self.hosts is not None
         return self.nodes not in (None, 1) or self.extend is not None or simulated
+
+
+Rings = Sequence[Ring] | Sequence[Order]
+"""Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
+
+OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultChoice]]
+"""Returns NCCL's own rings under each of several settings."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of planning.
+
+    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under each of
+    several settings; None computes them by NCCL's rules. `nics` are those of chains over several
+    hosts. With `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes`
+    by GPU where these are known. `spaces` caches hop spaces.
+    """
+
+    machine: Machine
+    knowledge: Knowledge
+    source: Bench
+    gpus: tuple[int, ...]
+    version: str
+    ring_counts: tuple[int, ...] = (1,)
+    strategy: str | Strategy = "best-first"
+    budget: Budget = Budget()
+    reporter: Reporter | None = None
+    nics: tuple[int, ...] = ()
+    p2p_level: Level | None = None
+    own_rings: OwnRings | None = None
+    placement: bool = False
+    nodes: Mapping[int, int] = {}
+    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
+
+    @property
+    def default_settings(self) -> Settings:
+        """The settings of default NCCL: its defaults, and the pinned level."""
+        return Settings(version=self.version, p2p_level=self.p2p_level)
+
+    def view(self, settings: Settings) -> NcclView:
+        """Return NCCL's view of the machine under these settings."""
+        return view(self.machine, self.knowledge, settings, gpus=self.gpus)
+
+    def space(self, settings: Settings, count: int) -> HopSpace:
+        """Return the hops open to each ring of a set of `count`."""
+        key = (settings, count, self.gpus, self.nics)
+        if key not in self.spaces:
+            self.spaces[key] = self.hops(self.view(settings), count)
+        return self.spaces[key]
+
+    def hops(self, host_view: NcclView, count: int) -> HopSpace:
+        """Return the hops of a view; a host of several adds those over its NICs."""
+        space = hop_space(host_view, rings_in_set=count)
+        if not self.nodes:
+            return space
+        open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
+        hops = {
+            pair: tuple(hop for hop in choices if hop.flow.through in open_to[pair[0]])
+            for pair, choices in space.hops.items()
+        }
+        return msgspec.structs.replace(space, hops=hops)
+
+    @property
+    def least_channels(self) -> int:
+        """Return the channels that a graph file has at least, on a network that is not slow."""
+        return 1
+
+    def own_choice(self, settings: Settings) -> DefaultChoice:
+        """Return NCCL's own choice; only settings of transports change it."""
+        plain = of_transports(settings)
+        if self.own_rings is not None:
+            return self.own_rings([plain])[0]
+        return default_choice(self.view(plain))
+
+    def own_ring_set(self, nccl: DefaultChoice, settings: Settings) -> RingSet:
+        """Return the rings of NCCL's own choice by the mechanisms of settings.
+
+        Raises SearchError: a pair of neighbours has no hop.
+        """
+        return rings_under(self, settings, condensed(nccl.rings))
+
+    @property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the machine as far as it exchanges the GPUs."""
+        return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
+
+    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
+        """Return the search for sets of so many rings under one choice of settings."""
+        rules = {count: self.rule(settings, count) for count in counts}
+        return SearchProblem(
+            spaces={count: self.space(settings, count) for count in counts},
+            source=self.source,
+            symmetry=self.symmetry,
+            rules={count: rule for count, rule in rules.items() if rule is not None},
+            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
+            budget=self.budget,
+        )
+
+    def rule(self, settings: Settings, count: int, /) -> SetRule | None:
+        """Return the rule for sets of so many rings, if any."""
+        return OneNode() if settings.shm_placement and count > 1 else None
+
+
+T = TypeVar("T", bound=Task)
+
+
+def task_for(
+    kind: type[T],
+    request: PlanRequest,
+    host: NodeClass,
+    source: BandwidthSource,
+    gpus: tuple[int, ...],
+    **more: Any,
+) -> T:
+    """Return the task of planning for a class of hosts; half of the budget is for one search."""
+    sets = max(1, (request.budget.sets or MOST_SETS) // 2)
+    return kind(
+        machine=host.machine,
+        knowledge=host.knowledge,
+        # A journal remembers, and must hear of it when a set is wanted once more.
+        source=bench_for(source, host.machine.name),
+        gpus=gpus,
+        version=request.version or ASSUMED,
+        strategy=request.strategy,
+        budget=msgspec.structs.replace(request.budget, sets=sets),
+        p2p_level=pinned_level(request.pinned_env),
+        **more,
+    )
+
+
+def of_transports(settings: Settings) -> Settings:
+    """Return settings with those alone that change NCCL's search for rings in a host."""
+    return Settings(
+        version=settings.version,
+        p2p_level=settings.p2p_level,
+        net_disable_intra=settings.net_disable_intra,
+    )
+
+
+class OneNode(SetRule):
+    """All bounces from a GPU go through one NUMA node: its process places its buffers."""
+
+    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
+        """Return whether no GPU bounces through two nodes."""
+        nodes = {(hop.source, hop.flow.through) for ring in rings for hop in ring}
+        bounces = [source for source, node in nodes if node is not None]
+        return len(set(bounces)) == len(bounces)
+
+
+def chosen_gpus(machine: Machine, gpus: Sequence[int] | str | None) -> tuple[int, ...]:
+    """Return GPUs to plan for in ascending order, given by indices or text; None is all.
+
+    Raises InputError: unknown GPUs, or fewer than two.
+    """
+    check_type(gpus, "gpus", Iterable, type(None))
+    where = f"machine {machine.name}" if gpus is None else "`gpus`"
+    gpus = parse_gpus(gpus, where) if isinstance(gpus, str) else gpus
+    indices = machine.gpu_indices if gpus is None else tuple(gpus)
+    chosen = tuple(sorted({machine.gpu(index).index for index in indices}))
+    few = f"has {counted(len(chosen), 'GPU')} to plan for"
+    require(len(chosen) > 1, where, few, "a ring joins 2 or more")
+    return chosen
+
+
+def gpus_of_classes(cluster: Cluster) -> tuple[Order, ...]:
+    """Return the GPUs of each class: the lowest indices, as many as its hosts have ranks.
+
+    Raises InputError: hosts of a class have unequal numbers of ranks.
+    """
+    slots: dict[int, tuple[str, int]] = {}
+    for host in cluster.hosts:
+        name, count = slots.setdefault(host.node_class, (host.name, host.slots))
+        if host.slots != count:
+            raise InputError(
+                f"host {host.name}",
+                f"has {host.slots} ranks, {name} of the same class has {count}",
+                "give hosts with equal machines equal numbers of ranks",
+            )
+    return tuple(
+        node_class.machine.gpu_indices[: slots[number][1]] if number in slots else ()
+        for number, node_class in enumerate(cluster.classes)
+    )
+
+
+def search_problem(
+    machine: Machine,
+    knowledge: Knowledge,
+    source: BandwidthSource,
+    settings: Settings | None = None,
+    *,
+    gpus: Sequence[int] | str | None = None,
+    ring_counts: Sequence[int] = (1,),
+    budget: Budget = Budget(),  # noqa: B008 (is frozen)
+) -> SearchProblem:
+    """Return the search for rings under one choice of settings, as `find_rings` takes it.
+
+    Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
+    than two, or settings that the version of NCCL does not have.
+    """
+    settings = check_settings(Settings() if settings is None else settings)
+    task = Task(
+        machine=machine,
+        knowledge=knowledge,
+        source=bench_for(source, machine.name),
+        gpus=chosen_gpus(machine, gpus),
+        version=settings.version,
+        budget=budget,
+    )
+    return task.problem(settings, ring_counts)
+
+
+def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
+    """Return the ring set over the same GPUs and NICs by the mechanisms of these settings.
+
+    Raises SearchError: a pair of neighbours has no hop.
+    """
+    space = task.space(settings, len(rings))
+    return ring_set([ring_like(space, order) for order in rings])
 
 
 def pinned_here(names: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
 
@@ -10,16 +10,12 @@ import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.model.cluster import Cluster
-from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement
-from tccl_py.model.rings import Hop, HopSpace, Ring, RingSet, nics_of, ring_like, ring_set
-from tccl_py.model.symmetry import Symmetry, automorphisms, natural_cuts
+from tccl_py.model.rings import Ring, RingSet, nics_of
 from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, transfer_set
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
-from tccl_py.nccl.transport import hop_space
-from tccl_py.nccl.versions import Level, version_facts
-from tccl_py.nccl.view import NcclView, view
+from tccl_py.nccl.versions import version_facts
 from tccl_py.plan.chains import (
     HostPath,
     Order,
@@ -31,111 +27,16 @@ from tccl_py.plan.chains import (
     version_notices,
 )
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.request import PlanRequest
-from tccl_py.search.problem import Budget, Reporter, SearchProblem, SearchResult, SetRule
-from tccl_py.search.strategies import Strategy, find_rings, strategy_name
+from tccl_py.planning.request import PlanRequest, Rings, Task
+from tccl_py.search.problem import SearchResult
+from tccl_py.search.strategies import find_rings, strategy_name
 from tccl_py.sources.bench import Bench
-
-Rings = Sequence[Ring] | Sequence[Order]
-"""Orders of GPUs, or rings that were found under other settings: their GPUs and NICs count."""
-
-OwnRings = Callable[[Sequence[Settings]], Sequence[DefaultChoice]]
-"""Returns NCCL's own rings under each of several settings."""
 
 PRECISE = 0.005
 """A rate whose standard error is smaller (relative) was not chosen for its luck."""
+SIMPLE_ORDER = "NCCL's search finds no rings and takes its simple order"
 CAREFUL = 8
 """Measurements of stock's rings and of the plan's where samples spread."""
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of planning.
-
-    `p2p_level` is pinned for all jobs, if set. `own_rings` returns NCCL's own rings under each of
-    several settings; None computes them by NCCL's rules. `nics` are those of chains over several
-    hosts. With `placement` the jobs load the NCCL plugin, which places bounce buffers, on `nodes`
-    by GPU where these are known. `spaces` caches hop spaces.
-    """
-
-    machine: Machine
-    knowledge: Knowledge
-    source: Bench
-    gpus: tuple[int, ...]
-    version: str
-    ring_counts: tuple[int, ...] = (1,)
-    strategy: str | Strategy = "best-first"
-    budget: Budget = Budget()
-    reporter: Reporter | None = None
-    nics: tuple[int, ...] = ()
-    p2p_level: Level | None = None
-    own_rings: OwnRings | None = None
-    placement: bool = False
-    nodes: Mapping[int, int] = {}
-    spaces: dict[tuple[object, ...], HopSpace] = msgspec.field(default_factory=dict)
-
-    @property
-    def default_settings(self) -> Settings:
-        """The settings of default NCCL: its defaults, and the pinned level."""
-        return Settings(version=self.version, p2p_level=self.p2p_level)
-
-    def view(self, settings: Settings) -> NcclView:
-        """Return NCCL's view of the machine under these settings."""
-        return view(self.machine, self.knowledge, settings, gpus=self.gpus)
-
-    def space(self, settings: Settings, count: int) -> HopSpace:
-        """Return the hops open to each ring of a set of `count`."""
-        key = (settings, count, self.gpus, self.nics)
-        if key not in self.spaces:
-            self.spaces[key] = self.hops(self.view(settings), count)
-        return self.spaces[key]
-
-    def hops(self, host_view: NcclView, count: int) -> HopSpace:
-        """Return the hops of a view; a host of several adds those over its NICs."""
-        space = hop_space(host_view, rings_in_set=count)
-        if not self.nodes:
-            return space
-        open_to = {gpu: (None, node) for gpu, node in self.nodes.items()}
-        hops = {
-            pair: tuple(hop for hop in choices if hop.flow.through in open_to[pair[0]])
-            for pair, choices in space.hops.items()
-        }
-        return msgspec.structs.replace(space, hops=hops)
-
-    @property
-    def least_channels(self) -> int:
-        """Return the channels that a graph file has at least, on a network that is not slow."""
-        return 1
-
-    @property
-    def symmetry(self) -> Symmetry:
-        """The symmetry of the machine as far as it exchanges the GPUs."""
-        return automorphisms(self.machine, self.knowledge, gpus=self.gpus)
-
-    def problem(self, settings: Settings, counts: Sequence[int]) -> SearchProblem:
-        """Return the search for sets of so many rings under one choice of settings."""
-        rules = {count: self.rule(settings, count) for count in counts}
-        return SearchProblem(
-            spaces={count: self.space(settings, count) for count in counts},
-            source=self.source,
-            symmetry=self.symmetry,
-            rules={count: rule for count, rule in rules.items() if rule is not None},
-            cuts=natural_cuts(self.machine, self.knowledge, gpus=self.gpus),
-            budget=self.budget,
-        )
-
-    def rule(self, settings: Settings, count: int, /) -> SetRule | None:
-        """Return the rule for sets of so many rings, if any."""
-        return OneNode() if settings.shm_placement and count > 1 else None
-
-
-class OneNode(SetRule):
-    """All bounces from a GPU go through one NUMA node: its process places its buffers."""
-
-    def admits(self, rings: Sequence[Sequence[Hop]]) -> bool:
-        """Return whether no GPU bounces through two nodes."""
-        nodes = {(hop.source, hop.flow.through) for ring in rings for hop in ring}
-        bounces = [source for source, node in nodes if node is not None]
-        return len(set(bounces)) == len(bounces)
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,15 +122,6 @@ def measured_well(source: Bench, rings: RingSet) -> Measurement:
     return msgspec.structs.replace(
         first, samples_gbps=samples, settled=settled, outliers=tuple(outliers)
     )
-
-
-def rings_under(task: Task, settings: Settings, rings: Rings) -> RingSet:
-    """Return the ring set over the same GPUs and NICs by the mechanisms of these settings.
-
-    Raises SearchError: a pair of neighbours has no hop.
-    """
-    space = task.space(settings, len(rings))
-    return ring_set([ring_like(space, order) for order in rings])
 
 
 def search_under(
