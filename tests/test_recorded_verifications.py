@@ -1,4 +1,4 @@
-"""What `tccl verify` found on two H200, kept whole: read again, compared again, shown again."""
+"""What `tccl verify` found on two GPUs, kept whole: read again, compared again, shown again."""
 
 import io
 from pathlib import Path
@@ -12,6 +12,7 @@ from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.table import compare
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import arm_charts, size_charts
+from tccl_py.report.verification import facts_of, headline
 
 CASES = Path(__file__).parent / "cases" / "verification"
 NAMES = ("h200x2-vm", "h200x2-vm-no-p2p-tuned", "h200x2-vm-tuned")
@@ -66,6 +67,17 @@ def test_a_measured_plan_is_nowhere_slower_and_faster_at_large_sizes():
     assert max((one.compared.high - one.compared.low) / 2 for one in large) <= 0.01
     # What is open is known to a few percent: jobs come in two kinds, 2 us apart.
     assert max((one.compared.high - one.compared.low) / 2 for one in sizes) < 0.05
+
+
+def test_a_faster_choice_that_is_not_shown_harmless_is_left_and_the_rows_that_are_open_are_named():
+    found = recorded("h100x2-vm")
+    assert (found.winner, found.accepted, found.rounds) == ("default", True, 6)
+    graph = found.arms[1]
+    assert graph.large.low > 1.04 and not graph.losses
+    assert {row.bytes for row in graph.unclear} == {1 << n for n in (10, 12, 14, 16, 18, 20)}
+    assert headline(found)[0].endswith("at 64 MiB and above, but not shown to lose nothing")
+    (line,) = (line for line in facts_of(found) if line.startswith("graph: not taken: "))
+    assert "send/recv of 64 KiB, 1 MiB (0.99)" in line and line.endswith("(--rounds, --seconds)")
 
 
 def test_a_plan_for_jobs_without_p2p_is_faster_by_two_fifths_when_tuned():

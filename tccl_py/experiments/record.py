@@ -104,7 +104,8 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         against += [f"{text} is slower than default NCCL" for text in row_texts(self.losses)]
         if self.unclear and not against:
             unclear = "; ".join(row_texts(self.unclear))
-            against.append(f"a loss of 5 % would not surely have been seen in {unclear}")
+            seen = f"a loss of 5 % would not surely have been seen in {unclear}"
+            against.append(f"{seen}; more rounds may tell (--rounds, --seconds)")
         return tuple(against)
 
     @property

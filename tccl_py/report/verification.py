@@ -78,7 +78,13 @@ def _winner(result: Verification) -> str:
         over = _over(result.best.large)
         return f"{WINS[result.winner]}: {over} times default NCCL {where}"
     ratios = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in result.arms[1:] if row.rows]
-    return WINS["default"] + (f": {', '.join(ratios)} times it {where}" if ratios else "")
+    text = WINS["default"] + (f": {', '.join(ratios)} times it {where}" if ratios else "")
+    return text + (", but not shown to lose nothing" if any(map(_faster, result.arms[1:])) else "")
+
+
+def _faster(arm: ArmResult) -> bool:
+    """Return whether an arm that may not be used is faster at the large sizes."""
+    return arm.large.low > 1 and not arm.failure and not arm.accepted
 
 
 def _over(ratio: Compared) -> str:
@@ -180,6 +186,7 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         ratios = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
         over = f" over {groups_text(groups)}" if groups else ""
         lines.append(f"{COLLECTIVE_WORDS[collective]}{over}: {ratios}")
+    lines += [f"not taken: {'; '.join(arm.objections)}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]
 
 
