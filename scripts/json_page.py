@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from tccl_py.experiments.evaluation import Cell, Summary
+from tccl_py.experiments.evaluation import Summary
 from tccl_py.experiments.preflight import Problem
 from tccl_py.experiments.record import Tried
 from tccl_py.experiments.spec import WrongValue
@@ -311,6 +311,22 @@ class Verify(Keys, kw_only=True):
     versions: dict[str, str]
     notices: list[str]
     tunings: list[Tuning]
+
+
+class Cell(Keys, kw_only=True):
+    """A collective of a size in an arm over a set of GPUs."""
+
+    hosts: Annotated[list[str], says("none of one machine")]
+    gpus: Annotated[list[int], says("of each host")]
+    collective: str
+    dtype: str
+    bytes: Annotated[int, says("0 of large messages by a model")]
+    arm: ChoiceName
+    us: Annotated[float | None, says("null by a model")]
+    gbps: Annotated[float, says("bus bandwidth")]
+    ratio: Annotated[float | None, says("over default NCCL; null where that has no rate")]
+    low: Annotated[float | None, says("the 95 % interval of `ratio`")]
+    high: float | None
 
 
 class Evaluate(Keys, kw_only=True):

@@ -249,7 +249,8 @@ def check_value(value: object, kind: Any, *, where: str) -> None:
 
 def check_version(version: int, readable: int, where: str | Path) -> None:
     """Refuse a format version that this program does not read."""
-    right = f"this program reads version {readable}"
+    right = "update it" if version > readable else "make it again"
+    right = f"this program reads version {readable}: {right}"
     require(version == readable, str(where), f"has format version {version}", right)
 
 

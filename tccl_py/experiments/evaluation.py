@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -19,8 +19,8 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
-from tccl_py.experiments.spec import KIB, MIB, Dtype, JobSpec, WrongValue
-from tccl_py.experiments.table import LEAST_ROUNDS
+from tccl_py.experiments.spec import KIB, MIB, JobSpec, WrongValue
+from tccl_py.experiments.table import EQUAL, LEAST_ROUNDS, UNRATED, Timed
 from tccl_py.files import picked
 from tccl_py.model.measurement import Backend, BandwidthSource
 from tccl_py.model.rings import Hop, Ring, neighbours
@@ -51,25 +51,20 @@ EVALUATED = RunBudget(
 `seconds` no further set is begun, and no round beyond LEAST_ROUNDS."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A collective of a size in an arm, over these GPUs of each of these hosts (none: one machine).
+class Cell(Timed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row in an arm, over these GPUs of each of these hosts (none: one machine).
 
-    `bytes` is 0 for large messages of no certain size, as the simulator has them, and `us` None.
-    `gbps` is bus bandwidth; `ratio`, with its 95 % interval, is over default NCCL, None where
-    default NCCL has no rate.
+    `bytes` is 0 for large messages of no certain size, as the simulator has them.
     """
 
     hosts: tuple[str, ...] = ()
     gpus: tuple[int, ...]
-    collective: Collective
-    dtype: Dtype = "float32"
-    bytes: int = 0
     arm: ChoiceName
-    us: float | None = None
-    gbps: float
-    ratio: float | None = 1.0
-    low: float | None = None
-    high: float | None = None
+
+
+_ROW, _RATES = ("collective", "dtype", "bytes"), ("us", "gbps", "ratio", "low", "high")
+COLUMNS = ("hosts", "gpus", *_ROW, "arm", *_RATES)
+"""What is printed of a cell."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +90,12 @@ class Evaluation(Kept, frozen=True, kw_only=True):
     simulated: bool
     assumed: bool = False
     recommended: ChoiceName
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...] = ()
     wrong: dict[ChoiceName, tuple[WrongValue, ...]] = msgspec.field(default_factory=dict)
     failures: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+    format_version: int = 2
 
     @property
     def dry_run(self) -> bool:
@@ -176,16 +172,10 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
 
 def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     """Yield the cells of all arms' jobs over a set of GPUs."""
+    hosts = tuple(host.name for host in launcher.hosts if host.name)
     for arm, rows in rounds.table.items():
         for row in rows.values():
-            yield Cell(
-                **picked(row, "collective", "dtype", "bytes", "gbps"),
-                **picked(row.compared, "ratio", "low", "high"),
-                hosts=tuple(host.name for host in launcher.hosts if host.name),
-                gpus=launcher.hosts[0].gpus,
-                arm=arm,
-                us=statistics.median(row.seconds) * 1e6,
-            )
+            yield Cell(**structs.asdict(row), hosts=hosts, gpus=launcher.hosts[0].gpus, arm=arm)
 
 
 # Without GPUs large messages alone have rates, by a model of the machine or by tables: latency is
@@ -215,14 +205,9 @@ def _large_cells(
     for arm, gbps_of in rates.items():
         for collective, gbps in gbps_of.items():
             default = rates.get("default", {}).get(collective)
-            yield Cell(
-                hosts=hosts,
-                gpus=gpus,
-                collective=collective,
-                arm=arm,
-                gbps=gbps,
-                ratio=gbps / default if default else None,
-            )
+            over = replace(EQUAL, ratio=gbps / default) if default else UNRATED
+            where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
+            yield Cell(**where, collective=collective, gbps=gbps, compared=over)
 
 
 class _Part(NamedTuple):
@@ -342,10 +327,11 @@ def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> 
 def csv_text(result: Evaluation) -> str:
     """Return all cells as CSV, a row each."""
     text = io.StringIO()
-    names = (*Cell.__struct_fields__, "simulated", "dry_run")
+    names = (*COLUMNS, "simulated", "dry_run")
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for cell in result.cells:
         lists = {name: " ".join(map(str, getattr(cell, name))) for name in ("hosts", "gpus")}
-        writer.writerow(structs.asdict(cell) | lists | picked(result, "simulated", "dry_run"))
+        labels = picked(result, "simulated", "dry_run")
+        writer.writerow(picked(cell, *COLUMNS) | lists | labels)
     return text.getvalue()

@@ -240,7 +240,6 @@ def evaluate_plan(
         simulated=simulated,
         assumed=plan.assumed and simulated,
         recommended=plan.recommended,
-        cells=(),
     )
     if simulated:
         cells = _simulated(plan, directory, budget, gpus)

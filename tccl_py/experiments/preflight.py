@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, size_text
@@ -26,7 +27,7 @@ from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
-from tccl_py.experiments.table import Timed, row_seconds
+from tccl_py.experiments.table import UNRATED, Compared, Timed, row_seconds
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
 from tccl_py.explanation.paths import collapse_patterns
@@ -75,26 +76,25 @@ class Problem(msgspec.Struct, frozen=True):
     measured: str
 
 
-class BusRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bus bandwidth of a size now and when the plan was verified, GB/s; None if it was not.
+class BusRate(Timed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row now, over what it was when the plan was verified, if it was."""
 
-    `p` is the chance of such a change if the true one is small, adjusted for all sizes.
-    """
-
-    bytes: int
-    gbps: float
-    expected_gbps: float | None = None
-    p: float = 1.0
+    @property
+    def expected_gbps(self) -> float | None:
+        """Return the bus bandwidth when the plan was verified, GB/s."""
+        return self.gbps / self.ratio if self.ratio else None
 
     @property
     def slower(self) -> bool:
         """Return whether the bandwidth fell beyond doubt."""
-        fell = self.expected_gbps is not None and self.gbps < self.expected_gbps
-        return fell and self.p <= FALSE_ALARM_RATE
+        return 0 < self.compared.ratio < 1 and self.compared.p <= FALSE_ALARM_RATE
 
 
 class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the jobs, if any ran: number of compared results, faults of ranks, bandwidths."""
+    """Results of the jobs, if any ran: number of compared results, faults of ranks, bandwidths.
+
+    These are compared with those of the verification; p values are adjusted for all sizes.
+    """
 
     collective: Collective = "all_reduce"
     checked: int = 0
@@ -159,12 +159,12 @@ def check_collectives(
     spec = JobSpec(checks=True, rows=rows_of(sizes, (collective,)))
     try:
         (job,) = _limited(launcher, until).run([arm], spec)
-        chances = _chances(history, spec, job)
-        if min(chances.values(), default=1.0) <= FALSE_ALARM_RATE:
-            again = replace(spec, checks=False)
-            (second,) = _limited(launcher, until).run([arm], again)
-            confirming = _chances(history, again, second)
-            chances = {size: max(p, confirming[size]) for size, p in chances.items()}
+        rates = _rates(history, launcher, spec, job)
+        if any(row.compared.p <= FALSE_ALARM_RATE for row in rates):
+            (second,) = _limited(launcher, until).run([arm], replace(spec, checks=False))
+            for at, again in enumerate(_rates(history, launcher, spec, second)):
+                likelier = max(rates[at].compared.p, again.compared.p)
+                rates[at] = replace(rates[at], compared=replace(rates[at].compared, p=likelier))
     except MeasurementError as error:
         happened = "a rank failed or took too long"
         fault = Problem("collectives", str(error), "every rank finishes", happened)
@@ -178,15 +178,7 @@ def check_collectives(
             *_wrong(launcher, job),
             *(Problem("rings", "NCCL, by its log", "as planned", text) for text in differences),
         ),
-        rates=tuple(
-            BusRate(
-                bytes=row.bytes,
-                gbps=row.bus_gbps(launcher.world, seconds),
-                expected_gbps=history[row.bytes].gbps if history else None,
-                p=chances.get(row.bytes, 1.0),
-            )
-            for row, (seconds,) in row_seconds(spec, [job]).items()
-        ),
+        rates=tuple(rates),
     )
 
 
@@ -213,16 +205,26 @@ def _limited(launcher: Launcher, until: float) -> Launcher:
     return replace(launcher, timeout=min(seconds, launcher.timeout))
 
 
-def _chances(history: dict[int, Timed], spec: JobSpec, job: Outcome) -> dict[int, float]:
-    """Return the chance of each known size's change, adjusted for all sizes and both families."""
-    seconds_now = {row.bytes: seconds for row, seconds in row_seconds(spec, [job]).items()}
+def _rates(
+    history: dict[int, Timed], launcher: Launcher, spec: JobSpec, job: Outcome
+) -> list[BusRate]:
+    """Return a job's rows, with the chance of each change, adjusted for sizes and both families."""
+    seconds = row_seconds(spec, [job])
     logs = [
-        [[-math.log(time) for time in seconds] for seconds in (row.seconds, seconds_now[size])]
-        for size, row in history.items()
+        [[-math.log(time) for time in times] for times in (history[row.bytes].seconds, now)]
+        for row, now in seconds.items()
+        if history
     ]
     spread = common_spread([before for before, _ in logs])
-    raw = [chance(before, after, spread) for before, after in logs]
-    return {size: min(1.0, FAMILIES * p) for size, p in zip(history, holm(raw), strict=True)}
+    raw = holm([chance(before, after, spread) for before, after in logs])
+    rates = []
+    for at, (row, now) in enumerate(seconds.items()):
+        gbps, over = row.bus_gbps(launcher.world, now[0]), UNRATED
+        if history:
+            ratio, p = gbps / history[row.bytes].gbps, min(1.0, FAMILIES * raw[at])
+            over = Compared(ratio=ratio, low=ratio, high=ratio, p=p)
+        rates.append(BusRate(**structs.asdict(row), seconds=now, gbps=gbps, compared=over))
+    return rates
 
 
 def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
@@ -347,7 +349,10 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
         "findings": preflight.problems,
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
-        "bandwidths": [picked(row, "bytes", "gbps", "expected_gbps", "p") for row in jobs.rates],
+        "bandwidths": [
+            {**picked(row, "bytes", "gbps", "expected_gbps"), "p": row.compared.p}
+            for row in jobs.rates
+        ],
         **drift_json(plan, preflight.drift),
         "seconds": preflight.seconds,
     }

@@ -69,6 +69,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
 """The baseline over itself."""
+UNRATED = Compared(ratio=0.0, low=0.0, high=0.0, p=1.0)
+"""A row over a baseline that has no rate."""
 
 
 def compare(
@@ -97,15 +99,36 @@ def compare(
 class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row in an arm: seconds in each round, and the speed over the baseline's.
 
-    Its groups are of GPUs, over several hosts of ranks. `gbps` is the median bus bandwidth, 0 of a
-    training step. `harm` is whether it loses; None without a second arm of default NCCL.
+    Its groups are of GPUs, over several hosts of ranks. A model's rows have no seconds. `gbps` is
+    the median bus bandwidth, 0 of a training step. `harm` is whether it loses; None without a
+    second arm of default NCCL.
     """
 
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...] = ()
     gbps: float = 0.0
-    compared: Compared
-    verdict: Verdict
+    compared: Compared = UNRATED
+    verdict: Verdict = "same"
     harm: Harm | None = None
+
+    @property
+    def us(self) -> float | None:
+        """Return the median time of a call in us."""
+        return statistics.median(self.seconds) * 1e6 if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the speed over the baseline's, None where that has no rate."""
+        return self.compared.ratio or None
+
+    @property
+    def low(self) -> float | None:
+        """Return the lower end of the ratio's interval."""
+        return self.compared.low if self.seconds else None
+
+    @property
+    def high(self) -> float | None:
+        """Return the upper end of the ratio's interval."""
+        return self.compared.high if self.seconds else None
 
 
 Table = Mapping[ChoiceName, Mapping[Row, Timed]]

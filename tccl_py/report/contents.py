@@ -81,7 +81,7 @@ def read_contents(directory: Path) -> Contents:
         try:
             finding = kind.load(directory)
         except InputError as error:
-            why = error.what
+            why = f"{error.what}; {error.right}"
         else:
             if isinstance(finding, Verification) and finding.backend != "cuda":
                 why = _DRY_RUN

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
 
 from tccl_py.errors import counted, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
-from tccl_py.experiments.evaluation import Cell, Evaluation, Summary
+from tccl_py.experiments.evaluation import COLUMNS, Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.table import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
@@ -56,12 +56,7 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
 
 
 def _row_json(row: Timed) -> dict[str, Any]:
-    compared = picked(row.compared, "ratio", "low", "high")
-    return {"us": _us(row), "gbps": row.gbps, **compared, **picked(row, "verdict", "harm")}
-
-
-def _us(row: Timed) -> float:
-    return median(row.seconds) * 1e6
+    return picked(row, "us", "gbps", "ratio", "low", "high", "verdict", "harm")
 
 
 def headline(result: Verification) -> tuple[str, str]:
@@ -115,7 +110,7 @@ def size_rows(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
     for rows in zip(*(arm.sizes for arm in arms), strict=True):
         cells = [size_text(rows[0].bytes)]
         for row in rows:
-            cells += [f"{_us(row):.1f}", f"{row.gbps:.2f}"]
+            cells += [f"{row.us:.1f}", f"{row.gbps:.2f}"]
             cells += [_verdict(row)] if row is not rows[0] else []
         yield cells
 
@@ -210,7 +205,8 @@ def evaluation_json(result: Evaluation) -> dict[str, Any]:
     return {
         **picked(result, "machine", "simulated", "dry_run", "recommended"),
         "arms": result.summaries,
-        **picked(result, "cells", "wrong", "failures", "left_out", "seconds"),
+        "cells": [picked(cell, *COLUMNS) for cell in result.cells],
+        **picked(result, "wrong", "failures", "left_out", "seconds"),
     }
 
 
