@@ -25,8 +25,8 @@ from tccl_py.errors import InputError, MeasurementError, size_text
 from tccl_py.experiments.calls import graphed, time_calls, warm_up
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
 from tccl_py.experiments.plans import launcher_of
+from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.experiments.spec import JobResult, JobSpec, rows_of
-from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, compare
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.results import load_tuning, plan_in
 from tccl_py.rank_processes.rank import (

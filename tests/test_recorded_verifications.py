@@ -8,8 +8,8 @@ from rich.console import Console
 
 from tccl_py.cli.verify import print_verification
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import compare
 from tccl_py.experiments.size_table import SizeTuning
-from tccl_py.experiments.table import compare
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import arm_charts, size_charts
 from tccl_py.report.verification import facts_of, headline

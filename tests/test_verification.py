@@ -15,9 +15,8 @@ from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
 from tccl_py.experiments.record import Verification, why_not_verified
 from tccl_py.experiments.rings import rings_found
-from tccl_py.experiments.rounds import RunBudget
+from tccl_py.experiments.rounds import FALSE_RATE, Compared, RunBudget, compare
 from tccl_py.experiments.spec import WrongValue
-from tccl_py.experiments.table import FALSE_RATE, Compared, compare
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.experiments.tuning import run_tuning

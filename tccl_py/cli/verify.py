@@ -25,11 +25,10 @@ from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import RunBudget, budget_of
+from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
 from tccl_py.experiments.spec import Dtype, parse_sizes
-from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName

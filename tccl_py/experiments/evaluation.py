@@ -18,9 +18,16 @@ from msgspec.structs import replace
 from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
 from tccl_py.experiments.jobs import Arm, Launcher
-from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
+from tccl_py.experiments.rounds import (
+    EQUAL,
+    LEAST_ROUNDS,
+    UNRATED,
+    Rounds,
+    RunBudget,
+    Timed,
+    run_rounds,
+)
 from tccl_py.experiments.spec import KIB, MIB, JobSpec, WrongValue
-from tccl_py.experiments.table import EQUAL, LEAST_ROUNDS, UNRATED, Timed
 from tccl_py.files import picked
 from tccl_py.model.measurement import Backend, BandwidthSource
 from tccl_py.model.rings import Hop, Ring, neighbours

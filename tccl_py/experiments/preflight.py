@@ -26,8 +26,8 @@ from tccl_py.experiments.jobs import Arm, Launcher, Outcome
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import Verification
+from tccl_py.experiments.rounds import UNRATED, Compared, Timed, row_seconds
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
-from tccl_py.experiments.table import UNRATED, Compared, Timed, row_seconds
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
 from tccl_py.explanation.paths import collapse_patterns

@@ -12,8 +12,8 @@ from tccl_py.errors import size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.communication import Communication
 from tccl_py.experiments.rings import RingsFound
+from tccl_py.experiments.rounds import EQUAL, Compared, Timed, compare
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
-from tccl_py.experiments.table import EQUAL, Compared, Timed, compare
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.chains import AS_GOOD, ChoiceName

@@ -1,19 +1,199 @@
-"""Rounds of jobs: the work of a comparison, and the loop that ends where all is clear."""
+"""Arms x rows x rounds -> table: the work of a comparison, its rounds, and what they say.
+
+The jobs of a round are interleaved, or run in an order that is reversed and rotated from round to
+round, so that slow drift touches all arms alike. If two arms are equal, the logarithms of their
+ratios, one per round, are symmetric about 0 whatever the noise: a test by flipped signs is exact.
+Rounds end where all is clear.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+from tccl_py.decision import Harm, harm
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.collectives import Collective
 from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
 from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
-from tccl_py.experiments.table import LEAST_ROUNDS, MAX_ROUNDS, SMALLEST_EFFECT, Table, table_of
+from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
+from tccl_py.statistics import ratio_interval, sign_flip_p
 from tccl_py.workloads.workload import Workload
+
+Verdict = Literal["better", "same", "worse"]
+
+SMALLEST_EFFECT = 0.01
+"""Ratios closer to 1 count as the same."""
+FALSE_RATE = 0.05
+"""Largest chance that any row of any arm gets a verdict though all arms are equal."""
+LEAST_ROUNDS = 6
+"""Fewer rounds have no 95 % interval."""
+MAX_ROUNDS = 40
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """Speed of an arm over the baseline's: above 1 the arm is faster.
+
+    `ratio` is the Hodges-Lehmann estimate over rounds, `low` to `high` its 95 % interval, and `p`
+    is adjusted for all rows compared.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return better or worse only beyond chance, the interval and the smallest effect."""
+        if self.p > FALSE_RATE:
+            return "same"
+        if self.low > 1 and self.ratio >= 1 + SMALLEST_EFFECT:
+            return "better"
+        return "worse" if self.loses else "same"
+
+    @property
+    def loses(self) -> bool:
+        """Return whether the interval lies below 1 by the smallest effect, if only by chance."""
+        return self.high < 1 and self.ratio <= 1 - SMALLEST_EFFECT
+
+    @property
+    def open(self) -> bool:
+        """Return whether the interval excludes 1, or is wide, without a verdict."""
+        edge = 1 + SMALLEST_EFFECT
+        leaning = not self.low <= 1 <= self.high and not 1 / edge < self.ratio < edge
+        wide = (self.high - self.low) / 2 / self.ratio > SMALLEST_EFFECT
+        return self.verdict == "same" and (leaning or wide)
+
+
+EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
+"""The baseline over itself."""
+UNRATED = Compared(ratio=0.0, low=0.0, high=0.0, p=1.0)
+"""A row over a baseline that has no rate."""
+
+
+def compare(
+    arm: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], *, arms: int = 1
+) -> tuple[Compared, ...]:
+    """Compare an arm's rows of seconds, one value a round, with the baseline's rows.
+
+    p values are adjusted for all rows of so many `arms`. Raises ValueError: fewer than LEAST_ROUNDS
+    rounds, more than MAX_ROUNDS, or unequal lengths.
+    """
+    ratios = [
+        [b / a for a, b in zip(row, base, strict=True)]
+        for row, base in zip(arm, baseline, strict=True)
+    ]
+    for row in ratios:
+        if not LEAST_ROUNDS <= len(row) <= MAX_ROUNDS:
+            raise ValueError(f"{len(row)} rounds: {LEAST_ROUNDS} to {MAX_ROUNDS} can be compared")
+    adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
+    spans = map(ratio_interval, ratios)
+    return tuple(
+        Compared(ratio=span.middle, low=span.low, high=span.high, p=min(1.0, arms * p))
+        for span, p in zip(spans, adjusted, strict=True)
+    )
+
+
+class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row in an arm: seconds in each round, and the speed over the baseline's.
+
+    Its groups are of GPUs, over several hosts of ranks. A model's rows have no seconds. `gbps` is
+    the median bus bandwidth, 0 of a training step. `harm` is whether it loses; None without a
+    second arm of default NCCL.
+    """
+
+    seconds: tuple[float, ...] = ()
+    gbps: float = 0.0
+    compared: Compared = UNRATED
+    verdict: Verdict = "same"
+    harm: Harm | None = None
+
+    @property
+    def us(self) -> float | None:
+        """Return the median time of a call in us."""
+        return statistics.median(self.seconds) * 1e6 if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the speed over the baseline's, None where that has no rate."""
+        return self.compared.ratio or None
+
+    @property
+    def low(self) -> float | None:
+        """Return the lower end of the ratio's interval."""
+        return self.compared.low if self.seconds else None
+
+    @property
+    def high(self) -> float | None:
+        """Return the upper end of the ratio's interval."""
+        return self.compared.high if self.seconds else None
+
+
+Table = Mapping[ChoiceName, Mapping[Row, Timed]]
+"""Results by arm and row."""
+
+
+def table_of(
+    launcher: Launcher, spec: JobSpec, jobs: Sequence[tuple[ChoiceName, Outcome]]
+) -> Table:
+    """Return the rows of every arm's jobs, with the speed over the first arm's."""
+    names = list(dict.fromkeys(name for name, _ in jobs))
+    count = len([name for name in names[1:] if name != AGAIN])
+    names = names if count else names[:1]
+    times = {name: row_seconds(spec, [job for arm, job in jobs if arm == name]) for name in names}
+    baseline, compared = times[names[0]], {names[0]: dict.fromkeys(times[names[0]], EQUAL)}
+    for name in names[1:]:
+        rows = times[name]
+        ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
+        compared[name] = dict(zip(rows, ratios, strict=True))
+    again = times.get(AGAIN, {})
+
+    def harm_of(name: ChoiceName, row: Row) -> Harm | None:
+        if row not in again or name in (names[0], AGAIN):
+            return None
+        return harm(times[name][row], baseline[row], again[row])
+
+    named = launcher.members
+    return {
+        name: {
+            row: Timed(
+                **picked(row, "collective", "dtype", "bytes", "mode"),
+                groups=tuple(tuple(named[rank] for rank in group) for group in row.groups),
+                seconds=times[name][row],
+                gbps=row.bus_gbps(launcher.world, statistics.median(times[name][row])),
+                compared=ratio,
+                verdict=ratio.verdict,
+                harm=harm_of(name, row),
+            )
+            for row, ratio in rows.items()
+        }
+        for name, rows in compared.items()
+    }
+
+
+def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[Row, tuple[float, ...]]:
+    """Return the seconds of each timed row, one value a job: the slowest rank's median.
+
+    Ranks outside all groups, and jobs under a graph file, have no times of groups.
+    """
+    seconds: dict[Row, list[float]] = {}
+    for job in jobs:
+        rows = {row: [rank.timings[at] for rank in job.results] for at, row in enumerate(spec.rows)}
+        for mode in job.results[0].training:
+            rows[Row(mode=mode)] = [rank.training[mode] for rank in job.results]
+        for row, ranks in rows.items():
+            medians = [statistics.median(batches) for batches in ranks if batches]
+            if medians:
+                seconds.setdefault(row, []).append(max(medians))
+    return {row: tuple(medians) for row, medians in seconds.items()}
+
 
 FEW_SIZES = (16 << 10, 256 << 10, 1 << 20, 64 << 20, 256 << 20)
 """Sizes of the sweep's jobs and, except the largest, of smaller communicators."""
