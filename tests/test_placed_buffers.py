@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError
-from tccl_py.experiments.evaluation import simulated_cells
+from tccl_py.experiments.prediction import model_cells
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.tuning import stages
 from tccl_py.model.rings import Hop, bounce, ring, ring_like, ring_set
@@ -30,6 +30,7 @@ from tccl_py.planning.planner import make_plan
 from tccl_py.planning.request import OneNode
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 from tests.planned import PCIE, as_only, plan_of, through
 
 PLACED = Settings(shm_locality="sender", shm_placement=True)
@@ -179,8 +180,9 @@ def test_the_index_has_the_nodes_of_the_planned_hops(plan, directory):
 
 
 def test_sets_of_gpus_that_gain_nothing_over_nccls_own_rings_get_no_file(plan, directory):
-    sets, source = [one.gpus for one in plan.subsets], Simulator(load_bundled(PCIE))
-    cells = list(simulated_cells(plan, source, sets, ["all_reduce"]))
+    bench = bench_of(Simulator(load_bundled(PCIE)))
+    sets = [one.gpus for one in plan.subsets]
+    cells = [c for gpus in sets for c in model_cells(plan, bench, gpus, (), ["all_reduce"])]
     # Variables alone are default NCCL here.
     default = {cell.gpus: cell.gbps for cell in cells if cell.arm == "default"}
     for one in plan.subsets:
@@ -207,8 +209,11 @@ def test_rates_of_subsets_are_those_of_their_nodes(plan):
 
 def test_no_collective_over_any_gpus_is_slower_than_default_nccl(plan):
     sets = [one.gpus for one in plan.subsets] + [plan.gpus]
-    source = Simulator(load_bundled(PCIE))
-    cells = simulated_cells(plan, source, sets, ("all_reduce", "broadcast", "all_to_all"))
+    bench, names = (
+        bench_of(Simulator(load_bundled(PCIE))),
+        ("all_reduce", "broadcast", "all_to_all"),
+    )
+    cells = [cell for gpus in sets for cell in model_cells(plan, bench, gpus, (), names)]
     ratios = [cell.ratio for cell in cells if cell.arm == "graph"]
     assert min(ratios) > 0.999
     assert max(ratios) >= 3

@@ -6,22 +6,17 @@ import csv
 import io
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import permutations, product
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import structs
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
-from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS, Collective
+from tccl_py.errors import MeasurementError
+from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import (
-    EQUAL,
     LEAST_ROUNDS,
-    UNRATED,
     Rounds,
     RunBudget,
     Timed,
@@ -29,19 +24,9 @@ from tccl_py.experiments.rounds import (
 )
 from tccl_py.experiments.spec import KIB, MIB, JobSpec, WrongValue
 from tccl_py.files import picked
-from tccl_py.model.measurement import Backend, BandwidthSource
-from tccl_py.model.rings import Hop, Ring, neighbours
-from tccl_py.model.transfer import transfer_set
-from tccl_py.nccl.settings import Settings, pinned_level
-from tccl_py.plan.chains import ChoiceName, Order, condensed
-from tccl_py.plan.plan import Plan
+from tccl_py.model.measurement import Backend
+from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
-from tccl_py.planning.choices import own_rings
-from tccl_py.planning.jobs import plan_of_job
-from tccl_py.planning.parts import job_gpus
-from tccl_py.planning.request import Task, rings_under
-from tccl_py.readers.hosts import HostSlots
-from tccl_py.sources.bench import Bench, bench_of
 
 _CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
 """Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
@@ -183,152 +168,6 @@ def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     for arm, rows in rounds.table.items():
         for row in rows.values():
             yield Cell(**structs.asdict(row), hosts=hosts, gpus=launcher.hosts[0].gpus, arm=arm)
-
-
-# Without GPUs large messages alone have rates, by a model of the machine or by tables: latency is
-# not simulated. A ring collective has the bandwidth of the arm's rings; broadcast and reduce leave
-# out the hop back to the root, and take every root in turn. Transfers of send/recv and all-to-all
-# run at once, and the slowest decides.
-
-
-def simulated_cells(
-    plan: Plan,
-    source: BandwidthSource,
-    gpu_sets: Iterable[Order],
-    collectives: Sequence[Collective],
-) -> Iterator[Cell]:
-    """Yield large messages over sets of a machine's GPUs, by the rings of every arm."""
-    remembered = bench_of(source)
-    for gpus in gpu_sets:
-        rates = {
-            name: arm_rates(plan, remembered, [gpus], name, collectives) for name in plan.choices
-        }
-        yield from _large_cells(rates, gpus)
-
-
-def _large_cells(
-    rates: Mapping[ChoiceName, Mapping[Collective, float]], gpus: Order, hosts: tuple[str, ...] = ()
-) -> Iterator[Cell]:
-    for arm, gbps_of in rates.items():
-        for collective, gbps in gbps_of.items():
-            default = rates.get("default", {}).get(collective)
-            over = replace(EQUAL, ratio=gbps / default) if default else UNRATED
-            where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
-            yield Cell(**where, collective=collective, gbps=gbps, compared=over)
-
-
-class _Part(NamedTuple):
-    """Rings over a set of GPUs under an arm's settings."""
-
-    task: Task
-    settings: Settings
-    rings: Sequence[Ring]
-
-
-def arm_rates(
-    plan: Plan,
-    source: Bench,
-    gpu_sets: Iterable[Order],
-    name: ChoiceName,
-    collectives: Iterable[Collective],
-) -> dict[Collective, float]:
-    """Return the bus bandwidth of large collectives in an arm, in all sets of GPUs at once.
-
-    None where its rings have no rate.
-    """
-    try:
-        parts = [_part(plan, source, gpus, name) for gpus in gpu_sets]
-        return {collective: _gbps(parts, source, collective) for collective in collectives}
-    except (SearchError, MeasurementError):
-        return {}
-
-
-def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
-    task = Task(
-        machine=plan.machine,
-        knowledge=plan.knowledge,
-        source=source,
-        gpus=gpus,
-        version=plan.settings.version,
-        p2p_level=pinned_level(plan.pinned_env),
-    )
-    settings, planned = plan.choices[name].settings, plan.subset(gpus)
-    if name != "graph" or planned is None or not planned.gains:
-        # A set of GPUs without a graph file gets the variables alone.
-        settings = replace(settings, shm_placement=False)
-        rings_alone = own_rings(task, settings)
-        # NCCL doubles the channels of its own search as it does a graph file's.
-        settings = replace(settings, channels=max(1, rings_alone.channels // 2))
-        orders = condensed(rings_alone.rings)
-    else:
-        orders = planned.rings
-        nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
-        task = replace(task, nodes=nodes, spaces={})
-    return _Part(task, settings, rings_under(task, settings, orders).rings)
-
-
-def _gbps(parts: Sequence[_Part], source: Bench, collective: Collective) -> float:
-    def slowest(moved: Iterable[Hop]) -> float:
-        (measurement,) = source.measure([transfer_set(hop.flow for hop in moved)])
-        return measurement.rate_gbps
-
-    pattern, count = COLLECTIVES[collective].pattern, min(len(part.rings) for part in parts)
-    hops = [hop for part in parts for ring in part.rings for hop in ring.hops]
-    if pattern == "ring":
-        return count * slowest(hops)
-    if pattern in ("from root", "to root"):
-        back = "target" if pattern == "from root" else "source"
-        roots = zip(*(part.task.gpus for part in parts), strict=False)
-        without = ([hop for hop in hops if getattr(hop, back) not in of] for of in roots)
-        return count * statistics.harmonic_mean(map(slowest, without))
-    # The transfers to all peers share the channels.
-    moved: list[Hop] = []
-    peers = 1
-    for task, settings, _ in parts:
-        gpus = task.gpus
-        pairs: Iterable[Order] = neighbours(gpus)
-        if pattern == "to all":
-            pairs = permutations(gpus, 2)
-        elif collective == "send":
-            pairs = [gpus[:2]]
-        peers = len(gpus) - 1 if pattern == "to all" else 1
-        space = task.space(settings, peers)
-        moved += [space.between(pair[0], pair[1])[0] for pair in pairs]
-    return peers * slowest(moved)
-
-
-def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
-    """Yield plans of jobs over all hosts of a cluster, halves and so on to two.
-
-    `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables. A plan
-    over all its hosts and GPUs needs none.
-    """
-    names, classes = plan.host_order, plan.cluster.host_classes
-    counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
-    of_class = job_gpus(text, *plan.class_gpus)
-    for count, sets in product(counts, zip(*of_class, strict=False)):
-        hosts = [HostSlots(name) for name in names[:count]]
-        gpus = {host.name: sets[classes[host.name]] for host in hosts}
-        try:
-            yield plan_of_job(plan, directory, hosts, gpus)
-        except InputError:
-            # A job's files have no tables: they are evaluated as a whole.
-            if count == len(names) and sets == plan.class_gpus:
-                yield plan
-            elif text is not None:
-                raise
-
-
-def predicted_cells(jobs: Iterable[Plan], collectives: Sequence[Collective]) -> Iterator[Cell]:
-    """Yield large messages of ring collectives over hosts, by the choices of jobs' plans."""
-    ring_collectives = [name for name in collectives if COLLECTIVES[name].pattern == "ring"]
-    for made in jobs:
-        rates = {
-            name: dict.fromkeys(ring_collectives, choice.rate_gbps)
-            for name, choice in made.choices.items()
-            if choice.rate_gbps
-        }
-        yield from _large_cells(rates, made.gpus_of(made.hosts[0]), made.host_order)
 
 
 def csv_text(result: Evaluation) -> str:

@@ -27,12 +27,10 @@ from tccl_py.experiments.evaluation import (
     Evaluation,
     Part,
     estimated_seconds,
-    jobs_of_tables,
-    predicted_cells,
     run_parts,
-    simulated_cells,
 )
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner, Say
+from tccl_py.experiments.prediction import jobs_of_tables, model_cells
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
@@ -51,6 +49,7 @@ from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.readers.live import driver_version
 from tccl_py.simulator.source import Simulator
+from tccl_py.sources.bench import bench_of
 from tccl_py.sources.hosts import rank_jobs
 from tccl_py.sources.profiled import measured_machine
 
@@ -242,7 +241,7 @@ def evaluate_plan(
         recommended=plan.recommended,
     )
     if simulated:
-        cells = _simulated(plan, directory, budget, gpus)
+        cells = tuple(_simulated(plan, directory, budget, gpus))
         if not cells:
             right = "over several hosts there are all_reduce, all_gather and reduce_scatter"
             raise InputError("`collectives`", "names none that the plan's model rates", right)
@@ -269,16 +268,16 @@ def evaluate_plan(
     return result.keep(directory, launcher.say)
 
 
-def _simulated(
-    plan: Plan, directory: Path, budget: RunBudget, gpus: str | None
-) -> tuple[Cell, ...]:
+def _simulated(plan: Plan, directory: Path, budget: RunBudget, gpus: str | None) -> Iterator[Cell]:
+    names = budget.collectives
     if not plan.closes:
-        return tuple(predicted_cells(jobs_of_tables(plan, directory, gpus), budget.collectives))
-    sets = [plan.gpus, *subsets(plan.machine, plan.gpus)]
-    if gpus is not None:
-        sets = _gpu_sets(plan, gpus)
-    source = Simulator(known_model(plan, directory))
-    return tuple(simulated_cells(plan, source, sets, budget.collectives))
+        for job in jobs_of_tables(plan, directory, gpus):
+            yield from model_cells(job, None, job.gpus_of(job.hosts[0]), job.host_order, names)
+        return
+    sets = [plan.gpus, *subsets(plan.machine, plan.gpus)] if gpus is None else _gpu_sets(plan, gpus)
+    bench = bench_of(Simulator(known_model(plan, directory)))
+    for members in sets:
+        yield from model_cells(plan, bench, members, (), names)
 
 
 def _gpu_sets(plan: Plan, text: str | None) -> list[tuple[int, ...]]:

@@ -1,22 +1,81 @@
-"""A job's communication as a plan predicts it, without jobs: large messages alone."""
+"""What a model or tables say of a plan without jobs: large messages, and a job's communication.
+
+Latency is not simulated. A ring collective has the bandwidth of the arm's rings; broadcast and
+reduce leave out the hop back to the root, and take every root in turn. Transfers of send/recv and
+all-to-all run at once, and the slowest decides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, permutations, product
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tccl_py.experiments.collectives import COLLECTIVES, bus_gbps
+from msgspec.structs import replace
+
+from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
-from tccl_py.experiments.evaluation import arm_rates
-from tccl_py.experiments.spec import MIB, Groups, Row
+from tccl_py.experiments.evaluation import Cell
+from tccl_py.experiments.rounds import EQUAL, UNRATED
+from tccl_py.experiments.spec import MIB, Row
 from tccl_py.model.measurement import BandwidthSource
-from tccl_py.plan.chains import ChoiceName
+from tccl_py.model.rings import Hop, Ring, neighbours
+from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.settings import Settings, pinned_level
+from tccl_py.plan.chains import ChoiceName, Order, condensed
 from tccl_py.plan.plan import Plan
+from tccl_py.planning.choices import own_rings
+from tccl_py.planning.jobs import plan_of_job
+from tccl_py.planning.parts import job_gpus
+from tccl_py.planning.request import Task, rings_under
+from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.bench import Bench, bench_of
 from tccl_py.workloads.workload import Workload
 
 _LEAST_BYTES = 16 * MIB
 """Bandwidth decides from this size on; what smaller messages take no rate tells."""
+
+
+def model_cells(
+    plan: Plan,
+    bench: Bench | None,
+    gpus: Order,
+    hosts: tuple[str, ...],
+    collectives: Sequence[Collective],
+) -> Iterator[Cell]:
+    """Yield large messages over a set of a machine's GPUs, or of each host's, in every arm."""
+    default = _rates(plan, bench, [gpus], "default", collectives)
+    for arm in plan.choices:
+        where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
+        for collective, gbps in _rates(plan, bench, [gpus], arm, collectives).items():
+            known = default.get(collective)
+            over = replace(EQUAL, ratio=gbps / known) if known else UNRATED
+            yield Cell(**where, collective=collective, gbps=gbps, compared=over)
+
+
+def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
+    """Yield plans of jobs over all hosts of a cluster, halves and so on to two.
+
+    `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables. A plan
+    over all its hosts and GPUs needs none.
+    """
+    names, classes = plan.host_order, plan.cluster.host_classes
+    counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
+    of_class = job_gpus(text, *plan.class_gpus)
+    for count, sets in product(counts, zip(*of_class, strict=False)):
+        hosts = [HostSlots(name) for name in names[:count]]
+        gpus = {host.name: sets[classes[host.name]] for host in hosts}
+        try:
+            yield plan_of_job(plan, directory, hosts, gpus)
+        except InputError:
+            # A job's files have no tables: they are evaluated as a whole.
+            if count == len(names) and sets == plan.class_gpus:
+                yield plan
+            elif text is not None:
+                raise
 
 
 def predicted_communication(
@@ -29,30 +88,104 @@ def predicted_communication(
     """
     calls = timed_calls(workload, len(plan.orders[0]))
     bench = None if source is None else bench_of(source)
-    rates: dict[ChoiceName, dict[Row, list[float]]] = {name: {} for name in plan.choices}
+    times: dict[ChoiceName, dict[Row, list[float]]] = {name: {} for name in plan.choices}
     large = sorted((row for row in calls if row.bytes >= _LEAST_BYTES), key=lambda row: row.groups)
-    for groups, rows in groupby(large, key=lambda row: row.groups):
-        for name, row, gbps in _rates(plan, bench, groups, list(rows)):
-            ranks = max(map(len, groups), default=workload.ranks)
-            rates[name][row] = [bus_gbps(row.collective, ranks, row.bytes, 1.0) / gbps]
-    known = {row: count for row, count in calls.items() if row in rates["default"]}
+    for groups, grouped in groupby(large, key=lambda row: row.groups):
+        rows, gpus = list(grouped), () if bench is None else plan.gpus
+        sets = [tuple(gpus[rank] for rank in group) for group in groups if gpus] or [gpus]
+        ranks = max(map(len, groups), default=workload.ranks)
+        for name, of in times.items():
+            # A graph file fails communicators over fewer GPUs.
+            if not groups or (bench is not None and name != "graph"):
+                rates = _rates(plan, bench, sets, name, {row.collective for row in rows})
+                for row in (row for row in rows if row.collective in rates):
+                    seconds = bus_gbps(row.collective, ranks, row.bytes, 1.0)
+                    of[row] = [seconds / rates[row.collective]]
+    known = {row: count for row, count in calls.items() if row in times["default"]}
     if not known:
         return None
     basis = plan.provenance if plan.simulated else "predicted from measurements"
-    return communication_of(workload, known, rates, basis=basis)
+    return communication_of(workload, known, times, basis=basis)
+
+
+class _Part(NamedTuple):
+    """Rings over a set of GPUs under an arm's settings."""
+
+    task: Task
+    settings: Settings
+    rings: Sequence[Ring]
 
 
 def _rates(
-    plan: Plan, bench: Bench | None, groups: Groups, rows: Sequence[Row]
-) -> Iterator[tuple[ChoiceName, Row, float]]:
-    """Yield the bus bandwidth of rows in groups of ranks by each choice that can run them."""
-    for name, choice in plan.choices.items():
-        if bench is not None:
-            # A graph file fails communicators over fewer GPUs.
-            sets = [tuple(plan.gpus[rank] for rank in group) for group in groups] or [plan.gpus]
-            wanted = dict.fromkeys(row.collective for row in rows)
-            found = {} if groups and name == "graph" else arm_rates(plan, bench, sets, name, wanted)
-        else:
-            rings = [] if groups else [n for n, f in COLLECTIVES.items() if f.pattern == "ring"]
-            found = {} if choice.rate_gbps is None else dict.fromkeys(rings, choice.rate_gbps)
-        yield from ((name, row, found[row.collective]) for row in rows if row.collective in found)
+    plan: Plan,
+    source: Bench | None,
+    gpu_sets: Iterable[Order],
+    name: ChoiceName,
+    collectives: Iterable[Collective],
+) -> dict[Collective, float]:
+    """Return the bus bandwidth of large collectives in an arm, in all sets of GPUs at once.
+
+    None where its rings have no rate. Without a source, ring collectives have the plan's own.
+    """
+    if source is None:
+        rate = plan.choices[name].rate_gbps
+        return {c: rate for c in collectives if rate and COLLECTIVES[c].pattern == "ring"}
+    try:
+        parts = [_part(plan, source, gpus, name) for gpus in gpu_sets]
+        return {collective: _gbps(parts, source, collective) for collective in collectives}
+    except (SearchError, MeasurementError):
+        return {}
+
+
+def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
+    task = Task(
+        machine=plan.machine,
+        knowledge=plan.knowledge,
+        source=source,
+        gpus=gpus,
+        version=plan.settings.version,
+        p2p_level=pinned_level(plan.pinned_env),
+    )
+    settings, planned = plan.choices[name].settings, plan.subset(gpus)
+    if name != "graph" or planned is None or not planned.gains:
+        # A set of GPUs without a graph file gets the variables alone.
+        settings = replace(settings, shm_placement=False)
+        rings_alone = own_rings(task, settings)
+        # NCCL doubles the channels of its own search as it does a graph file's.
+        settings = replace(settings, channels=max(1, rings_alone.channels // 2))
+        orders = condensed(rings_alone.rings)
+    else:
+        orders = planned.rings
+        nodes = dict(zip(planned.gpus, planned.nodes, strict=False))
+        task = replace(task, nodes=nodes, spaces={})
+    return _Part(task, settings, rings_under(task, settings, orders).rings)
+
+
+def _gbps(parts: Sequence[_Part], source: Bench, collective: Collective) -> float:
+    def slowest(moved: Iterable[Hop]) -> float:
+        (measurement,) = source.measure([transfer_set(hop.flow for hop in moved)])
+        return measurement.rate_gbps
+
+    pattern, count = COLLECTIVES[collective].pattern, min(len(part.rings) for part in parts)
+    hops = [hop for part in parts for ring in part.rings for hop in ring.hops]
+    if pattern == "ring":
+        return count * slowest(hops)
+    if pattern in ("from root", "to root"):
+        back = "target" if pattern == "from root" else "source"
+        roots = zip(*(part.task.gpus for part in parts), strict=False)
+        without = ([hop for hop in hops if getattr(hop, back) not in of] for of in roots)
+        return count * statistics.harmonic_mean(map(slowest, without))
+    # The transfers to all peers share the channels.
+    moved: list[Hop] = []
+    peers = 1
+    for task, settings, _ in parts:
+        gpus = task.gpus
+        pairs: Iterable[Order] = neighbours(gpus)
+        if pattern == "to all":
+            pairs = permutations(gpus, 2)
+        elif collective == "send":
+            pairs = [gpus[:2]]
+        peers = len(gpus) - 1 if pattern == "to all" else 1
+        space = task.space(settings, peers)
+        moved += [space.between(pair[0], pair[1])[0] for pair in pairs]
+    return peers * slowest(moved)
