@@ -276,7 +276,7 @@ def _build(made):
 
 
 def _write_enter(made):
-    ahead = " ".join(f"[{host}]={CLOCK_AHEAD_S[host]}" for host in made.hosts)
+    ahead = " ".join(f"[{host}]={CLOCK_AHEAD_S.get(host, 0)}" for host in made.hosts)
     script = made.directory / "enter"
     script.write_text(
         _ENTER.format(prefix=made.prefix, ahead=ahead, directory=made.directory, run=_RUN)

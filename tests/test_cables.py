@@ -1,9 +1,11 @@
 """Rings along cables, compared with all orders of hosts."""
 
 import itertools
+import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from tccl_py.errors import InputError, SearchError
 from tccl_py.merge.cables import MAX_DEALINGS, cabled_ring
-from tccl_py.model.cluster import Cable
-from tccl_py.readers.cables import cables_of, cables_of_subnets, subnet_prefix
+from tccl_py.model.cluster import Cable, cabled_nics
+from tccl_py.readers.cables import cables_of, cables_of_lldp, cables_of_subnets, subnet_prefix
+from tccl_py.readers.lldp import Neighbour, neighbours
 from tccl_py.readers.switches import parse_switch_yaml
+from tccl_py.readers.sysfs import HostFiles
 from tccl_py.simulator.descriptions import load_bundled
 
 NAMES = "abcdefgh"
@@ -309,6 +313,71 @@ def test_addresses_that_leave_doubt_tell_no_cables(hosts):
     assert cables_of_subnets(addresses(**hosts)) == ()
 
 
+# Cables that LLDP tells
+
+
+RECORDED = json.loads((Path(__file__).parent / "cases/lldp.json").read_text())
+FUNCTIONS = ("rocep1s0f0", "rocep1s0f1", "roceP2p1s0f0", "roceP2p1s0f1")
+
+
+def recorded(root, host):
+    """What a host's NICs hear, from the files that systemd-networkd wrote."""
+    for number, (interface, frame) in enumerate(RECORDED[host].items(), start=3):
+        for place, data in (
+            (f"sys/class/net/{interface}/ifindex", str(number).encode()),
+            (f"run/systemd/netif/lldp/{number}", bytes.fromhex(frame)),
+        ):
+            (root / place).parent.mkdir(parents=True, exist_ok=True)
+            (root / place).write_bytes(data)
+    files = HostFiles(root=root)
+    return {nic: (name, neighbours(files, name)) for nic, name in enumerate(FUNCTIONS)}
+
+
+def hears(*ends):
+    """What hosts' NICs hear: pairs (host, nic), of interfaces that are named by their number."""
+    heard: dict = {}
+    for (host, nic), *far in ends:
+        ports = tuple(Neighbour(system, str(port)) for system, port in far)
+        heard.setdefault(host, {})[nic] = (str(nic), ports)
+    return heard
+
+
+def test_recorded_lldp_tells_the_cables_of_three_hosts(tmp_path):
+    heard = {host: recorded(tmp_path / host, host) for host in ("spark1", "spark2", "spark3")}
+    assert {end for cable in cables_of_lldp(heard) for end in cabled_nics([cable])} == {
+        end
+        for n in range(3)
+        for function in (0, 2)
+        for end in cabled_nics(
+            [Cable.between(f"spark{n + 1}", [function], f"spark{(n + 1) % 3 + 1}", [function + 1])]
+        )
+    }
+
+
+def test_functions_that_hear_all_of_the_far_port_share_a_cable():
+    near, far = [("a", 0), ("a", 2)], [("b.local", 1), ("b.local", 3)]
+    heard = hears(*((end, *far) for end in near), *((end, *near) for end in far))
+    assert cables_of_lldp(heard) == (Cable.between("a", [0, 2], "b.local", [1, 3]),)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(("a", 0), ("switch", 7)), (("b", 0), ("switch", 8))],
+        [(("a", 0), ("b", 0), ("switch", 7)), (("b", 0), ("a", 0), ("switch", 7))],
+        [(("a", 0), ("b", 0), ("c", 0)), (("b", 0), ("a", 0), ("c", 0)), (("c", 0), ("a", 0))],
+        [(("a", 0), ("b", 0)), (("b", 0),)],
+        [(("a", 0), ("a", 1)), (("a", 1), ("a", 0))],
+        [(("a", 0), ("b", 0)), (("b", 0), ("a", 0)), (("c", 0),)],
+        [(("a", 0), ("a", 2), ("a", 3)), (("b", 1), ("a", 2), ("a", 3))]
+        + [(("a", nic), ("a", 0), ("b", 1)) for nic in (2, 3)],
+        [(("a", 0),), (("b", 0),)],
+    ],
+)
+def test_lldp_that_leaves_doubt_tells_no_cables(ends):
+    assert cables_of_lldp(hears(*ends)) == ()
+
+
 CABLE = [Cable.between("a", [0], "b", [1])]
 
 
@@ -317,6 +386,14 @@ def test_addresses_that_contradict_a_cable_of_a_file_are_named():
     subnet_prefix(CABLE, addresses(a=[""], b=["10.0.3.3", "10.0.0.2"]), where="net.yaml")
     with pytest.raises(InputError, match=r"N0 of a, which is 10\.0\.0\.1/24, and N1 of b"):
         subnet_prefix(CABLE, addresses(a=["10.0.0.1"], b=["10.0.0.2", "10.0.1.2"]), where="x")
+
+
+def test_a_subnet_of_several_cables_is_named_since_nccl_tells_cables_by_subnets():
+    hosts = addresses(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.3", "10.0.0.4"], c=["10.0.0.5"])
+    cables = [Cable.between("a", [0], "b", [0]), Cable.between("b", [1], "c", [0])]
+    with pytest.raises(InputError, match=r"10\.0\.0\.0/24 is on cables of a, b, c"):
+        subnet_prefix(cables, hosts, where="x")
+    subnet_prefix([Cable.between("a", [0, 1], "b", [0, 1])], hosts, where="x")
 
 
 @pytest.mark.parametrize(

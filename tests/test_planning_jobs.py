@@ -2,16 +2,19 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from tccl_profiler.cluster.facts import Interface
 from tccl_py.errors import InputError, MeasurementError
+from tccl_py.model.cluster import Cable
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import NIC_TRANSPORTS, Measurement
 from tccl_py.planning.grow import Growth, plan_job
 from tccl_py.planning.opening_hosts import cluster_of_job, simulated_cluster
 from tccl_py.planning.probes import pair_rates
 from tccl_py.planning.request import PlanRequest
+from tccl_py.readers.lldp import Neighbour
 from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.sources.bench import Bench
@@ -88,6 +91,15 @@ def planned(source, switches=None, **task):
     growth = Growth(REQUEST, **task)
     plan = plan_job(source, cluster_of_job(source, switches), growth, say=told.extend)
     return plan, told
+
+
+def test_cables_of_two_hosts_are_those_that_lldp_tells():
+    source = Hosts("h0", "h1")
+    first, second = source.session.hosts
+    for host, near, other, far in ((first, 0, second, 1), (second, 1, first, 0)):
+        heard = (Neighbour(system=other.name, port=other.addresses[far].name),)
+        host.addresses[near] = msgspec.structs.replace(host.addresses[near], heard=heard)
+    assert cluster_of_job(source, None).cables == (Cable.between("h0", [0], "h1", [1]),)
 
 
 def test_equal_hosts_have_one_class_and_their_whole_ring_is_measured():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,9 +22,16 @@ from tccl_py.plan.tables import KeptTable, table_files
 from tccl_py.planning.grow import Growth, KnownPlan, grown_plan, plan_job, read_known_plan
 from tccl_py.planning.installed_nccl import version_to_plan
 from tccl_py.planning.opening import UNDER_MPI, Say, Subject, simulated
-from tccl_py.planning.plan_sources import addresses_of, planned_models
+from tccl_py.planning.plan_sources import addresses_of, heard_by, planned_models
 from tccl_py.planning.request import PlanRequest
-from tccl_py.readers.cables import Addresses, cables_of, cables_of_subnets, subnet_prefix
+from tccl_py.readers.cables import (
+    Addresses,
+    Heard,
+    cables_of,
+    cables_of_lldp,
+    cables_of_subnets,
+    subnet_prefix,
+)
 from tccl_py.readers.hosts import HostSlots, listed_hosts
 from tccl_py.readers.switches import read_switches
 from tccl_py.search.problem import Reporter
@@ -185,7 +192,8 @@ def cluster_of_job(
         )
         for host in source.session.hosts
     ]
-    return _cluster(reports, switches, known, where="this MPI job", addresses=addresses_of(source))
+    told: dict[str, Any] = {"addresses": addresses_of(source), "heard": heard_by(source)}
+    return _cluster(reports, switches, known, where="this MPI job", **told)
 
 
 def _cluster(
@@ -195,16 +203,17 @@ def _cluster(
     *,
     where: str,
     addresses: Addresses | None = None,
+    heard: Heard | None = None,
 ) -> Cluster:
     """Return a cluster with the switches and rails of a file, if there is one, or with cables.
 
-    Cables are a file's, or those that `addresses` of NICs by host tell.
+    Cables are a file's, or those that `addresses` of NICs by host tell, or else LLDP.
     """
     old = None if known is None else known.plan.cluster
     if switches is None:
         rails = "any" if old is None else old.rails
         cluster = cluster_of(reports, rails=rails, where=where, known=old)
-        cables = () if old else cables_of_subnets(addresses or {})
+        cables = () if old else cables_of_subnets(addresses or {}) or cables_of_lldp(heard or {})
     else:
         names = [*(old.names if old else ()), *(report.host for report in reports)]
         network = read_switches(switches, dict.fromkeys(names))

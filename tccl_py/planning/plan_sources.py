@@ -19,7 +19,7 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_if_listed
 from tccl_py.planning.chain_search import used_nics
 from tccl_py.planning.probes import MOST_ODD, MOST_SAMPLED, PlacedSource, placements
-from tccl_py.readers.cables import Addresses, subnet_prefix
+from tccl_py.readers.cables import Addresses, Heard, subnet_prefix
 from tccl_py.simulator.descriptions import read_description
 from tccl_py.simulator.model import MachineModel
 from tccl_py.sources.bench import Bench
@@ -170,6 +170,18 @@ def addresses_of(source: HostsSource) -> Addresses:
     return {
         host.name: {
             nic: f"{interface.address}/{interface.prefix}"
+            for nic, interface in host.addresses.items()
+            if nic in used_nics(host.machine)
+        }
+        for host in source.session.hosts
+    }
+
+
+def heard_by(source: HostsSource) -> Heard:
+    """Return what the interfaces of the NICs of rings hear of other ports, by host."""
+    return {
+        host.name: {
+            nic: (interface.name, interface.heard)
             for nic, interface in host.addresses.items()
             if nic in used_nics(host.machine)
         }

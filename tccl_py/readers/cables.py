@@ -24,12 +24,14 @@ import msgspec
 from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import Cable, CableEnd, cabled_nics, check_host_name, shown
 from tccl_py.model.machine import Machine
+from tccl_py.readers.lldp import Neighbour
 from tccl_py.readers.roce import PREFIX_BITS
 
 MAX_CABLED = 64
 """Hosts of one ring along cables."""
 _MAX_PORTS = 64
 _NAMED = 4
+_STRANGER = "", 0
 
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _End = tuple[str, str]
@@ -167,9 +169,53 @@ def cables_of_subnets(addresses: Addresses) -> tuple[Cable, ...]:
     return tuple(Cable.between(a, [x], b, [y]) for (a, x), (b, y) in pairs)
 
 
+Heard = Mapping[str, Mapping[int, tuple[str, Sequence[Neighbour]]]]
+"""The interface of each NIC by host, and the ports that it hears."""
+
+
+def cables_of_lldp(heard: Heard) -> tuple[Cable, ...]:
+    """Return the cables between hosts of which ports hear each other, and nothing else.
+
+    Functions of a port hear all of the far port's, and are joined in order. There are none where
+    anything else is heard, as a switch is, or a host is joined to none.
+    """
+    nic_of = {
+        (_short(host), interface): (host, nic)
+        for host, nics in heard.items()
+        for nic, (interface, _) in nics.items()
+    }
+    far_of = {
+        (host, nic): frozenset(
+            nic_of.get((_short(port.system), port.port), _STRANGER) for port in ports
+        )
+        for host, nics in heard.items()
+        for nic, (_, ports) in nics.items()
+        if ports
+    }
+    cables = set[Cable]()
+    for far in set(far_of.values()):
+        near = frozenset(end for end, ends in far_of.items() if ends == far)
+        sides = sorted((sorted(near), sorted(far)))
+        hosts = [{host for host, _ in side} for side in sides]
+        equal = len(near) == len(far) and {far_of.get(end) for end in far} == {near}
+        if not equal or hosts[0] == hosts[1] or sum(map(len, hosts)) != len(hosts):
+            return ()
+        (a, nics), (b, others) = ((side[0][0], [nic for _, nic in side]) for side in sides)
+        cables.add(Cable.between(a, nics, b, others))
+    joined = {end.host for cable in cables for end in cable.ends}
+    ordered = sorted(cables, key=lambda cable: [(end.host, end.nics) for end in cable.ends])
+    return tuple(ordered) if joined == heard.keys() else ()
+
+
+def _short(name: str) -> str:
+    """Return a host's name as both LLDP and a job have it."""
+    return name.partition(".")[0].lower()
+
+
 def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) -> int | None:
     """Return the bits that NCCL has to compare (None: its own); InputError: ends in two subnets."""
     members: dict[IPv4Network, set[int]] = defaultdict(set)
+    pairs: dict[IPv4Network, set[str]] = {}
     for host, nic, (other, far) in cabled_nics(cables):
         texts = addresses.get(host, {}).get(nic, ""), addresses.get(other, {}).get(far, "")
         near, away = map(_interface, texts)
@@ -178,6 +224,9 @@ def subnet_prefix(cables: Sequence[Cable], addresses: Addresses, *, where: str) 
         fault = f"joins N{nic} of {host}, which is {near}, and N{far} of {other}, {away}"
         right = "give the ends of a cable addresses in one subnet"
         require(near.network == away.network, f"{where}, a cable that", fault, right)
+        joined = pairs.setdefault(near.network, {host, other})
+        fault = f"{near.network} is on cables of {', '.join(sorted(joined | {host, other}))}"
+        require(joined == {host, other}, where, fault, "give each cable a subnet of its own")
         members[near.network] |= {int(near.ip), int(away.ip)}
 
     def tells(bits: int) -> bool:

@@ -21,6 +21,7 @@ from tccl_py.files import picked
 from tccl_py.model.machine import Fingerprint, Knowledge, Machine, Nic
 from tccl_py.nccl_library import installed_nccl
 from tccl_py.readers import live
+from tccl_py.readers.lldp import Neighbour, neighbours
 from tccl_py.readers.sysfs import HostFiles, network_ports
 
 FILES = HostFiles()
@@ -35,7 +36,8 @@ _GPUS = "start ranks where GPUs are, or add `backend` host for a dry run on the 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """An interface, its address or "", and whether it is up and has a carrier.
 
-    `prefix` is the length of an IPv4 address's network, 0 for any other address.
+    `prefix` is the length of an IPv4 address's network, 0 for any other address; `heard` are the
+    ports that LLDP tells of.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     up: bool
     speed_mbps: int = 0
     prefix: int = 0
+    heard: tuple[Neighbour, ...] = ()
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +193,7 @@ def interfaces_here() -> dict[str, Interface]:
             # The kernel refuses to tell the speed of what is down.
             speed_mbps=max(FILES.number(f"sys/class/net/{name}/speed") or 0, 0),
             prefix=int.from_bytes(mask[4:8], "big").bit_count(),
+            heard=neighbours(FILES, name),
         )
     return interfaces
 
