@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tccl_py"
 ASKS = re.compile(
-    r"\bis_cluster\b|\b(?:plan|self)\.closes\b|\blen\((?:\w+\.)*hosts\) (?:[<>=!]=?) [012]\b"
+    r"\bis_cluster\b|\b(?:plan|self|made|cluster)\.closes\b|\blen\((?:\w+\.)*hosts\) (?:[<>=!]=?) [012]\b"
 )
 """Whether a plan or a cluster is of one host."""
 TEXT = ("report", "explanation", "plan/text.py", "plan/size_choices.py", "delivery/scripts.py")

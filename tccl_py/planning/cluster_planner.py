@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, combinations, combinations_with_replacement, islice
 from typing import Any
 
@@ -21,10 +21,10 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.tables import ClassRates, KeptTable
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.join import best_rings, plan_over
-from tccl_py.planning.parts import job_gpus
-from tccl_py.planning.planner import Hosts
+from tccl_py.planning.parts import answered, job_gpus
 from tccl_py.planning.request import PlanRequest, task_for
 from tccl_py.search.problem import Reporter
+from tccl_py.sources.bench import Bench
 
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
@@ -33,7 +33,7 @@ MAX_PAIRS = 100
 """Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
 
 
-class SeveralHosts(Hosts):
+class SeveralHosts:
     """Several hosts: the chains of their classes are joined to rings over all of them.
 
     `kept` are tables of earlier, and `tables` takes those of every class, if it is a list.
@@ -50,8 +50,8 @@ class SeveralHosts(Hosts):
         reporter: Reporter | None,
         tables: list[KeptTable] | None,
     ) -> None:
-        super().__init__(request, cluster, gpus)
-        self.tables, self.nodes = tables, list[ClassRates]()
+        self.request, self.cluster, self.gpus = request, cluster, gpus
+        self.tables, self.nodes, self.sources = tables, list[ClassRates](), list[Bench]()
         if cluster.cables:
             check_settings(Settings(version=request.version or ASSUMED, subnet_routing=True))
             # Without a ring nothing need be measured.
@@ -74,11 +74,19 @@ class SeveralHosts(Hosts):
             self.classes.append(_Class(host, ids, task, kept))
         self.growing = not all(member.gpus in member.tables for member in self.classes)
 
+    def limited(self) -> AbstractContextManager[None]:
+        """Limit nothing: searches share the budget, and settings and results come on top."""
+        return nullcontext()
+
+    @property
+    def sets_by_symmetry(self) -> int:
+        """The number of sets that symmetries have spared."""
+        return sum(node.study.sets_by_symmetry for node in self.nodes if node.study)
+
     def plan(self) -> Plan:
-        """Return the best rings over all hosts."""
+        """Return the best rings over all hosts; KeyboardInterrupt ends it with the best so far."""
         self.nodes += [member.node(member.gpus, self.growing) for member in self.classes]
         plan = plan_over(self.cluster, self.nodes, self.request)
-        self._count()
         cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
         return msgspec.structs.replace(plan, cancelled=cancelled)
 
@@ -98,12 +106,7 @@ class SeveralHosts(Hosts):
             ask(self.cluster, self.nodes)
         finally:
             self.tables += [node.table() for node in self.nodes]
-            self._count()
         return msgspec.structs.replace(plan, notices=tuple(notices))
-
-    def _count(self) -> None:
-        studies = [node.study for node in self.nodes if node.study]
-        self.sets_by_symmetry = sum(study.sets_by_symmetry for study in studies)
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
@@ -146,26 +149,30 @@ class _Class:
         return ClassStudy(self.node_class, task, None if table is None else table.kept).rates
 
     def others(
-        self, gpu_sets: Sequence[tuple[int, ...]], growing: bool, notices: list[str]
-    ) -> Iterator[ClassRates]:
-        """Yield nodes for other GPUs: `gpu_sets` without table, whose search may fail, and kept.
+        self, gpu_sets: Sequence[Order], growing: bool, notices: list[str]
+    ) -> tuple[ClassRates, ...]:
+        """Return nodes for other GPUs: `gpu_sets` without table, whose search may fail, and kept.
 
         The notices get the reason where a search fails.
         """
         new = [gpus for gpus in gpu_sets if gpus not in self.tables]
-        for gpus in new:
-            name = f"{self.node_class.name}, GPUs {gpus_text(gpus)}"
+
+        def searched(gpus: Order) -> ClassRates | None:
+            if gpus in self.tables:
+                return self.node(gpus, growing)
             try:
                 if self.task is None:
                     raise MeasurementError("no host of the class is at hand")
                 node = self.node(gpus, growing, parts=len(new))
             except (InputError, SearchError, MeasurementError) as error:
+                name = f"{self.node_class.name}, GPUs {gpus_text(gpus)}"
                 notices.append(f"{name}: no jobs can be planned ({error})")
-                continue
-            yield node
+                return None
             if _is_cancelled(node):
                 raise KeyboardInterrupt
-        yield from (self.node(gpus, growing) for gpus in self.tables if gpus != self.gpus)
+            return node
+
+        return answered([*new, *(gpus for gpus in self.tables if gpus != self.gpus)], searched)
 
 
 def _is_cancelled(node: ClassRates) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from tccl_py.planning.request import Task
 from tccl_py.planning.study import Choice, search_under
 from tccl_py.search.problem import Budget
 
+Answer = TypeVar("Answer")
 ALL_SUBSETS_UP_TO = 8
 """Machines with more GPUs have too many subsets: only usual ones are planned."""
 SUBSET_BUDGET = Budget(sets=60, idle_sets=15)
@@ -70,6 +72,23 @@ def _named_gpus(item: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(sorted(indices))] if set(indices) <= set(gpus) else []
 
 
+def answered(
+    gpu_sets: Sequence[Order],
+    ask: Callable[[Order], Answer | None],
+    images: Callable[[Answer], Mapping[Order, Answer]] = lambda _: {},
+) -> tuple[Answer, ...]:
+    """Return the answers about sets of a host's GPUs, of which some may have none.
+
+    Sets that look the same as an answered one, its `images`, are not asked about.
+    """
+    answers: dict[Order, Answer] = {}
+    for gpus in gpu_sets:
+        if gpus not in answers and (answer := ask(gpus)) is not None:
+            answers |= {**images(answer), gpus: answer}
+    # A symmetry of the whole machine may take a set to GPUs that are not asked about.
+    return tuple(answers[gpus] for gpus in gpu_sets if gpus in answers)
+
+
 def smaller_sets(
     task: Task, plan: Plan, best: Choice, *, everywhere: bool
 ) -> tuple[SubsetRings, ...]:
@@ -95,14 +114,12 @@ def subset_rings(
     Subsets that a symmetry of the machine exchanges share one search. Of more than
     ALL_SUBSETS_UP_TO GPUs only the usual subsets are planned.
     """
-    usual = subsets(task.machine, task.gpus)
     symmetry = automorphisms(task.machine, task.knowledge)
-    answers: dict[Order, SubsetRings] = {}
-    for subset in usual:
-        if subset not in answers and (planned := _subset(task, settings, orders, subset)):
-            answers.update(_images(planned, symmetry))
-    # A symmetry of the whole machine may take a subset to GPUs that are not planned for.
-    return tuple(answers[subset] for subset in usual if subset in answers)
+    return answered(
+        subsets(task.machine, task.gpus),
+        lambda gpus: _subset(task, settings, orders, gpus),
+        lambda planned: _images(planned, symmetry),
+    )
 
 
 def _rated(
@@ -122,15 +139,16 @@ def _gaining(task: Task, variables: Settings) -> tuple[SubsetRings, ...]:
     """Return the subsets, without rings, with whether the variables beat default NCCL."""
     if len(task.gpus) > ALL_SUBSETS_UP_TO:
         return ()
-    answers = []
-    for gpus in subsets(task.machine, task.gpus):
+
+    def rated(gpus: Order) -> SubsetRings | None:
         part = msgspec.structs.replace(task, gpus=gpus, own_rings=None)
         default, rate = (own_gbps(part, option) for option in (task.default_settings, variables))
+        gains = rate > default * (1 + AS_GOOD)
         # Rates of sets that may not be measured any more are infinite.
-        if 0 < rate < inf:
-            gains = rate > default * (1 + AS_GOOD)
-            answers.append(SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains))
-    return tuple(answers)
+        known = 0 < rate < inf
+        return SubsetRings(gpus=gpus, rings=(), rate_gbps=rate, gains=gains) if known else None
+
+    return answered(subsets(task.machine, task.gpus), rated)
 
 
 def subsets(machine: Machine, gpus: Order) -> tuple[Order, ...]:

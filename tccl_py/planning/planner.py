@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,39 +33,14 @@ from tccl_py.planning.request import (
 from tccl_py.planning.study import Choice, JoinedRings, Stock, assembled, limit_gbps, measured_well
 from tccl_py.search.problem import Budget, Reporter
 from tccl_py.search.strategies import Strategy
-from tccl_py.sources.bench import Bench
 
 if TYPE_CHECKING:
     from tccl_py.plan.tables import ClassRates, KeptTable
+    from tccl_py.planning.cluster_planner import SeveralHosts
 
 RING_COUNTS = (1, 2, 4)
 FEW_RING_COUNTS = (1, 2)
 """On machines of more than 8 GPUs sets of four rings are too many to say much about."""
-
-
-class Hosts:
-    """The hosts of a cluster under study: chains of their classes are searched and joined.
-
-    `sources` are those of the classes that are measured, `sets_by_symmetry` what their symmetries
-    have spared.
-    """
-
-    def __init__(self, request: PlanRequest, cluster: Cluster, gpus: Sequence[Order]) -> None:
-        self.request, self.cluster, self.gpus = request, cluster, gpus
-        self.sources: list[Bench] = []
-        self.sets_by_symmetry = 0
-
-    def limited(self) -> AbstractContextManager[object]:
-        """Limit what is measured in a block, where the budget is for all of it."""
-        return nullcontext()
-
-    def plan(self) -> Plan:
-        """Return the plan over all GPUs; KeyboardInterrupt ends it with the best so far."""
-        raise NotImplementedError
-
-    def with_parts(self, plan: Plan) -> Plan:
-        """Return the plan with what is asked about some of its GPUs."""
-        raise NotImplementedError
 
 
 def plan_hosts(
@@ -93,15 +68,15 @@ def plan_hosts(
     check_settings(Settings(version=version, p2p_level=pinned_level(pinned)))
     request = msgspec.structs.replace(request, version=version, pinned_env=pinned)
     class_gpus = gpus_of_classes(cluster) if gpus is None else (gpus,)
-    hosts: Hosts
+    hosts: OneHost | SeveralHosts
     if cluster.closes:
         more: dict[str, Any] = {"own_rings": own_rings, "reporter": reporter}
         hosts = OneHost(request, cluster, class_gpus, sources[0], **more)
     else:
-        from tccl_py.planning.cluster_planner import SeveralHosts  # noqa: PLC0415 (not for one)
+        from tccl_py.planning import cluster_planner  # noqa: PLC0415 (not for one)
 
         more = {"kept": kept, "reporter": reporter, "tables": tables}
-        hosts = SeveralHosts(request, cluster, class_gpus, sources, **more)
+        hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **more)
     changes: dict[str, Any] = {}
     with hosts.limited():
         plan = hosts.plan()
@@ -120,7 +95,7 @@ def plan_hosts(
     )
 
 
-class OneHost(Hosts):
+class OneHost:
     """A single host: its chains close, and what is searched is joined already."""
 
     def __init__(
@@ -133,7 +108,7 @@ class OneHost(Hosts):
         own_rings: OwnRings | None,
         reporter: Reporter | None,
     ) -> None:
-        super().__init__(request, cluster, gpus)
+        self.request, self.cluster, self.gpus = request, cluster, gpus
         (host,) = cluster.classes
         if source is None:
             fault, right = "has no source", "give one that measures its GPUs"
@@ -151,7 +126,7 @@ class OneHost(Hosts):
             yield
 
     def plan(self) -> Plan:
-        """Return the plan of the best choice."""
+        """Return the plan of the best choice; KeyboardInterrupt ends it with the best so far."""
         task, allow = self.task, self.allowance.allow
         allow(1 / 2)
         rated = rated_choices(task)
@@ -183,20 +158,11 @@ class OneHost(Hosts):
             pairs = (hop.ends for chain in chains for hop in chain.hops)
             return task.view(best.settings).farthest(pairs), ""
 
-        unrated = PlanChoice(
-            settings=task.default_settings,
-            rings=task.own_choice(task.default_settings).rings,
-            rate_gbps=None,
-            note=rated.note,
-        )
         plan = assembled(
             self.cluster,
             self.gpus,
             joined,
-            (
-                unrated if rated.default is None else choice_of(rated.default, rated.note),
-                choice_of(rated.variables),
-            ),
+            (choice_of(rated.default, rated.note, task), choice_of(rated.variables, "", task)),
             self.request,
             types=types,
             notices=dict.fromkeys(note for result in results for note in result.notices),
@@ -235,8 +201,11 @@ class OneHost(Hosts):
         return plan
 
 
-def choice_of(stock: Stock, note: str = "") -> PlanChoice:
-    """Return NCCL's own rings, measured, as a choice of a plan."""
+def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:
+    """Return NCCL's own rings, measured, as a choice of a plan; None is default NCCL, unrated."""
+    if stock is None:
+        nccl, settings = task.own_choice(task.default_settings), task.default_settings
+        return PlanChoice(settings=settings, rings=nccl.rings, rate_gbps=None, note=note)
     return PlanChoice(
         settings=stock.settings,
         rings=stock.nccl.rings,
