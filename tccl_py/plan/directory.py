@@ -23,7 +23,7 @@ from tccl_py.nccl.plugin.index import (
 )
 from tccl_py.nccl.settings import Settings, env_rules, env_sh, environment, nccl_conf
 from tccl_py.nccl.view import NcclView, view
-from tccl_py.plan.chains import SubsetRings, per_channel
+from tccl_py.plan.chains import WORLD, PlanChain, SubsetRings, per_channel
 from tccl_py.plan.load import check_plan, load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import (
@@ -97,6 +97,22 @@ def class_view(plan: Plan, number: int, settings: Settings) -> NcclView:
     """Return NCCL's view of a host of a class, with the plan's GPUs of it."""
     host = plan.cluster.classes[number]
     return view(host.machine, host.knowledge, settings, gpus=plan.class_gpus[number])
+
+
+def path_types(host_view: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
+    """Return the farthest paths of chains inside a host and to its NICs, "" without, by name."""
+    ends = [hop.ends for chain in chains for hop in chain.hops]
+    inside = host_view.farthest(pair for pair in ends if WORLD not in pair)
+    open_ends = [
+        (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
+        for chain in chains
+        if chain.entry_nic is not None and chain.exit_nic is not None
+    ]
+    if not open_ends:
+        return inside, ""
+    from tccl_py.nccl.network import farthest_end  # noqa: PLC0415 (not for one host)
+
+    return inside, farthest_end(host_view, open_ends).name
 
 
 def graph_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
@@ -11,13 +11,12 @@ import msgspec
 from tccl_py.errors import SearchError
 from tccl_py.model.rings import HopSpace, ring_like
 from tccl_py.model.transfer import Flow
-from tccl_py.nccl.network import chain_hop_space, farthest_end
+from tccl_py.nccl.network import chain_hop_space
 from tccl_py.nccl.network import gdr_variants as gdr_settings
 from tccl_py.nccl.settings import Settings, check_settings
 from tccl_py.nccl.transport import final_channels, hop_space
-from tccl_py.nccl.view import NcclView
-from tccl_py.plan.chains import WORLD, HostPath, PlanChain
-from tccl_py.plan.directory import class_view
+from tccl_py.plan.chains import HostPath
+from tccl_py.plan.directory import class_view, path_types
 from tccl_py.plan.plan import Plan
 
 TUNED_NOTE = "settings tuned: predictions are of the settings before, which real jobs did not run"
@@ -33,18 +32,6 @@ def ends_as_measured(settings: Settings, *, sm: int | None, hosts: int, rate_gbp
     settings = Settings(version=version, channels=channels)
     final = final_channels(settings, sm=sm, nodes=hosts, speed_intra=speed)
     return final == final_channels(settings, sm=sm)
-
-
-def path_types(host_view: NcclView, chains: Sequence[PlanChain]) -> tuple[str, str]:
-    """Return the farthest paths of chains inside a host and to its NICs, by name."""
-    hops = [hop for chain in chains for hop in chain.hops]
-    inside = host_view.farthest((hop.source, hop.target) for hop in hops if WORLD not in hop.ends)
-    ends = [
-        (chain.gpus[0], chain.entry_nic, chain.gpus[-1], chain.exit_nic)
-        for chain in chains
-        if chain.entry_nic is not None and chain.exit_nic is not None
-    ]
-    return inside, farthest_end(host_view, ends).name if ends else ""
 
 
 def path_space(plan: Plan, path: HostPath, settings: Settings, count: int) -> HopSpace:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import chain, combinations, combinations_with_replacement, islice
+from itertools import combinations, combinations_with_replacement, islice
 from typing import Any
 
 import msgspec
@@ -29,8 +29,8 @@ from tccl_py.sources.bench import Bench
 FEW_RINGS = 4
 """Beyond a ring for each NIC, sets of up to so many are tried."""
 MAX_RINGS = 8
-MAX_PAIRS = 100
-"""Pairs of tables for which a job over two hosts is planned, so that its questions have answers."""
+MOST_JOBS = 100
+"""Small jobs that are planned, so that tables have answers for them."""
 
 
 class SeveralHosts:
@@ -102,8 +102,11 @@ class SeveralHosts:
                 # Tables of earlier get further sets of GPUs only if these are named.
                 named = [] if member.tables and asked is None else subsets
                 self.nodes += member.others(named, self.growing, notices)
-            ask = _ask_along_cables if self.cluster.cables else _ask_for_pairs
-            ask(self.cluster, self.nodes)
+            # Jobs are asked about, so that tables have answers for them.
+            for job, nodes in islice(_small_jobs(self.cluster, self.nodes), MOST_JOBS):
+                with suppress(SearchError, MeasurementError):
+                    if best_rings(job, nodes)[1]:
+                        raise KeyboardInterrupt
         finally:
             self.tables += [node.table() for node in self.nodes]
         return msgspec.structs.replace(plan, notices=tuple(notices))
@@ -179,35 +182,26 @@ def _is_cancelled(node: ClassRates) -> bool:
     return node.study is not None and node.study.cancelled
 
 
-def _ask_along_cables(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:
-    """Plan for parts of the hosts, small ones first; those without a ring are no jobs."""
-    names = cluster.names
-    parts = chain.from_iterable(combinations(names, count) for count in range(2, len(names)))
-    for part in islice(parts, MAX_PAIRS):
-        numbers = dict.fromkeys(cluster.host_classes[name] for name in part)
-        with suppress(SearchError, MeasurementError):
-            _, cancelled = best_rings(part_of(cluster, part), [nodes[n] for n in numbers])
-            if cancelled:
-                raise KeyboardInterrupt
+def _small_jobs(
+    cluster: Cluster, nodes: Sequence[ClassRates]
+) -> Iterator[tuple[Cluster, Sequence[ClassRates]]]:
+    """Yield small jobs, of which those without a ring are none, with the nodes of their classes.
 
-
-def _ask_for_pairs(cluster: Cluster, nodes: Sequence[ClassRates]) -> None:
-    """Plan for two hosts of every pair of nodes, those with equal numbers of GPUs first.
-
-    Two tables have answered already.
+    Along cables they are parts of the hosts, small ones first; else two hosts of every pair of
+    nodes, those with equal numbers of GPUs first. Two tables have answered already.
     """
+    if cluster.cables:
+        names, of = cluster.names, cluster.host_classes
+        for count in range(2, len(names)):
+            for part in combinations(names, count):
+                yield part_of(cluster, part), [nodes[n] for n in {of[name]: 0 for name in part}]
+        return
     combined = combinations_with_replacement(nodes, 2)
     pairs = [pair for pair in combined if any(node.study for node in pair)]
-    pairs.sort(key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus)))
-    for pair in islice(pairs, MAX_PAIRS):
+    for pair in sorted(pairs, key=lambda pair: abs(len(pair[0].gpus) - len(pair[1].gpus))):
         used = list(dict.fromkeys(pair))
         hosts = tuple(
             Host(name=str(n), node_class=n % len(used), slots=len(pair[n].gpus)) for n in range(2)
         )
         classes = tuple(node.node_class for node in used)
-        with suppress(SearchError, MeasurementError):
-            _, cancelled = best_rings(
-                Cluster(hosts=hosts, classes=classes, rails=cluster.rails), used
-            )
-            if cancelled:
-                raise KeyboardInterrupt
+        yield Cluster(hosts=hosts, classes=classes, rails=cluster.rails), used

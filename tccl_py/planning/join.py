@@ -17,9 +17,9 @@ from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import SWAPPING
 from tccl_py.plan.chains import AS_GOOD as WORTH
-from tccl_py.plan.chains import PlanChain, PlanChoice, preferred
+from tccl_py.plan.chains import PlanChoice, preferred
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.retuning import ends_as_measured, path_types
+from tccl_py.plan.retuning import ends_as_measured
 from tccl_py.plan.tables import ClassRates, OwnChains
 from tccl_py.planning.cables import choices_along_cables, notices_of_cables
 from tccl_py.planning.host_rings import ClusterRings, RingSearch
@@ -43,17 +43,13 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
     if cluster.cables:
         default, variables = choices_along_cables(default, variables, cluster, nodes, settings)
     used = {cluster.host_classes[name] for name in best.hosts}
-
-    def types(number: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
-        return path_types(nodes[number].view(best.settings), chains)
-
     return assembled(
         cluster,
         tuple(node.gpus for node in nodes),
         msgspec.structs.replace(best, settings=settings),
         (default, variables),
         request,
-        types=types,
+        views=[node.view(best.settings) for node in nodes],
         notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster)),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),

@@ -18,7 +18,7 @@ from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
 from tccl_py.nccl.settings import Settings, check_settings, pinned_level, pinned_values
 from tccl_py.nccl.versions import ASSUMED
-from tccl_py.plan.chains import CUT_SHORT, Alternative, Order, PlanChain, PlanChoice, plan_chain
+from tccl_py.plan.chains import CUT_SHORT, Alternative, Order, PlanChoice, plan_chain
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.choices import SettingsSearch, as_graph, interval, rated_choices
 from tccl_py.planning.request import (
@@ -154,17 +154,13 @@ class OneHost:
             bound_assumptions=best.bound_assumptions,
         )
 
-        def types(_: int, chains: Sequence[PlanChain]) -> tuple[str, str]:
-            pairs = (hop.ends for chain in chains for hop in chain.hops)
-            return task.view(best.settings).farthest(pairs), ""
-
         plan = assembled(
             self.cluster,
             self.gpus,
             joined,
             (choice_of(rated.default, rated.note, task), choice_of(rated.variables, "", task)),
             self.request,
-            types=types,
+            views=[task.view(best.settings)],
             notices=dict.fromkeys(note for result in results for note in result.notices),
             simulated=task.source.simulated,
             dry_run=task.source.dry_run,

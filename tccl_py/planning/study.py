@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
 
 import msgspec
 
 from tccl_py.errors import MeasurementError, SearchError
+from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster
 from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.rings import Ring, RingSet, nics_of
@@ -16,6 +17,7 @@ from tccl_py.model.transfer import Fifo, Flow, Place, Transfer, TransferSet, tra
 from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.versions import version_facts
+from tccl_py.nccl.view import NcclView
 from tccl_py.plan.chains import (
     HostPath,
     Order,
@@ -26,6 +28,7 @@ from tccl_py.plan.chains import (
     is_at_bound,
     version_notices,
 )
+from tccl_py.plan.directory import path_types
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import PlanRequest, Rings, Task
 from tccl_py.search.problem import SearchResult
@@ -214,10 +217,6 @@ class JoinedRings(msgspec.Struct, frozen=True, kw_only=True):
     bound_assumptions: tuple[str, ...]
 
 
-PathTypes = Callable[[int, Sequence[PlanChain]], tuple[str, str]]
-"""The farthest paths of chains on a host of a class, inside it and to its NICs, by name."""
-
-
 def assembled(
     cluster: Cluster,
     class_gpus: Sequence[tuple[int, ...]],
@@ -225,7 +224,7 @@ def assembled(
     rated: tuple[PlanChoice, PlanChoice],
     request: PlanRequest,
     *,
-    types: PathTypes,
+    views: Sequence[NcclView],
     notices: Iterable[str],
     simulated: bool,
     dry_run: bool,
@@ -233,7 +232,7 @@ def assembled(
 ) -> Plan:
     """Return the plan of rings over one host or several; the counts of sets are left 0.
 
-    `rated` are default NCCL and NCCL by variables alone.
+    `rated` are default NCCL and NCCL by variables alone, `views` NCCL's of a host of each class.
     """
     numbers: dict[tuple[int, tuple[PlanChain, ...]], int] = {}
     hosts: list[PlannedHost] = []
@@ -245,25 +244,21 @@ def assembled(
         rank += len(class_gpus[node_class])
     paths = []
     for number, chains in numbers:
-        intra, inter = types(number, chains)
+        intra, inter = path_types(views[number], chains)
         paths.append(HostPath(node_class=number, chains=chains, type_intra=intra, type_inter=inter))
     default, variables = rated
     version = joined.settings.version
     other_count = other_count_notices(request.ring_counts or (), joined.rings)
+    same = "settings", "rate_gbps", "error", "assumed", "bound_gbps", "bound_assumptions"
     return Plan(
+        **picked(joined, *same),
         cluster=cluster,
         class_gpus=tuple(class_gpus),
         hosts=tuple(hosts),
         paths=tuple(paths),
-        settings=joined.settings,
         settings_verified=version_facts(version).verified,
-        rate_gbps=joined.rate_gbps,
-        error=joined.error,
-        bound_gbps=joined.bound_gbps,
         proven=is_at_bound(joined.rate_gbps, joined.bound_gbps) and not joined.bound_assumptions,
-        bound_assumptions=joined.bound_assumptions,
         simulated=simulated,
-        assumed=joined.assumed,
         dry_run=dry_run,
         strategy=strategy_name(request.strategy),
         sets_measured=0,
