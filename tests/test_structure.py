@@ -1,11 +1,19 @@
 """The shape of the product, where no linter counts."""
 
 import re
+import sys
 from pathlib import Path
 
+from tccl_py.sources.opening import open_source
+from tccl_py.sources.profiled import measured_machine
+
 PACKAGE = Path(__file__).parent.parent / "tccl_py"
+PROFILER = PACKAGE.parent / "profiler"
+IN_WORKERS = {"worker.py", "host_device.py", "host_lane.py"}
+"""What runs in a worker alone; its messages, programs and shared memory are the controller's."""
 ASKS = re.compile(
-    r"\bis_cluster\b|\b(?:plan|self|made|cluster)\.closes\b|\blen\((?:\w+\.)*hosts\) (?:[<>=!]=?) [012]\b"
+    r"\bis_cluster\b|\b(?:plan|self|made|cluster)\.closes\b"
+    r"|\blen\((?:\w+\.)*hosts\) (?:[<>=!]=?) [012]\b"
 )
 """Whether a plan or a cluster is of one host."""
 TEXT = ("report", "explanation", "plan/text.py", "plan/size_choices.py", "delivery/scripts.py")
@@ -21,3 +29,24 @@ def test_few_places_ask_whether_a_plan_is_of_one_host():
         if ASKS.search(line)
     ]
     assert len([place for place in asking if not place.startswith(TEXT)]) <= 18, asking
+
+
+def test_a_set_goes_from_text_to_the_workers_and_back_through_few_files():
+    files = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE.parent):
+            files.add(path.name)
+
+    with open_source(measured_machine("host", 2)) as source:
+        source.measure("0:1")
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            source.measure("1:0")
+        finally:
+            sys.setprofile(before)
+    walked = sorted((files - {Path(__file__).name}) | IN_WORKERS)
+    assert all((PROFILER / "tccl_profiler" / name).is_file() for name in IN_WORKERS)
+    assert 15 < len(walked) <= 20, walked

@@ -191,10 +191,7 @@ def _delivery(
     if request.plugin:
         without_plugin = {"--gpus": gpus, "--host": request.host, "--choice": choice}
         refuse(without_plugin, ("", "is for jobs without the plugin", "leave it out"))
-    if plan.closes:
-        refuse({"--host": request.host}, ("", "is for the plan of a cluster", "leave it out"))
-    else:
-        refuse({"--gpus": gpus, "--nccl": request.nccl}, options.OF_CLUSTER)
     if gpus is not None:
-        request = replace(request, gpus=gpus_argument(gpus, plan.machine))
+        machine = plan.cluster.classes[0].machine
+        request = replace(request, gpus=gpus_argument(gpus, machine))
     return plan, deliver(plan, directory, request, say=notice)

@@ -90,7 +90,6 @@ _OF_JOB = ("interfaces",)
 _WITH_MODEL = ("beside --simulate", "is about hardware", "leave one of the two out")
 _WITHOUT_MODEL = ("without --simulate", "is about models", "add --simulate MACHINE")
 _OUTSIDE_JOB = ("", "is about the hosts of an MPI job", "start the command by mpirun or srun")
-OF_CLUSTER = ("", "is for the plan of a machine, this one is of a cluster", "leave it out")
 
 
 def refuse(options: Mapping[str, object], why: tuple[str, str, str]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from tccl_py.delivery.fit import why_not_fit, why_not_with
 from tccl_py.delivery.placement import gpu_of_rank
 from tccl_py.delivery.plugin import plugin_exports
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, require
 from tccl_py.model.cluster import shown
 from tccl_py.nccl.settings import Settings, job_environment
 from tccl_py.nccl.versions import NEWER_VARIABLE, why_no_plugin
@@ -96,7 +96,10 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def deliver(plan: Plan, directory: Path, request: JobRequest, *, say: Say) -> Delivery:
-    """Return what a job gets; `say` is told why it gets nothing, or less than was asked for."""
+    """Return what a job gets; `say` is told why it gets nothing, or less than was asked for.
+
+    Raises InputError: GPUs of a machine's plan, or a host, are asked of the other kind of plan.
+    """
     # 1. Find the place of the job in the plan, and whether the plan holds there.
     if plan.dry_run and not request.force:
         say(f"the plan is disabled, it is a {DRY_RUN}")
@@ -185,6 +188,11 @@ def deliver_to_host(plan: Plan, directory: Path, request: JobRequest, *, say: Sa
 
 def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
     """Return the place of a job on one of several hosts."""
+    # The plugin works with some versions of NCCL alone.
+    nccl = None if request.plugin else request.nccl
+    for option, value in {"`gpus`": request.gpus, "`nccl`": nccl}.items():
+        fault = "is for the plan of a machine, this one is of a cluster"
+        require(value is None, option, fault, "leave it out")
     host = request.host
     names: Iterable[str] = names_of_this_host()
     if host is not None:
@@ -201,6 +209,7 @@ def _on_host(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Pla
 
 def _over_gpus(plan: Plan, directory: Path, request: JobRequest, say: Say) -> _Place:
     """Return the place of a job over GPUs of a single host."""
+    require(request.host is None, "`host`", "is for the plan of a cluster", "leave it out")
     gpus = tuple(sorted(request.gpus or plan.gpus))
     disabled = f"it is for GPUs {','.join(map(str, plan.gpus))}"
     if set(gpus) <= set(plan.gpus):
