@@ -16,11 +16,20 @@ _CONFIDENCE = 0.95
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate and its confidence interval, both ends included."""
+    """An estimate and its confidence interval, both ends included.
+
+    >>> f"{Interval(middle=1.234, low=1.2, high=1.3):.2f}"
+    '1.23 (1.20 to 1.30)'
+    """
 
     middle: float
     low: float
     high: float
+
+    def __format__(self, digits: str) -> str:
+        """Return the estimate, and the interval in brackets."""
+        middle, low, high = (format(value, digits) for value in (self.middle, self.low, self.high))
+        return f"{middle} ({low} to {high})"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

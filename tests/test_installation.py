@@ -465,12 +465,12 @@ def verified(directory, digest=None, **changes):
 
 WRONG = WrongValue(case="all_reduce float32 1", rank=0, what="sums differ")
 WORSE = Timed(
-    bytes=4096, seconds=(1.0,), compared=Compared(ratio=0.9, low=0.8, high=0.95, p=0.01),
+    bytes=4096, seconds=(1.0,), compared=Compared(middle=0.9, low=0.8, high=0.95, p=0.01),
     verdict="worse",
 )  # fmt: skip
 SAME = Timed(
     collective="send_recv", bytes=4096, seconds=(1.0,), verdict="same", harm="none",
-    compared=Compared(ratio=1.0, low=1.0, high=1.0, p=1.0),
+    compared=Compared(middle=1.0, low=1.0, high=1.0, p=1.0),
 )  # fmt: skip
 NOT = "was not accepted when it was verified"
 

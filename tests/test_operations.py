@@ -162,7 +162,7 @@ def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
     one = parse_set("G0->G0->G1")
     row = Comparison(transfers=one, flow=one.flows[0], was_gbps=2.0, is_gbps=1.0, p=0.001)
     drift = Drift(rows=(row,), changes=(row,), points_to="", lost={}, skipped=(), seconds=1.0)
-    half = Compared(ratio=0.5, low=0.5, high=0.5, p=1.0)
+    half = Compared(middle=0.5, low=0.5, high=0.5, p=1.0)
     jobs = CollectivesChecked(rates=(BusRate(bytes=1, gbps=1.0, compared=half),))
     found = Preflight(drift=drift, collectives=jobs, seconds=1.0)
     own = {"machine": "m", "simulated": "false"}

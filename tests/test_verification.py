@@ -146,9 +146,9 @@ def test_equal_timings_are_the_same():
 
 
 def test_a_loss_that_may_be_chance_is_no_verdict_but_a_loss():
-    one = Compared(ratio=0.9, low=0.8, high=0.99, p=0.2)
+    one = Compared(middle=0.9, low=0.8, high=0.99, p=0.2)
     assert (one.verdict, one.loses, one.open) == ("same", True, True)
-    small = Compared(ratio=0.995, low=0.992, high=0.998, p=0.001)
+    small = Compared(middle=0.995, low=0.992, high=0.998, p=0.001)
     assert (small.verdict, small.loses, small.open) == ("same", False, False)
 
 

@@ -7,14 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-import msgspec
-
 from tccl_py.cli import options
 from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_of, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.experiments.overlap import Backend, Line, Span, default_sets, parse_sets, time_overlap
+from tccl_py.experiments.overlap import Backend, Line, default_sets, parse_sets, time_overlap
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 
 MIB = 1024 * 1024
@@ -101,21 +99,13 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Line], products: Sequence[Li
     )
     lines = [("by", "set", "mode", "one message of each pair", "all of them")]
     for row in pairs:
-        messages = "  ".join(map(_text, row["message"]))
-        lines.append((row["by"], " ".join(row["set"]), row["mode"], messages, _text(row["total"])))
+        messages = "  ".join(f"{span:.2f}" for span in row["message"])
+        lines.append(
+            (row["by"], " ".join(row["set"]), row["mode"], messages, f"{row['total']:.2f}")
+        )
     print_table(out, lines)
     more = [("by", "transfer", "mode", "transfer", "product", "both done")]
     for row in products:
-        times = (_text(row[name]) for name in ("transfer_time", "product_time", "total"))
+        times = (f"{row[name]:.2f}" for name in ("transfer_time", "product_time", "total"))
         more.append((row["by"], row["transfer"], row["mode"], *times))
     print_table(out, more)
-
-
-def _text(span: Span) -> str:
-    """A time in ms with the interval.
-
-    >>> _text(Span(median_ms=1.234, low_ms=1.2, high_ms=1.3))
-    '1.23 (1.20-1.30)'
-    """
-    median, low, high = (f"{time:.2f}" for time in msgspec.structs.astuple(span))
-    return f"{median} ({low}-{high})"

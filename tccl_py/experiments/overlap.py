@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require
@@ -18,7 +19,7 @@ from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import RanksError
-from tccl_py.statistics import median_interval
+from tccl_py.statistics import Interval, median_interval
 
 Backend = Literal["nccl", "gloo"]
 Pair = tuple[int, int]
@@ -31,12 +32,12 @@ _PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class Span(Interval, frozen=True, kw_only=True):
     """A median and the 95 % interval, ms; the whole range of fewer than 6 samples."""
 
-    median_ms: float
-    low_ms: float
-    high_ms: float
+    middle: float = msgspec.field(name="median_ms")
+    low: float = msgspec.field(name="low_ms")
+    high: float = msgspec.field(name="high_ms")
 
 
 Line = dict[str, Any]
@@ -138,8 +139,7 @@ def time_overlap(
 
 def span(seconds: Iterable[float]) -> Span:
     """Return the median of times in ms, and the interval."""
-    interval = median_interval([1e3 * value for value in seconds])
-    return Span(median_ms=interval.middle, low_ms=interval.low, high_ms=interval.high)
+    return Span(**structs.asdict(median_interval([1e3 * value for value in seconds])))
 
 
 def lines_of(

@@ -52,7 +52,7 @@ def model_cells(
         where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
         for collective, gbps in _rates(plan, bench, [gpus], arm, collectives).items():
             known = default.get(collective)
-            over = replace(EQUAL, ratio=gbps / known) if known else UNRATED
+            over = replace(EQUAL, middle=gbps / known) if known else UNRATED
             yield Cell(**where, collective=collective, gbps=gbps, compared=over)
 
 

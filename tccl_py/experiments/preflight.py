@@ -222,7 +222,7 @@ def _rates(
         gbps, over = row.bus_gbps(launcher.world, now[0]), UNRATED
         if history:
             ratio, p = gbps / history[row.bytes].gbps, min(1.0, FAMILIES * raw[at])
-            over = Compared(ratio=ratio, low=ratio, high=ratio, p=p)
+            over = Compared(middle=ratio, low=ratio, high=ratio, p=p)
         rates.append(BusRate(**structs.asdict(row), seconds=now, gbps=gbps, compared=over))
     return rates
 

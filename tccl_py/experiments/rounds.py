@@ -23,7 +23,7 @@ from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher
 from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
 from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.statistics import ratio_interval, sign_flip_p
+from tccl_py.statistics import Interval, ratio_interval, sign_flip_p
 from tccl_py.workloads.workload import Workload
 
 Verdict = Literal["better", "same", "worse"]
@@ -37,17 +37,20 @@ LEAST_ROUNDS = 6
 MAX_ROUNDS = 40
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class Compared(Interval, frozen=True, kw_only=True):
     """Speed of an arm over the baseline's: above 1 the arm is faster.
 
-    `ratio` is the Hodges-Lehmann estimate over rounds, `low` to `high` its 95 % interval, and `p`
-    is adjusted for all rows compared.
+    It is the Hodges-Lehmann estimate over rounds, with its 95 % interval, and `p` is adjusted for
+    all rows compared.
     """
 
-    ratio: float
-    low: float
-    high: float
+    middle: float = msgspec.field(name="ratio")
     p: float
+
+    @property
+    def ratio(self) -> float:
+        """Return the estimate by the name that it has in files."""
+        return self.middle
 
     @property
     def verdict(self) -> Verdict:
@@ -72,9 +75,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "same" and (leaning or wide)
 
 
-EQUAL = Compared(ratio=1.0, low=1.0, high=1.0, p=1.0)
+EQUAL = Compared(middle=1.0, low=1.0, high=1.0, p=1.0)
 """The baseline over itself."""
-UNRATED = Compared(ratio=0.0, low=0.0, high=0.0, p=1.0)
+UNRATED = Compared(middle=0.0, low=0.0, high=0.0, p=1.0)
 """A row over a baseline that has no rate."""
 
 
@@ -96,7 +99,7 @@ def compare(
     adjusted = sign_flip_p([[math.log(ratio) for ratio in row] for row in ratios])
     spans = map(ratio_interval, ratios)
     return tuple(
-        Compared(ratio=span.middle, low=span.low, high=span.high, p=min(1.0, arms * p))
+        Compared(**msgspec.structs.asdict(span), p=min(1.0, arms * p))
         for span, p in zip(spans, adjusted, strict=True)
     )
 

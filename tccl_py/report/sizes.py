@@ -66,7 +66,7 @@ def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
         seconds = [row.seconds.get("default", ()), row.seconds.get(row.plan, ()), row.tuned_seconds]
         times = (f"{median(values) * 1e6:.1f}" if values else "" for values in seconds)
         over_plan = row.fresh if row.kept else None
-        ratios = (_ratio(over_plan), _ratio(row.over("default")))
+        ratios = (f"{over:.3f}" if over else "" for over in (over_plan, row.over("default")))
         chosen = choice_text(row.choice) if row.kept and row.choice is not None else ""
         yield name, size_text(row.row.bytes), *times, *ratios, chosen
 
@@ -109,12 +109,6 @@ def _row_json(row: SizeRow) -> dict[str, Any]:
         "predicted_gain": row.gains,
         "kept": row.kept,
     }
-
-
-def _ratio(interval: Interval | None) -> str:
-    if interval is None:
-        return ""
-    return f"{interval.middle:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
 # Latency and bus bandwidth by size, as drawings with logarithmic axes.
@@ -187,9 +181,7 @@ def arm_charts(result: Verification) -> Iterator[SizeChart]:
             per_us = row.gbps * latency.middle
             low, high = per_us / latency.high, per_us / latency.low
             bandwidth = Interval(middle=row.gbps, low=low, high=high)
-            over = row.compared
-            speed = Interval(middle=over.ratio, low=over.low, high=over.high)
-            for table, span in zip(tables, (speed, latency, bandwidth), strict=True):
+            for table, span in zip(tables, (row.compared, latency, bandwidth), strict=True):
                 if table is not tables[0] or arm.name != "default":
                     table.setdefault(row.bytes, {})[arm.name] = span
     for at, table in enumerate(tables):

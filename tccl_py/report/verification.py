@@ -12,7 +12,7 @@ from tccl_py.errors import counted, size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.evaluation import COLUMNS, Cell, Evaluation, Summary
 from tccl_py.experiments.record import WINS, ArmResult, Verification, groups_text, sizes_text
-from tccl_py.experiments.rounds import FALSE_RATE, SMALLEST_EFFECT, Compared, Timed
+from tccl_py.experiments.rounds import FALSE_RATE, SMALLEST_EFFECT, Timed
 from tccl_py.experiments.spec import is_large
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
@@ -70,9 +70,8 @@ def _winner(result: Verification) -> str:
     """Name the winner, with its speed or, if that is default NCCL, the speed of the others."""
     where = _where(result)
     if result.winner != "default":
-        over = _over(result.best.large)
-        return f"{WINS[result.winner]}: {over} times default NCCL {where}"
-    ratios = [f"{CHOICE_WORDS[row.name]} {_over(row.large)}" for row in result.arms[1:] if row.rows]
+        return f"{WINS[result.winner]}: {result.best.large:.3f} times default NCCL {where}"
+    ratios = [f"{CHOICE_WORDS[row.name]} {row.large:.3f}" for row in result.arms[1:] if row.rows]
     text = WINS["default"] + (f": {', '.join(ratios)} times it {where}" if ratios else "")
     return text + (", but not shown to lose nothing" if any(map(_faster, result.arms[1:])) else "")
 
@@ -80,10 +79,6 @@ def _winner(result: Verification) -> str:
 def _faster(arm: ArmResult) -> bool:
     """Return whether an arm that may not be used is faster at the large sizes."""
     return arm.large.low > 1 and not arm.failure and not arm.accepted
-
-
-def _over(ratio: Compared) -> str:
-    return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def _answer(result: Verification) -> str:
@@ -116,7 +111,7 @@ def size_rows(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
 
 
 def _verdict(row: Timed) -> str:
-    return _over(row.compared) + (f" {row.verdict}" if row.verdict != "same" else "")
+    return f"{row.compared:.3f}" + (f" {row.verdict}" if row.verdict != "same" else "")
 
 
 def facts_of(result: Verification) -> list[str]:
