@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.decision import StepTime, Times, best_for, over, step_times
@@ -16,7 +17,7 @@ from tccl_py.errors import InputError, require
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.rounds import SMALLEST_EFFECT
 from tccl_py.experiments.spec import Row, calls_of
-from tccl_py.files import encode_line, picked
+from tccl_py.files import encode_line
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.plan.text import CHOICE_WORDS
@@ -63,12 +64,13 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def losses(self) -> dict[str, tuple[float, float]]:
         """Return what the chosen one slows: collectives, with their share of a step and speed."""
         slower = {}
-        whole = self.choices["default"].seconds
+        names: tuple[ChoiceName, ...] = ("default", self.chosen)
         for collective in dict.fromkeys(row.collective for row in self.rows):
             rows = [row for row in self.rows if row.collective == collective]
-            before, after = (_sum(rows, name) for name in ("default", self.chosen))
+            before, after = (sum(row.calls * row.seconds[name] for row in rows) for name in names)
             if before < after * (1 - SMALLEST_EFFECT):
-                slower[COLLECTIVE_WORDS[collective]] = before / whole, before / after
+                share = before / self.choices["default"].seconds
+                slower[COLLECTIVE_WORDS[collective]] = share, before / after
         return slower
 
 
@@ -141,23 +143,21 @@ def communication_of(
 ) -> Communication:
     """Return a workload's communication by each choice from seconds of its rows in each round."""
     steps = step_times(calls, times)
-    rows = []
-    for row, count in calls.items():
-        seconds = {name: times[name][row] for name in steps}
-        rows.append(
-            RowTime(
-                **picked(row, "collective", "dtype", "bytes", "groups"),
-                calls=count,
-                seconds={name: median(values) for name, values in seconds.items()},
-                speed={n: over(values, seconds["default"]) for n, values in seconds.items()},
-            )
+    rows = tuple(
+        RowTime(
+            **structs.asdict(row),
+            calls=count,
+            seconds={name: median(times[name][row]) for name in steps},
+            speed={name: over(times[name][row], times["default"][row]) for name in steps},
         )
+        for row, count in calls.items()
+    )
     return Communication(
         name=workload.name,
         digest=workload_digest(workload),
         chosen=best_for(steps),
         choices=steps,
-        rows=tuple(rows),
+        rows=rows,
         unknown=max(0.0, 1 - sum(calls.values()) / sum(row.calls for row in workload.rows)),
         basis=basis,
     )
@@ -165,62 +165,43 @@ def communication_of(
 
 def communication_line(communication: Communication) -> str:
     """Return the time of a step before and after, by what choice, and what that slows."""
-    default, chosen = communication.choices["default"], communication.choices[communication.chosen]
-    if communication.chosen == "default":
-        others = [
-            f"{CHOICE_WORDS[name]} {_interval(step.speed)}"
-            for name, step in communication.choices.items()
-            if name != "default"
-        ]
+    steps, chosen = communication.choices, communication.chosen
+    before = steps["default"].seconds
+    if chosen == "default":
+        others = [f"{CHOICE_WORDS[n]} {_speed(s)}" for n, s in steps.items() if n != "default"]
         rest = f": {', '.join(others)}" if others else ""
-        took = _duration(default.seconds, default.seconds)
-        line = f"{took} a step by default NCCL, which no choice clearly beats{rest}"
+        line = f"{_durations(before)} a step by default NCCL, which no choice clearly beats{rest}"
     else:
-        before, after = default.seconds, chosen.seconds
-        times = f"{_number(before, before)} -> {_duration(after, before)}"
-        line = f"{times} a step ({_interval(chosen.speed)}) by {CHOICE_WORDS[communication.chosen]}"
-    slower = [
+        line = f"{_durations(before, steps[chosen].seconds)} a step ({_speed(steps[chosen])})"
+        line += f" by {CHOICE_WORDS[chosen]}"
+    parts = [
         f"{name}, {_share(share)} of it, is slower ({speed:.2f})"
         for name, (share, speed) in communication.losses.items()
     ]
-    unknown = (
-        [f"{_share(communication.unknown)} of its calls have no times"]
-        if communication.unknown > 0
-        else []
-    )
+    if communication.unknown > 0:
+        parts.append(f"{_share(communication.unknown)} of its calls have no times")
     basis = f" ({communication.basis})" if communication.basis else ""
-    return f"your job's communication{basis}: " + "; ".join([line, *slower, *unknown])
+    return f"your job's communication{basis}: " + "; ".join([line, *parts])
 
 
 def keep_communication(communication: Communication, directory: Path) -> None:
     """Keep what is known of a workload beside a plan, in the place of what was before."""
-    kept = Communications.load(directory) or Communications()
-    others = [each for each in kept.workloads if communication.digest != each.digest]
-    others = [each for each in others if communication.name != each.name]
-    Communications(workloads=(communication, *others)[:_MOST_KEPT]).keep(directory)
-
-
-def _sum(rows: Iterable[RowTime], name: ChoiceName) -> float:
-    return sum(row.calls * row.seconds[name] for row in rows)
+    kept, made = Communications.load(directory) or Communications(), communication
+    others = (w for w in kept.workloads if made.digest != w.digest and made.name != w.name)
+    Communications(workloads=(made, *others)[:_MOST_KEPT]).keep(directory)
 
 
 def _share(share: float) -> str:
     return "under 1 %" if share < 0.005 else f"{100 * share:.0f} %"
 
 
-def _interval(speed: Interval) -> str:
-    middle, low, high = (f"{value:.2f}" for value in (speed.middle, speed.low, speed.high))
+def _speed(step: StepTime) -> str:
+    middle, low, high = (f"{value:.2f}" for value in structs.astuple(step.speed))
     return middle if low == high else f"{middle}, {low} to {high}"
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    return next((pair for pair in ((1.0, "s"), (1e3, "ms")) if seconds * pair[0] >= 1), (1e6, "us"))
-
-
-def _number(seconds: float, scale: float) -> str:
-    value = seconds * _unit(scale)[0]
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def _duration(seconds: float, scale: float) -> str:
-    return f"{_number(seconds, scale)} {_unit(scale)[1]}"
+def _durations(*seconds: float) -> str:
+    """Return durations in the unit of the first."""
+    units = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+    factor, unit = next((each for each in units if seconds[0] * each[0] >= 1), units[-1])
+    return " -> ".join(f"{s * factor:.{s * factor < 100:d}f}" for s in seconds) + f" {unit}"

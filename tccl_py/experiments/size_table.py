@@ -129,20 +129,15 @@ def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     usable = [score for score in scores if score.gains and not score.harms]
     best = max(usable or scores, key=lambda score: score.swept.middle, default=SizeRow(row=row))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
-    close = [
-        score
-        for score in usable
-        if _kind(score) == _kind(best) and score.swept.middle >= _CLOSE * best.swept.middle
-    ]
-    return max(close, key=_beside_and_alone, default=best)
+    near = [score for score in usable if score.swept.middle >= _CLOSE * best.swept.middle]
+    close = [score for score in near if _kind(score) == _kind(best)]
+    return max(
+        close, key=lambda s: (s.beside.middle if s.beside else 0.0, s.swept.middle), default=best
+    )
 
 
 def _kind(score: SizeRow) -> tuple[str, str] | None:
     return (score.choice.algorithm, score.choice.protocol) if score.choice else None
-
-
-def _beside_and_alone(score: SizeRow) -> tuple[float, float]:
-    return 0.0 if score.beside is None else score.beside.middle, score.swept.middle
 
 
 def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeRow]:
@@ -187,8 +182,8 @@ def confirm(
         if row.fresh is not None and row.fresh.middle < NO_HARM
     }
     for at, row in enumerate(confirmed):
-        if (row.row.collective, row.row.bytes) not in slower:
-            confirmed[at] = replace(row, kept=row.gains and row.gained and not row.harms)
+        sound = row.gained and (row.row.collective, row.row.bytes) not in slower
+        confirmed[at] = replace(row, kept=sound and row.gains and not row.harms)
     return confirmed
 
 
