@@ -36,7 +36,7 @@ SLOW_NETWORK_MBPS, SLOW_NETWORK_CHANNELS = 50_000, 2
 """Below this speed of all NICs together no more channels are tried."""
 BUFFSIZES: Sequence[int] = values_of("buffsize", "rings")
 MIN_SETS = 40
-"""Sets that the search under any one choice may measure at least."""
+"""Sets that the search under any one choice may measure at least, of a budget of as many."""
 WORTH = AS_GOOD
 """Settings farther from NCCL's defaults must promise this much more (relative)."""
 
@@ -81,11 +81,11 @@ class SettingsSearch:
 
     def _explore(self, waiting: list[Settings], remaining: int) -> int:
         """Search under one mechanism after the other; return the number of sets left."""
-        task = self._task
+        task, least = self._task, min(MIN_SETS, remaining)
         while waiting and remaining > 0 and not self.cancelled and task.source.has_time():
             settings = max(waiting, key=lambda settings: _promise(task, settings, self._known))
             waiting.remove(settings)
-            share = max(MIN_SETS, remaining // 2)
+            share = max(least, remaining // 2)
             floor = self.best.rate_gbps
             result = search_under(task, settings, known=self._known, floor=floor, sets=share)
             if result is None:
