@@ -12,10 +12,11 @@ from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import process_variables
 from tccl_py.errors import InputError
 from tccl_py.merge.rings import uplink_limit
-from tccl_py.model.cluster import SwitchTree
+from tccl_py.model.cluster import Cable, SwitchTree
 from tccl_py.model.machine import Knowledge
 from tccl_py.model.measurement import NIC_TRANSPORTS
 from tccl_py.model.reports import HostReport, cluster_of
+from tccl_py.model.rings import Ring, RingSet
 from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.network import chain_hop_space, nic_pair
 from tccl_py.nccl.settings import Settings
@@ -26,6 +27,7 @@ from tccl_py.plan.tables import KeptTable, OwnChains
 from tccl_py.planning.chain_search import ClassStudy, HostTask, used_nics
 from tccl_py.planning.grow import whole_ring
 from tccl_py.planning.host_rings import RingSearch, rail_tuples
+from tccl_py.planning.join import best_rings
 from tccl_py.planning.planner import make_cluster_plan, make_plan
 from tccl_py.planning.probes import PlacedSource, estimate_uplinks, gpus_beside_nics, placements
 from tccl_py.search.problem import Budget
@@ -47,7 +49,7 @@ def cluster_with(machines, *, rails="any", switches=None, slots=None):
     return cluster_of(reports, rails=rails, switches=switches, where="test")
 
 
-def task_of(node_class, source, *, budget=SMALL):
+def task_of(node_class, source, *, budget=SMALL, **more):
     return HostTask(
         machine=node_class.machine,
         knowledge=node_class.knowledge,
@@ -58,12 +60,13 @@ def task_of(node_class, source, *, budget=SMALL):
         strategy="best-first",
         budget=budget,
         nics=used_nics(node_class.machine),
+        **more,
     )
 
 
-def node_of(node_class, source, *, budget=SMALL):
+def node_of(node_class, source, *, budget=SMALL, **more):
     """A node without a table: all answers are searched."""
-    task = task_of(node_class, source, budget=budget)
+    task = task_of(node_class, source, budget=budget, **more)
     empty = KeptTable(
         node_class=node_class.name,
         gpus=task.gpus,
@@ -196,6 +199,40 @@ def test_under_switches_no_order_of_hosts_is_above_the_bound_and_none_above_what
         assert found.rate_gbps <= best <= found.bound_gbps
         if found.order_bound_gbps is None:
             assert found.rate_gbps == best
+
+
+def set_rates(gpus, nics, source, settings, count):
+    """The best set of chains for each dealing of NICs, of all sets there are."""
+    machine, best = networked_machine(gpus=gpus, nics=nics, numa_nodes=2), {}
+    space = chain_hop_space(view(machine, Knowledge(), settings), chains_in_set=count)
+    for hops in itertools.product(list(all_chains(space)), repeat=count):
+        rings = RingSet(tuple(Ring(tuple(chain)) for chain in hops))
+        pairs = tuple(nic_pair(chain) for chain in hops)
+        rate = rings.rate(source.measure([rings.flows])[0])
+        best[pairs] = max(rate, best.get(pairs, 0.0))
+    return best
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(0, 10**6))
+def test_no_dealing_of_doubled_cables_exceeds_the_bound_of_hosts_of_several_gpus(gpus, count, seed):
+    machine, source = networked_machine(gpus=gpus, nics=2, numa_nodes=2), MadeUp(seed)
+    cluster = cluster_with([machine, machine])
+    cables = tuple(Cable.between("h0", [nic], "h1", [1 - nic]) for nic in range(2))
+    cluster = msgspec.structs.replace(cluster, cables=cables)
+    under = msgspec.structs.replace(SETTINGS, channels=count)
+    node = node_of(cluster.classes[0], source, budget=EXACT, cabled=True)
+    chosen = msgspec.structs.replace(node.best_under(under, count), chosen=True)
+    node.add_best(under, chosen)
+    rings, _ = best_rings(cluster, [node])
+    rates = set_rates(gpus, 2, source, under, rings.rings)
+    best = 0.0
+    for out, into in itertools.product(itertools.product(range(2), repeat=rings.rings), repeat=2):
+        first = rates.get(tuple(zip((1 - nic for nic in into), out, strict=True)), 0.0)
+        second = rates.get(tuple(zip((1 - nic for nic in out), into, strict=True)), 0.0)
+        best = max(best, min(first, second))
+    assert rings.bound_gbps is not None
+    assert rings.rate_gbps <= best <= rings.bound_gbps
 
 
 def test_tuples_of_few_nics_are_all_tried_and_of_many_those_that_chains_lead_to():

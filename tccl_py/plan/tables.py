@@ -28,6 +28,8 @@ FORMAT_VERSION = 2
 MAX_TABLES = 1_024
 NicPairs = tuple[NicPair, ...]
 """The pairs of entry and exit NIC of a host's chains, sorted."""
+Most = tuple[float, tuple[str, ...]]
+"""A bound, GB/s, and what it assumes."""
 
 
 class OwnChains(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +102,10 @@ class Study(Protocol):
         """Return the best chains between exactly these NICs; None if there are none."""
         ...
 
+    def most(self, settings: Settings, count: int) -> Most | None:
+        """Return what no set of so many chains exceeds, whichever NICs; None if it is not known."""
+        ...
+
     def answers_more(self) -> bool:
         """Return whether another question is cheap enough to compare choices that gain little."""
         ...
@@ -162,6 +168,10 @@ class ClassRates:
         if key not in self._between and study and (not only_few or study.answers_more()):
             self._between[key] = study.between(settings, pairs)
         return self._between.get(key)
+
+    def most(self, settings: Settings, count: int) -> Most | None:
+        """Return what no set of so many chains exceeds, whichever NICs; None without a study."""
+        return None if self.study is None else self.study.most(settings, count)
 
     def add_best(self, settings: Settings, chains: KeptChains) -> None:
         """Store the best set of so many chains."""

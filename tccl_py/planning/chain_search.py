@@ -29,7 +29,7 @@ from tccl_py.nccl.network import (
 )
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.view import NcclView
-from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, NicPairs, OwnChains
+from tccl_py.plan.tables import ClassRates, KeptChains, KeptTable, Most, NicPairs, OwnChains
 from tccl_py.planning.choices import WORTH, SettingsSearch, interval, rated_choices, rated_stock
 from tccl_py.planning.request import Rings, Task, rings_under
 from tccl_py.planning.study import (
@@ -55,11 +55,12 @@ MORE_SETS = 160
 class HostTask(Task, frozen=True, kw_only=True):
     """Planning a host of several: rings are chains by `nics`, closed through the world outside.
 
-    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly. Hosts with
-    `cables` leave by another NIC than their entry.
+    With a `pairing` the chains have just these pairs of NICs; else NICs are used evenly, if not
+    `uneven`. Hosts with `cables` leave by another NIC than their entry.
     """
 
     pairing: Pairing | None = None
+    uneven: bool = False
     cabled: bool = False
 
     @property
@@ -107,9 +108,11 @@ class HostTask(Task, frozen=True, kw_only=True):
         symmetry = automorphisms(self.machine, self.knowledge, gpus=self.gpus)
         return symmetry if self.pairing is None else symmetry_keeping(symmetry, self.pairing)
 
-    def rule(self, _settings: Settings, count: int, /) -> SetRule:
+    def rule(self, _settings: Settings, count: int, /) -> SetRule | None:
         """Return the rule for the NICs."""
-        return self.pairing or EvenUse(self.nics, count, same=self.same_nic)
+        return (
+            None if self.uneven else self.pairing or EvenUse(self.nics, count, same=self.same_nic)
+        )
 
 
 def used_nics(machine: Machine) -> tuple[int, ...]:
@@ -221,6 +224,18 @@ class ClassStudy:
             rings = list(initial_chains(task.space(settings, count), task.nics, count))
         result = self._search(task, settings, rings)
         return None if result is None else self._best_of(choice_found(settings, result))
+
+    def most(self, settings: Settings, count: int) -> Most | None:
+        """Search for what no chains exceed, whichever NICs they use; None if it is not known."""
+        if not self.task.source.simulated:
+            return None
+        task = msgspec.structs.replace(self.task, ring_counts=(count,), uneven=True)
+        best = self.rates.best_under(settings, count)
+        seed = () if best is None else tuple(Ring(tuple(h)) for h in self.rates.hops_of(best))
+        result = self._search(task, settings, [seed] if seed else [])
+        if result is None or result.bound_gbps is None:
+            return None
+        return result.bound_gbps, result.assumptions
 
     def _search(
         self, task: HostTask, settings: Settings, rings: Sequence[Rings]

@@ -107,6 +107,13 @@ def _of_all_dealings(
         elif count == best.rings:
             # The first dealing is as fast, and bounded now.
             best = msgspec.structs.replace(best, bound_gbps=rings.bound_gbps, bound_assumptions=())
+    if best.bound_gbps is None:
+        # Dealings may be too many questions, but no chains of a host exceed this.
+        bounds = [node.most(best.settings, best.rings) for node in nodes]
+        if None not in bounds:
+            most, assumptions = min(bound for bound in bounds if bound is not None)
+            most = max(most, best.rate_gbps)
+            best = msgspec.structs.replace(best, bound_gbps=most, bound_assumptions=assumptions)
     return best
 
 
