@@ -85,10 +85,9 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
 def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
     times = ((1e-3,), (1.5e-3,)), ((2e-3,), (2.5e-3,))
     outcome = outcome_of((times[1:], times, times))
-    (first, beside), (second, more) = (
-        lines_of(by, sets_of((1, 0), messages=1), outcome, (0, 1)) for by in ("gloo", "memcpy")
-    )
-    found = [*first, *second], [*beside, *more], outcome.results[0]
+    sets = sets_of((1, 0), messages=1)
+    lines = [line for by in ("gloo", "memcpy") for line in lines_of(by, sets, outcome, (0, 1))]
+    found = lines, outcome.results[0]
     monkeypatch.setattr("tccl_py.cli.overlap.time_overlap", lambda *_, **__: found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     result = tccl("overlap", "G1->G0", "--backend", "gloo")
@@ -158,7 +157,7 @@ def test_few_samples_give_all_they_have():
 def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
     (sets, *_) = sets_of((0, 1), (1, 0))
     none, long, short = ((), ()), ((0.02, 0.02),) * 2, ((0.01, 0.01),) * 2
-    lines, _ = lines_of("nccl", [sets], outcome_of([(none, long)], [(short, none)]), (4, 6))
+    lines = lines_of("nccl", [sets], outcome_of([(none, long)], [(short, none)]), (4, 6))
     (row,) = (line for line in lines if line["mode"] == mode)
     assert row["set"] == ["G4->G6", "G6->G4"]
     assert [one.middle for one in row["message"]] == [5.0, 10.0]
@@ -173,7 +172,7 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
     outcome = outcome_of(
         [times((0.002,)), all_reduce], [times((0.003,), 0.005), all_reduce], [times(()), all_reduce]
     )
-    _, (_, row, other, _) = lines_of("nccl", sets_of((0, 1))[1:], outcome, (0, 1, 2))
+    _, row, other, _ = lines_of("nccl", sets_of((0, 1))[1:], outcome, (0, 1, 2))
     assert (row["transfer_time"].middle, row["product_time"].middle) == (5.0, 3.0)
     assert row["total"].middle == 5.0
     assert other["transfer"] == "all-reduce"

@@ -62,7 +62,8 @@ def overlap(
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        pairs, products, first = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
+        lines, first = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
+    pairs, products = ([line for line in lines if key in line] for key in ("set", "transfer"))
     head: dict[str, Any] = {"backend": chosen, "dry_run": chosen == "gloo", "gpus": places}
     head |= {"gpu": first.device, "torch": first.torch, **counted}
     if json:

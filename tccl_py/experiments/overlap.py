@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -104,7 +104,7 @@ def contests_of(
 
 def time_overlap(
     backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
-) -> tuple[list[Line], list[Line], JobResult]:
+) -> tuple[list[Line], JobResult]:
     """Run a job of messages and one of copies here; return their lines, and a rank's result.
 
     `counts` are as in `contests_of`. Raises MeasurementError: a rank fails, or as `lines_of`.
@@ -114,7 +114,7 @@ def time_overlap(
     keep = tuple(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
     variables = {"NCCL_CONF_FILE": os.environ.get("NCCL_CONF_FILE", "")}
     arm = Arm(name="default", variables=variables, settings=Settings())
-    pairs, products = list[Line](), list[Line]()
+    lines = list[Line]()
     with ForkServer() as server:
         for by, ranks in ((backend, host.ranks), ("memcpy", (0,))):
             launcher = Launcher(
@@ -131,10 +131,8 @@ def time_overlap(
                 if error.late:
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
-            lines = lines_of(by, spec.contests, outcome, gpus)
-            pairs += lines[0]
-            products += lines[1]
-    return pairs, products, outcome.results[0]
+            lines += lines_of(by, spec.contests, outcome, gpus)
+    return lines, outcome.results[0]
 
 
 def span(seconds: Iterable[float]) -> Span:
@@ -144,8 +142,8 @@ def span(seconds: Iterable[float]) -> Span:
 
 def lines_of(
     by: str, contests: Sequence[Contest], outcome: Outcome, gpus: Sequence[int]
-) -> tuple[list[Line], list[Line]]:
-    """Return a job's lines of pairs, and of transfers beside a GEMM.
+) -> Iterator[Line]:
+    """Yield a job's lines of pairs, and of transfers beside a GEMM.
 
     `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place. Wrong bytes are a
     MeasurementError.
@@ -155,7 +153,6 @@ def lines_of(
     if wrong:
         named = ", ".join(map(str, wrong))
         raise MeasurementError(f"transfers by {by}: gave rank {named} wrong bytes: times are void")
-    pairs, products = list[Line](), list[Line]()
     for contest, ranks in zip(contests, zip(*times_of, strict=True), strict=True):
         rows = (contest.row, *contest.row.beside)
         names = [
@@ -175,8 +172,7 @@ def lines_of(
             if rows[-1] == _GEMM:
                 line |= {"transfer": names[0]}
                 line |= {"transfer_time": span(works[0]), "product_time": span(works[1])}
-                products.append({**line, "total": total})
             else:
                 messages = [span(value / contest.calls for value in work) for work in works]
-                pairs.append({**line, "set": names, "message": messages, "total": total})
-    return pairs, products
+                line |= {"set": names, "message": messages}
+            yield {**line, "total": total}

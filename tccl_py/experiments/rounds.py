@@ -151,34 +151,26 @@ def table_of(
     count = len([name for name in names[1:] if name != AGAIN])
     names = names if count else names[:1]
     times = {name: row_seconds(spec, [job for arm, job in jobs if arm == name]) for name in names}
-    baseline, compared = times[names[0]], {names[0]: dict.fromkeys(times[names[0]], EQUAL)}
-    for name in names[1:]:
-        rows = times[name]
-        ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
-        compared[name] = dict(zip(rows, ratios, strict=True))
-    again = times.get(AGAIN, {})
-
-    def harm_of(name: ChoiceName, row: Row) -> Harm | None:
-        if row not in again or name in (names[0], AGAIN):
-            return None
-        return harm(times[name][row], baseline[row], again[row])
-
-    named = launcher.members
-    return {
-        name: {
+    baseline, again = times[names[0]], times.get(AGAIN, {})
+    of, table = launcher.members, dict[ChoiceName, dict[Row, Timed]]()
+    for name, rows in times.items():
+        ratios: Sequence[Compared] = [EQUAL] * len(rows)
+        if name != names[0]:
+            ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
+        judged = again if name not in (names[0], AGAIN) else {}
+        table[name] = {
             row: Timed(
                 **picked(row, "collective", "dtype", "bytes", "mode"),
-                groups=tuple(tuple(named[rank] for rank in group) for group in row.groups),
-                seconds=times[name][row],
-                gbps=row.bus_gbps(launcher.world, statistics.median(times[name][row])),
+                groups=tuple(tuple(of[rank] for rank in group) for group in row.groups),
+                seconds=seconds,
+                gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),
                 compared=ratio,
                 verdict=ratio.verdict,
-                harm=harm_of(name, row),
+                harm=harm(seconds, baseline[row], again[row]) if row in judged else None,
             )
-            for row, ratio in rows.items()
+            for (row, seconds), ratio in zip(rows.items(), ratios, strict=True)
         }
-        for name, rows in compared.items()
-    }
+    return table
 
 
 def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[Row, tuple[float, ...]]:

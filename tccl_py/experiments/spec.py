@@ -11,6 +11,7 @@ import msgspec
 
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective, bus_gbps
+from tccl_py.files import picked
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
@@ -77,14 +78,9 @@ def calls_of(workload: Workload) -> dict[Row, float]:
     """Return the rows of a workload, each with the number of its calls in a step."""
     calls: dict[Row, float] = {}
     for row in workload.rows:
-        over_all = row.groups == (tuple(range(workload.ranks)),)
-        own = Row(
-            collective=row.collective,
-            dtype=row.dtype,
-            bytes=row.bytes,
-            groups=() if over_all else row.groups,
-        )
-        calls[own] = calls.get(own, 0.0) + row.calls
+        groups = () if row.groups == (tuple(range(workload.ranks)),) else row.groups
+        timed = Row(**picked(row, "collective", "dtype", "bytes"), groups=groups)
+        calls[timed] = calls.get(timed, 0.0) + row.calls
     return calls
 
 
