@@ -26,7 +26,6 @@ from tccl_py.planning.study import (
     condensed_rings,
     measured_well,
     search_under,
-    stock,
 )
 
 BASE_CHANNELS = 8
@@ -264,7 +263,9 @@ def rated_choices(task: Task, variables: Variables | None = None) -> Rated:
     near = [choice for choice in tried if choice.rate_gbps * (1 + WORTH) >= most]
     best = min(near, key=lambda choice: (len(environment(choice.settings)), choice.nccl.channels))
     if best is not default and not cancelled:
-        best = stock(best.nccl, best.settings, best.rings, measured_well(task.source, best.rings))
+        answer = measured_well(task.source, best.rings)
+        rate = best.rings.rate(answer)
+        best = msgspec.structs.replace(best, measurement=answer, rate_gbps=rate)
     return Rated(default=default, note=note, variables=best, cancelled=cancelled)
 
 
@@ -343,10 +344,9 @@ def rated_stock(
         settings, channels=max(1, nccl.channels // 2), min_channels=channels if more else None
     )
     rings = task.own_ring_set(nccl, settings)
-    measurement = (
-        measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
-    )
-    return stock(nccl, settings, rings, measurement)
+    answer = measured_well(task.source, rings) if well else task.source.measure([rings.flows])[0]
+    rate = rings.rate(answer)
+    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer)
 
 
 def own_gbps(task: Task, settings: Settings) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import combinations, combinations_with_replacement, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -67,11 +67,17 @@ class SeveralHosts:
         }
         self.classes = []
         for host, source, ids, used in zip(cluster.classes, sources, gpus, nics, strict=True):
+            tables_of = {t.gpus: t for t in kept if t.node_class.name == host.name}
             task = None
             if source is not None:
                 task = task_for(HostTask, request, host, source, ids, nics=used, **more)
                 self.sources.append(task.source)
-            self.classes.append(_Class(host, ids, task, kept))
+            elif ids not in tables_of:
+                right = "start a rank on a host of it"
+                raise InputError(
+                    f"class {host.name}", "has no table, and no host to measure", right
+                )
+            self.classes.append(_Class(host, ids, task, tables_of))
         self.growing = not all(member.gpus in member.tables for member in self.classes)
 
     def limited(self) -> AbstractContextManager[None]:
@@ -90,10 +96,10 @@ class SeveralHosts:
         cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
         return msgspec.structs.replace(plan, cancelled=cancelled)
 
-    def with_parts(self, plan: Plan) -> Plan:
-        """Return the plan, with notices on jobs that cannot be planned; make the tables of all."""
+    def with_parts(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan, with notices on jobs that cannot be planned; make the tables of all."""
         if self.tables is None:
-            return plan
+            return
         notices, asked = list(plan.notices), self.request.gpus_per_job
         try:
             for member, (_, *subsets) in zip(
@@ -109,7 +115,7 @@ class SeveralHosts:
                         raise KeyboardInterrupt
         finally:
             self.tables += [node.table() for node in self.nodes]
-        return msgspec.structs.replace(plan, notices=tuple(notices))
+        yield msgspec.structs.replace(plan, notices=tuple(notices))
 
 
 def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
@@ -122,21 +128,13 @@ def _nics(cluster: Cluster, node_class: NodeClass) -> tuple[int, ...]:
     return tuple(nic for nic in used if nic in cabled)
 
 
-class _Class:
-    """A class of hosts: `gpus` in the plan, `tables` by GPUs, and its task if it has a source."""
+class _Class(NamedTuple):
+    """A class of hosts: `gpus` in the plan, its task if it has a source, and `tables` by GPUs."""
 
-    def __init__(
-        self,
-        node_class: NodeClass,
-        gpus: tuple[int, ...],
-        task: HostTask | None,
-        rates: Sequence[ClassRates],
-    ) -> None:
-        self.node_class, self.gpus, self.task = node_class, gpus, task
-        self.tables = {t.gpus: t for t in rates if t.node_class.name == node_class.name}
-        if task is None and gpus not in self.tables:
-            fault, right = "has no table, and no host to measure", "start a rank on a host of it"
-            raise InputError(f"class {node_class.name}", fault, right)
+    node_class: NodeClass
+    gpus: Order
+    task: HostTask | None
+    tables: Mapping[Order, ClassRates]
 
     def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> ClassRates:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tccl_py.errors import InputError
+from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, cabled_nics, check_cluster, compress
 from tccl_py.model.reports import HostReport, cluster_of, split
 from tccl_py.plan.plan import Plan
@@ -152,12 +153,8 @@ def simulated_cluster(
 
     Raises InputError: neither, too few or too many, or both and they differ.
     """
-    reports = [
-        HostReport(
-            host=host.name, machine=model.machine, knowledge=model.knowledge, slots=host.slots
-        )
-        for host in _listed(nodes, hosts)
-    ]
+    equal = picked(model, "machine", "knowledge")
+    reports = [HostReport(host=h.name, slots=h.slots, **equal) for h in _listed(nodes, hosts)]
     return _cluster(reports, switches, known, where=hosts or "cluster")
 
 
@@ -171,10 +168,8 @@ def named_cluster(known: KnownPlan, hosts: Sequence[HostSlots], switches: Path |
         fault = f"are of one of {1 + len(further)} classes"
         raise InputError("`hosts`", fault, "start ranks on them: then their class is found out")
     slots = {host.name: len(gpus) if host.slots is None else host.slots for host in hosts}
-    reports = [
-        HostReport(host=name, machine=kind.machine, knowledge=kind.knowledge, slots=count)
-        for name, count in slots.items()
-    ]
+    equal = picked(kind, "machine", "knowledge")
+    reports = [HostReport(host=name, slots=count, **equal) for name, count in slots.items()]
     return _cluster(reports, switches, known, where="`hosts`")
 
 

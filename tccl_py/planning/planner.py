@@ -13,6 +13,7 @@ from tccl_py.errors import (
     InputError,
     check_type,
 )
+from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, single_host
 from tccl_py.model.machine import Knowledge, Machine
 from tccl_py.model.measurement import BandwidthSource, Measurement, dealt
@@ -77,13 +78,14 @@ def plan_hosts(
 
         more = {"kept": kept, "reporter": reporter, "tables": tables}
         hosts = cluster_planner.SeveralHosts(request, cluster, class_gpus, sources, **more)
-    changes: dict[str, Any] = {}
     with hosts.limited():
         plan = hosts.plan()
+        further = iter(()) if plan.cancelled else hosts.with_parts(plan)
         try:
-            plan = plan if plan.cancelled else hosts.with_parts(plan)
+            while more_known := next(further, None):
+                plan = more_known
         except KeyboardInterrupt:
-            changes["cancelled"] = True
+            plan = msgspec.structs.replace(plan, cancelled=True)
     short = (CUT_SHORT,) * any(source.cut_short for source in hosts.sources)
     return msgspec.structs.replace(
         plan,
@@ -91,7 +93,6 @@ def plan_hosts(
         sets_measured=sum(source.sets_measured for source in hosts.sources),
         sets_remembered=sum(source.sets_remembered for source in hosts.sources),
         sets_by_symmetry=hosts.sets_by_symmetry,
-        **changes,
     )
 
 
@@ -138,7 +139,7 @@ class OneHost:
         self.sets_by_symmetry = sum(result.sets_by_symmetry for result in results)
         rates = dealt(measurement.transfers.flows, measurement.gbps)
         joined = JoinedRings(
-            settings=best.settings,
+            **picked(best, "settings", "rate_gbps", "bound_gbps", "bound_assumptions"),
             rings=len(best.rings.rings),
             hosts=self.cluster.names,
             chains=(
@@ -147,11 +148,8 @@ class OneHost:
                     for ring in best.rings.rings
                 ),
             ),
-            rate_gbps=best.rate_gbps,
             error=interval(measurement),
             assumed=measurement.assumed,
-            bound_gbps=best.bound_gbps,
-            bound_assumptions=best.bound_assumptions,
         )
 
         plan = assembled(
@@ -173,28 +171,24 @@ class OneHost:
         }
         searched = sorted(search.searched, key=lambda choice: -choice.rate_gbps)
         alternatives = (
-            Alternative(
-                settings=choice.settings,
-                rings_in_set=len(choice.rings.rings),
-                rate_gbps=choice.rate_gbps,
-            )
+            Alternative(rings_in_set=len(choice.orders), **picked(choice, "settings", "rate_gbps"))
             for choice in searched
         )
         return msgspec.structs.replace(plan, alternatives=tuple(alternatives))
 
-    def with_parts(self, plan: Plan) -> Plan:
-        """Return the plan with the machine's limit, and rings for smaller sets of GPUs."""
+    def with_parts(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with the machine's limit, then with rings for smaller sets of GPUs."""
         # Two sets, which those for subsets of GPUs must not use up.
         rings = self.choices[plan.recommended].rings
         limit = limit_gbps(self.task.source, rings, assumed=plan.assumed)
         plan = msgspec.structs.replace(plan, limit_gbps=limit)
+        yield plan
         asked = self.request.subsets
         if asked or (asked is None and plan.recommended != "default"):
             from tccl_py.planning.parts import smaller_sets  # noqa: PLC0415 (not for all)
 
             parts = smaller_sets(self.task, plan, self.choices["graph"], everywhere=asked is True)
-            plan = msgspec.structs.replace(plan, subsets=parts)
-        return plan
+            yield msgspec.structs.replace(plan, subsets=parts)
 
 
 def choice_of(stock: Stock | None, note: str, task: Task) -> PlanChoice:

@@ -85,12 +85,6 @@ class Stock(Choice, frozen=True, kw_only=True):
     measurement: Measurement
 
 
-def stock(nccl: DefaultChoice, settings: Settings, rings: RingSet, answer: Measurement) -> Stock:
-    """Return NCCL's own choice with the rate of its rings in a measurement."""
-    rate = rings.rate(answer)
-    return Stock(nccl=nccl, settings=settings, rings=rings, rate_gbps=rate, measurement=answer)
-
-
 def condensed_rings(rings: Sequence[Ring]) -> tuple[Ring, ...]:
     """Return the shortest list of rings with the same shares; rings are equal by GPUs and NICs."""
     routes = {route(path): path for path in rings}
