@@ -22,6 +22,7 @@ from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.opening_hosts import simulated_cluster
 from tccl_py.planning.planner import make_cluster_plan
 from tccl_py.readers.hosts import HostSlots
+from tccl_py.search.problem import Budget
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.cables.cases import CLUSTERS, MIRRORED, cluster, hand_made, planned, ring
@@ -172,6 +173,13 @@ def test_nccl_that_cannot_follow_subnets_is_refused():
         with pytest.raises(InputError, match=r"NCCL 2\.30\.7 is the first"):
             planned(ring(), version=version)
     assert planned(ring(), version="2.30.7").settings.subnet_routing
+
+
+def test_a_search_under_one_choice_of_settings_keeps_to_a_small_limit_of_sets(monkeypatch):
+    few = planned(ring(), budget=Budget(sets=1))
+    monkeypatch.setattr("tccl_py.planning.choices.MIN_SETS", 1)
+    assert planned(ring(), budget=Budget(sets=1)).sets_measured == few.sets_measured
+    assert few.rate_gbps == planned(ring()).rate_gbps
 
 
 def test_the_bound_of_a_cabled_plan_is_not_below_any_order():
