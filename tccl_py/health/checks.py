@@ -49,9 +49,12 @@ def check_acs(host: HostState) -> Results:
         config = host.data(f"sys/bus/pci/devices/{port}/config", limit=_LENGTH)
         control = acs_control(config or b"")
         if control is None:
-            # Linux shows other users than root the first 64 bytes.
-            least = config is not None and len(config) == _UNPRIVILEGED
-            why = "only root may read all" if least else "this system does not show all"
+            why = "this system does not show all"
+            if config is not None and len(config) == _UNPRIVILEGED:
+                # Linux shows users without CAP_SYS_ADMIN, as root in a container, 64 bytes.
+                why = "only root may read all"
+                if host.by_root:
+                    why = "this container or virtual machine shows root 64 bytes"
             hidden.setdefault(f"{why} of a bridge's configuration", []).append(port)
         elif control & sum(_REDIRECTS):
             redirecting.append(port)

@@ -230,6 +230,7 @@ def this_host() -> HostState:
         shm_free=free,
         nccl=tuple(installed_nccls()),
         own_rings=asked_here(gpus) if len(gpus) > 1 else "",
+        by_root=os.geteuid() == 0,
     )
 
 

@@ -126,7 +126,8 @@ class HostState(HostFiles):
 
     `environment` is the user's, `driver` the facts from NVML, `shm_free` the free bytes of
     /dev/shm, `nccl` the installed versions, torch's first, each None if not asked. `own_rings` are
-    default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs.
+    default NCCL's over all GPUs, or why it was not asked; "" for fewer than two GPUs. Root looks at
+    it, if `by_root`.
     """
 
     home: str = "/root"
@@ -135,6 +136,7 @@ class HostState(HostFiles):
     shm_free: int | None = None
     nccl: tuple[InstalledNccl, ...] | None = None
     own_rings: NcclAnswer | str = ""
+    by_root: bool = False
 
     def pci(self, bus_id: str, name: str) -> str:
         """Return an attribute of a PCI device."""
