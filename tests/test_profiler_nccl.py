@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_profiler.cluster.agents import ClusterPool
 from tccl_profiler.cluster.session import ClusterSession
 from tccl_profiler.compiler import program_for
 from tccl_profiler.nccl_links import Communicators, graph_text, process_variables
@@ -65,6 +66,14 @@ def test_without_nccl_the_same_flow_is_the_nics():
     program = program_for(parse_set(STAGED), lanes=LANES, network="tcp")
     assert {one for one in program.devices if place_named(one).kind == "N"} == {"h0.N0", "h1.N0"}
     assert all(link.carrier is None for link in program.links)
+
+
+def test_nccls_blocks_count_beside_those_of_copies():
+    lanes = dict.fromkeys(LANES, 5)
+    three, four = (parse_set(f"{STAGED} h0.G0->h0.G0->h0.C0{{blocks={n}}}") for n in (3, 4))
+    assert program_for(three, lanes=lanes, network="nccl").links
+    with pytest.raises(MeasurementError, match=r"^h0\.G0 would run 6 blocks at once, it can run 5"):
+        program_for(four, lanes=lanes, network="nccl")
 
 
 def test_host_memory_at_an_end_is_not_nccls_and_goes_over_tcp():
@@ -263,7 +272,9 @@ def test_no_library_is_said_with_what_to_do(monkeypatch, tmp_path):
         Communicators("G0", 0, memory=None).listen([Link("h0.G0", "h1.G1", 0, CARRIER)])
 
 
-def test_sets_are_measured_over_communicators_made_once_for_each_link(session, told):
+def test_sets_are_measured_over_communicators_made_once_for_each_link(session, told, monkeypatch):
+    starts, restart = [], ClusterPool.restart
+    monkeypatch.setattr(ClusterPool, "restart", lambda pool: starts.append(restart(pool)))
     sets = [parse_set(text) for text in (STAGED, f"{BACK} {STAGED}", BACK)]
     over, both, back = Checked(session).measure(sets)
     inside = "h0.G0->h0.G0->h0.C0{blocks=1}"
@@ -271,6 +282,8 @@ def test_sets_are_measured_over_communicators_made_once_for_each_link(session, t
     for found in (over, both, back, mixed):
         assert min(min(row) for row in found.samples_gbps) > 0
         assert not found.simulated
+    # Workers have NCCL's variables from the start.
+    assert len(starts) == 1
     # Two links, two members each; the third set found the first one's.
     texts = [path.read_text() for path in told.iterdir()]
     assert sorted(line for text in texts for line in text.splitlines()[:1]) == [

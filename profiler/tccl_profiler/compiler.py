@@ -18,6 +18,7 @@ from tccl_profiler.program import (
     FlowEndpoint,
     FlowLayout,
     Lane,
+    Link,
     Program,
     device_of,
 )
@@ -64,11 +65,14 @@ def program_for(
     ]
     devices, endpoints = _assigned(endpoints, meeting)
     for device, program in devices.items():
-        if len(program.lanes) > lanes[device]:
+        # NCCL's blocks wait for a free multiprocessor, and copies beside them for their data.
+        carriers = [lane.link.carrier for lane in program.copies if lane.link is not None]
+        count = len(program.lanes) + sum(c.channels for c in carriers if c is not None)
+        if count > lanes[device]:
             unit = "lanes" if place_named(device).kind == "N" else "blocks"
             raise MeasurementError(
-                f"{device} would run {len(program.lanes)} {unit} at once, it can run "
-                f"{lanes[device]}: give the flows fewer blocks"
+                f"{device} would run {count} {unit} at once, it can run {lanes[device]}: "
+                "give the flows fewer blocks"
             )
         if len(program.copies) > MAX_COPIES:
             raise MeasurementError(
@@ -111,6 +115,13 @@ def devices_used(
                         f"{flow}: {place} is not measured here; there are {listed}"
                     )
     return {host: frozenset(names) for host, names in used.items()}
+
+
+def links_of(sets: Iterable[TransferSet], devices: Iterable[str], network: str) -> tuple[Link, ...]:
+    """Return the links of sets on devices that are not open yet."""
+    lanes = dict.fromkeys(devices, MAX_LANES)
+    programs = (program_for(transfers, lanes=lanes, network=network) for transfers in sets)
+    return tuple(link for program in programs for link in program.links)
 
 
 def _places(flow: Flow, transport: NicTransport) -> Iterator[tuple[Place, str | None]]:

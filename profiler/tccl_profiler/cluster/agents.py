@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from tccl_profiler.cluster.agent import Agent, Ran
 from tccl_profiler.cluster.facts import HostFacts
 from tccl_profiler.cluster.job import Job
 from tccl_profiler.cluster.messages import Backoff, Message
+from tccl_profiler.compiler import links_of
 from tccl_profiler.execution import RunResult, RunSpec
 from tccl_profiler.linux import realtime
 from tccl_profiler.messages import (
@@ -36,7 +38,7 @@ from tccl_profiler.program import Link, Program
 from tccl_profiler.rates import ClockReading, offset_from_pings
 from tccl_profiler.retries import RETRIES
 from tccl_py.errors import InputError, MeasurementError, SourceLostError
-from tccl_py.model.transfer import place_named
+from tccl_py.model.transfer import TransferSet, place_named
 from tccl_py.rank_processes.rank import Rendezvous
 from tccl_py.rank_processes.tasks import RankOutput, Task
 
@@ -214,6 +216,7 @@ class Agents:
 class ClusterPool:
     """Measures several hosts for a Profiler, as an `execution.Runner`.
 
+    Workers are started for the sets that come `first`: others may need other variables of NCCL.
     Methods raise WorkerLost if a worker died or hangs, MeasurementError if devices refuse, and
     SourceLostError if a host is gone or a clock jumped.
     """
@@ -226,6 +229,7 @@ class ClusterPool:
         *,
         network: str = "tcp",
         nccl_variables: Mapping[str, str] | None = None,
+        first: Sequence[TransferSet] = (),
     ) -> None:
         self._network = network
         self._nccl_variables = nccl_variables or {}
@@ -233,7 +237,10 @@ class ClusterPool:
         self._clocks = dict(clocks)
         self._devices = {host: tuple(sorted(ids)) for host, ids in devices.items() if ids}
         self.lanes: dict[str, int] = {}
+        names = [f"{host}.{name}" for host, ids in self._devices.items() for name in ids]
         self._variables: Mapping[str, str] = {}
+        with suppress(MeasurementError):
+            self._variables = self._variables_of(links_of(first, names, network))
         self.ahead_ns = _AHEAD_NS
         self.warnings: list[str] = []
 
@@ -282,9 +289,8 @@ class ClusterPool:
         """Make the links of a program that are not there."""
         if not program.links:
             return
-        asked = process_variables(program.links)
-        variables = {**asked, **self._nccl_variables}
-        if asked and variables != self._variables:
+        variables = self._variables_of(program.links)
+        if variables and variables != self._variables:
             # NCCL reads them once in a process.
             self._variables = variables
             self.restart()
@@ -305,6 +311,11 @@ class ClusterPool:
                 self._make([link])
                 # Its sender has only begun.
                 self._usable([place_named(link.sender).host])
+
+    def _variables_of(self, links: Collection[Link]) -> dict[str, str]:
+        """Return the variables of NCCL in workers with these links; none without NCCL."""
+        asked = process_variables(links)
+        return {**asked, **self._nccl_variables} if asked else {}
 
     def _usable(self, hosts: Collection[str]) -> dict[str, set[Link]]:
         arguments = dict.fromkeys(hosts, (LinkStep(step="usable"),))

@@ -69,6 +69,7 @@ class ClusterSession:
         self._expected = tuple(expected)
         self.only = only
         self._profiler: Profiler | None = None
+        self._checked: Sequence[TransferSet] = ()
         self.hosts: tuple[HostFacts, ...] = ()
         self.clocks: dict[str, HostClock] = {}
         self.notices: list[str] = []
@@ -116,6 +117,7 @@ class ClusterSession:
                 devices if self.only is None else self.only,
                 network=self.network,
                 nccl_variables=self._nccl_variables,
+                first=self._checked[:1],
             )
             self.pool.restart()
             self.notices += self.pool.warnings
@@ -160,6 +162,7 @@ class ClusterSession:
         named = {host.name: (*host.machine.numa_nodes, *host.machine.nics) for host in self.hosts}
         others = [f"{host}.{device.id}" for host, devices in named.items() for device in devices]
         devices = [f"{host.name}.{name}" for host in self.hosts for name in host.devices]
+        self._checked = sets
         return devices_used(sets, devices=devices, others=others, network=self.network)
 
 
