@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import msgspec
 import pytest
@@ -632,3 +633,47 @@ def test_uplinks_get_a_rate_only_where_pairs_across_them_are_slower():
     assert quick == tree
     told = estimate_uplinks(switches(uplink=2.0), [*beside, ("h0", "h1", 4.0)])
     assert told == switches(uplink=2.0)
+
+
+class Slow(Simulator):
+    """Each set takes so many seconds of a clock that stands still otherwise."""
+
+    set_s, now_s = 1.0, 0.0
+
+    def measure(self, sets):
+        type(self).now_s += self.set_s * len(sets)
+        return super().measure(sets)
+
+
+@pytest.mark.parametrize(
+    ("names", "set_s", "most_s"),
+    [
+        (("h200x4-vm", "h200x4-vm"), 0.1, 20.0),
+        (("h200x4-vm", "nvswitch-8gpu-8nic"), 0.5, 20.0),
+        (("h200x4-vm", "h200x4-vm"), 10.0, 1.0),
+    ],
+)
+def test_measuring_hosts_ends_in_time_and_leaves_some_to_all_classes_and_tables(
+    names, set_s, most_s, monkeypatch
+):
+    monkeypatch.setattr(Slow, "set_s", set_s)
+    monkeypatch.setattr(Slow, "now_s", 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: Slow.now_s)
+    models = {name: load_bundled(name) for name in names}
+    cluster = cluster_with([models[name].machine for name in names])
+    sources = [Slow(models[part.machine.name], noise=0.05) for part in cluster.classes]
+    tables, budget = [], Budget(seconds=most_s)
+    plan = make_cluster_plan(cluster, sources, budget=budget, gpus_per_job="2", tables=tables)
+    assert 0 < Slow.now_s - 100.0 <= max(most_s, set_s)
+    assert plan.stock.rate_gbps
+    assert any("limit of sets or seconds" in text for text in plan.notices)
+    assert len(tables) == (1 if set_s > most_s else 2) * len(cluster.classes)
+
+
+def test_unlike_classes_without_time_get_as_much_as_a_plan_over_both_takes():
+    names = ("h200x4-vm", "nvswitch-8gpu-8nic")
+    models = [load_bundled(name) for name in names]
+    cluster = cluster_with([model.machine for model in models])
+    sources = [Simulator(model) for model in models]
+    plan = make_cluster_plan(cluster, sources, budget=Budget(seconds=1e-9), tables=[])
+    assert plan.rate_gbps >= plan.stock.rate_gbps > 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import msgspec
 
-from tccl_py.errors import InputError, SearchError
+from tccl_py.errors import BudgetSpentError, InputError, SearchError
 from tccl_py.files import picked
 from tccl_py.model.cluster import NodeClass
 from tccl_py.model.machine import Machine, Nic
@@ -133,12 +134,18 @@ class ClassStudy:
     """A study of a class of hosts: it searches for chains, and measures, when `rates` are asked.
 
     Without a `kept` table NCCL's own chains are rated first, and settings and chains searched;
+    `allow` is called before results are measured, of which symmetry may have told the rates.
     `cancelled` tells of an interruption. Raises SearchError: no chains can be built.
     MeasurementError: the source cannot measure them.
     """
 
     def __init__(
-        self, node_class: NodeClass, task: HostTask, kept: KeptTable | None = None
+        self,
+        node_class: NodeClass,
+        task: HostTask,
+        kept: KeptTable | None = None,
+        *,
+        allow: Callable[[], object] = lambda: None,
     ) -> None:
         self.task = task
         self.cancelled = False
@@ -151,8 +158,10 @@ class ClassStudy:
         bests: dict[tuple[Settings, int], Choice] = {}
         for choice in self._searched:
             bests.setdefault((choice.settings, len(choice.rings.rings)), choice)
+        allow()
         for choice in bests.values():
-            self.rates.add_best(choice.settings, self._best_of(choice, chosen=True))
+            with suppress(BudgetSpentError):
+                self.rates.add_best(choice.settings, self._best_of(choice, chosen=True))
 
     def _explored(self, node_class: str) -> KeptTable:
         """Search over settings; return a table without the answers, which are `_searched`."""
@@ -223,7 +232,9 @@ class ClassStudy:
         if not self._searched:
             rings = list(initial_chains(task.space(settings, count), task.nics, count))
         result = self._search(task, settings, rings)
-        return None if result is None else self._best_of(choice_found(settings, result))
+        with suppress(BudgetSpentError):
+            return None if result is None else self._best_of(choice_found(settings, result))
+        return None
 
     def most(self, settings: Settings, count: int) -> Most | None:
         """Search for what no chains exceed, whichever NICs they use; None if it is not known."""
@@ -260,7 +271,11 @@ class ClassStudy:
         rings, bound = self._rings_between(settings, pairs)
         if rings is None:
             return None
-        rated = self._rated_chains(settings, rings, measured_well(self.task.source, rings))
+        try:
+            measurement = measured_well(self.task.source, rings)
+        except BudgetSpentError:
+            return None
+        rated = self._rated_chains(settings, rings, measurement)
         # Between two NICs there is one chain over one GPU.
         bound = rated.rate_gbps if len(self.task.gpus) == 1 else bound
         return msgspec.structs.replace(rated, bound_gbps=bound)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import combinations, combinations_with_replacement, islice
 from typing import Any, NamedTuple
 
@@ -65,12 +66,15 @@ class SeveralHosts:
             "reporter": reporter,
             "cabled": bool(cluster.cables),
         }
+        # Their time is limited all together.
+        budget = msgspec.structs.replace(request.budget, seconds=None)
+        untimed = msgspec.structs.replace(request, budget=budget)
         self.classes = []
         for host, source, ids, used in zip(cluster.classes, sources, gpus, nics, strict=True):
             tables_of = {t.gpus: t for t in kept if t.node_class.name == host.name}
             task = None
             if source is not None:
-                task = task_for(HostTask, request, host, source, ids, nics=used, **more)
+                task = task_for(HostTask, untimed, host, source, ids, nics=used, **more)
                 self.sources.append(task.source)
             elif ids not in tables_of:
                 right = "start a rank on a host of it"
@@ -80,9 +84,20 @@ class SeveralHosts:
             self.classes.append(_Class(host, ids, task, tables_of))
         self.growing = not all(member.gpus in member.tables for member in self.classes)
 
-    def limited(self) -> AbstractContextManager[None]:
-        """Limit nothing: searches share the budget, and settings and results come on top."""
-        return nullcontext()
+    def limited(self) -> ExitStack:
+        """Limit the seconds of all that is measured; sets are limited for each search."""
+        stack, seconds = ExitStack(), self.request.budget.seconds
+        limits = (source.limited(None, seconds) for source in self.sources)
+        self.allowances = [stack.enter_context(limit) for limit in limits]
+        return stack
+
+    def _allow(self, share: float) -> None:
+        for allowance in self.allowances:
+            allowance.allow(share)
+
+    def _allot(self, parts: int, *, classes: int) -> None:
+        for allowance in self.allowances:
+            allowance.allot(parts=parts * classes)
 
     @property
     def sets_by_symmetry(self) -> int:
@@ -91,10 +106,29 @@ class SeveralHosts:
 
     def plan(self) -> Plan:
         """Return the best rings over all hosts; KeyboardInterrupt ends it with the best so far."""
-        self.nodes += [member.node(member.gpus, self.growing) for member in self.classes]
-        plan = plan_over(self.cluster, self.nodes, self.request)
+        self._study()
+        self._allow(3 / 4)
+        try:
+            plan = plan_over(self.cluster, self.nodes, self.request)
+        except SearchError:
+            if not any(source.cut_short for source in self.sources):
+                raise
+            # The classes have no settings in common that were rated: there is no plan in this time.
+            self._study()
+            with ExitStack() as stack:
+                for source in self.sources:
+                    stack.enter_context(source.limited(None, None))
+                plan = plan_over(self.cluster, self.nodes, self.request)
         cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
         return msgspec.structs.replace(plan, cancelled=cancelled)
+
+    def _study(self) -> None:
+        """Search every class, each in its part of the first half of the time."""
+        self.nodes.clear()
+        for number, member in enumerate(self.classes, 1):
+            self._allow(number / len(self.classes) / 2)
+            allow = partial(self._allow, 3 / 4)
+            self.nodes.append(member.node(member.gpus, self.growing, allow=allow))
 
     def with_parts(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan, with notices on jobs that cannot be planned; make the tables of all."""
@@ -102,12 +136,12 @@ class SeveralHosts:
             return
         notices, asked = list(plan.notices), self.request.gpus_per_job
         try:
-            for member, (_, *subsets) in zip(
-                self.classes, job_gpus(asked, *self.gpus), strict=True
-            ):
+            of_classes = zip(self.classes, job_gpus(asked, *self.gpus), strict=True)
+            for number, (member, (_, *subsets)) in enumerate(of_classes):
+                allot = partial(self._allot, classes=len(self.classes) - number)
                 # Tables of earlier get further sets of GPUs only if these are named.
                 named = [] if member.tables and asked is None else subsets
-                self.nodes += member.others(named, self.growing, notices)
+                self.nodes += member.others(named, self.growing, notices, allot)
             # Jobs are asked about, so that tables have answers for them.
             for job, nodes in islice(_small_jobs(self.cluster, self.nodes), MOST_JOBS):
                 with suppress(SearchError, MeasurementError):
@@ -136,7 +170,14 @@ class _Class(NamedTuple):
     task: HostTask | None
     tables: Mapping[Order, ClassRates]
 
-    def node(self, gpus: tuple[int, ...], growing: bool, *, parts: int = 1) -> ClassRates:
+    def node(
+        self,
+        gpus: tuple[int, ...],
+        growing: bool,
+        *,
+        parts: int = 1,
+        allow: Callable[[], object] = lambda: None,
+    ) -> ClassRates:
         """Return the table for these GPUs, or that of a search with one of `parts` of the budget.
 
         While the cluster is `growing`, tables may grow as well.
@@ -147,20 +188,27 @@ class _Class(NamedTuple):
         sets = self.task.budget.sets
         few = msgspec.structs.replace(self.task.budget, sets=sets and max(1, sets // parts))
         task = msgspec.structs.replace(self.task, gpus=gpus, budget=few)
-        return ClassStudy(self.node_class, task, None if table is None else table.kept).rates
+        kept = None if table is None else table.kept
+        return ClassStudy(self.node_class, task, kept, allow=allow).rates
 
     def others(
-        self, gpu_sets: Sequence[Order], growing: bool, notices: list[str]
+        self,
+        gpu_sets: Sequence[Order],
+        growing: bool,
+        notices: list[str],
+        allot: Callable[[int], None],
     ) -> tuple[ClassRates, ...]:
         """Return nodes for other GPUs: `gpu_sets` without table, whose search may fail, and kept.
 
-        The notices get the reason where a search fails.
+        The notices get the reason where a search fails. Each gets its part of the time, which
+        `allot` allows one of.
         """
         new = [gpus for gpus in gpu_sets if gpus not in self.tables]
 
         def searched(gpus: Order) -> ClassRates | None:
             if gpus in self.tables:
                 return self.node(gpus, growing)
+            allot(len(new) - new.index(gpus))
             try:
                 if self.task is None:
                     raise MeasurementError("no host of the class is at hand")

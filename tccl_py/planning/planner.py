@@ -300,9 +300,9 @@ def make_cluster_plan(
         kept: tables of classes measured earlier, taken in their searches' place.
         version, strategy, reporter, pinned_env: as `make_plan`.
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
-        budget: for each class; half of the sets is for the chains over all GPUs, and of these half
-            at least for chains shared by all classes. Tuning settings and measuring the result come
-            on top.
+        budget: of sets, for each class; half of them is for the chains over all GPUs, and of these
+            half at least for chains shared by all classes. Tuning settings and measuring the result
+            come on top. Of the seconds half is for the classes, and a quarter for `tables`.
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.

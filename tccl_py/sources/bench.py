@@ -327,11 +327,12 @@ class Bench:
         tells so. The first set is not refused. A set that runs when all `seconds` are over is cut,
         where its source can.
         """
-        self._allowance, self.cut_short = Allowance(sets, seconds), False
+        before, self._allowance = self._allowance, Allowance(sets, seconds)
+        self.cut_short = False
         try:
             yield self._allowance
         finally:
-            self._allowance = Allowance()
+            self._allowance = before
 
     def has_time(self) -> bool:
         """Return whether a set may be begun: the time is not up, and will not be up within it.
