@@ -73,6 +73,11 @@ def test_virtual_gpus_are_taken_where_there_is_one_real_one_and_their_folder(
     assert ("real: " in done.stdout) == (where == "real")
 
 
+def test_several_parts_run_in_turn(script):
+    verify, path = (files_in(script("--part", part).stdout) for part in ("verify", "path"))
+    assert files_in(script("--part", "path", "--part", "verify").stdout) == [*path, *verify]
+
+
 def test_a_failed_part_fails_the_run_and_wrong_use_is_2(script):
     assert script(code=1).returncode == 1
     assert script("--part", "all").returncode == 2

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,18 @@ def tccl(*words, **variables):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def planned(tmp_path_factory, name, *words, **variables):
+    """The directory of a plan made by measuring: in TCCL_TEST_PLANS, if set, by any part's tests.
+
+    Tests that change it are of one part.
+    """
+    shared = os.environ.get("TCCL_TEST_PLANS")
+    place = (Path(shared) if shared else tmp_path_factory.mktemp("plans")) / name
+    if not (place / "plan.json").exists():
+        print(tccl("plan", "-o", place, *BRIEF, *words, **SHARE, **variables))
+    return place
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +60,7 @@ def files_for_all_sets(simulated):
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
     """A plan made by measuring."""
-    folder = tmp_path_factory.mktemp("measured") / "plan"
-    print(tccl("plan", "-o", folder, *BRIEF, **SHARE))
-    return folder
+    return planned(tmp_path_factory, "measured")
 
 
 @pytest.fixture(scope="session")
@@ -57,9 +68,7 @@ def measured_for_jobs(request, tmp_path_factory):
     """The same for tests of many jobs: of two GPUs where these are virtual, which start soon."""
     if REAL:
         return request.getfixturevalue("measured")
-    folder = tmp_path_factory.mktemp("measured-pair") / "plan"
-    print(tccl("plan", "-o", folder, *BRIEF, "--gpus", "0,2", **SHARE))
-    return folder
+    return planned(tmp_path_factory, "measured-pair", "--gpus", "0,2")
 
 
 @pytest.fixture(scope="session")
@@ -68,10 +77,8 @@ def without_p2p(tmp_path_factory):
 
     Jobs then have 32 channels: all blocks of two jobs of two ranks fit on one real GPU.
     """
-    folder = tmp_path_factory.mktemp("without-p2p") / "plan"
     pinned = ("--pin-env", "NCCL_P2P_DISABLE", *(() if REAL else ("--gpus", "0,2")))
-    print(tccl("plan", "-o", folder, *BRIEF, *pinned, NCCL_P2P_DISABLE="1", **SHARE))
-    return folder
+    return planned(tmp_path_factory, "without-p2p", *pinned, NCCL_P2P_DISABLE="1")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.settings import environment
 from tccl_py.plan.load import load_plan
-from tests.gpu.ranks import BRIEF, REAL, REPOSITORY, SHARE, run_ranks
+from tests.gpu.ranks import BRIEF, PINNED, REAL, REPOSITORY, SHARE, run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 INTERFACE = "lo"
@@ -177,7 +177,7 @@ def test_verify_answers_for_the_nodes_and_finds_the_plans_rings(planned):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(len(nodes))]
     command += [directory.parent / "rank.sh", sys.executable, "-m", "tccl_py", "verify", directory]
     command += ["--sizes", "1M,64M" if REAL else "1M", "--rounds", "6"]
-    command += ["--seconds", "60" if REAL else "15", "--json"]
+    command += ["--seconds", "60" if REAL else "15", "--json", *PINNED]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False
     )

@@ -20,7 +20,7 @@ from tccl_py.nccl.communicators import parse_log, same_rings
 from tccl_py.nccl.plugin.build import build_plugin
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tests.gpu.ranks import BRIEF, PINNED, REPOSITORY, SHARE, run_ranks
+from tests.gpu.ranks import PINNED, REPOSITORY, SHARE, run_ranks
 from tests.gpu.test_profiler_on_gpus import eventually, used_mib, workers
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(240)]
@@ -29,6 +29,8 @@ NAMES = [f"virtual-host{number}" for number in range(HOSTS)]
 INTERFACE = "lo"
 MOST_LEFT_MIB = 200
 """What MPS keeps of the one real GPU."""
+TIME = ("--max-sets", "20", "--max-seconds", "32")
+"""Of a plan: half is for all GPUs, and a quarter for jobs over some."""
 AGENT = str(REPOSITORY / "tests" / "gpu" / "on-hosts")
 
 
@@ -70,7 +72,7 @@ def planned(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hosts") / "plan"
     half = gpu_count() // 2
     words = ("plan", "-o", directory, "--interfaces", INTERFACE, "--no-tune", "--rings", "1")
-    mpirun(*words, "--gpus-per-job", half, *BRIEF, "--target", "0.05", "--json", **SHARE)
+    mpirun(*words, "--gpus-per-job", half, *TIME, "--target", "0.05", "--json", **SHARE)
     return directory
 
 

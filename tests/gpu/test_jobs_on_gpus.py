@@ -47,12 +47,12 @@ def measured(request, tmp_path_factory):
     directory = folder / "plan"
     plan = ["plan", "-o", directory, "--nccl", "2.28", "--interfaces", INTERFACE, "--no-tune"]
     plan += ["--gpus-per-job", "1", "--rings", "1,2", "--max-sets", "25", "--target", "0.05"]
-    verify = ["verify", directory, "--sizes", "1M,64M" if REAL else "1M", "--rounds", "6"]
-    verify += ["--seconds", "20"]
-    for words, codes, share in (
-        (plan, (0,), SHARE),
-        ([*verify, "--no-checks"], (0, 1), {}),
-    ):
+    verify = ["verify", directory, "--sizes", "1M,64M", "--rounds", "6", "--seconds", "20"]
+    runs = [(plan, (0,), SHARE), ([*verify, "--no-checks"], (0, 1), {})]
+    if not REAL:
+        # Graph files are tried whatever wins there, and other tests verify such nodes.
+        runs = [([*plan, "--max-seconds", "32"], (0,), SHARE)]
+    for words, codes, share in runs:
         done = subprocess.run(
             [*launch, *words],
             cwd=REPOSITORY,

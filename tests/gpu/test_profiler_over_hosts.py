@@ -22,6 +22,8 @@ ONLY = {"h0": frozenset({"G0", "N0"}), "h1": frozenset({"G1", "N0"})}
 OVER = "h0.G0->h0.G0->h0.C0->h0.N0->h1.N0->h1.N0->h1.C0->h1.G1->h1.G1{blocks=2}"
 BACK = "h1.G1->h1.G1->h1.C0->h1.N0->h0.N0->h0.N0->h0.C0->h0.G0->h0.G0{blocks=2}"
 INSIDE = "h0.G0->h0.G0->h0.C0 h1.G1->h1.G1->h1.C0"
+FEW = INSIDE if REAL else "h0.G0->h0.G0->h0.C0{blocks=4} h1.G1->h1.G1->h1.C0{blocks=4}"
+"""A share of a GPU has room for few blocks beside NCCL's."""
 
 
 def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
@@ -43,7 +45,6 @@ def test_gpus_of_two_hosts_send_to_each_other_and_start_together():
             assert inside.overlap > 0.9
 
 
-@pytest.mark.gpu(count=2, real=True)  # beside NCCL's blocks no copy finishes on an eighth of a GPU
 def test_nccl_carries_flows_between_gpus_of_two_hosts():
     options = msgspec.structs.replace(QUICK, network="nccl")
     with (
@@ -52,12 +53,13 @@ def test_nccl_carries_flows_between_gpus_of_two_hosts():
             job, backend="cuda", interfaces=("lo",), options=options, only=ONLY
         ) as session,
     ):
-        sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", f"{OVER} {INSIDE}")]
+        sets = [parse_set(text) for text in (OVER, f"{OVER} {BACK}", f"{OVER} {FEW}")]
         over, ring, mixed = Checked(session).measure(sets)
     print(over.gbps, ring.gbps, mixed.gbps, over.skew_us, mixed.overlap, session.notices)
     assert over.gbps[0] > 0.5
     assert min(ring.gbps) > 0.3
     assert min(mixed.gbps) > 0.3
     assert mixed.skew_us < 300
-    # Tests before this one may have left a CUDA context in this process.
-    assert not [notice for notice in session.notices if f"process {os.getpid()} " not in notice]
+    if REAL:
+        # Tests before this one may have left a CUDA context in this process.
+        assert not [text for text in session.notices if f"process {os.getpid()} " not in text]

@@ -24,12 +24,16 @@ from tests.plugin.logs import assert_own_rings
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(580)]
 
-JOBS = () if REAL else ("--sizes", "1M", "--seconds", "4")
+JOBS = () if REAL else ("--choice", "graph", "--sizes", "1M", "--seconds", "4")
 KEPT_MIB = 16 if REAL else 200
 """GPU memory that may stay: of a virtual GPU what MPS keeps once programs were there."""
 EVALUATED = ("--sizes", "1M", "--collectives", "all_reduce,send_recv", "--rounds", "6")
-EVALUATED += ("--seconds", "60" if REAL else "1")
-TUNED = ("--tune", "--sizes", "64K,1M", "--seconds", "60" if REAL else "1")
+EVALUATED += ("--seconds", "60")
+TUNED = ("--tune", "--sizes", "64K,1M", "--seconds", "60")
+ON_TWO = pytest.mark.skipif(
+    not REAL, reason="test_evaluate_on_gpus.py and test_size_tuning_on_gpus.py do it on two"
+)
+"""Jobs of all virtual GPUs start slowly, and these commands start a hundred."""
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +109,20 @@ def test_jobs_by_each_choice_sum_rightly_over_the_plans_rings(tccl, directory):
 
 
 def test_an_unmodified_program_sums_rightly_by_an_installed_plan(tccl, directory, conf, folder):
-    tccl("install", directory, "--conf", conf, "--force")
-    program(len(load_plan(directory).gpus), conf, folder / "job")
+    plan = load_plan(directory)
+    tccl("install", with_winner(plan, "variables", folder), "--conf", conf, "--force")
+    program(len(plan.gpus), conf, folder / "job")
 
 
 def test_its_communicators_have_the_rings_of_their_gpus_by_an_installed_plugin(
     tccl, directory, conf, folder
 ):
     plan = load_plan(directory)
-    tccl("install", with_graph_files(plan, folder), "--conf", conf, "--force")
+    place = with_winner(needing_a_graph(plan), "graph", folder)
+    build_plugin(place / "nccl")
+    tccl("install", place, "--conf", conf, "--force")
     logs = program(len(plan.gpus), conf, folder / "job-with-files")
-    counts = assert_own_rings(load_plan(folder / "graph"), logs)
+    counts = assert_own_rings(load_plan(place), logs)
     assert counts[plan.gpus] > 1, counts
     print(counts)
 
@@ -126,10 +133,12 @@ def test_explain_check_and_preflight_measure_again(tccl, directory):
     tccl("check", directory, "--preflight", "--json", codes=(0, 1), **(SHARE | _pinned()))
 
 
+@ON_TWO
 def test_evaluate_has_a_table_of_collectives(tccl, directory):
     tccl("evaluate", directory, *EVALUATED, *PINNED)
 
 
+@ON_TWO
 def test_choices_by_message_size_are_tuned(tccl, directory):
     tccl("verify", directory, *TUNED, *PINNED, codes=(0, 1))
 
@@ -140,14 +149,13 @@ def test_nothing_is_left(tccl, before):
     assert eventually(lambda: used_mib() <= memory + KEPT_MIB), (memory, used_mib())
 
 
-def with_graph_files(plan, folder):
-    """The directory of the same plan where jobs found the graph file best, and the plugin in it."""
-    place = folder / "graph"
+def with_winner(plan, choice, folder):
+    """The directory of the same plan where jobs found a choice best."""
+    place = folder / choice
     place.mkdir()
     _, _, fingerprint = discover_machine()
-    best = msgspec.structs.replace(needing_a_graph(plan), winner="graph")
+    best = msgspec.structs.replace(plan, winner=choice)
     write_plan(best, place, fingerprint=fingerprint)
-    build_plugin(place / "nccl")
     return place
 
 
