@@ -211,8 +211,8 @@ def test_tuning_rewrites_a_plan_where_other_settings_are_faster(place, jobs):
 class Interrupting(FakeJobs):
     """Stand-ins of which one, or the first of a kind, sends a signal to the command."""
 
-    def __init__(self, *, number, at):
-        super().__init__(by_plan(lambda size: 1.3))
+    def __init__(self, *, number, at, ratio=1.3, noise=0.005):
+        super().__init__(by_plan(lambda size: ratio), noise=noise)
         self._number, self._at = number, at
 
     def one(self, spec, environment):
@@ -229,6 +229,26 @@ def test_an_interrupted_verification_changes_nothing(place, jobs, monkeypatch, n
     monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
     found = tccl("verify", place, "--backend", "host", "--tune")
     assert (found.exit_code, found.stdout) == (code, "")
+    assert f"interrupted: nothing in {place} was changed" in found.stderr
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_complete_rounds_of_an_interrupted_verification_are_shown_and_not_kept(
+    place, jobs, monkeypatch, number, code
+):
+    jobs(lambda size: 1.0)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    # Two jobs check values; then a round has three, of default NCCL twice. None is clear.
+    fake = Interrupting(number=number, at=lambda count: count > 26, ratio=1.0, noise=0.1)
+    monkeypatch.setattr(module, "LocalRunner", lambda server: fake)
+    words = ("verify", place, "--backend", "host", "--choice", "graph", "--sizes", "1G")
+    found = tccl(*words, "--rounds", "20", "--json")
+    assert found.exit_code == code, found.stderr
+    shown = json.loads(found.stdout)
+    assert shown["rounds"] == 8
+    assert [arm["name"] for arm in shown["arms"]] == ["default", "graph"]
+    assert "interrupted: these are the 8 complete rounds" in shown["notices"][-1]
     assert f"interrupted: nothing in {place} was changed" in found.stderr
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 

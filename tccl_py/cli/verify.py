@@ -139,19 +139,30 @@ def verify(
             {"--choice": choice, "--with": program},
             ("", "is for the plan of one machine", "leave it out"),
         )
+
+    def show(result: Verification) -> None:
+        if json:
+            tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
+            print_json(verification_json(result) | {"tunings": tunings})
+        else:
+            print_verification(result, results())
+
     with _job_options(directory, backend, pin_env, program=program) as launcher:
         if workload is not None:
             ranks = len(plan_in(directory).orders[0])
             budget = replace(budget, workload=workload_for(workload)(ranks))
         only = cast("ChoiceName | None", choice)
-        result = verify_plan(directory, budget, launcher, tune=tune, only=only)
-    if json:
-        tunings = [tuning_json(tuning) for tuning in load_sizes(directory)]
-        print_json(verification_json(result) | {"tunings": tunings})
-    else:
-        print_verification(result, results())
-        if tune:
-            print_sizes(load_sizes(directory), results())
+
+        def interrupted(result: Verification) -> None:
+            notice_each(result.notices)
+            show(result)
+
+        result = verify_plan(
+            directory, budget, launcher, tune=tune, only=only, interrupted=interrupted
+        )
+    show(result)
+    if tune and not json:
+        print_sizes(load_sizes(directory), results())
     if not result.accepted and (result.workload is None or result.best.faults):
         raise typer.Exit(ANSWER_IS_NO)
 

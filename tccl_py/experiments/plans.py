@@ -37,7 +37,7 @@ from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
 from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
-from tccl_py.experiments.verify import verify_target
+from tccl_py.experiments.verify import Interrupted, verify_target
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import load_plan
@@ -100,6 +100,7 @@ def verify_plan(
     *,
     tune: bool = False,
     only: ChoiceName | None = None,
+    interrupted: Interrupted = lambda _: None,
 ) -> Verification:
     """Verify a plan on this machine, or a cluster's on the hosts of a job; keep the result.
 
@@ -109,7 +110,8 @@ def verify_plan(
     plan = load_plan(directory)
     check_files(directory)
     with launcher_of(plan, directory, launcher) as ready:
-        return run(read_target(plan, directory), ready, budget, tune=tune, only=only)
+        target = read_target(plan, directory)
+        return run(target, ready, budget, tune=tune, only=only, interrupted=interrupted)
 
 
 @contextmanager
@@ -132,6 +134,7 @@ def run(
     *,
     tune: bool = False,
     only: ChoiceName | None = None,
+    interrupted: Interrupted = lambda _: None,
 ) -> Verification:
     """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result.
 
@@ -144,7 +147,8 @@ def run(
     say, state = launcher.say, f"nothing in {plan.directory} was changed"
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            result, tuned = verify_target(plan, launcher, first, only=only), plan
+            result = verify_target(plan, launcher, first, only=only, interrupted=interrupted)
+            tuned = plan
             if tune:
                 _noticed(result).keep(plan.directory)
                 state = "the plan is as it was, and its verification is kept"

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from tccl_py.decision import Harm, harm
-from tccl_py.errors import MeasurementError
+from tccl_py.errors import MeasurementError, Terminated
 from tccl_py.experiments.collectives import Collective
 from tccl_py.experiments.jobs import AGAIN, Arm, ConcurrentJobs, Ended, Launcher, Outcome
 from tccl_py.experiments.spec import SIZES, Dtype, Groups, JobSpec, Row, rows_of
@@ -277,12 +277,19 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_rounds(
-    launcher: Launcher, arms: Sequence[Arm], budget: RunBudget, spec: JobSpec, *, begun: float
+    launcher: Launcher,
+    arms: Sequence[Arm],
+    budget: RunBudget,
+    spec: JobSpec,
+    *,
+    begun: float,
+    interrupted: Callable[[Rounds], object] = lambda _: None,
 ) -> Rounds:
     """Check values in a first job of each arm, and run rounds until the verdicts are clear.
 
-    An arm of which a job fails leaves the comparison with all its jobs. Raises MeasurementError: a
-    job of default NCCL, the first arm and AGAIN, failed.
+    An arm of which a job fails leaves the comparison with all its jobs. `interrupted` gets the
+    complete rounds of an interruption, if they can be compared. Raises MeasurementError: a job of
+    default NCCL, the first arm and AGAIN, failed.
     """
     running, failures = list(arms), dict[ChoiceName, str]()
     defaults = [arm for arm in arms if arm is arms[0] or arm.name == AGAIN]
@@ -304,22 +311,32 @@ def run_rounds(
     checked = dict(sound(ConcurrentJobs(launcher, first).run(checking)))
     jobs, outcomes = ConcurrentJobs(launcher, spec), list[tuple[ChoiceName, Outcome]]()
     table: Table = {}
+
+    def complete() -> Rounds:
+        whole = outcomes[: count * len(running)]
+        return Rounds(checked=checked, jobs=whole, failures=failures, at_once=at_once, table=table)
+
     # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
     least = LEAST_ROUNDS if len(checking) == 2 else LEAST_ROUNDS + 1
-    most, at_once = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0
-    for ended in jobs.rounds(running, most) if len(running) > len(defaults) else ():
-        outcomes += sound(ended)
-        outcomes = [(name, job) for name, job in outcomes if name not in failures]
-        at_once = min(jobs.at_once, len(ended))
-        count = len(outcomes) // len(running)
-        if count < least and len(running) > len(defaults):
-            continue
-        # Compare all rows of all arms at once; stop where more rounds add nothing.
-        table = table_of(launcher, spec, outcomes)
-        late = time.monotonic() - begun > budget.seconds
-        if late or len(running) == len(defaults) or _enough(budget, table, count):
-            break
-    return Rounds(checked=checked, jobs=outcomes, failures=failures, at_once=at_once, table=table)
+    most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
+    try:
+        for ended in jobs.rounds(running, most) if len(running) > len(defaults) else ():
+            outcomes += sound(ended)
+            outcomes = [(name, job) for name, job in outcomes if name not in failures]
+            at_once = min(jobs.at_once, len(ended))
+            count = len(outcomes) // len(running)
+            if count < least and len(running) > len(defaults):
+                continue
+            # Compare all rows of all arms at once; stop where more rounds add nothing.
+            table = table_of(launcher, spec, outcomes)
+            late = time.monotonic() - begun > budget.seconds
+            if late or len(running) == len(defaults) or _enough(budget, table, count):
+                break
+    except (KeyboardInterrupt, Terminated):
+        if table:
+            interrupted(complete())
+        raise
+    return complete()
 
 
 def _enough(budget: RunBudget, table: Table, count: int) -> bool:

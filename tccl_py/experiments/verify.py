@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -23,10 +23,17 @@ from tccl_py.plan.text import plan_name
 DRY_RUN = "a DRY RUN over gloo"
 _equal = partial(math.isclose, rel_tol=5e-3)
 """Losses and gradients of a few training steps: sums in another order differ by rounding."""
+Interrupted = Callable[[Verification], object]
+"""Gets the comparison of the complete rounds where an interruption ends a verification."""
 
 
 def verify_target(
-    target: Target, launcher: Launcher, budget: RunBudget, *, only: ChoiceName | None = None
+    target: Target,
+    launcher: Launcher,
+    budget: RunBudget,
+    *,
+    only: ChoiceName | None = None,
+    interrupted: Interrupted = lambda _: None,
 ) -> Verification:
     """Run real collectives in every arm of a plan, or in default NCCL and `only` one choice.
 
@@ -48,51 +55,62 @@ def verify_target(
     calls = {} if workload is None else timed_calls(workload, launcher.world)
     spec = JobSpec(rows=tuple(dict.fromkeys((*rows, *calls))), training=budget.training)
     again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
-    rounds = run_rounds(launcher, (*arms, *again), budget, spec, begun=begun)
-    # 2. Judge each arm, and find the winner.
-    results: list[ArmResult] = []
-    for arm in arms:
-        result = _arm_result(arm, target, launcher, budget, rounds)
-        if results and not result.failure:
-            result = replace(result, large=result.over(results[0]))
-        results.append(result)
-    communication = None
-    if workload is not None and AGAIN in rounds.table:
-        sound = [result.name for result in results if not result.faults]
-        times = {
-            name: {row: timed.seconds for row, timed in rounds.table[name].items()}
-            for name in dict.fromkeys(("default", *sound))
-        }
-        basis = DRY_RUN if launcher.backend == "host" else ""
-        communication = communication_of(workload, calls, times, basis=basis)
-    names: list[ChoiceName] = [*(arm.name for arm in arms), AGAIN]
-    letters = dict(zip(names, "ABCD", strict=False))
-    ranks = rounds.checked["default"].results
-    return Verification(
-        machine=plan_name(target.plan),
-        gpus=target.gpus,
-        hosts=target.hosts,
-        backend=launcher.backend,
-        arms=tuple(results),
-        again=tuple(rounds.table.get(AGAIN, {}).values()),
-        recommended=target.plan.recommended,
-        chosen=only or target.arm(target.plan.recommended).name,
-        winner=good_choices(results)[0],
-        simulated=target.plan.simulated,
-        assumed=target.plan.assumed,
-        tuned=target.plan.tuned,
-        collective=budget.collectives[0],
-        workload=communication,
-        left_out=ranks[0].left_out,
-        versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
-        devices=tuple(rank.device for rank in ranks),
-        order="".join(letters[name] for name, _ in rounds.jobs),
-        at_once=rounds.at_once,
-        raw=tuple(
-            tuple(zip(*(rank.timings for rank in job.results), strict=True))
-            for _, job in rounds.jobs
-        ),
-        seconds=time.monotonic() - begun,
+
+    def judged(rounds: Rounds) -> Verification:
+        # 2. Judge each arm, and find the winner.
+        results: list[ArmResult] = []
+        for arm in arms:
+            result = _arm_result(arm, target, launcher, budget, rounds)
+            if results and not result.failure:
+                result = replace(result, large=result.over(results[0]))
+            results.append(result)
+        communication = None
+        if workload is not None and AGAIN in rounds.table:
+            sound = [result.name for result in results if not result.faults]
+            times = {
+                name: {row: timed.seconds for row, timed in rounds.table[name].items()}
+                for name in dict.fromkeys(("default", *sound))
+            }
+            basis = DRY_RUN if launcher.backend == "host" else ""
+            communication = communication_of(workload, calls, times, basis=basis)
+        names: list[ChoiceName] = [*(arm.name for arm in arms), AGAIN]
+        letters = dict(zip(names, "ABCD", strict=False))
+        ranks = rounds.checked["default"].results
+        return Verification(
+            machine=plan_name(target.plan),
+            gpus=target.gpus,
+            hosts=target.hosts,
+            backend=launcher.backend,
+            arms=tuple(results),
+            again=tuple(rounds.table.get(AGAIN, {}).values()),
+            recommended=target.plan.recommended,
+            chosen=only or target.arm(target.plan.recommended).name,
+            winner=good_choices(results)[0],
+            simulated=target.plan.simulated,
+            assumed=target.plan.assumed,
+            tuned=target.plan.tuned,
+            collective=budget.collectives[0],
+            workload=communication,
+            left_out=ranks[0].left_out,
+            versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
+            devices=tuple(rank.device for rank in ranks),
+            order="".join(letters[name] for name, _ in rounds.jobs),
+            at_once=rounds.at_once,
+            raw=tuple(
+                tuple(zip(*(rank.timings for rank in job.results), strict=True))
+                for _, job in rounds.jobs
+            ),
+            seconds=time.monotonic() - begun,
+        )
+
+    def judged_in_part(rounds: Rounds) -> None:
+        result = judged(rounds)
+        text = f"interrupted: these are the {result.rounds} complete rounds, which are not kept"
+        interrupted(replace(result, notices=(*result.notices, text)))
+
+    every = (*arms, *again)
+    return judged(
+        run_rounds(launcher, every, budget, spec, begun=begun, interrupted=judged_in_part)
     )
 
 
