@@ -36,7 +36,7 @@ def test_a_set_goes_from_text_to_the_workers_and_back_through_few_files():
 
     def note(frame, event, _):
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE.parent):
+        if event == "call" and any(map(path.is_relative_to, (PACKAGE, PROFILER))):
             files.add(path.name)
 
     with open_source(measured_machine("host", 2)) as source:
