@@ -27,7 +27,6 @@ from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.chains import ChoiceName, Order, condensed
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.choices import own_rings
 from tccl_py.planning.jobs import plan_of_job
 from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.request import Task, rings_under
@@ -47,11 +46,11 @@ def model_cells(
     collectives: Sequence[Collective],
 ) -> Iterator[Cell]:
     """Yield large messages over a set of a machine's GPUs, or of each host's, in every arm."""
-    default = _rates(plan, bench, [gpus], "default", collectives)
-    for arm in plan.choices:
+    rates = {arm: _rates(plan, bench, [gpus], arm, collectives) for arm in plan.choices}
+    for arm, gbps_of in rates.items():
         where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
-        for collective, gbps in _rates(plan, bench, [gpus], arm, collectives).items():
-            known = default.get(collective)
+        for collective, gbps in gbps_of.items():
+            known = rates["default"].get(collective)
             over = replace(EQUAL, middle=gbps / known) if known else UNRATED
             yield Cell(**where, collective=collective, gbps=gbps, compared=over)
 
@@ -150,7 +149,7 @@ def _part(plan: Plan, source: Bench, gpus: Order, name: ChoiceName) -> _Part:
     if name != "graph" or planned is None or not planned.gains:
         # A set of GPUs without a graph file gets the variables alone.
         settings = replace(settings, shm_placement=False)
-        rings_alone = own_rings(task, settings)
+        rings_alone = task.own_choice(settings)
         # NCCL doubles the channels of its own search as it does a graph file's.
         settings = replace(settings, channels=max(1, rings_alone.channels // 2))
         orders = condensed(rings_alone.rings)

@@ -17,6 +17,7 @@ from tccl_py.experiments.jobs import THIS_HOST, Arm
 from tccl_py.experiments.record import Verification
 from tccl_py.files import read_text
 from tccl_py.model.rings import neighbours
+from tccl_py.nccl.graph_search import default_choice
 from tccl_py.nccl.settings import Settings, environment, pinned_level
 from tccl_py.nccl.transport import SIZE_STAGE, candidates, pair_mechanism, values_of
 from tccl_py.plan.chains import ChoiceName
@@ -26,8 +27,8 @@ from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import planned_fingerprint
 from tccl_py.plan.retuning import gdr_variants, keeps_rings, retuned
 from tccl_py.plan.tables import kept_files
-from tccl_py.planning.choices import own_rings
 from tccl_py.planning.plan_sources import planned_models
+from tccl_py.planning.request import of_transports
 
 Choices = Mapping[ChoiceName, Settings]
 Rates = Mapping[ChoiceName, float]
@@ -158,7 +159,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if "variables" in changes:
             settings = changes["variables"]
             # Over hosts only settings are tried that leave NCCL's own rings as they are.
-            rings = variables.rings if self.hosts else own_rings(plan, settings).rings
+            rings = variables.rings
+            if not self.hosts:
+                rings = default_choice(class_view(plan, 0, of_transports(settings))).rings
             variables = replace(variables, settings=settings, rings=rings)
         if "graph" in changes or rates:
             settings = changes.get("graph", plan.settings)

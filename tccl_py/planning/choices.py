@@ -10,13 +10,11 @@ import msgspec
 
 from tccl_py.errors import BudgetSpentError, MeasurementError, SearchError
 from tccl_py.model.measurement import Measurement
-from tccl_py.nccl.graph_search import DefaultChoice, default_choice
+from tccl_py.nccl.graph_search import DefaultChoice
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.transport import candidates, values_of
 from tccl_py.nccl.versions import version_facts
-from tccl_py.nccl.view import view
 from tccl_py.plan.chains import AS_GOOD, preferred
-from tccl_py.plan.plan import Plan
 from tccl_py.planning.request import Rings, Task, of_transports, rings_under
 from tccl_py.planning.study import (
     SIMPLE_ORDER,
@@ -211,12 +209,6 @@ COMPARED_CHANNELS = 16
 """Final channels with which mechanisms are compared, if NCCL picks no more by itself."""
 FINALISTS = 2
 """Mechanisms for which numbers of channels and FIFO sizes are tried."""
-
-
-def own_rings(plan: Task | Plan, settings: Settings) -> DefaultChoice:
-    """Return the rings of NCCL's search in a host; only settings of transports change them."""
-    plain = of_transports(settings)
-    return default_choice(view(plan.machine, plan.knowledge, plain, gpus=plan.gpus))
 
 
 class Rated(msgspec.Struct, frozen=True, kw_only=True):
