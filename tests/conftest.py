@@ -25,6 +25,7 @@ hypothesis.settings.load_profile("tests")
 
 MEASURING = (
     "test_planning_over_hosts.py",
+    "test_planning_along_cables.py",
     "test_measuring_over_hosts.py",
     "test_profiler_faults.py",
     "test_profiler_cluster.py",

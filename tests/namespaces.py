@@ -162,7 +162,13 @@ class Namespaces:
         return subprocess.Popen(
             self.mpirun(*arguments, hosts=hosts, ranks=ranks, options=options),
             # What launchers leave where they are killed goes with the hosts.
-            env={**os.environ, "TMPDIR": str(self.directory), **(environment or {})},
+            # A rank that a signal ends says where it was.
+            env={
+                **os.environ,
+                "TMPDIR": str(self.directory),
+                "PYTHONFAULTHANDLER": "1",
+                **(environment or {}),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
