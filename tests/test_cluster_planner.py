@@ -670,10 +670,21 @@ def test_measuring_hosts_ends_in_time_and_leaves_some_to_all_classes_and_tables(
     assert len(tables) == (1 if set_s > most_s else 2) * len(cluster.classes)
 
 
-def test_unlike_classes_without_time_get_as_much_as_a_plan_over_both_takes():
-    names = ("h200x4-vm", "nvswitch-8gpu-8nic")
-    models = [load_bundled(name) for name in names]
+UNLIKE = ("h200x4-vm", "nvswitch-8gpu-8nic")
+
+
+@pytest.mark.parametrize("names", [UNLIKE, UNLIKE[::-1]])
+@pytest.mark.parametrize("set_s", [1e-9, 1.0, 10.0])
+def test_unlike_classes_without_time_get_the_limit_once_more_and_a_set_each(
+    names, set_s, monkeypatch
+):
+    monkeypatch.setattr(Slow, "set_s", set_s)
+    monkeypatch.setattr(Slow, "now_s", 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: Slow.now_s)
+    models, limit_s = [load_bundled(name) for name in names], set_s / 10
     cluster = cluster_with([model.machine for model in models])
-    sources = [Simulator(model) for model in models]
-    plan = make_cluster_plan(cluster, sources, budget=Budget(seconds=1e-9), tables=[])
+    sources = [Slow(model) for model in models]
+    plan = make_cluster_plan(cluster, sources, budget=Budget(seconds=limit_s), tables=[])
     assert plan.rate_gbps >= plan.stock.rate_gbps > 0
+    assert Slow.now_s - 100.0 <= 2 * (limit_s + len(names) * set_s)
+    assert plan.cut_short

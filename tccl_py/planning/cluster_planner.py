@@ -113,11 +113,13 @@ class SeveralHosts:
         except SearchError:
             if not any(source.cut_short for source in self.sources):
                 raise
-            # The classes have no settings in common that were rated: there is no plan in this time.
+            # No settings were rated on all classes. Rings over all get the whole limit once more
+            # beside what is remembered, and a new set of each class in any case.
             self._study()
+            budget = self.request.budget
             with ExitStack() as stack:
                 for source in self.sources:
-                    stack.enter_context(source.limited(None, None))
+                    stack.enter_context(source.limited(budget.sets, budget.seconds))
                 plan = plan_over(self.cluster, self.nodes, self.request)
         cancelled = plan.cancelled or any(map(_is_cancelled, self.nodes))
         return msgspec.structs.replace(plan, cancelled=cancelled)

@@ -86,7 +86,7 @@ def plan_hosts(
                 plan = more_known
         except KeyboardInterrupt:
             plan = msgspec.structs.replace(plan, cancelled=True)
-    short = (CUT_SHORT,) * any(source.cut_short for source in hosts.sources)
+        short = (CUT_SHORT,) * any(source.cut_short for source in hosts.sources)
     return msgspec.structs.replace(
         plan,
         notices=(*plan.notices, *short),
@@ -302,7 +302,8 @@ def make_cluster_plan(
         ring_counts: possible numbers of rings; None is 1, 2 and 4, and one for each NIC.
         budget: of sets, for each class; half of them is for the chains over all GPUs, and of these
             half at least for chains shared by all classes. Tuning settings and measuring the result
-            come on top. Of the seconds half is for the classes, and a quarter for `tables`.
+            come on top. Of the seconds half is for the classes, and a quarter for `tables`. They
+            are doubled where in that time no settings were rated on all classes.
         keep_order: leave the hosts in the given order.
         ib_gid_index: the address of RoCE ports for NCCL; None is NCCL's own choice.
         gpus_per_job: sets of GPUs that `tables` are for, beside all, as `job_gpus` reads them.

@@ -287,13 +287,13 @@ class Bench:
         """Count sets that are asked for; return those that lack the sample, each once."""
         # What a journal answers counts as well: a resumed run goes the same way.
         new = set(keys) - self._asked
-        if self._asked and new:
+        if self._allowance.spent and new:
             self._refuse_unless(self._allowance.covers(len(new)) and self.has_time())
         self._asked |= new
         self._allowance.spend(len(new))
         missing = [key for key in keys if number >= len(self.stored(key))]
         self.sets_remembered += len(keys) - len(missing)
-        self._is_begun |= len(missing) < len(keys)
+        self._is_begun |= not new.issubset(missing)
         return list(dict.fromkeys(missing))
 
     def _measured(self, transfers: TransferSet) -> Measurement:
@@ -324,15 +324,16 @@ class Bench:
         """Limit new sets in a block, which gets the allowance and may allow a share of it.
 
         Beyond what is allowed, sets that were not asked for before are refused, and `cut_short`
-        tells so. The first set is not refused. A set that runs when all `seconds` are over is cut,
-        where its source can.
+        tells so, in the block around as well. The first new set is not refused. A set that runs
+        when all `seconds` are over is cut, where its source can.
         """
         before, self._allowance = self._allowance, Allowance(sets, seconds)
-        self.cut_short = False
+        was_cut, self.cut_short, self._is_begun = self.cut_short, False, False
         try:
             yield self._allowance
         finally:
             self._allowance = before
+            self.cut_short |= was_cut
 
     def has_time(self) -> bool:
         """Return whether a set may be begun: the time is not up, and will not be up within it.
