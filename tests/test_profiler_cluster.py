@@ -138,10 +138,10 @@ def test_ranks_meet_and_end_what_carried_their_messages(monkeypatch):
     found = _met_together(posts)
     assert [post.finished for post in posts] == [True] * 3
     assert found[0].peers == {rank: own_info() for rank in range(3)}
-    found[0].connections[2].send(7, Stop(code=3))
+    found[0].connections[2].send(7, Stop())
     while (envelope := found[2].connections[0].poll()) is None:
         time.sleep(0.01)
-    assert envelope == Envelope(7, Stop(code=3))
+    assert envelope == Envelope(7, Stop())
     for meeting in found.values():
         for connection in meeting.connections.values():
             connection.close()

@@ -184,9 +184,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give everything back and end, an agent with this exit code."""
-
-    code: int = 0
+    """Give everything back and end."""
 
 
 ToWorker = Start | Share | Run | Ping | LinkStep | Stop

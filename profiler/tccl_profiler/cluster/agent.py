@@ -47,7 +47,6 @@ from tccl_py.rank_processes.tasks import RankOutput, Task, run_tasks
 SILENCE_S = 30.0  # the controller is lost after so long without a message
 _RELEASE_S = 10.0  # lanes that wait to be released give up after as long; see Timeouts
 _STARTED_S = 200e-6  # time from the release of lanes to their start
-_LAST_S = 15.0  # how long an agent that has ended its workers waits for the end of the controller
 _BOUND = (
     "the launcher bound this process to {before} of {now} CPUs; measured with all, "
     "for NCCL's threads need them: start jobs unbound as well (mpirun --bind-to none)"
@@ -101,8 +100,8 @@ class Agent:
         self._prioritised = False
         self._bound = (1, 1)
 
-    def serve(self) -> int:
-        """Carry out requests until told to stop; return the exit code. Raises ControllerLost."""
+    def serve(self) -> None:
+        """Carry out requests until told to stop. Raises ControllerLost."""
         try:
             with say.heartbeats(lambda: self._messenger.send(0, say.Heartbeat())):
                 while True:
@@ -110,8 +109,7 @@ class Agent:
                     if isinstance(envelope.message, Stop):
                         self.close()
                         self._answer(0, say.Leaving())
-                        self._last()
-                        return envelope.message.code
+                        return
                     self._number = envelope.number
                     self._answer(self._number, self._done(envelope.message))
         except MeasurementError as error:
@@ -127,14 +125,6 @@ class Agent:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.close()
-
-    def _last(self) -> None:
-        """Wait for the controller's end: it has to say why, and a rank's exit ends the job."""
-        until = time.monotonic() + _LAST_S
-        with contextlib.suppress(MeasurementError):
-            while time.monotonic() < until:
-                self._messenger.poll()
-                self._backoff.nap()
 
     def close(self, *, hurry: bool = False) -> None:
         """End workers and ranks; `hurry` kills workers that do not end at once."""

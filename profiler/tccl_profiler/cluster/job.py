@@ -28,7 +28,7 @@ from tccl_profiler.cluster.agent import Agent, ControllerLost, Terminated, set_a
 from tccl_profiler.cluster.facts import addresses
 from tccl_profiler.messages import ConnectionClosed, Endpoint, Stop
 from tccl_py.children import child_environment, child_with_socket, search_path
-from tccl_py.errors import InputError, MeasurementError, SourceLostError, TcclError, raise_limit
+from tccl_py.errors import InputError, MeasurementError, SourceLostError, raise_limit
 from tccl_py.model.cluster import check_host_name
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CONTROLLER = 0
 JOIN_S = 60.0  # time for ranks to arrive: the first has waited for the last to load its libraries
-NOT_USABLE, INTERRUPTED = 2, 130
+NOT_USABLE = 2
 CONNECT_S = 20.0
 _SPARE_DESCRIPTORS = 256
 _PROC = Path("/proc")
@@ -156,18 +156,17 @@ class Job:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        code = _code_of(exception[1])
         try:
             if self.is_controller:
-                self._end_all(code)
+                self._end_all()
         finally:
             self._heart.close()
             if self.is_controller:
                 # A launcher that ends a broken job waits for the controller's message.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN if self.broken else self._usual)
-            # Other ranks end when their connection does, with a code that has the launcher end the
-            # rest. If something is to be said first, connections end with this process.
-            if code == 0 or not self.is_controller:
+            # Other ranks end when their connection does. If something is to be said first,
+            # connections end with this process.
+            if exception[1] is None or not self.is_controller:
                 for messenger in self.connections.values():
                     messenger.close()
 
@@ -207,11 +206,11 @@ class Job:
             with contextlib.suppress(ConnectionClosed):
                 messenger.send(0, say.Heartbeat())
 
-    def _end_all(self, code: int) -> None:
+    def _end_all(self) -> None:
         waiting = self._messengers()
         for messenger in waiting:
             with contextlib.suppress(ConnectionClosed):
-                messenger.send(0, Stop(code=code))
+                messenger.send(0, Stop())
         if self.broken:
             # The launcher is about to kill this process, which has a message to print before.
             # Agents end by themselves: they were told, and their connection ends.
@@ -246,10 +245,15 @@ class Job:
     # The other ranks' side
 
     def serve(self) -> int:
-        """Serve the controller until it ends; return its exit code. Nothing is printed."""
+        """Serve the controller until it ends; return the exit code. Nothing is printed.
+
+        Only the controller says by its code how the job ended: where several ranks end with another
+        code than 0 at the same time, mpirun of Open MPI 5.0 may crash or hang.
+        """
         set_agent_signals()
         try:
-            return Agent(self.connections[CONTROLLER]).serve()
+            Agent(self.connections[CONTROLLER]).serve()
+            return 0
         except ControllerLost:
             return NOT_USABLE
         except Terminated:
@@ -265,14 +269,3 @@ def agent_process(name: str | None = None) -> tuple[subprocess.Popen[bytes], say
     )
     who = "this host's agent" if name is None else f"the agent of host {name}"
     return process, say.Messenger(sock, peer=who)
-
-
-def _code_of(error: BaseException | None) -> int:
-    if error is None:
-        return 0
-    if isinstance(error, TcclError | OSError):
-        return NOT_USABLE
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    code = getattr(error, "exit_code", getattr(error, "code", 1))
-    return code if isinstance(code, int) else 1
