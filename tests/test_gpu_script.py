@@ -34,7 +34,9 @@ def script(tmp_path):
     python = executable(tmp_path / "python", PYTHON)
 
     def run(*words, gpus=1, folder="harness", code=0):
-        given = {"PYTHON": python, "TCCL_VIRTUAL_GPUS": str(tmp_path / folder)}
+        given = {"PYTHON": python}
+        if folder:
+            given["TCCL_VIRTUAL_GPUS"] = str(tmp_path / folder)
         return subprocess.run(
             [REPOSITORY / "scripts" / "test-gpu", *words],
             env={**os.environ, **given, "GPUS": str(gpus), "CODE": str(code)},
@@ -62,9 +64,9 @@ def test_the_parts_have_each_file_with_a_test_on_gpus_once(script):
 
 @pytest.mark.parametrize(
     ("gpus", "folder", "where"),
-    [(1, "harness", "virtual"), (1, "none", "real"), (4, "harness", "real")],
+    [(1, "harness", "virtual"), (1, "none", "real"), (4, "", "real"), (4, "harness", "virtual")],
 )
-def test_virtual_gpus_are_taken_where_there_is_one_real_one_and_their_folder(
+def test_virtual_gpus_are_taken_where_their_folder_is_named_or_there_is_one_real_one(
     script, gpus, folder, where
 ):
     done = script("--part", "hosts", "--topology", "box.xml", gpus=gpus, folder=folder)
