@@ -14,6 +14,7 @@ from tccl_py.children import search_path  # noqa: E402
 from tccl_py.launchers import only_serves  # noqa: E402
 
 NOT_USABLE = 2
+_INSTALL = "install it (`pip install .` in its folder), or activate the environment that has it"
 
 # Started by `python -m`, what is imported from here on could be files of the current directory.
 sys.path[:] = search_path()
@@ -37,7 +38,10 @@ def main() -> None:
         if isinstance(error.__cause__, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         try:
-            sys.excepthook(type(error), error, error.__traceback__)
+            if isinstance(error, ModuleNotFoundError):
+                sys.stderr.write(f"tccl: this program: {error}; {_INSTALL}\n")
+            else:
+                sys.excepthook(type(error), error, error.__traceback__)
         finally:
             sys.exit(NOT_USABLE)
 

@@ -190,6 +190,8 @@ def test_the_bound_of_a_cabled_plan_is_not_below_any_order():
 def test_what_nccl_cannot_do_over_cables_is_told():
     (reasons,) = planned(ring()).notices
     assert all(name in reasons for name in environment(planned(ring()).settings))
+    pair = planned(ring()[:1], 2)
+    assert [name in pair.notices[0] for name in ("NCCL_CROSS_NIC", "NCCL_IB_HCA")] == [False, True]
     _, apart = planned(ring(4), 4).notices
     assert "spark0 and spark2, spark1 and spark3" in apart
     _, facing = planned(MIRRORED).notices

@@ -440,6 +440,17 @@ def test_an_exception_that_nobody_expects_is_no_answer(case):
     assert done.returncode == 2, done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["machines"]])
+def test_a_program_that_is_not_installed_says_so_in_one_sentence(arguments):
+    # Without site packages, as in a folder that was only copied.
+    line = [sys.executable, "-S", "-E", "-m", "tccl_py", *arguments]
+    done = subprocess.run(
+        line, cwd=Path(tccl_py.__file__).parent.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"tccl: this program: No module named '\w+'; install it .*\n", done.stderr)
+
+
 def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

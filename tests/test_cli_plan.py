@@ -235,6 +235,7 @@ BAD = {
     "rings of words": (("--rings", "many"), "--rings 'many': is no list"),
     "no rings": (("--rings", "0"), "--rings '0': is out of range"),
     "10^9 rings": (("--rings", "9" * 9), "--rings '999999999': is out of range"),
+    "no nodes": (("--nodes", "0"), "--nodes: is 0; 1 to"),
     "no sets": (("--max-sets", "0"), "--max-sets: is 0; 1 to"),
     "NaN seconds": (("--max-seconds", "nan"), "--max-seconds: is nan; above 0"),
     "a negative seed": (("--seed", "-1"), "--seed: is -1; 0 or more"),

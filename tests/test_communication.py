@@ -241,6 +241,15 @@ def test_a_plan_for_a_workload_recommends_what_is_predicted_for_it(tmp_path, job
         verified_choice(place, job)
 
 
+def test_a_plan_for_a_workload_of_other_ranks_does_not_say_that_verify_times_it(tmp_path):
+    job = tmp_path / "job.json"
+    write_workload(workload(("all_reduce", 1 << 26, 8), ranks=2), job)
+    words = ("plan", tmp_path / "plan", "--simulate", SMALL, "--max-sets", 1, "--workload", job)
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
+    note = json.loads(done.stdout)["notices"][-1]
+    assert "is of a job of 2 ranks, and jobs here have 4" in note and "verify" not in note
+
+
 def test_advice_for_a_workload_begins_with_its_communication():
     words = ("advise", "intel-v100", "--workload", "pipeline")
     done = CliRunner().invoke(app, words)

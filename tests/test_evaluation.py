@@ -22,7 +22,7 @@ from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.report.verification import evaluation_json
+from tccl_py.report.verification import evaluation_json, evaluation_lines
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import FOUR_GPUS, as_only, plan_of
@@ -202,6 +202,11 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
     assert {len(c["gpus"]) for c in found["cells"]} == {4}
     assert found["left_out"] == ["GPUs 0,1,2", "GPUs 0,1"]
     assert "3 sets of GPUs in about" in done.stderr
+
+
+def test_an_evaluation_without_a_rate_of_default_nccl_says_that_there_is_no_ratio():
+    result = Evaluation(machine="m", backend="cuda", simulated=True, recommended="variables")
+    assert list(evaluation_lines(result))[1:] == ["none: default NCCL has no rate here"]
 
 
 def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):

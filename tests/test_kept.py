@@ -464,5 +464,5 @@ def test_variables_that_are_set_and_not_planned_for_are_told(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "far")
     said = "NCCL_P2P_DISABLE=1 is set here and is not planned for: if all jobs have it, "
-    assert not_pinned(()) == (f"{said}give `tccl plan` --pin-env NCCL_P2P_DISABLE",)
+    assert not_pinned(()) == (f"{said}pin it by `tccl plan --pin-env NCCL_P2P_DISABLE`",)
     assert not_pinned(("NCCL_P2P_DISABLE",)) == ()

@@ -8,6 +8,7 @@ import pytest
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective
 from tccl_py.workloads.bundled import BUNDLED, bundled
+from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import (
     Workload,
     WorkloadCollective,
@@ -53,6 +54,20 @@ WRONG = [
     ),
     msgspec.json.encode(msgspec.structs.replace(WORKLOAD, format_version=2)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (["pipelin"], "is neither bundled nor a file"),
+        (["pipeline", "fsdp"], "stands beside others"),
+        (["x" * 300], "File name too long"),
+    ],
+)
+def test_a_workload_that_is_no_file_is_refused_with_the_bundled_names(names, fault):
+    with pytest.raises(InputError, match=fault) as refused:
+        open_workload(names)
+    assert "mixture-of-experts" in refused.value.right or len(names[0]) > 255
 
 
 @pytest.mark.parametrize("content", WRONG)

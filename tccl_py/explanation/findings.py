@@ -125,7 +125,7 @@ class Explanation(Kept, frozen=True, kw_only=True):
             whose = _WHOSE[ring.name] + (f" on {ring.node_class}" if ring.node_class else "")
             more = f", {ring.rings} rings of {ring.rate_gbps / ring.rings:.2f}"
             yield ""
-            yield f"{whose}: {ring.rate_gbps:.2f} GB/s ({self.provenance}){more * (ring.rings > 1)}"
+            yield f"{whose}: {ring.rate_gbps:.2f} GB/s{more * (ring.rings > 1)}"
             yield from filter(None, (ring.sentence, ring.findings))
             if ring.unexplained:
                 yield f"Left open: {ring.unexplained}"

@@ -320,7 +320,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.peer_access_provenance != "assumed" or not count:
             return ()
         prefix = "" if self.peer_access_default else "no "
-        how = "`nvidia-smi topo -p2p r` shows it, --p2p yes|no sets it"
+        how = "`nvidia-smi topo -p2p r` shows it, `tccl plan --p2p yes|no` sets it"
         return (f"{prefix}P2P between {count} ordered pairs of GPUs without NVLink ({how})",)
 
     def with_p2p(self, machine: Machine, p2p: bool | None) -> Knowledge:

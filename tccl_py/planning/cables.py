@@ -12,20 +12,22 @@ from tccl_py.merge.cables import steps_between
 from tccl_py.model.cluster import Cluster, cabled_nics
 from tccl_py.nccl.graph_search import DefaultChain
 from tccl_py.nccl.network import NicPair, routed
-from tccl_py.nccl.settings import Settings
+from tccl_py.nccl.settings import Settings, environment
 from tccl_py.plan.chains import PlanChoice
 from tccl_py.plan.tables import ClassRates
 from tccl_py.planning.host_rings import pairs_of
 
 _NAMED = 4
-_REASONS = (
-    "NCCL_IB_SUBNET_AWARE_ROUTING=1 (NCCL 2.30.7 and newer) sends by the NIC that reaches the next "
-    "host's, "
-    "NCCL_IB_MERGE_NICS=0 leaves each NIC its own subnet, NCCL_IB_HCA fixes the numbers of NICs, "
-    "NCCL_CROSS_NIC=1 lets rings enter and leave by different ports, and NCCL_ALGO=Ring keeps to "
-    "neighbours, as trees do not"
-)
-
+_REASONS = {
+    "NCCL_IB_SUBNET_AWARE_ROUTING": "(NCCL 2.30.7 and newer) sends by the NIC to reach the next "
+    "host's",
+    "NCCL_IB_MERGE_NICS": "leaves each NIC its own subnet",
+    "NCCL_IB_HCA": "fixes the numbers of NICs",
+    "NCCL_SOCKET_IFNAME": "fixes the numbers of NICs",
+    "NCCL_CROSS_NIC": "lets rings enter and leave by different ports",
+    "NCCL_ALGO": "keeps to neighbours, as trees do not",
+}
+_BY_VALUE = ("0", "1", "Ring")
 
 _CABLED_SETTINGS = (
     "cross_nic",
@@ -114,11 +116,17 @@ def _sends_by(chain: DefaultChain) -> int:
     return chain.exit if len(chain.gpus) > 1 else chain.entry
 
 
-def notices_of_cables(cluster: Cluster) -> Iterator[str]:
-    """Yield why hosts that cables join need variables, and what NCCL cannot do there."""
+def notices_of_cables(cluster: Cluster, settings: Settings) -> Iterator[str]:
+    """Yield why hosts that cables join need the variables set, and what NCCL cannot do there."""
     if not cluster.cables:
         return
-    yield _REASONS
+    variables = environment(settings)
+    *reasons, last = (
+        f"{name}={variables[name]} {reason}" if variables[name] in _BY_VALUE else f"{name} {reason}"
+        for name, reason in _REASONS.items()
+        if name in variables
+    )
+    yield f"{', '.join(reasons)}, and {last}"
     steps = steps_between(cluster.cables)
     pairs = list(permutations(cluster.names, 2))
     if gaps := [f"{a} and {b}" for a, b in pairs if a < b and (a, b) not in steps]:

@@ -50,7 +50,7 @@ def plan_over(cluster: Cluster, nodes: Sequence[ClassRates], request: PlanReques
         (default, variables),
         request,
         views=[node.view(best.settings) for node in nodes],
-        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster)),
+        notices=(*_notices(cluster, best, nodes), *notices_of_cables(cluster, settings)),
         simulated=any(nodes[number].kept.simulated for number in used),
         dry_run=any(nodes[number].kept.dry_run for number in used),
         cancelled=cancelled,

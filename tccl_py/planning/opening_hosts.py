@@ -238,6 +238,6 @@ def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
             raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
         return hosts
     if nodes is None or not 2 <= nodes <= MANY_NODES:
-        raise InputError("`nodes`", f"is {nodes}", f"2 to {MANY_NODES}, or none for one machine")
+        raise InputError("`nodes`", f"is {nodes}", f"1 to {MANY_NODES}")
     width = len(str(nodes))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))

@@ -327,7 +327,7 @@ def not_pinned(names: Collection[str]) -> tuple[str, ...]:
     """Return notices on variables that are set here, and are not among the pinned `names`."""
     return tuple(
         f"{name}={os.environ[name][:20]} is set here and is not planned for: if all jobs have it, "
-        f"give `tccl plan` --pin-env {name}"
+        f"pin it by `tccl plan --pin-env {name}`"
         for name in PINNABLE
         if name not in names and pinned_level({name: os.environ.get(name, "")}) is not None
     )

@@ -214,7 +214,9 @@ def evaluation_lines(result: Evaluation) -> Iterator[str]:
         for collective in dict.fromkeys(cell.collective for cell in result.cells):
             if summary := result.summary(arm.arm, collective):
                 yield f"  {collective}: {_words(summary)}"
-    if result.recommended == "default":
+    if not result.summaries:
+        yield "none: default NCCL has no rate here"
+    elif result.recommended == "default":
         yield "default NCCL is recommended: its ratio is 1"
 
 
