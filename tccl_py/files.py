@@ -244,7 +244,7 @@ def check_value(value: object, kind: Any, *, where: str) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InputError(where, f"is out of bounds ({error})", "keep within the bounds") from error
+        raise InputError(where, f"does not fit ({error})", "give what is expected there") from error
 
 
 def check_version(version: int, readable: int, where: str | Path) -> None:

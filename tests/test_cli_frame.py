@@ -27,8 +27,9 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.search.problem import Progress
 from tccl_py.simulator.descriptions import bundled_names, load_bundled, load_machine
+from tccl_py.sources.profiled import MeasurementOptions
 from tests.nccl_cases import CASES
-from tests.planned import as_only
+from tests.planned import SMALL, as_only, plan_of
 from tests.toy import toy_machine
 
 TOPOLOGY = CASES / "topologies" / "h200x4-vm.xml"
@@ -424,6 +425,22 @@ def test_an_error_of_the_library_names_the_commands_option():
         lambda: tccl_py.Simulator("amd-v100"),
         lambda: tccl_py.open_source(3),
         lambda: tccl_py.make_plan(load_bundled("amd-v100"), None, None),
+        lambda: tccl_py.make_cluster_plan(None, []),
+        lambda: tccl_py.explain(None, []),
+        lambda: tccl_py.diff(plan_of(SMALL), None),
+        lambda: tccl_py.write_plan(plan_of(SMALL), None),
+        lambda: plan_of(SMALL).save(3),
+        lambda: plan_of(SMALL).write(3),
+        lambda: tccl_py.read_switches(3),
+        lambda: tccl_py.cluster_of([None]),
+        lambda: tccl_py.find_rings(None),
+        lambda: tccl_py.drawing(None),
+        lambda: tccl_py.open_source("amd-v100", noise="x"),
+        lambda: tccl_py.open_source("amd-v100", seed=1.5),
+        lambda: tccl_py.open_source("amd-v100", gpus=3),
+        lambda: tccl_py.open_source("amd-v100", journal=3),
+        lambda: tccl_py.open_source(backend="host", options=3),
+        lambda: MeasurementOptions(target=None),
     ],
 )
 def test_a_parameter_of_another_type_is_named(wrong):

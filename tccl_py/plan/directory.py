@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from tccl_py.errors import InputError
+from tccl_py.errors import InputError, check_type
 from tccl_py.files import encode_json
 from tccl_py.model.machine import Fingerprint, description_to_json
 from tccl_py.model.rings import neighbours
@@ -333,6 +333,8 @@ def write_plan(
 
     Raises InputError: a file cannot be written; the earlier files are still there.
     """
+    check_type(plan, "plan", Plan)
+    check_type(directory, "directory", str, Path)
     directory = Path(directory)
     files = plan_files(plan, directory, models=models, fingerprint=fingerprint)
     write_with_plan({**files, **(tables or {})}, directory, check=load_plan)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tccl_py.errors import require
+from tccl_py.errors import check_type, require
 from tccl_py.files import encode_json, write_atomically
 from tccl_py.model.cluster import Cluster, NodeClass
 from tccl_py.model.machine import Knowledge, Machine
@@ -131,6 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         from tccl_py.planning.rating import write_directory  # noqa: PLC0415 (is above)
 
+        check_type(directory, "directory", str, Path)
         write_directory(self, Path(directory), source, tables)
 
     def rate(
@@ -394,4 +395,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Raises InputError: the place cannot be written.
         """
+        check_type(path, "path", str, Path)
         write_atomically(Path(path), encode_json(self))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tccl_py.errors import counted
+from tccl_py.errors import check_type, counted
 from tccl_py.files import picked
 from tccl_py.model.cluster import compress
 from tccl_py.nccl.settings import (
@@ -318,6 +318,8 @@ def _settings_json(settings: Settings) -> dict[str, Any]:
 
 def diff(plan: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     """Return what differs between two plans, by name: the first plan's value and the second's."""
+    check_type(plan, "plan", Plan)
+    check_type(other, "other", Plan)
 
     def facts(of: Plan) -> dict[str, Any]:
         names = ("rate_gbps", "bound_gbps", "recommended", "orders", "provenance", "pinned_env")

@@ -315,6 +315,7 @@ def make_cluster_plan(
     cannot measure a needed set.
     """
     more = {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
+    check_type(cluster, "cluster", Cluster)
     request = _request(version, ring_counts, strategy, budget, pinned_env, **more)
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 

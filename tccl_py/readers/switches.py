@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from tccl_py.errors import InputError, require
+from tccl_py.errors import InputError, check_type, require
 from tccl_py.files import read_text
 from tccl_py.model.cluster import (
     MAX_HOSTS,
@@ -100,6 +100,7 @@ def read_switches(path: Path | str, hosts: Iterable[str] | None = None) -> Inter
 
     Raises InputError: the file cannot be read, or as the two parsers.
     """
+    check_type(path, "path", str, Path)
     path = Path(path)
     text, where = read_text(path, limit=MAX_BYTES), str(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")

@@ -19,7 +19,7 @@ import msgspec
 from markupsafe import Markup, escape
 
 from tccl_py import __version__
-from tccl_py.errors import InputError, visible
+from tccl_py.errors import InputError, check_type, visible
 from tccl_py.explanation.paths import Paths
 from tccl_py.files import refused
 from tccl_py.health.host import listed
@@ -387,6 +387,7 @@ def drawing(
 
     Its colours are those of `scheme`, or follow the reader's.
     """
+    check_type(subject, "subject", Machine, MachineModel, Plan, PlanChain, Ring)
     if isinstance(subject, MachineModel):
         subject = subject.machine
     if isinstance(subject, (PlanChain, Ring)):

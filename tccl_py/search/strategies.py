@@ -13,6 +13,7 @@ from tccl_py.errors import (
     InputError,
     MeasurementError,
     SearchError,
+    check_type,
     require,
 )
 from tccl_py.model.rings import Ring, ring_like
@@ -142,6 +143,7 @@ def find_rings(
     the first ring goes on to the caller. Raises InputError: unknown strategy (the names are
     listed). SearchError: no ring possible, or none found yet when the budget was spent.
     """
+    check_type(problem, "problem", SearchProblem)
     name = strategy_name(strategy)
     fault, right = f"is of type {type(reporter).__name__}", "give a function that takes a Progress"
     require(reporter is None or callable(reporter), "`reporter`", fault, right)
@@ -173,7 +175,7 @@ def strategy_name(strategy: str | Strategy) -> str:
     """
     if callable(strategy):
         return str(getattr(strategy, "__name__", type(strategy).__name__))
-    if strategy not in STRATEGIES:
+    if str(strategy) not in STRATEGIES:
         right = f"there are {', '.join(STRATEGIES)}, or give a function of a Run"
         raise InputError(f"strategy {str(strategy)[:40]!r}", "is not known", right)
     return strategy

@@ -302,6 +302,8 @@ class Simulator:
 
     def __init__(self, model: MachineModel, *, noise: float = 0.0, seed: int = 0) -> None:
         check_type(model, "model", MachineModel)
+        check_type(noise, "noise", int, float)
+        check_type(seed, "seed", int)
         # The comparison is written so that NaN fails it.
         right = "0 to 1, the standard deviation of a sample"
         require(0.0 <= noise <= 1.0, "noise", f"is {noise}", right)
