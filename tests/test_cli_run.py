@@ -64,6 +64,14 @@ def test_what_is_no_program_is_refused_in_one_line_with_a_shells_exit_code(
 ):
     done = run(directory, "--", *command)
     assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+    assert "Errno" not in done.stderr
+
+
+def test_what_is_missing_on_the_command_line_is_named(tmp_path):
+    assert run().stderr.startswith("tccl: DIR: is missing; ")
+    done = run("--record", tmp_path / "job.json")
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert done.stderr.startswith("tccl: COMMAND: is missing; ")
 
 
 def test_a_job_ends_as_usual_where_nobody_reads_its_output(directory):

@@ -21,7 +21,7 @@ from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.text import limit_text
 from tccl_py.report.contents import heat_maps, read_contents, viridis
-from tccl_py.report.hops import flow_ends, hops_view, link_loads
+from tccl_py.report.hops import cause_words, flow_ends, hops_view, link_loads
 from tccl_py.report.machine import LANE, lay_out, nvlinks, wires
 from tccl_py.report.page import rate_bars, report_html
 from tccl_py.simulator.descriptions import load_bundled
@@ -297,6 +297,17 @@ def test_an_explanation_is_shown_and_one_of_an_earlier_plan_is_not(tmp_path):
     assert "explanation.json is left out: it is of an earlier plan" in words
     (place / "explanation.json").write_text("{}")
     assert "explanation.json is left out: it does not fit" in page_of(place).words
+
+
+def test_a_finding_counts_mechanisms_and_says_whose_rate_it_has():
+    finding = msgspec.structs.replace(
+        explanation("").rings[0].findings[0],
+        flows=parse_set("G0->G0->G1 G2->G2->G1").flows,
+        each_gbps=(5.0, 5.0),
+    )
+    assert "2 x direct write: 5.00 GB/s each, 10.00 alone" in cause_words(finding)
+    other = msgspec.structs.replace(finding, each_gbps=(5.0, 8.0))
+    assert "5.00 GB/s at least, 10.00 alone" in cause_words(other)
 
 
 def explanation(sentence):

@@ -39,7 +39,7 @@ CHOICE_WORDS: dict[ChoiceName, str] = {
 
 def plan_name(plan: Plan) -> str:
     """Return the machine of a plan, or the number of hosts with the machine of each class."""
-    machines = ", ".join(part.machine.name for part in plan.cluster.classes)
+    machines = ", ".join(dict.fromkeys(part.machine.name for part in plan.cluster.classes))
     return f"{len(plan.hosts)} hosts of {machines}" if len(plan.hosts) > 1 else machines
 
 

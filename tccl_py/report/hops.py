@@ -177,10 +177,12 @@ def hops_view(
 
 def cause_words(finding: Finding) -> str:
     """Return a finding in a sentence: mechanisms, rates together and alone, and what they share."""
-    kinds = [f"{n} x {kind}" if n > 1 else kind for kind, n in Counter(finding.kinds).items()]
+    counts = Counter(map(kind_of, finding.flows))
+    kinds = [f"{n} x {kind}" if n > 1 else kind for kind, n in sorted(counts.items())]
     text = f"{', '.join(kinds)}: {finding.gbps:.2f} GB/s"
     if len(finding.flows) > 1:
-        text += f" together, {finding.alone_gbps:.2f} alone"
+        equal = max(finding.each_gbps) < finding.gbps + 0.005
+        text += f"{' each' if equal else ' at least'}, {finding.alone_gbps:.2f} alone"
         text += ", a collapse" * finding.is_collapse
     return text + (f". Shared: {', '.join(finding.shares)}." if finding.shares else ".")
 

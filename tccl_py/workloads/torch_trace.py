@@ -142,7 +142,8 @@ class _Trace:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(where, f"is cut or damaged ({error})", _WHOLE) from error
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            fault = f"is no trace of PyTorch's profiler ({type(error).__name__}: {error})"
+            reason = error if isinstance(error, ValueError) else "its events are of another form"
+            fault = f"is no trace of PyTorch's profiler ({reason})"
             raise InputError(where, fault[:300], _WHOLE) from error
 
     def _events(self, unpacked: IO[bytes]) -> Iterator[Any]:
