@@ -89,6 +89,8 @@ def test_jobs_of_the_plan_are_verified_in_its_order(planned, namespaces):
         *("verify", str(planned[3]), *words, "--seconds", "0.2"),
         hosts=GIVEN,
         options=("-x", f"GLOO_SOCKET_IFNAME={MANAGEMENT}"),
+        # The first import of torch takes a while on each host.
+        timeout_s=300,
     )
     assert ran.code in (0, 1), ran.stderr
     told = json.loads(ran.stdout)
