@@ -25,8 +25,8 @@ from tccl_py.errors import InputError, MeasurementError, size_text
 from tccl_py.experiments.calls import graphed, time_calls, warm_up
 from tccl_py.experiments.jobs import Arm, ConcurrentJobs, Launcher, round_order
 from tccl_py.experiments.plans import launcher_of
-from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, compare
-from tccl_py.experiments.spec import JobResult, JobSpec, rows_of
+from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, compare, row_seconds
+from tccl_py.experiments.spec import JobResult, JobSpec, Row, RowTimes, batches, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.results import load_tuning, plan_in
 from tccl_py.rank_processes.rank import (
@@ -101,8 +101,7 @@ def _rounds(jobs: ConcurrentJobs, arms: tuple[Arm, ...], count: int) -> Iterator
         for arm, outcome in jobs.run(round_order(arms, number)):
             if isinstance(outcome, MeasurementError):
                 raise InputError("a job", f"failed: {outcome}", "see NCCL's log")
-            ranks = [rank.training for rank in outcome.results]
-            times = {mode: max(median(rank[mode]) for rank in ranks) for mode in ranks[0]}
+            times = {row.mode: seconds for row, (seconds,) in row_seconds([outcome]).items()}
             times_of[id(arm)] = times
         yield [times_of[id(arm)] for arm in arms]
 
@@ -132,7 +131,7 @@ def rank_main() -> None:
     communicator = join("nccl", folder, rank=rank, world=world, local_rank=rank)
     slot = time_slots(slots_file(folder), spec.slot, rank)
     warm_up(communicator)
-    times_of_steps: dict[str, tuple[float, ...]] = {}
+    steps: list[RowTimes] = []
     for hidden in HIDDEN:
         with slot():
             layer = Layer(communicator, hidden)
@@ -144,10 +143,9 @@ def rank_main() -> None:
                 with slot(), graphed(communicator, layer.step) as replay:
                     lasted = time_calls(communicator, replay, lambda: _times(replay))
                     times.append(lasted / REPLAYS)
-            times_of_steps[f"{hidden} x {batch}"] = tuple(times)
-    result = JobResult(
-        rank=rank, torch=str(communicator.torch.__version__), training=times_of_steps
-    )
+            steps.append(batches(Row(mode=f"{hidden} x {batch}"), times))
+    version = str(communicator.torch.__version__)
+    result = JobResult(rank=rank, torch=version, times=tuple(steps))
     communicator.dist.destroy_process_group()
     write_result(folder, rank, result)
 

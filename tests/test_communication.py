@@ -22,7 +22,7 @@ from tccl_py.experiments.communication import (
 )
 from tccl_py.experiments.prediction import predicted_communication
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.size_table import read_tunings
 from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.files import decode_json
 from tccl_py.plan.directory import write_plan
@@ -131,11 +131,11 @@ def two():
     """Times of the two arms on two H200: of jobs in rounds, and transcribed for transfers."""
     path = CASES / "tuning" / "h200x2-vm-no-p2p.json"
     times = transfers(6)
-    for tuning in decode_json(path.read_text(), tuple[SizeTuning, ...], where=str(path)):
+    for tuning in read_tunings(path.read_text(), str(path)):
         for row in tuning.rows:
-            if row.row.dtype == "bfloat16":
+            if row.dtype == "bfloat16":
                 for name in times:
-                    key = row.row.collective, row.row.bytes
+                    key = row.collective, row.bytes
                     times[name][key] = row.seconds[name][:6]
     return times
 

@@ -11,8 +11,8 @@ import yaml
 
 from tccl_py.cli.main import COMMANDS, load_command
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
-from tccl_py.experiments.preflight import BusRate, CollectivesChecked, Preflight, preflight_metrics
-from tccl_py.experiments.rounds import Compared
+from tccl_py.experiments.preflight import CollectivesChecked, Preflight, preflight_metrics
+from tccl_py.experiments.rounds import Timed, single
 from tccl_py.health.drift import Drift, prometheus_text
 from tccl_py.health.drift_statistics import Comparison
 from tccl_py.model.transfer import parse_set
@@ -162,8 +162,7 @@ def test_the_dashboard_asks_only_for_metrics_that_a_check_has():
     one = parse_set("G0->G0->G1")
     row = Comparison(transfers=one, flow=one.flows[0], was_gbps=2.0, is_gbps=1.0, p=0.001)
     drift = Drift(rows=(row,), changes=(row,), points_to="", lost={}, skipped=(), seconds=1.0)
-    half = Compared(middle=0.5, low=0.5, high=0.5, p=1.0)
-    jobs = CollectivesChecked(rates=(BusRate(bytes=1, gbps=1.0, compared=half),))
+    jobs = CollectivesChecked(rates=(Timed(bytes=1, gbps=1.0, compared=single(0.5)),))
     found = Preflight(drift=drift, collectives=jobs, seconds=1.0)
     own = {"machine": "m", "simulated": "false"}
     printed = prometheus_text(drift, own, now=1.0) + preflight_metrics(found, own)

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import Launcher, Outcome
-from tccl_py.experiments.overlap import contests_of, lines_of, parse_sets, span, time_overlap
-from tccl_py.experiments.spec import ContestTimes, JobResult, Row, Variant
+from tccl_py.experiments.overlap import lines_of, parse_sets, rows_of_sets, span, time_overlap
+from tccl_py.experiments.spec import JobResult, RowTimes, Variant
 from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.rank_processes.rank import Communicator
 from tests.processes import alive, children
@@ -38,23 +38,23 @@ def tccl(*words):
 
 
 def sets_of(*pairs, messages=2, copies=False):
-    return contests_of(
+    return rows_of_sets(
         [pairs], copies=copies, message_bytes=1024, messages=messages, repeats=3
     )  # fmt: skip
 
 
-def outcome_of(*ranks):
-    """A job whose ranks have these times of each row, alone and at once, of each set."""
+def outcome_of(rows, *ranks):
+    """A job of these rows: the times of each set on each rank, alone and at once."""
     results = tuple(
-        JobResult(rank=rank, torch="2", contests=tuple(map(times_of, sets)))
+        JobResult(rank=rank, torch="2", times=tuple(map(times_of, rows, sets)))
         for rank, sets in enumerate(ranks)
     )
     return Outcome(results=results, log="")
 
 
-def times_of(rows):
-    variants = (Variant(seconds=alone, beside=at_once) for alone, at_once in rows)
-    return ContestTimes(row=Row(), variants=tuple(variants))
+def times_of(row, times):
+    variants = (Variant(seconds=alone, beside=at_once) for alone, at_once in times)
+    return RowTimes(row=row, variants=tuple(variants))
 
 
 @needs_torch
@@ -84,9 +84,10 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
 
 def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
     times = ((1e-3,), (1.5e-3,)), ((2e-3,), (2.5e-3,))
-    outcome = outcome_of((times[1:], times, times))
-    sets = sets_of((1, 0), messages=1)
-    lines = [line for by in ("gloo", "memcpy") for line in lines_of(by, sets, outcome, (0, 1))]
+    outcome = outcome_of(sets_of((1, 0)), (times[1:], times, times))
+    lines = [
+        line for by in ("gloo", "memcpy") for line in lines_of(by, outcome, (0, 1), messages=1)
+    ]
     found = lines, outcome.results[0]
     monkeypatch.setattr("tccl_py.cli.overlap.time_overlap", lambda *_, **__: found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -142,7 +143,7 @@ def test_gemms_beside_a_copy_run_on_its_gpu_and_counts_are_agreed_on_the_ranks_o
         torch=torch, dist=MagicMock(), rank=0, members=(0,), device=torch.device("cuda", 0)
     )
     *_, beside_gemm = sets_of((2, 3), copies=True)
-    times = time_beside(own, beside_gemm)
+    times = time_beside(own, beside_gemm, beside_gemm.contest)
     assert ([len(row.beside) for row in times.variants], times.fault) == ([3, 3], "")
     # torch refuses a collective on another device than the process group's.
     assert (busy, torch.tensor.call_args.kwargs["device"].index) == ([2], 0)
@@ -157,7 +158,8 @@ def test_few_samples_give_all_they_have():
 def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
     (sets, *_) = sets_of((0, 1), (1, 0))
     none, long, short = ((), ()), ((0.02, 0.02),) * 2, ((0.01, 0.01),) * 2
-    lines = lines_of("nccl", [sets], outcome_of([(none, long)], [(short, none)]), (4, 6))
+    outcome = outcome_of([sets], [(none, long)], [(short, none)])
+    lines = lines_of("nccl", outcome, (4, 6), messages=2)
     (row,) = (line for line in lines if line["mode"] == mode)
     assert row["set"] == ["G4->G6", "G6->G4"]
     assert [one.middle for one in row["message"]] == [5.0, 10.0]
@@ -169,10 +171,9 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
         return (transfer, transfer), (product, product)
 
     all_reduce = times((0.006,), 0.007)
-    outcome = outcome_of(
-        [times((0.002,)), all_reduce], [times((0.003,), 0.005), all_reduce], [times(()), all_reduce]
-    )
-    _, row, other, _ = lines_of("nccl", sets_of((0, 1))[1:], outcome, (0, 1, 2))
+    transfers = times((0.002,)), times((0.003,), 0.005), times(())
+    outcome = outcome_of(sets_of((0, 1))[1:], *([one, all_reduce] for one in transfers))
+    _, row, other, _ = lines_of("nccl", outcome, (0, 1, 2), messages=2)
     assert (row["transfer_time"].middle, row["product_time"].middle) == (5.0, 3.0)
     assert row["total"].middle == 5.0
     assert other["transfer"] == "all-reduce"

@@ -9,7 +9,7 @@ from rich.console import Console
 from tccl_py.cli.verify import print_verification
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import compare
-from tccl_py.experiments.size_table import SizeTuning
+from tccl_py.experiments.size_table import read_tunings
 from tccl_py.files import decode_json
 from tccl_py.report.sizes import arm_charts, size_charts
 from tccl_py.report.verification import facts_of, headline
@@ -149,7 +149,7 @@ def test_charts_of_a_verification_have_speed_latency_and_bandwidth_of_every_choi
 
 def recorded_sizes():
     path = CASES.parent / "tuning" / "h200x2-vm-no-p2p.json"
-    return decode_json(path.read_text(), tuple[SizeTuning, ...], where=str(path))
+    return read_tunings(path.read_text(), str(path))
 
 
 def test_entries_by_size_follow_from_the_times_of_fresh_jobs_and_nothing_is_slower_than_default():
@@ -160,8 +160,8 @@ def test_entries_by_size_follow_from_the_times_of_fresh_jobs_and_nothing_is_slow
             inside = [
                 entry
                 for entry in tuning.entries
-                if entry.collective == row.row.collective
-                and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+                if entry.collective == row.collective
+                and entry.from_bytes <= row.bytes <= entry.to_bytes
             ]
             assert bool(inside) == row.kept
             if row.kept:
@@ -172,10 +172,10 @@ def test_entries_by_size_follow_from_the_times_of_fresh_jobs_and_nothing_is_slow
 def test_charts_by_size_have_speed_latency_and_bandwidth_of_each_collective():
     tunings = recorded_sizes()
     timed = {
-        (number, row.row.collective)
+        (number, row.collective)
         for number, tuning in enumerate(tunings)
         for row in tuning.rows
-        if row.row.dtype == "bfloat16" and row.tuned_seconds
+        if row.dtype == "bfloat16" and row.tuned_seconds
     }
     charts = list(size_charts(tunings))
     assert len({chart.id for chart in charts}) == len(charts) == 3 * len(timed)

@@ -29,10 +29,10 @@ from tccl_py.experiments.spec import (
     KIB,
     MIB,
     Choice,
-    ContestTimes,
     JobResult,
     JobSpec,
     Row,
+    RowTimes,
     Variant,
 )
 from tccl_py.experiments.target import read_target
@@ -75,7 +75,7 @@ def contest_times(one, choices, seconds, besides, *, final=0):
         Variant(choice=choice, seconds=tuple(times), beside=tuple(beside))
         for choice, times, beside in zip(choices, seconds, besides, strict=True)
     )
-    return ContestTimes(row=one, variants=variants, final=final)
+    return RowTimes(row=one, variants=variants, final=final)
 
 
 class Truth:
@@ -120,17 +120,18 @@ class Truth:
             ]
         return contest_times(one, (None, *chosen), seconds, besides, final=rounds)
 
+    def contested(self, one, *, free=False):
+        """The times of a row of a job."""
+        return self.contest(one.plain, one.contest.choices, one.contest.rounds, free=free)
+
     def tuned(self, sizes=SIZES, jobs=8):
         """The rows and entries that a sweep and fresh jobs come to."""
         sweep = [self.contest(row(size)) for size in sizes]
-        again = [
-            [self.contest(one.row, one.choices, one.rounds) for one in contests_again(sweep)]
-            for _ in range(12)
-        ]
+        again = [[self.contested(one) for one in contests_again(sweep)] for _ in range(12)]
         predicted = with_spots(predict(sweep, again))
         fresh = [
             [
-                self.contest(one.row, () if one.choice is None else (one.choice,), rounds=5)
+                self.contest(one.plain, () if one.choice is None else (one.choice,), rounds=5)
                 for one in predicted
             ]
             for _ in range(jobs)
@@ -213,7 +214,7 @@ def test_gains_of_ten_percent_are_found_and_adjacent_sizes_share_an_entry():
         missed += sum(size not in sizes for size in (64 * KIB, 128 * KIB, 256 * KIB))
         assert set(sizes) <= {64 * KIB, 128 * KIB, 256 * KIB}
         assert all(entry.channels == 8 and entry.protocol == "ll" for entry in found)
-        assert all(one.right for one in rows if one.row.dtype == "bfloat16") or missed
+        assert all(one.right for one in rows if one.dtype == "bfloat16") or missed
     assert missed <= 1
 
 
@@ -261,8 +262,8 @@ def test_tables_fit_whatever_the_truth_and_cover_no_size_that_fresh_jobs_did_not
     table = TunerTable(gpus=(0, 1), measured_on=(0, 1), entries=found)
     check_tables([table], (0, 1), where="table")
     for one in rows:
-        if one.row.dtype == "bfloat16":
-            over = covering(found, one.row.bytes)
+        if one.dtype == "bfloat16":
+            over = covering(found, one.bytes)
             assert len(over) == one.kept
             assert not one.kept or (one.fresh.low > 1 and one.fresh.middle >= LEAST_GAIN)
 
@@ -389,29 +390,26 @@ class FakeJobs:
             if "NCCL_ENV_PLUGIN" in task.environment:
                 outputs.append(self.of_plugin(spec, task))
                 continue
-            times = tuple(
-                self.truth.contest(one.row, one.choices, one.rounds, free=free)
-                for one in spec.contests
-            )
-            result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", contests=times)
+            times = tuple(self.truth.contested(one, free=free) for one in spec.rows)
+            result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", times=times)
             text = encode_json(result)
             outputs.append(RankOutput(results=(text,) * len(task.ranks), log=""))
         return {host: outputs}
 
     def of_plugin(self, spec, task):
-        assert all(one.table and one.choices == () for one in spec.contests)
+        assert all(one.contest.table and one.contest.choices == () for one in spec.rows)
         index = Path(task.environment["TCCL_INDEX"]).read_text()
         assert "NCCL_GRAPH_FILE" not in task.environment
         times = tuple(
             contest_times(
-                one.row,
+                one.plain,
                 (None, None),
-                ((1e-4,) * 5, (1e-4 / self.by_plugin(one.row),) * 5),
+                ((1e-4,) * 5, (1e-4 / self.by_plugin(one),) * 5),
                 ((), ()),
             )
-            for one in spec.contests
+            for one in spec.rows
         )
-        result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", contests=times)
+        result = JobResult(rank=0, torch="2.13.0", nccl="2.30.7", times=times)
         log = "tuned by" if "tune " in index else ""
         return RankOutput(results=(encode_json(result),) * len(task.ranks), log=log)
 
@@ -471,10 +469,10 @@ def test_for_a_job_just_the_sizes_that_it_has_are_tuned_in_its_groups(tmp_path):
     job = Workload(name="job", source="made by a test", ranks=4, rows=rows)
     found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=7)), [], workload=job)
     swept = [
-        (one.gpus, row.row.collective, row.row.bytes)
+        (one.gpus, row.collective, row.bytes)
         for one in found
         for row in one.rows
-        if row.row.dtype == "bfloat16"
+        if row.dtype == "bfloat16"
     ]
     assert swept == [
         ((0, 1, 2, 3), "all_reduce", 128 * KIB),
@@ -553,9 +551,19 @@ def test_damaged_rows_are_refused(tmp_path, old, new):
         load_sizes(tmp_path)
 
 
+def nested(row):
+    """A row as earlier versions wrote it."""
+    names = ("collective", "dtype", "bytes", "groups", "mode")
+    inner = {name: row.pop(name) for name in names}
+    return {**row, "row": inner, "beside": row.pop("near")}
+
+
 def test_rows_that_an_earlier_version_kept_apart_are_read_and_go_with_the_next_tuning(tmp_path):
     found = tuned_plan(tmp_path, FakeJobs(Truth(gaining, seed=10)), [])
     whole = json.loads((tmp_path / "tuning.json").read_text())
+    for tuning in whole["tunings"]:
+        for name in ("rows", "by_plugin"):
+            tuning[name] = [nested(row) for row in tuning[name]]
     rows = {name: whole[name] for name in ("format_version", "plan_digest", "tunings")}
     (tmp_path / "sizes.json").write_text(json.dumps(rows))
     del whole["tunings"]
@@ -573,7 +581,7 @@ def test_an_entry_that_harms_by_the_plugin_at_or_between_its_sizes_does_not_stay
     truth = Truth(lambda one, choice: 1.3 if choice == wanted("ring", "ll", 2) else 0.8, seed=11)
     (whole, others, _) = tuned_plan(tmp_path, FakeJobs(truth), [])
     assert [(one.from_bytes, one.to_bytes) for one in whole.entries] == [(64 * KIB, 128 * KIB)]
-    sizes = [row.row.bytes for row in whole.by_plugin]
+    sizes = [row.bytes for row in whole.by_plugin]
     assert sizes == [64 * KIB, math.isqrt(64 * 128 * KIB * KIB), 128 * KIB]
     assert all(row.fresh.middle == pytest.approx(1.2) for row in whole.by_plugin)
     assert others.by_plugin

@@ -12,10 +12,10 @@ from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rings import rings_found
 from tccl_py.experiments.rounds import RunBudget
-from tccl_py.experiments.spec import JobSpec, rows_of
+from tccl_py.experiments.spec import JobResult, JobSpec, batches, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target
-from tccl_py.files import decode_json
+from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.communicators import same_rings
 from tccl_py.nccl.settings import Settings, environment
 from tccl_py.nccl.validator import NodeJob, validate_cluster
@@ -190,17 +190,17 @@ class FakeHosts:
         # As noise, each job of a kind differs from the one before.
         noise = 1 + 0.001 * math.sin(len(self.tasks))
         answers = [
-            json.dumps(
-                {
-                    "rank": rank,
-                    "torch": "2",
-                    "checked": 5 if order.checks else 0,
-                    "timings": [[self._seconds(row.bytes, task) * noise] * 3 for row in order.rows],
-                }
+            JobResult(
+                rank=rank,
+                torch="2",
+                checked=5 if order.checks else 0,
+                times=tuple(
+                    batches(row, [self._seconds(row.bytes, task) * noise] * 3) for row in order.rows
+                ),
             )
             for rank in task.ranks
         ]
-        return RankOutput(results=tuple(answers), log=f"log of {task.ranks}")
+        return RankOutput(results=tuple(map(encode_json, answers)), log=f"log of {task.ranks}")
 
 
 def place_of(plan, hosts, **more):

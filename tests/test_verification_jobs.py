@@ -20,7 +20,7 @@ from tccl_py.errors import MeasurementError
 from tccl_py.experiments.calls import Tensors, transfers
 from tccl_py.experiments.collectives import COLLECTIVES, Collective
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, rank_environment
-from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of
+from tccl_py.experiments.spec import Choice, Contest, JobSpec, Row, calls_of, rows_of, training_rows
 from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.tuner import COLLECTIVES as TUNED
 from tccl_py.rank_processes.forkserver import ForkServer
@@ -47,8 +47,20 @@ def server():
     """Has imported what ranks of any job need, once."""
     with ForkServer() as found:
         words = {"NCCL_TEST_RANKS": "answer"}
-        run_job(JobSpec(training=True), 1, words, server=found, timeout=60.0, program=PROGRAM)
+        run_job(
+            JobSpec(rows=(Row(mode="ddp-eager"),)),
+            1,
+            words,
+            server=found,
+            timeout=60.0,
+            program=PROGRAM,
+        )
         yield found
+
+
+def steps_of(world):
+    """Training steps of a dry run."""
+    return JobSpec(rows=training_rows(world, "host"))
 
 
 def job(words, tmp_path, server, *, timeout=60.0, **more):
@@ -96,7 +108,7 @@ def ended(folder):
 def test_answers_come_back_in_the_order_of_ranks(server, tmp_path):
     found = job("answer answer answer", tmp_path, server, rows=rows_of((4, 8)))
     assert [one.rank for one in found.results] == [0, 1, 2]
-    assert all(len(one.timings) == 2 for one in found.results)
+    assert all(len(one.times) == 2 for one in found.results)
 
 
 def test_a_failing_rank_is_named_with_its_cause_and_the_others_end(server, tmp_path):
@@ -141,15 +153,15 @@ def test_after_ctrl_c_no_rank_is_left(tmp_path):
 
 @needs_torch
 def test_collectives_over_gloo_are_right_and_timed(server):
-    rows = rows_of((1024, 100_001))
-    world, spec = 3, JobSpec(checks=True, rows=rows, seconds=0.02, training=True)
+    rows = rows_of((1024, 100_001)) + training_rows(3, "host")
+    world, spec = 3, JobSpec(checks=True, rows=rows, seconds=0.02)
     found = run_job(spec, world, server=server)
     for rank, answer in enumerate(found.results):
         assert (answer.rank, answer.wrong, answer.left_out) == (rank, (), ())
         assert answer.checked > 500
-        assert [len(one) for one in answer.timings] == [9, 9]
-        assert all(seconds > 0 for one in answer.timings for seconds in one)
-        assert list(answer.training) == ["ddp-eager"]
+        assert [len(one.seconds) for one in answer.times] == [9, 9, 20]
+        assert all(seconds > 0 for one in answer.times for seconds in one.seconds)
+        assert [one.row.mode for one in answer.times] == ["", "", "ddp-eager"]
 
 
 @needs_torch
@@ -161,49 +173,54 @@ def test_smaller_communicators_are_timed_in_turns_but_not_under_a_graph_file(ser
     told = [{}, {"NCCL_GRAPH_FILE": "/none"}, {}]
     plain, graph, other = run_jobs(spec, world, told, server=server)
     for outcome in (plain, other):
-        counts = [[len(one) for one in answer.timings] for answer in outcome.results]
+        counts = [[len(one.seconds) for one in answer.times] for answer in outcome.results]
         # A rank that is in no group, or alone in its group, has no times of it.
         assert counts == [[9, 9, 9, 9, 9], [9, 9, 9, 0, 0], [9, 0, 0, 9, 9]]
-        assert all(seconds > 0 for answer in outcome.results for row in answer.timings
-                   for seconds in row)  # fmt: skip
-    assert [[len(one) for one in answer.timings] for answer in graph.results] == [
+        assert all(seconds > 0 for answer in outcome.results for row in answer.times
+                   for seconds in row.seconds)  # fmt: skip
+    assert [[len(one.seconds) for one in answer.times] for answer in graph.results] == [
         [9, 0, 0, 0, 0]
     ] * 3
 
 
 @needs_torch
 def test_jobs_at_once_take_turns_and_have_logs_and_environments_of_their_own(server):
-    world, spec = 2, JobSpec(rows=rows_of((1024, 5000)), seconds=0.02, training=True)
+    rows = rows_of((1024, 5000)) + training_rows(2, "host")
+    world, spec = 2, JobSpec(rows=rows, seconds=0.02)
     told = [{"NCCL_DEBUG": "WARN"}, {}, {"NCCL_ALGO": "Ring"}]
     found = run_jobs(spec, world, told, server=server)
     assert len(found) == 3
     for outcome in found:
         assert [one.rank for one in outcome.results] == [0, 1]
-        assert [len(one) for one in outcome.results[1].timings] == [9, 9]
-        assert {mode: len(one) for mode, one in outcome.results[0].training.items()} == {
-            "ddp-eager": 20, "tp2-eager": 20,
-        }  # fmt: skip
         for rank, answer in enumerate(outcome.results):
-            assert answer.trained == found[0].results[rank].trained
+            assert [len(one.seconds) for one in answer.times] == [9, 9, 20, 20]
+            expected = [one.trained for one in found[0].results[rank].times]
+            assert [one.trained for one in answer.times] == expected
+            assert list(map(len, expected)) == [0, 0, 3, 3]
 
 
 @needs_torch
 def test_a_gpt_split_over_ranks_learns_what_the_whole_one_does_with_the_same_data(server):
-    (whole,) = run_job(JobSpec(training=True), 1, server=server).results
+    def trained(result):
+        return {one.row.mode: one.trained for one in result.times if one.trained}
+
+    (whole,) = map(trained, run_job(steps_of(1), 1, server=server).results)
     told = [{}, {"NCCL_GRAPH_FILE": "/none"}]
-    split, under_graph_file = run_jobs(JobSpec(training=True), 4, told, server=server)
-    loss, embeddings, blocks = whole.trained["ddp-eager"]
+    split, under_graph_file = (
+        list(map(trained, job.results)) for job in run_jobs(steps_of(4), 4, told, server=server)
+    )
+    loss, embeddings, blocks = whole["ddp-eager"]
     for mode, parts in (("tp2-eager", 2), ("tp4-eager", 4)):
-        ranks = [answer.trained[mode] for answer in split.results[:parts]]
+        ranks = [answer[mode] for answer in split[:parts]]
         assert {one[:2] for one in ranks} == {ranks[0][:2]}
         assert ranks[0][:2] == pytest.approx((loss, embeddings), rel=1e-5)
         assert sum(one[2] ** 2 for one in ranks) ** 0.5 == pytest.approx(blocks, rel=1e-5)
     # Ranks of another replica have data of their own, and so have all data-parallel ranks.
-    assert split.results[2].trained["tp2-eager"] != split.results[0].trained["tp2-eager"]
-    assert len({answer.trained["ddp-eager"][0] for answer in split.results}) == 4
-    assert len({answer.trained["ddp-eager"][1] for answer in split.results}) == 1
+    assert split[2]["tp2-eager"] != split[0]["tp2-eager"]
+    assert len({answer["ddp-eager"][0] for answer in split}) == 4
+    assert len({answer["ddp-eager"][1] for answer in split}) == 1
     # Communicators over fewer ranks would fail.
-    assert list(under_graph_file.results[0].trained) == ["ddp-eager", "tp4-eager"]
+    assert list(under_graph_file[0]) == ["ddp-eager", "tp4-eager"]
 
 
 def test_where_one_of_several_jobs_fails_all_are_ended(server, tmp_path):
@@ -232,7 +249,7 @@ def test_every_collective_is_timed_in_one_job_in_both_dtypes_and_over_groups(ser
     assert {row.collective for row in spec.rows} == set(COLLECTIVES)
     for rank, answer in enumerate(found.results):
         counts = [0 if row.groups and rank == 1 else 9 for row in spec.rows]
-        assert [len(one) for one in answer.timings] == counts
+        assert [len(one.seconds) for one in answer.times] == counts
 
 
 @needs_torch
@@ -280,18 +297,18 @@ def test_rows_of_a_workload_have_all_its_dtypes_and_calls(server):
     # Rows of two streams are the same calls.
     assert {count for row, count in calls.items() if row.collective == "all_reduce"} == {2.0, 4.0}
     result = run_job(JobSpec(rows=tuple(calls), seconds=0.001), 4, server=server)
-    assert all(all(map(len, rank.timings)) for rank in result.results)
+    assert all(all(one.seconds for one in rank.times) for rank in result.results)
 
 
 @needs_torch
 def test_rows_of_a_set_run_alone_and_at_once_in_groups_of_their_own(server):
     pairs, ring = ((0, 1), (2, 3)), ((3, 1, 0),)
     other = Row(bytes=64, collective="all_to_all", groups=ring)
-    row = Row(bytes=64, groups=pairs, beside=(other,))
-    spec = JobSpec(contests=(Contest(row=row, calls=2, rounds=3),))
+    contest = Contest(calls=2, rounds=3)
+    spec = JobSpec(rows=(Row(bytes=64, groups=pairs, beside=(other,), contest=contest),))
     results = run_job(spec, 4, server=server).results
     for rank, result in enumerate(results):
-        (times,) = result.contests
+        (times,) = result.times
         for field in ("seconds", "beside"):
             counts = [len(getattr(variant, field)) for variant in times.variants]
             assert counts == [3, 0 if rank == 2 else 3]
@@ -344,16 +361,18 @@ def test_values_are_checked_in_groups_of_ranks_of_any_order_and_size(server):
 def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_times(server):
     row = Row(collective="all_gather", dtype="bfloat16", bytes=4096)
     choice = Choice(algorithm="ring", protocol="ll", channels=2)
-    contests = (
-        Contest(row=row, choices=(choice,), rounds=3),
-        Contest(row=Row(dtype="bfloat16", bytes=1 << 20, collective="reduce"), rounds=2),
-        Contest(row=row, choices=(), rounds=2, table=True),
+    other = Row(dtype="bfloat16", bytes=1 << 20, collective="reduce")
+    rows = (
+        msgspec.structs.replace(row, contest=Contest(choices=(choice,), rounds=3)),
+        msgspec.structs.replace(other, contest=Contest(rounds=2)),
+        msgspec.structs.replace(row, contest=Contest(choices=(), rounds=2, table=True)),
     )
-    spec = JobSpec(contests=contests, contest_seconds=1e9)
+    spec = JobSpec(rows=rows)
     for outcome in run_jobs(spec, 2, [{}, {}], server=server):
-        one, other = (result.contests for result in outcome.results)
-        assert one == other
-        assert [times.row for times in one] == [contest.row for contest in contests]
+        one, same = (result.times for result in outcome.results)
+        assert one == same
+        # The results of a row have one name whatever contest it was in.
+        assert [times.row for times in one] == [row, other, row]
         variants = [times.variants for times in one]
         assert [[len(v.seconds) for v in of] for of in variants] == [[3, 3], [2] * 4, [2, 2]]
         assert [len(v.beside) for v in variants[1]] == [12] * 4
@@ -362,10 +381,9 @@ def test_concurrent_jobs_time_contests_of_all_choices_and_ranks_agree_on_the_tim
 
 @needs_torch
 def test_no_contest_begins_after_its_time(server):
-    contests = tuple(Contest(row=Row(bytes=1024), choices=(), rounds=1) for _ in range(3))
-    spec = JobSpec(contests=contests, contest_seconds=0.0)
-    outcome = run_job(spec, 2, server=server)
-    assert outcome.results[0].contests == ()
+    row = Row(bytes=1024, contest=Contest(choices=(), rounds=1))
+    outcome = run_job(JobSpec(rows=(row,) * 3, limit=0.0), 2, server=server)
+    assert outcome.results[0].times == ()
 
 
 def test_a_collective_is_a_name_and_a_row_of_one_table():

@@ -7,7 +7,7 @@ import numpy as np
 
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher, Outcome
-from tccl_py.experiments.spec import JobResult, JobSpec
+from tccl_py.experiments.spec import JobResult, JobSpec, batches
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.verify import verify_target
 from tccl_py.files import decode_json, encode_json
@@ -68,8 +68,8 @@ class FakeJobs:
         if why:
             raise MeasurementError(why)
         job = float(np.exp(self._random.normal(0, self._noise)))
-        timings = []
-        for batch, row in enumerate(spec.rows):
+        times = []
+        for batch, row in enumerate(row for row in spec.rows if not row.trains):
             seconds = self.seconds(row.bytes, environment) * job * (1 + 0.001 * batch)
             if row.groups:
                 seconds *= self._grouped(row.groups, environment)
@@ -77,8 +77,8 @@ class FakeJobs:
                 seconds *= self._transfers(environment)
             # A graph file fails smaller communicators.
             left_out = row.groups and "NCCL_GRAPH_FILE" in environment
-            timings.append(() if left_out else (seconds,))
-        training = {"ddp-eager": (0.01 * job,)} if spec.training else {}
+            times.append(batches(row, () if left_out else (seconds,)))
+        steps = [row for row in spec.rows if row.mode == "ddp-eager"]
         trained = (4.0, 1.0, 0.0), (self._trained(environment), 1.001, 0.0)
         answers = [
             JobResult(
@@ -86,10 +86,14 @@ class FakeJobs:
                 torch="2.13.0",
                 checked=60 if spec.checks else 0,
                 wrong=self._wrong if self._is_wrong(spec, environment, rank) else (),
-                timings=tuple(timings),
-                training=training,
                 # Only the last rank may compute something else.
-                trained=dict.fromkeys(training, trained[rank == spec.world - 1]),
+                times=(
+                    *times,
+                    *(
+                        batches(row, (0.01 * job,), trained[rank == spec.world - 1])
+                        for row in steps
+                    ),
+                ),
             )
             for rank in range(spec.world)
         ]

@@ -138,7 +138,7 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
     if (jobs := preflight.collectives).rates:
         console.print(f"{jobs.checked} results of collectives compared, bit by bit")
         for row in jobs.rates:
-            was = f"{row.expected_gbps:.2f}" if row.expected_gbps is not None else "not verified"
+            was = f"{row.baseline_gbps:.2f}" if row.baseline_gbps else "not verified"
             size = size_text(row.bytes)
             console.print(f"{jobs.collective} of {size}: {row.gbps:.2f} GB/s, expected {was}")
 

@@ -10,10 +10,8 @@ differ.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,11 +26,11 @@ from tccl_py.experiments.spec import (
     MIB,
     Choice,
     Contest,
-    ContestTimes,
     Row,
+    RowTimes,
     Variant,
 )
-from tccl_py.experiments.together import gemms_beside, stopwatch, time_beside
+from tccl_py.experiments.together import gemms_beside, stopwatch
 from tccl_py.nccl.tuner import (
     ALGORITHMS,
     PROTOCOL_BYTES,
@@ -101,54 +99,47 @@ class Tuner:
             call()
 
 
-def run_contests(
-    contests: Sequence[Contest], communicator: Communicator, slot: TimeSlot, *, seconds: float
-) -> Iterator[ContestTimes]:
-    """Yield the times of each contest; none begins after `seconds`, which only a single job may
-    reach: concurrent jobs wait for each other's time slots.
-    """
-    gc.freeze()  # torch may collect garbage before each capture
+def time_contest(
+    communicator: Communicator, slot: TimeSlot, row: Row, contest: Contest
+) -> RowTimes:
+    """Return the times of a contest, on all ranks alike."""
+    tuner, tried = Tuner(), contest.choices
+    if tried is None:
+        tried = _choices_here(communicator, row)
+    # 1. Leave out what NCCL does not allow here: all ranks agree.
+    with slot():
+        call = row_call(communicator, row)
+        refused = [float(not tuner.follows(call, choice)) for choice in tried]
+        refused = communicator.maxima(refused) if refused else []
+        choices = [None, *(choice for choice, no in zip(tried, refused, strict=True) if not no)]
+        calls: list[Call] = [partial(tuner.call, choice, call) for choice in choices]
+        if contest.table:
+            choices, calls = [*choices, None], [*calls, call]
+        timed = [timed_batch(communicator, follow, row.bytes, BATCH_S, None) for follow in calls]
+    # 2. Time the choices, then the finalists beside matrix multiplications.
+    rounds = _Rounds(communicator, slot)
+    times_of = halve(len(calls) - 1, partial(rounds.run, timed), rounds=contest.rounds)
+    gemm_seconds: list[list[float]] = [[] for _ in times_of]
+    if contest.choices is None and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
+        finalists = [at for at, times in enumerate(times_of) if len(times) == len(times_of[0])]
+        with slot():
+            steps = _steps(communicator, calls)
+        add_rounds(gemm_seconds, finalists, _BESIDE_ROUNDS, partial(rounds.run, steps))
+    variants = tuple(
+        Variant(choice=choice, seconds=tuple(seconds), beside=tuple(near))
+        for choice, seconds, near in zip(choices, times_of, gemm_seconds, strict=True)
+    )
+    return RowTimes(row=row.plain, variants=variants, final=contest.rounds, skew=rounds.skew)
+
+
+def _choices_here(communicator: Communicator, row: Row) -> tuple[Choice, ...]:
+    """Return the choices that are worth a try over this communicator, by NCCL's log and version."""
     channels = _channels()
     own: Own | None = None
     nccl = loaded_nccl(communicator.torch) if communicator.cuda else ""
     if nccl and version_facts(nccl).tuners_lower_channels:
         own = partial(channels_kept_busy, channels=channels, ranks=communicator.world)
-    begun = time.monotonic()
-    for contest in contests:
-        if communicator.maximum(time.monotonic() - begun) > seconds:
-            return
-        row = contest.row
-        if contest.calls:
-            yield time_beside(communicator, contest)
-            continue
-        tuner = Tuner()
-        tried = all_choices(row, channels, own) if contest.choices is None else contest.choices
-        # 1. Leave out what NCCL does not allow here: all ranks agree.
-        with slot():
-            call = row_call(communicator, row)
-            refused = [float(not tuner.follows(call, choice)) for choice in tried]
-            refused = communicator.maxima(refused) if refused else []
-            choices = [None, *(choice for choice, no in zip(tried, refused, strict=True) if not no)]
-            calls: list[Call] = [partial(tuner.call, choice, call) for choice in choices]
-            if contest.table:
-                choices, calls = [*choices, None], [*calls, call]
-            batches = [
-                timed_batch(communicator, follow, row.bytes, BATCH_S, None) for follow in calls
-            ]
-        # 2. Time the choices, then the finalists beside matrix multiplications.
-        rounds = _Rounds(communicator, slot)
-        times_of = halve(len(calls) - 1, partial(rounds.run, batches), rounds=contest.rounds)
-        gemm_seconds: list[list[float]] = [[] for _ in times_of]
-        if contest.choices is None and BESIDE_BYTES[0] <= row.bytes <= BESIDE_BYTES[1]:
-            finalists = [at for at, times in enumerate(times_of) if len(times) == len(times_of[0])]
-            with slot():
-                steps = _steps(communicator, calls)
-            add_rounds(gemm_seconds, finalists, _BESIDE_ROUNDS, partial(rounds.run, steps))
-        variants = tuple(
-            Variant(choice=choice, seconds=tuple(seconds), beside=tuple(near))
-            for choice, seconds, near in zip(choices, times_of, gemm_seconds, strict=True)
-        )
-        yield ContestTimes(row=row, variants=variants, final=contest.rounds, skew=rounds.skew)
+    return all_choices(row, channels, own)
 
 
 class _Rounds:

@@ -22,7 +22,7 @@ from tccl_py.experiments.rounds import (
     Timed,
     run_rounds,
 )
-from tccl_py.experiments.spec import KIB, MIB, JobSpec, WrongValue
+from tccl_py.experiments.spec import KIB, MIB, WrongValue
 from tccl_py.files import picked
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
@@ -144,7 +144,7 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
         named = launcher.named(f"{name} ({number + 1} of {len(parts)})")
         share = replace(budget, seconds=remaining / (len(parts) - number))
         try:
-            rounds = run_rounds(named, arms, share, JobSpec(rows=budget.rows), begun=started)
+            rounds = run_rounds(named, arms, share, budget.rows, begun=started)
         except MeasurementError as error:
             failures.append(f"{name}: {error}")
             continue

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tccl_py.errors import MeasurementError
-from tccl_py.experiments.spec import JobResult, JobSpec, WrongValue
+from tccl_py.experiments.spec import JobResult, JobSpec, RowTimes, WrongValue
 from tccl_py.files import encode_json
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.settings import Settings
@@ -73,6 +73,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     results: tuple[JobResult, ...]
     log: str
+
+    @property
+    def rows(self) -> Iterator[tuple[RowTimes, ...]]:
+        """Yield the times of each row on all ranks."""
+        yield from zip(*(rank.times for rank in self.results), strict=True)
 
     @property
     def wrong(self) -> tuple[WrongValue, ...]:
@@ -187,6 +192,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
         gpus = host.gpus if self.backend == "cuda" else None
         environment = rank_environment(host.environment, gpus, variables, self.keep)
         job = replace(spec, backend=self.backend, world=self.world, first_rank=host.ranks[0])
+        trains = any(row.trains for row in spec.rows)
         if self.nccl_tests is not None:
             job = replace(job, nccl_tests=str(self.nccl_tests))
         return Task(
@@ -196,7 +202,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             environment={**environment, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
             timeout=self.timeout,
             files=files,
-            imports=() if self.nccl_tests else TRAINING if spec.training else TORCH,
+            imports=() if self.nccl_tests else TRAINING if trains else TORCH,
         )
 
 
@@ -209,8 +215,7 @@ class ConcurrentJobs:
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec
-        rows = (*spec.rows, *(contest.row for contest in spec.contests))
-        largest = max((row.bytes for row in rows), default=1)
+        largest = max((row.bytes for row in spec.rows), default=1)
         if launcher.backend == "host":
             largest *= max(len(host.ranks) for host in launcher.hosts)
         most = 1 if launcher.nccl_tests else _CONCURRENT

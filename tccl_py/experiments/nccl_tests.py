@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tccl_py.errors import InputError, visible
 from tccl_py.experiments.collectives import COLLECTIVES, PROGRAMS
-from tccl_py.experiments.spec import KIB, JobResult, JobSpec, WrongValue
+from tccl_py.experiments.spec import KIB, JobResult, JobSpec, WrongValue, batches
 from tccl_py.nccl.communicators import parse_log
 from tccl_py.rank_processes.rank import read_spec, write_result
 from tccl_py.rank_processes.tasks import LOGS, nccl_log
@@ -135,7 +135,10 @@ def _results(spec: JobSpec, folder: Path) -> list[JobResult]:
         torch=f"{NO_TORCH}, but {name}",
         nccl=parse_log(nccl_log(folder), where="NCCL's log").version or "",
         # Smaller communicators, which come last, are not timed.
-        timings=(*(row.seconds for row in timed), *[()] * (len(spec.rows) - len(timed))),
+        times=tuple(
+            batches(row, line.seconds if line else ())
+            for row, line in zip_longest(spec.rows, timed)
+        ),
     )
     first, *further = (
         replace(shared, rank=rank, device=device)

@@ -84,9 +84,9 @@ def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
     return gpus.index(source), gpus.index(target)
 
 
-def contests_of(
+def rows_of_sets(
     sets: Sequence[Pairs], *, copies: bool, message_bytes: int, messages: int, repeats: int
-) -> tuple[Contest, ...]:
+) -> tuple[Row, ...]:
     """Return rows beside each other: each set of pairs, the first pair and a GEMM, an all-reduce.
 
     Pairs are messages between ranks or, by one process between all GPUs, `copies`.
@@ -96,10 +96,8 @@ def contests_of(
     rows = [[replace(pair_row, groups=(pair,)) for pair in pairs] for pairs in sets]
     rows += [[rows[0][0], _GEMM]]
     rows += [] if copies else [[Row(bytes=message_bytes), _GEMM]]
-    return tuple(
-        Contest(row=replace(row, beside=tuple(beside)), rounds=repeats, calls=messages)
-        for row, *beside in rows
-    )
+    contest = Contest(rounds=repeats, calls=messages)
+    return tuple(replace(row, beside=tuple(beside), contest=contest) for row, *beside in rows)
 
 
 def time_overlap(
@@ -107,7 +105,7 @@ def time_overlap(
 ) -> tuple[list[Line], JobResult]:
     """Run a job of messages and one of copies here; return their lines, and a rank's result.
 
-    `counts` are as in `contests_of`. Raises MeasurementError: a rank fails, or as `lines_of`.
+    `counts` are as in `rows_of_sets`. Raises MeasurementError: a rank fails, or as `lines_of`.
     """
     host = HostRanks(ranks=tuple(range(len(gpus))), gpus=tuple(gpus), environment=dict(os.environ))
     # NCCL's variables, and its file, are the caller's.
@@ -124,14 +122,14 @@ def time_overlap(
                 keep=keep,
                 timeout=timeout,
             )
-            spec = JobSpec(contests=contests_of(sets, copies=by == "memcpy", **counts))
+            spec = JobSpec(rows=rows_of_sets(sets, copies=by == "memcpy", **counts))
             try:
                 (outcome,) = launcher.run([arm], spec)
             except RanksError as error:
                 if error.late:
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
-            lines += lines_of(by, spec.contests, outcome, gpus)
+            lines += lines_of(by, outcome, gpus, messages=counts["messages"])
     return lines, outcome.results[0]
 
 
@@ -140,21 +138,18 @@ def span(seconds: Iterable[float]) -> Span:
     return Span(**structs.asdict(median_interval([1e3 * value for value in seconds])))
 
 
-def lines_of(
-    by: str, contests: Sequence[Contest], outcome: Outcome, gpus: Sequence[int]
-) -> Iterator[Line]:
+def lines_of(by: str, outcome: Outcome, gpus: Sequence[int], *, messages: int) -> Iterator[Line]:
     """Yield a job's lines of pairs, and of transfers beside a GEMM.
 
-    `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place. Wrong bytes are a
-    MeasurementError.
+    `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place, and `messages` the number of
+    one transfer. Wrong bytes are a MeasurementError.
     """
-    times_of = [result.contests for result in outcome.results]
-    wrong = [rank for rank, times in enumerate(times_of) if any(each.fault for each in times)]
+    wrong = [r.rank for r in outcome.results if any(times.fault for times in r.times)]
     if wrong:
         named = ", ".join(map(str, wrong))
         raise MeasurementError(f"transfers by {by}: gave rank {named} wrong bytes: times are void")
-    for contest, ranks in zip(contests, zip(*times_of, strict=True), strict=True):
-        rows = (contest.row, *contest.row.beside)
+    for ranks in outcome.rows:
+        rows = (ranks[0].row, *ranks[0].row.beside)
         names = [
             "->".join(f"G{gpus[place]}" for place in row.groups[0]) if row.groups else "all-reduce"
             for row in rows
@@ -167,12 +162,11 @@ def lines_of(
                 list(map(max, zip(*filter(None, row), strict=True)))
                 for row in zip(*of_ranks, strict=True)
             ]
-            total = span(map(whole, zip(*works, strict=True)))
             line: Line = {"by": by, "mode": mode}
             if rows[-1] == _GEMM:
                 line |= {"transfer": names[0]}
                 line |= {"transfer_time": span(works[0]), "product_time": span(works[1])}
             else:
-                messages = [span(value / contest.calls for value in work) for work in works]
-                line |= {"set": names, "message": messages}
-            yield {**line, "total": total}
+                message = [span(value / messages for value in work) for work in works]
+                line |= {"set": names, "message": message}
+            yield {**line, "total": span(map(whole, zip(*works, strict=True)))}

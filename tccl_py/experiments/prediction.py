@@ -19,7 +19,7 @@ from tccl_py.errors import InputError, MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.evaluation import Cell
-from tccl_py.experiments.rounds import EQUAL, UNRATED
+from tccl_py.experiments.rounds import single
 from tccl_py.experiments.spec import MIB, Row
 from tccl_py.model.measurement import BandwidthSource
 from tccl_py.model.rings import Hop, Ring, neighbours
@@ -51,7 +51,7 @@ def model_cells(
         where: dict[str, Any] = {"hosts": hosts, "gpus": gpus, "arm": arm}
         for collective, gbps in gbps_of.items():
             known = rates["default"].get(collective)
-            over = replace(EQUAL, middle=gbps / known) if known else UNRATED
+            over = single(gbps / known if known else 0.0)
             yield Cell(**where, collective=collective, gbps=gbps, compared=over)
 
 

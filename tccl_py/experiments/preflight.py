@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require, size_text
@@ -26,7 +25,7 @@ from tccl_py.experiments.jobs import Arm, Launcher, Outcome
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import UNRATED, Compared, Timed, row_seconds
+from tccl_py.experiments.rounds import Timed, row_seconds, single, timed
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
@@ -76,30 +75,22 @@ class Problem(msgspec.Struct, frozen=True):
     measured: str
 
 
-class BusRate(Timed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row now, over what it was when the plan was verified, if it was."""
-
-    @property
-    def expected_gbps(self) -> float | None:
-        """Return the bus bandwidth when the plan was verified, GB/s."""
-        return self.gbps / self.ratio if self.ratio else None
-
-    @property
-    def slower(self) -> bool:
-        """Return whether the bandwidth fell beyond doubt."""
-        return 0 < self.compared.ratio < 1 and self.compared.p <= FALSE_ALARM_RATE
-
-
 class CollectivesChecked(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the jobs, if any ran: number of compared results, faults of ranks, bandwidths.
 
-    These are compared with those of the verification; p values are adjusted for all sizes.
+    These are relative to those of the verification, if any; p values are adjusted for all sizes.
     """
 
     collective: Collective = "all_reduce"
     checked: int = 0
     problems: tuple[Problem, ...] = ()
-    rates: tuple[BusRate, ...] = ()
+    rates: tuple[Timed, ...] = ()
+
+    @property
+    def slower(self) -> list[Timed]:
+        """Return the rows whose bandwidth fell beyond doubt."""
+        rows = (row for row in self.rates if 0 < row.compared.ratio < 1)
+        return [row for row in rows if row.compared.p <= FALSE_ALARM_RATE]
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,9 +115,8 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         ]
         cause = drift.points_to if rates or lost else ""
         rates += [
-            (f"{jobs.collective} of {size_text(row.bytes)}", row.expected_gbps or 0, row.gbps)
-            for row in jobs.rates
-            if row.slower
+            (f"{jobs.collective} of {size_text(row.bytes)}", row.baseline_gbps or 0, row.gbps)
+            for row in jobs.slower
         ]
         fallen = (
             Problem(
@@ -159,10 +149,10 @@ def check_collectives(
     spec = JobSpec(checks=True, rows=rows_of(sizes, (collective,)))
     try:
         (job,) = _limited(launcher, until).run([arm], spec)
-        rates = _rates(history, launcher, spec, job)
+        rates = _rates(history, launcher, job)
         if any(row.compared.p <= FALSE_ALARM_RATE for row in rates):
             (second,) = _limited(launcher, until).run([arm], replace(spec, checks=False))
-            for at, again in enumerate(_rates(history, launcher, spec, second)):
+            for at, again in enumerate(_rates(history, launcher, second)):
                 likelier = max(rates[at].compared.p, again.compared.p)
                 rates[at] = replace(rates[at], compared=replace(rates[at].compared, p=likelier))
     except MeasurementError as error:
@@ -205,26 +195,21 @@ def _limited(launcher: Launcher, until: float) -> Launcher:
     return replace(launcher, timeout=min(seconds, launcher.timeout))
 
 
-def _rates(
-    history: dict[int, Timed], launcher: Launcher, spec: JobSpec, job: Outcome
-) -> list[BusRate]:
+def _rates(history: dict[int, Timed], launcher: Launcher, job: Outcome) -> list[Timed]:
     """Return a job's rows, with the chance of each change, adjusted for sizes and both families."""
-    seconds = row_seconds(spec, [job])
+    rows = [timed(launcher, row, seconds) for row, seconds in row_seconds([job]).items()]
+    if not history:
+        return rows
+    was = [history[row.bytes] for row in rows]
     logs = [
-        [[-math.log(time) for time in times] for times in (history[row.bytes].seconds, now)]
-        for row, now in seconds.items()
-        if history
+        [[-math.log(s) for s in of.seconds] for of in pair] for pair in zip(was, rows, strict=True)
     ]
     spread = common_spread([before for before, _ in logs])
     raw = holm([chance(before, after, spread) for before, after in logs])
-    rates = []
-    for at, (row, now) in enumerate(seconds.items()):
-        gbps, over = row.bus_gbps(launcher.world, now[0]), UNRATED
-        if history:
-            ratio, p = gbps / history[row.bytes].gbps, min(1.0, FAMILIES * raw[at])
-            over = Compared(middle=ratio, low=ratio, high=ratio, p=p)
-        rates.append(BusRate(**structs.asdict(row), seconds=now, gbps=gbps, compared=over))
-    return rates
+    return [
+        replace(row, compared=single(row.gbps / before.gbps, p=min(1.0, FAMILIES * p)))
+        for row, before, p in zip(rows, was, raw, strict=True)
+    ]
 
 
 def _wrong(launcher: Launcher, job: Outcome) -> list[Problem]:
@@ -350,7 +335,11 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
         "bandwidths": [
-            {**picked(row, "bytes", "gbps", "expected_gbps"), "p": row.compared.p}
+            {
+                **picked(row, "bytes", "gbps"),
+                "expected_gbps": row.baseline_gbps,
+                "p": row.compared.p,
+            }
             for row in jobs.rates
         ],
         **drift_json(plan, preflight.drift),
@@ -363,7 +352,7 @@ def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
     jobs = preflight.collectives
     sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
     rates = [(labels, row.gbps) for labels, row in sizes]
-    was = [(labels, row.expected_gbps) for labels, row in sizes if row.expected_gbps is not None]
+    was = [(labels, row.baseline_gbps) for labels, row in sizes if row.baseline_gbps]
     return "".join(
         (
             metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),

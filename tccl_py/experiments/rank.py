@@ -11,18 +11,29 @@ and its gradient with another.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from tccl_py.experiments.calls import Call, graphed, row_call, run_checks, timed_batch, warm_up
-from tccl_py.experiments.contests import run_contests
-from tccl_py.experiments.spec import Groups, JobResult, JobSpec
+from tccl_py.experiments.contests import time_contest
+from tccl_py.experiments.spec import (
+    PARALLEL,
+    Contest,
+    Groups,
+    JobResult,
+    JobSpec,
+    Row,
+    RowTimes,
+    batches,
+)
+from tccl_py.experiments.together import time_beside
 from tccl_py.nccl_library import loaded_nccl
 from tccl_py.rank_processes.rank import (
     Communicator,
@@ -35,8 +46,6 @@ from tccl_py.rank_processes.rank import (
 )
 
 BATCHES = 9
-PARALLEL = {"ddp": 1, "tp2": 2, "tp4": 4}
-"""Names of training modes: DistributedDataParallel, and tensor parallel by the number of ranks."""
 TRAINING_SLOTS, TRAINING_STEPS = 4, 5
 _WARM_STEPS = 12
 """DistributedDataParallel rebuilds its buckets early, and a CUDA graph needs 11 steps before it."""
@@ -58,7 +67,6 @@ def main() -> None:
         world=spec.world,
         local_rank=local_rank,
     )
-    slot = time_slots(slots_file(folder), spec.slot, local_rank)
     torch = communicator.torch
     result = JobResult(
         rank=rank,
@@ -76,19 +84,9 @@ def main() -> None:
             result = run_checks(over(groups), result)
     if spec.rows:
         warm_up(communicator)
-        timings = tuple(_timings(spec, over, slot))
-        result = msgspec.structs.replace(result, timings=timings)
-    if spec.contests:
-        warm_up(communicator)
-        times = run_contests(spec.contests, communicator, slot, seconds=spec.contest_seconds)
-        result = msgspec.structs.replace(result, contests=tuple(times))
-    if spec.training:
-        steps = list(time_training(communicator, slot))
-        result = msgspec.structs.replace(
-            result,
-            training={mode: seconds for mode, seconds, _ in steps},
-            trained={mode: values for mode, _, values in steps},
-        )
+        gc.freeze()  # torch may collect garbage before each capture
+        slot = time_slots(slots_file(folder), spec.slot, local_rank)
+        result = replace(result, times=tuple(_times(spec, communicator, over, slot)))
     write_result(folder, rank, result)
     # No rank leaves while another one communicates. Nothing is destroyed: with overlapping groups
     # of four GPUs and more torch 2.11 hangs then.
@@ -97,36 +95,62 @@ def main() -> None:
     communicator.wait()
 
 
+def _times(
+    spec: JobSpec,
+    communicator: Communicator,
+    over: Callable[[Groups], Communicator],
+    slot: TimeSlot,
+) -> Iterator[RowTimes]:
+    """Yield the times of each row that begins before the limit."""
+    begun, train = time.monotonic(), trainer(communicator, slot)
+    for row in spec.rows:
+        spent = time.monotonic() - begun
+        if spec.limit is not None and communicator.maximum(spent) > spec.limit:
+            return
+        contest = row.contest
+        if isinstance(contest, Contest):
+            if contest.calls:
+                yield time_beside(communicator, row, contest)
+            else:
+                yield time_contest(communicator, slot, row, contest)
+        elif row.trains:
+            yield train(row)
+        elif row.groups and not _splits():
+            _leave_slots(slot, 1 + BATCHES)
+            yield batches(row, ())
+        else:
+            yield batches(row, _time_batches(over(row.groups), row, spec.seconds, slot))
+
+
 def _splits() -> bool:
     """Return whether ranks may form groups: a graph file fails communicators over fewer GPUs."""
     return "NCCL_GRAPH_FILE" not in os.environ
 
 
-def _timings(
-    spec: JobSpec, over: Callable[[Groups], Communicator], slot: TimeSlot
-) -> Iterator[tuple[float, ...]]:
-    """Yield each row's seconds per call of BATCHES batches that together take about `seconds`.
+def _leave_slots(slot: TimeSlot, count: int) -> None:
+    """Let the other jobs have time slots of a row that this one has no part in."""
+    for _ in range(count):
+        with slot():
+            pass
+
+
+def _time_batches(
+    group: Communicator, row: Row, seconds: float, slot: TimeSlot
+) -> tuple[float, ...]:
+    """Return the seconds per call of BATCHES batches that together take about `seconds`.
 
     The set-up and every batch have a time slot each. Ranks outside a row's communicator join the
     barriers of the whole job, and have no times.
     """
-    for row in spec.rows:
-        if row.groups and not _splits():
-            for _ in range(1 + BATCHES):
-                with slot():
-                    pass
-            yield ()
-            continue
-        batches = []
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        with slot():
+            call = row_call(group, row)
+            batch = timed_batch(group, call, row.bytes, seconds / BATCHES, stack)
+        times = []
+        for _ in range(BATCHES):
             with slot():
-                group = over(row.groups)
-                call = row_call(group, row)
-                batch = timed_batch(group, call, row.bytes, spec.seconds / BATCHES, stack)
-            for _ in range(BATCHES):
-                with slot():
-                    batches.append(batch())
-        yield tuple(batches) if group.world > 1 else ()
+                times.append(batch())
+    return tuple(times) if group.world > 1 else ()
 
 
 # Training steps.
@@ -262,47 +286,46 @@ class TrainingStep:
         return total
 
 
-def time_training(
-    communicator: Communicator, slot: TimeSlot
-) -> Iterator[tuple[str, tuple[float, ...], tuple[float, ...]]]:
-    """Yield modes, their seconds per training step, and loss and gradients after a few steps.
+def trainer(communicator: Communicator, slot: TimeSlot) -> Callable[[Row], RowTimes]:
+    """Return a function that times a training step, eager or as a CUDA graph.
 
-    Each parallel mode is run eagerly and, on GPUs, as a CUDA graph of one step.
+    Times come with loss and gradients after a few steps. Rows of a model follow each other.
     """
     # Work that a graph replays must be made on another stream than the default one.
     stream = communicator.torch.cuda.Stream() if communicator.cuda else None
     world = communicator.world
-    for name, parts in PARALLEL.items():
-        if world % parts:
-            continue
+
+    @lru_cache(maxsize=1)
+    def step_of(parts: int) -> tuple[TrainingStep, tuple[float, ...]]:
+        # All jobs make their models at the same time, which takes longer than the steps: an
+        # empty slot before and after it keeps that away from timed work.
+        _leave_slots(slot, 1)
+        groups = [range(first, first + parts) for first in range(0, world, parts) if parts > 1]
+        step = TrainingStep(communicator, communicator.split(groups))
+        for _ in range(_WARM_STEPS):
+            step()
+        values = step.values(step)
+        communicator.wait()
+        _leave_slots(slot, 1)
+        return step, values
+
+    def train(row: Row) -> RowTimes:
+        name, _, form = row.mode.partition("-")
+        parts = PARALLEL[name]
         if not _splits() and parts not in (1, world):
-            # Other jobs have these slots.
-            for _ in range(2 + TRAINING_SLOTS + (0 if stream is None else 1 + TRAINING_SLOTS)):
-                with slot():
-                    pass
-            continue
+            _leave_slots(slot, TRAINING_SLOTS + (1 if form == "graph" else 2))
+            return batches(row, ())
         with ExitStack() as stack, communicator.torch.cuda.stream(stream):
-            # All jobs make their models at the same time, which takes longer than the steps: an
-            # empty slot before and after it keeps that away from timed work.
-            with slot():
-                pass
-            firsts = range(0, world, parts)
-            groups = [range(first, first + parts) for first in firsts if parts > 1]
-            step = TrainingStep(communicator, communicator.split(groups))
-            for _ in range(_WARM_STEPS):
-                step()
-            values = step.values(step)
-            communicator.wait()
-            with slot():
-                pass
-            yield f"{name}-eager", _time_steps(communicator, step, slot), values
-            if stream is None:
-                continue
-            with slot():
-                communicator.wait()
-                replay = stack.enter_context(graphed(communicator, step, stream=stream))
-                values = step.values(replay)
-            yield f"{name}-graph", _time_steps(communicator, replay, slot), values
+            step, values = step_of(parts)
+            call: Call = step
+            if form == "graph":
+                with slot():
+                    communicator.wait()
+                    call = stack.enter_context(graphed(communicator, step, stream=stream))
+                    values = step.values(call)
+            return batches(row, _time_steps(communicator, call, slot), values)
+
+    return train
 
 
 def _time_steps(communicator: Communicator, step: Call, slot: TimeSlot) -> tuple[float, ...]:

@@ -75,9 +75,14 @@ class Compared(Interval, frozen=True, kw_only=True):
         return self.verdict == "same" and (leaning or wide)
 
 
-EQUAL = Compared(middle=1.0, low=1.0, high=1.0, p=1.0)
+def single(ratio: float, *, p: float = 1.0) -> Compared:
+    """Return a ratio without an interval."""
+    return Compared(middle=ratio, low=ratio, high=ratio, p=p)
+
+
+EQUAL = single(1.0)
 """The baseline over itself."""
-UNRATED = Compared(middle=0.0, low=0.0, high=0.0, p=1.0)
+UNRATED = single(0.0)
 """A row over a baseline that has no rate."""
 
 
@@ -129,6 +134,11 @@ class Timed(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.compared.ratio or None
 
     @property
+    def baseline_gbps(self) -> float | None:
+        """Return the baseline's bus bandwidth, GB/s."""
+        return self.gbps / self.ratio if self.ratio else None
+
+    @property
     def low(self) -> float | None:
         """Return the lower end of the ratio's interval."""
         return self.compared.low if self.seconds else None
@@ -143,50 +153,63 @@ Table = Mapping[ChoiceName, Mapping[Row, Timed]]
 """Results by arm and row."""
 
 
-def table_of(
-    launcher: Launcher, spec: JobSpec, jobs: Sequence[tuple[ChoiceName, Outcome]]
-) -> Table:
+def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> Table:
     """Return the rows of every arm's jobs, with the speed over the first arm's."""
     names = list(dict.fromkeys(name for name, _ in jobs))
     count = len([name for name in names[1:] if name != AGAIN])
     names = names if count else names[:1]
-    times = {name: row_seconds(spec, [job for arm, job in jobs if arm == name]) for name in names}
+    times = {name: row_seconds(job for arm, job in jobs if arm == name) for name in names}
     baseline, again = times[names[0]], times.get(AGAIN, {})
-    of, table = launcher.members, dict[ChoiceName, dict[Row, Timed]]()
+    table = dict[ChoiceName, dict[Row, Timed]]()
     for name, rows in times.items():
         ratios: Sequence[Compared] = [EQUAL] * len(rows)
         if name != names[0]:
             ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
         judged = again if name not in (names[0], AGAIN) else {}
         table[name] = {
-            row: Timed(
-                **picked(row, "collective", "dtype", "bytes", "mode"),
-                groups=tuple(tuple(of[rank] for rank in group) for group in row.groups),
-                seconds=seconds,
-                gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),
-                compared=ratio,
-                verdict=ratio.verdict,
-                harm=harm(seconds, baseline[row], again[row]) if row in judged else None,
+            row: timed(
+                launcher,
+                row,
+                seconds,
+                ratio,
+                harm(seconds, baseline[row], again[row]) if row in judged else None,
             )
             for (row, seconds), ratio in zip(rows.items(), ratios, strict=True)
         }
     return table
 
 
-def row_seconds(spec: JobSpec, jobs: Sequence[Outcome]) -> dict[Row, tuple[float, ...]]:
+def timed(
+    launcher: Launcher,
+    row: Row,
+    seconds: tuple[float, ...],
+    compared: Compared = UNRATED,
+    harm: Harm | None = None,
+) -> Timed:
+    """Return a row of a launcher's jobs with these seconds, one value a job."""
+    of = launcher.members
+    return Timed(
+        **picked(row, "collective", "dtype", "bytes", "mode"),
+        groups=tuple(tuple(of[rank] for rank in group) for group in row.groups),
+        seconds=seconds,
+        gbps=row.bus_gbps(launcher.world, statistics.median(seconds)),
+        compared=compared,
+        verdict=compared.verdict,
+        harm=harm,
+    )
+
+
+def row_seconds(jobs: Iterable[Outcome]) -> dict[Row, tuple[float, ...]]:
     """Return the seconds of each timed row, one value a job: the slowest rank's median.
 
     Ranks outside all groups, and jobs under a graph file, have no times of groups.
     """
     seconds: dict[Row, list[float]] = {}
     for job in jobs:
-        rows = {row: [rank.timings[at] for rank in job.results] for at, row in enumerate(spec.rows)}
-        for mode in job.results[0].training:
-            rows[Row(mode=mode)] = [rank.training[mode] for rank in job.results]
-        for row, ranks in rows.items():
-            medians = [statistics.median(batches) for batches in ranks if batches]
+        for ranks in job.rows:
+            medians = [statistics.median(times.seconds) for times in ranks if times.seconds]
             if medians:
-                seconds.setdefault(row, []).append(max(medians))
+                seconds.setdefault(ranks[0].row, []).append(max(medians))
     return {row: tuple(medians) for row, medians in seconds.items()}
 
 
@@ -280,12 +303,12 @@ def run_rounds(
     launcher: Launcher,
     arms: Sequence[Arm],
     budget: RunBudget,
-    spec: JobSpec,
+    rows: Sequence[Row],
     *,
     begun: float,
     interrupted: Callable[[Rounds], object] = lambda _: None,
 ) -> Rounds:
-    """Check values in a first job of each arm, and run rounds until the verdicts are clear.
+    """Check values in a first job of each arm, and time rows in rounds until verdicts are clear.
 
     An arm of which a job fails leaves the comparison with all its jobs. `interrupted` gets the
     complete rounds of an interruption, if they can be compared. Raises MeasurementError: a job of
@@ -305,11 +328,12 @@ def run_rounds(
         running[:] = [arm for arm in arms if arm.name not in failures]
 
     launcher.watch("checking values" if budget.checks else "starting")
-    groups = tuple(dict.fromkeys(row.groups for row in spec.rows if row.groups))
+    groups = tuple(dict.fromkeys(row.groups for row in rows if row.groups))
     first = JobSpec(checks=budget.checks, check_groups=groups)
     checking = [arm for arm in arms if arm.name != AGAIN]
     checked = dict(sound(ConcurrentJobs(launcher, first).run(checking)))
-    jobs, outcomes = ConcurrentJobs(launcher, spec), list[tuple[ChoiceName, Outcome]]()
+    jobs = ConcurrentJobs(launcher, JobSpec(rows=tuple(rows)))
+    outcomes: list[tuple[ChoiceName, Outcome]] = []
     table: Table = {}
 
     def complete() -> Rounds:
@@ -328,7 +352,7 @@ def run_rounds(
             if count < least and len(running) > len(defaults):
                 continue
             # Compare all rows of all arms at once; stop where more rounds add nothing.
-            table = table_of(launcher, spec, outcomes)
+            table = table_of(launcher, outcomes)
             late = time.monotonic() - begun > budget.seconds
             if late or len(running) == len(defaults) or _enough(budget, table, count):
                 break

@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from statistics import geometric_mean
-from typing import cast
+from typing import Any, cast
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from tccl_py.experiments.spec import Choice, ContestTimes, Dtype, Row
+from tccl_py.experiments.spec import Choice, Dtype, Row, RowTimes
+from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.tuner import COLLECTIVES, TunedCollective, TunerEntry
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.statistics import Interval, ratio_interval, ratios_of
@@ -42,25 +43,24 @@ SWEPT: Dtype = "bfloat16"
 NOTHING = Interval(middle=1.0, low=1.0, high=1.0)
 
 
-class SizeRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SizeRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row of the sweep, with the speed of `choice` over NCCL's own choice.
 
     `swept` is the sweep's ratio, from which the prediction `gains` follows, and `fresh` that of the
-    fresh jobs, one value a job; None where none ran. `beside` is the sweep's ratio beside matrix
+    fresh jobs, one value a job; None where none ran. `near` is the sweep's ratio beside matrix
     multiplications, and `harms` whether those are slower. `seconds` per call are by arm, one value
     a fresh job, and `kept` is whether the table has an entry for the row. `plan` is the arm whose
     jobs follow choices.
     """
 
-    row: Row
     plan: ChoiceName = "default"
     choice: Choice | None = None
     swept: Interval = NOTHING
-    beside: Interval | None = None
+    near: Interval | None = None
     harms: bool = False
     gains: bool = False
     fresh: Interval | None = None
-    seconds: dict[str, tuple[float, ...]] = {}
+    seconds: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
     kept: bool = False
 
     @property
@@ -108,14 +108,33 @@ class SizeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def predictions(self) -> tuple[int, int]:
         """Return how many predictions fresh jobs found right, of how many."""
-        judged = [row for row in self.rows if row.row.dtype == SWEPT and row.fresh is not None]
+        judged = [row for row in self.rows if row.dtype == SWEPT and row.fresh is not None]
         return sum(row.right for row in judged), len(judged)
 
 
-Jobs = Sequence[Sequence[ContestTimes]]
+def read_tunings(text: str, where: str) -> tuple[SizeTuning, ...]:
+    """Read tunings from JSON, those of earlier versions too, whose rows had a `row` in them.
+
+    Raises InputError: the text is something else.
+    """
+
+    def flat(row: Any) -> Any:
+        if isinstance(row, dict) and isinstance(row.get("row"), dict):
+            return {**row.pop("row"), "near": row.pop("beside", None), **row}
+        return row
+
+    tunings = decode_json(text, list[dict[str, Any]], where=where, name="tuning")
+    for tuning in tunings:
+        for name in ("rows", "by_plugin"):
+            if isinstance(rows := tuning.get(name), list):
+                tuning[name] = list(map(flat, rows))
+    return decode_json(encode_json(tunings), tuple[SizeTuning, ...], where=where, name="tuning")
 
 
-def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
+Jobs = Sequence[Sequence[RowTimes]]
+
+
+def predict(sweep: Sequence[RowTimes], jobs: Jobs = ()) -> list[SizeRow]:
     """Return each row of a sweep with its predicted best choice.
 
     `jobs` have the finalists of some rows, whose sweep does not count then.
@@ -127,20 +146,25 @@ def predict(sweep: Sequence[ContestTimes], jobs: Jobs = ()) -> list[SizeRow]:
 def _best(row: Row, scores: Sequence[SizeRow]) -> SizeRow:
     """Return the fastest choice that gains and does no harm, else the fastest."""
     usable = [score for score in scores if score.gains and not score.harms]
-    best = max(usable or scores, key=lambda score: score.swept.middle, default=SizeRow(row=row))
+    best = max(usable or scores, key=lambda score: score.swept.middle, default=untried(row))
     # Channels take multiprocessors: multiplications beside the calls choose their number.
     near = [score for score in usable if score.swept.middle >= _CLOSE * best.swept.middle]
     close = [score for score in near if _kind(score) == _kind(best)]
     return max(
-        close, key=lambda s: (s.beside.middle if s.beside else 0.0, s.swept.middle), default=best
+        close, key=lambda s: (s.near.middle if s.near else 0.0, s.swept.middle), default=best
     )
+
+
+def untried(row: Row) -> SizeRow:
+    """Return a row without a choice."""
+    return SizeRow(**asdict(row.plain))
 
 
 def _kind(score: SizeRow) -> tuple[str, str] | None:
     return (score.choice.algorithm, score.choice.protocol) if score.choice else None
 
 
-def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeRow]:
+def _scores(times: RowTimes, jobs: Sequence[RowTimes]) -> Iterator[SizeRow]:
     """Yield a row for each finalist, with ratios by rounds of the sweep or by jobs, if enough ran.
 
     A choice gains if it is faster beyond chance, and harms if multiplications beside the calls are
@@ -153,11 +177,11 @@ def _scores(times: ContestTimes, jobs: Sequence[ContestTimes]) -> Iterator[SizeR
             ratios = [_ratio(job, variant.choice) for job in jobs]
         swept = ratio_interval(ratios, level=_SURE)
         near = ratio_interval(ratios_of(default.beside, variant.beside)) if variant.beside else None
-        yield SizeRow(
-            row=times.row,
+        yield replace(
+            untried(times.row),
             choice=variant.choice,
             swept=swept,
-            beside=near,
+            near=near,
             harms=near is not None and near.middle < NO_HARM and near.high < 1,
             gains=swept.low >= LEAST_GAIN,
         )
@@ -174,28 +198,29 @@ def confirm(
     """
     timed = {name: _by_row(of_arm) for name, of_arm in jobs.items()}
     confirmed = [
-        _fresh(row, {name: of.get(row.row, ()) for name, of in timed.items()}, plan) for row in rows
+        _fresh(row, {name: of.get(row.plain, ()) for name, of in timed.items()}, plan)
+        for row in rows
     ]
     slower = {
-        (row.row.collective, row.row.bytes)
+        (row.collective, row.bytes)
         for row in confirmed
         if row.fresh is not None and row.fresh.middle < NO_HARM
     }
     for at, row in enumerate(confirmed):
-        sound = row.gained and (row.row.collective, row.row.bytes) not in slower
+        sound = row.gained and (row.collective, row.bytes) not in slower
         confirmed[at] = replace(row, kept=sound and row.gains and not row.harms)
     return confirmed
 
 
-def _by_row(jobs: Jobs) -> dict[Row, list[ContestTimes]]:
-    by_row: dict[Row, list[ContestTimes]] = {}
+def _by_row(jobs: Jobs) -> dict[Row, list[RowTimes]]:
+    by_row: dict[Row, list[RowTimes]] = {}
     for times in chain.from_iterable(jobs):
         by_row.setdefault(times.row, []).append(times)
     return by_row
 
 
 def _fresh(
-    row: SizeRow, jobs: Mapping[ChoiceName, Sequence[ContestTimes]], plan: ChoiceName
+    row: SizeRow, jobs: Mapping[ChoiceName, Sequence[RowTimes]], plan: ChoiceName
 ) -> SizeRow:
     seconds: dict[str, tuple[float, ...]] = {}
     for name, of_arm in jobs.items():
@@ -210,7 +235,7 @@ def _fresh(
     return replace(row, plan=plan, seconds=seconds, fresh=fresh)
 
 
-def _ratio(times: ContestTimes, choice: Choice | None) -> float:
+def _ratio(times: RowTimes, choice: Choice | None) -> float:
     """Return the speed of a choice, or of the plugin's table (None), over NCCL's own in a job."""
     baseline, *variants = times.variants
     rival = next((rival for rival in variants if rival.choice == choice), None)
@@ -222,9 +247,9 @@ def _middle(values: Sequence[float]) -> float:
     return geometric_mean(sorted(values)[1:-1] or values)
 
 
-def entries(rows: Sequence[SizeRow], sweep: Sequence[ContestTimes]) -> tuple[TunerEntry, ...]:
+def entries(rows: Sequence[SizeRow], sweep: Sequence[RowTimes]) -> tuple[TunerEntry, ...]:
     """Return the entries of the rows of a sweep that stay, as ranges of sizes."""
-    choices = {row.row: row.choice for row in rows if row.kept}
+    choices = {row.plain: row.choice for row in rows if row.kept}
     ranges = []
     for collective in dict.fromkeys(times.row.collective for times in sweep):
         series = [times for times in sweep if times.row.collective == collective]
@@ -246,9 +271,7 @@ def table_order(entry: TunerEntry) -> tuple[int, int]:
     return COLLECTIVES.index(entry.collective), entry.from_bytes
 
 
-def _entry(
-    series: Sequence[ContestTimes], run: Sequence[ContestTimes], choice: Choice
-) -> TunerEntry:
+def _entry(series: Sequence[RowTimes], run: Sequence[RowTimes], choice: Choice) -> TunerEntry:
     """Return the entry of a run; it reaches half-way to the next sizes if it does no harm there."""
     ends = [run[0].row.bytes, run[-1].row.bytes]
     for end, at in enumerate((series.index(run[0]) - 1, series.index(run[-1]) + 1)):

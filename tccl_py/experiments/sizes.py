@@ -31,7 +31,9 @@ from tccl_py.experiments.size_table import (
     covers,
     entries,
     predict,
+    read_tunings,
     table_order,
+    untried,
 )
 from tccl_py.experiments.spec import (
     FINAL_ROUNDS,
@@ -39,14 +41,14 @@ from tccl_py.experiments.spec import (
     SIZES,
     Choice,
     Contest,
-    ContestTimes,
     Dtype,
     JobSpec,
     Row,
+    RowTimes,
     rows_of,
 )
 from tccl_py.experiments.target import Target
-from tccl_py.files import decode_json, encode_line
+from tccl_py.files import encode_line
 from tccl_py.model.symmetry import automorphisms, images_of_gpus
 from tccl_py.nccl.plugin import found_library
 from tccl_py.nccl.plugin.build import BuildError, build_plugin
@@ -80,7 +82,6 @@ _AGAIN_JOBS, _AGAIN_ROUNDS = 12, 6
 LEAST_JOBS, MOST_JOBS = 6, 10
 _START_S = 60.0
 """Time for the start of a job's ranks and its first collectives."""
-_NEVER_S = 1e9
 _REFUSED = "the plugin refused it, as TCCL_DEBUG=1 would tell"
 
 EqualSets = dict[tuple[int, ...], set[tuple[int, ...]]]
@@ -102,8 +103,7 @@ def load_sizes(directory: Path) -> tuple[SizeTuning, ...]:
     saved = _EarlierRows.load(directory) or Tuning.load(directory)
     if saved is None:
         return ()
-    text, where = bytes(saved.tunings).decode(), str(directory / saved.FILE)
-    return decode_json(text, tuple[SizeTuning, ...], where=where, name="tuning")
+    return read_tunings(bytes(saved.tunings).decode(), str(directory / saved.FILE))
 
 
 def tune_by_size(
@@ -209,7 +209,7 @@ def tune_sizes(
     arms: tuple[Arm, ...],
     rows: Sequence[Row],
     seconds: float,
-) -> tuple[SizeTuning, tuple[ContestTimes, ...]]:
+) -> tuple[SizeTuning, tuple[RowTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
 
     Choices are timed in the first arm, NCCL's own choice in all. The sweep has half of `seconds`;
@@ -221,14 +221,14 @@ def tune_sizes(
     launcher = replace(launcher, timeout=max(launcher.timeout, seconds / 2 + _START_S))
     # 1. Sweep over all choices in one job.
     launcher.watch(f"trying algorithms, protocols and channels of {plan.name}")
-    contests = tuple(Contest(row=row, rounds=_rounds(row.bytes)[0]) for row in rows)
-    (job,) = launcher.run([plan], JobSpec(contests=contests, contest_seconds=seconds / 2))
-    sweep = job.results[0].contests
+    contests = tuple(replace(row, contest=Contest(rounds=_rounds(row.bytes)[0])) for row in rows)
+    (job,) = launcher.run([plan], JobSpec(rows=contests, limit=seconds / 2))
+    sweep = job.results[0].times
     # 2. Small messages depend on the process: time their finalists in several ones.
     again = _fresh_jobs(launcher, (plan,), contests_again(sweep), least=_AGAIN_JOBS)
     predicted = with_spots(predict(sweep, again[plan.name]))
     # 3. Time the predicted choices in fresh jobs, which decide.
-    contests = tuple(_fresh_contest(size.row, size.choice) for size in predicted)
+    contests = tuple(_fresh_contest(row, row.choice) for row in predicted)
     fresh = _fresh_jobs(launcher, arms, contests, most=MOST_JOBS, until=begun + seconds)
     confirmed = confirm(predicted, fresh, plan=plan.name)
     tuning = SizeTuning(
@@ -249,22 +249,21 @@ def _rounds(size: int) -> tuple[int, int]:
     return next(rounds for most, rounds in _ROUNDS.items() if size <= most)
 
 
-def _fresh_contest(row: Row, choice: Choice | None, *, table: bool = False) -> Contest:
+def _fresh_contest(row: Row, choice: Choice | None, *, table: bool = False) -> Row:
     choices = (choice,) if choice else ()
-    return Contest(row=row, choices=choices, rounds=_rounds(row.bytes)[1], table=table)
+    contest = Contest(choices=choices, rounds=_rounds(row.bytes)[1], table=table)
+    return replace(row.plain, contest=contest)
 
 
-def contests_again(sweep: Sequence[ContestTimes]) -> tuple[Contest, ...]:
+def contests_again(sweep: Sequence[RowTimes]) -> tuple[Row, ...]:
     """Return contests of the finalists of small messages."""
-    return tuple(
-        Contest(
-            row=times.row,
-            choices=tuple(variant.choice for variant in times.finalists if variant.choice),
-            rounds=_AGAIN_ROUNDS,
-        )
-        for times in sweep
-        if times.row.bytes <= _NOISY
-    )
+
+    def again(times: RowTimes) -> Contest:
+        choices = tuple(variant.choice for variant in times.finalists if variant.choice)
+        return Contest(choices=choices, rounds=_AGAIN_ROUNDS)
+
+    small = (times for times in sweep if times.row.bytes <= _NOISY)
+    return tuple(replace(times.row, contest=again(times)) for times in small)
 
 
 def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
@@ -273,9 +272,9 @@ def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
     NCCL does not tell a tuner the dtype: an entry holds for all of them.
     """
     spots = (
-        replace(row, row=replace(row.row, dtype=_SPOT))
+        replace(row, dtype=_SPOT)
         for row in rows
-        if row.gains and not row.harms and row.row.collective == "all_reduce"
+        if row.gains and not row.harms and row.collective == "all_reduce"
     )
     return [*rows, *spots]
 
@@ -283,27 +282,27 @@ def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:
 def _fresh_jobs(
     launcher: Launcher,
     arms: tuple[Arm, ...],
-    contests: tuple[Contest, ...],
+    contests: tuple[Row, ...],
     *,
     least: int = LEAST_JOBS,
     most: int = 0,
     until: float = 0.0,
     log: str = "",
-) -> dict[ChoiceName, list[Sequence[ContestTimes]]]:
+) -> dict[ChoiceName, list[Sequence[RowTimes]]]:
     """Return the times of `least` fresh jobs of each arm, of up to `most` if it is not late.
 
     Raises MeasurementError: a job failed, or its log lacks `log`.
     """
-    spec = JobSpec(contests=contests, contest_seconds=_NEVER_S)
-    jobs = ConcurrentJobs(launcher.named(f"fresh jobs of {len(contests)} rows"), spec)
-    times: dict[ChoiceName, list[Sequence[ContestTimes]]] = {arm.name: [] for arm in arms}
+    named = launcher.named(f"fresh jobs of {len(contests)} rows")
+    jobs = ConcurrentJobs(named, JobSpec(rows=contests))
+    times: dict[ChoiceName, list[Sequence[RowTimes]]] = {arm.name: [] for arm in arms}
     for ended in jobs.rounds(arms, max(least, most)) if contests else ():
         for arm, outcome in ended:
             if isinstance(outcome, MeasurementError):
                 raise outcome
             if log not in outcome.log:
                 raise MeasurementError(_REFUSED)
-            times[arm.name].append(outcome.results[0].contests)
+            times[arm.name].append(outcome.results[0].times)
         if len(times[arms[0].name]) >= least and time.monotonic() >= until:
             break
     return times
@@ -367,22 +366,22 @@ def _checked(
     except MeasurementError as error:
         launcher.say(f"the plugin's table was not timed: {error}")
         return list(tunings)
-    timed = confirm([SizeRow(row=row) for row in timed_rows], jobs, plan=arm.name)
+    timed = confirm(list(map(untried, timed_rows)), jobs, plan=arm.name)
     return [_without_harm(each, timed) if each.gpus == target.gpus else each for each in tunings]
 
 
 def _without_harm(tuning: SizeTuning, timed: Sequence[SizeRow]) -> SizeTuning:
     """Return a tuning with the rows by the plugin, without entries that these found slower."""
-    slow = [row.row for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM]
+    slow = [row for row in timed if row.fresh is not None and row.fresh.middle < NO_HARM]
     entries = [each for each in tuning.entries if not any(covers(each, row) for row in slow)]
 
     def kept(row: SizeRow) -> bool:
-        return row.kept and any(covers(entry, row.row) for entry in entries)
+        return row.kept and any(covers(entry, row) for entry in entries)
 
     collectives = {entry.collective for entry in tuning.entries}
     return replace(
         tuning,
         rows=tuple(replace(row, kept=kept(row)) for row in tuning.rows),
         entries=tuple(entries),
-        by_plugin=tuple(row for row in timed if row.row.collective in collectives),
+        by_plugin=tuple(row for row in timed if row.collective in collectives),
     )

@@ -1,4 +1,4 @@
-"""Specification and result of a verification job, and the bandwidths that follow from its times."""
+"""Specification and result of a job, and the bandwidths that follow from its times."""
 
 from __future__ import annotations
 
@@ -31,15 +31,41 @@ _MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
 FINAL_ROUNDS = 16
 """Of NCCL's own choice and of a contest's finalists, besides rounds that chose the finalists."""
 
+PARALLEL = {"ddp": 1, "tp2": 2, "tp4": 4}
+"""Names of training steps: DistributedDataParallel, and tensor parallel by the number of ranks."""
+
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint communicators that run at once, by ranks or, of one host, GPUs; () is one over all."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Algorithm, protocol and channels of a call; 0 channels leave the number to NCCL."""
+
+    algorithm: Algorithm
+    protocol: Protocol
+    channels: int = 0
+
+
+class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rounds of a row under NCCL's own choice of algorithm, protocol and channels, and `choices`.
+
+    None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
+    then. With `table` the plugin's table is what is timed instead of choices. With `calls` so many
+    of the row, and of each row beside it, are timed one after the other and at once.
+    """
+
+    choices: tuple[Choice, ...] | None = None
+    rounds: int = FINAL_ROUNDS
+    table: bool = False
+    calls: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an experiment: a collective of `bytes` over all ranks or in `groups`.
 
-    Of another `mode` it is a training step, a "gemm" (matrix multiplications that take as long as
-    the other row), or a "copy" between two devices of one process. Rows `beside` it run at once.
+    Of another `mode` it is a training step, as "ddp-eager", a "gemm" (matrix multiplications that
+    take as long as the other row), or a "copy" between two devices of one process. Rows `beside` it
+    run at once. A job times it in batches, or in the rounds of a `contest`.
     """
 
     collective: Collective = "all_reduce"
@@ -48,11 +74,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     groups: Groups = ()
     mode: str = ""
     beside: tuple[Row, ...] = ()
+    contest: Contest | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def plain(self) -> Row:
+        """Return the row alone, as results are named by it."""
+        return Row(**picked(self, "collective", "dtype", "bytes", "groups", "mode", "beside"))
 
     @property
     def over_all(self) -> bool:
         """Return whether it is a collective over all ranks."""
         return bool(self.bytes) and not self.groups
+
+    @property
+    def trains(self) -> bool:
+        """Return whether it is a training step."""
+        return self.mode not in ("", "gemm", "copy")
 
     def bus_gbps(self, world: int, seconds: float) -> float:
         """Return the bus bandwidth, GB/s, of a call in a job of `world` ranks; see `bus_gbps`."""
@@ -84,31 +121,19 @@ def calls_of(workload: Workload) -> dict[Row, float]:
     return calls
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Algorithm, protocol and channels of a call; 0 channels leave the number to NCCL."""
+def training_rows(world: int, backend: Backend) -> tuple[Row, ...]:
+    """Return the training steps of jobs of `world` ranks: eager and, on GPUs, as CUDA graphs.
 
-    algorithm: Algorithm
-    protocol: Protocol
-    channels: int = 0
-
-
-class Contest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row to time in rounds, under NCCL's own choice and under `choices`.
-
-    None are `all_choices`: sizes of training steps are timed beside matrix multiplications as well
-    then. With `table` the plugin's table is what is timed instead of choices. With `calls` so many
-    of the row, and of each row beside it, are timed one after the other and at once.
+    >>> [row.mode for row in training_rows(2, "host")]
+    ['ddp-eager', 'tp2-eager']
     """
-
-    row: Row
-    choices: tuple[Choice, ...] | None = None
-    rounds: int = FINAL_ROUNDS
-    table: bool = False
-    calls: int = 0
+    forms = ("eager", "graph") if backend == "cuda" else ("eager",)
+    names = (name for name, parts in PARALLEL.items() if world % parts == 0)
+    return tuple(Row(mode=f"{name}-{form}") for name, form in itertools.product(names, forms))
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds per call of a choice, the slowest rank's, one value a round.
+    """Seconds per call of a choice, one value a batch or a round.
 
     None is NCCL's own choice. `beside` are the same beside matrix multiplications, if timed, or of
     a row of several beside the others.
@@ -119,39 +144,51 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     beside: tuple[float, ...] = ()
 
 
-class ContestTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a contest, NCCL's own choice first, then each choice, or the plugin's table.
+class RowTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of a row on a rank, or of a contest on the slowest one.
 
-    The last `final` rounds have finalists alone: which choices became finalists does not depend on
-    their times. `skew` is the largest median difference between ranks, as a share. Rows that run at
-    once have a variant each, with this rank's seconds of all calls; none where other ranks report
-    them. `fault` says how received bytes are wrong.
+    A contest has NCCL's own choice first, then each choice, or the plugin's table; its last `final`
+    rounds have finalists alone: which choices became finalists does not depend on their times.
+    `skew` is the largest median difference between ranks, as a share. Rows that run at once have a
+    variant each; ranks have none of a row that other ranks run or report. `fault` says how received
+    bytes are wrong. `trained` are loss and norms of gradients after a few training steps, None
+    where they are no numbers.
     """
 
     row: Row
-    variants: tuple[Variant, ...]
+    variants: tuple[Variant, ...] = ()
     final: int = 0
     skew: float = 0.0
     fault: str = ""
+    trained: tuple[float | None, ...] = ()
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Return the seconds of the first variant."""
+        return self.variants[0].seconds if self.variants else ()
 
     @property
     def finalists(self) -> tuple[Variant, ...]:
         """Return the choices that were not dropped."""
-        default, *variants = self.variants
-        return tuple(
-            variant for variant in variants if len(variant.seconds) == len(default.seconds)
-        )
+        rounds = len(self.seconds)
+        return tuple(each for each in self.variants[1:] if len(each.seconds) == rounds)
+
+
+def batches(row: Row, seconds: Iterable[float], trained: Iterable[float] = ()) -> RowTimes:
+    """Return the times of a row by batch; without any, of a rank that has no part in it."""
+    times = tuple(seconds)
+    variants = (Variant(seconds=times),) if times else ()
+    return RowTimes(row=row, variants=variants, trained=tuple(trained))
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work of a job's ranks, in this order: checks, timings of rows, contests, training.
+    """Work of a job's ranks: checks, then `rows` in this order.
 
-    Values are checked over all ranks and in `check_groups`. Each of `rows` is timed for about
-    `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no checks
-    and no times. No contest begins after `contest_seconds`; all ranks
-    have the same times of contests. Over several hosts, `first_rank` is the host's and all meet at
-    `rendezvous`. Concurrent jobs have a `slot` each. `nccl_tests` is the path of a program of
-    nccl-tests that does the work.
+    Values are checked over all ranks and in `check_groups`. A row without a contest is timed for
+    about `seconds`. Under a graph file, which fails communicators over fewer GPUs, groups have no
+    checks and no such times. After `limit` seconds no row begins; a job with one runs alone. Over
+    several hosts, `first_rank` is the host's and all meet at `rendezvous`. Concurrent jobs have a
+    `slot` each. `nccl_tests` is the path of a program of nccl-tests that does the work.
     """
 
     backend: Backend = "host"
@@ -163,9 +200,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     check_groups: tuple[Groups, ...] = ()
     rows: tuple[Row, ...] = ()
     seconds: float = 0.08
-    training: bool = False
-    contests: tuple[Contest, ...] = ()
-    contest_seconds: float = 1e9
+    limit: float | None = None
     nccl_tests: str = ""
 
 
@@ -178,12 +213,9 @@ class WrongValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one rank.
+    """Result of one rank: `times` of the rows that began.
 
-    `timings` are seconds per call for each timed row, one value a batch (none for a rank outside
-    all groups); `checked` counts compared cases; `left_out` names collectives that the backend
-    lacks; `training` has seconds per step by mode, and `trained` loss and norms of gradients after
-    a few steps, None where they are no numbers.
+    `checked` counts compared cases; `left_out` names collectives that the backend lacks.
     """
 
     rank: int
@@ -193,10 +225,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checked: int = 0
     wrong: tuple[WrongValue, ...] = ()
     left_out: tuple[str, ...] = ()
-    timings: tuple[tuple[float, ...], ...] = ()
-    training: dict[str, tuple[float, ...]] = {}
-    trained: dict[str, tuple[float | None, ...]] = {}
-    contests: tuple[ContestTimes, ...] = ()
+    times: tuple[RowTimes, ...] = ()
 
 
 def is_large(size: int) -> bool:

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from tccl_py.experiments.calls import Call, gemms, repeated, row_call, transfers
-from tccl_py.experiments.spec import Contest, ContestTimes, Row, Variant
+from tccl_py.experiments.spec import Contest, Row, RowTimes, Variant
 from tccl_py.rank_processes.rank import Communicator
 
 _WARM_UPS = 2
@@ -94,13 +94,13 @@ class Part(NamedTuple):
     fault: Callable[[], str] = str
 
 
-def time_beside(communicator: Communicator, contest: Contest) -> ContestTimes:
+def time_beside(communicator: Communicator, row: Row, contest: Contest) -> RowTimes:
     """Return the times on this rank of a row and of those beside it, alone and at once in turn."""
-    rows = (contest.row, *contest.row.beside)
-    devices = [place for row in rows if row.mode == "copy" for place in row.groups[0]]
+    rows = (row, *row.beside)
+    devices = [place for each in rows if each.mode == "copy" for place in each.groups[0]]
     devices = list(dict.fromkeys(devices)) or [communicator.device.index]
     begin = stopwatch(communicator, devices)
-    parts = [_part(communicator, row, contest.calls) for row in rows if row.mode != "gemm"]
+    parts = [_part(communicator, each, contest.calls) for each in rows if each.mode != "gemm"]
     with_gemms = len(parts) < len(rows)
     if with_gemms:  # These are launched first.
         (other,) = parts
@@ -119,7 +119,7 @@ def time_beside(communicator: Communicator, contest: Contest) -> ContestTimes:
     ]
     fault = next((fault for part in parts if part and (fault := part.fault())), "")
     in_order = (*variants[with_gemms:], *variants[:with_gemms])
-    return ContestTimes(row=contest.row, variants=in_order, fault=fault)
+    return RowTimes(row=row, variants=in_order, fault=fault)
 
 
 def stopwatch(communicator: Communicator, devices: Sequence[int]) -> Together:

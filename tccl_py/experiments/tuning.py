@@ -259,7 +259,7 @@ class Sweep:
         return large_gbps(rates) or 0.0
 
     def _seconds(self, outcome: Outcome) -> dict[Row, float]:
-        return {row: seconds for row, (seconds,) in row_seconds(self._spec, [outcome]).items()}
+        return {row: seconds for row, (seconds,) in row_seconds([outcome]).items()}
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:

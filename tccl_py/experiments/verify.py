@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError
-from tccl_py.experiments.communication import communication_of, timed_calls
+from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rings import RingsFound, rings_found
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
-from tccl_py.experiments.spec import JobSpec, WrongValue, groups_of, large_gbps
+from tccl_py.experiments.spec import Row, WrongValue, groups_of, large_gbps, training_rows
 from tccl_py.experiments.target import Target
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import plan_name
@@ -45,101 +46,139 @@ def verify_target(
         if arms[0] is arms[1]:
             what = "sets nothing that default NCCL has not"
             raise InputError(f"`choice` {only}", what, "leave it out")
-    # 1. Run the jobs. Variables hold for smaller communicators of a process as well.
-    with_groups = not target.hosts and any(arm.name == "variables" for arm in arms)
-    groups = groups_of(launcher.world) if with_groups else ()
-    rows = (*budget.rows, *budget.rows_in(groups))
-    # Cables need not join all pairs of hosts.
-    rows += () if target.plan.cluster.cables else budget.transfers(groups)
     workload = budget.workload
     calls = {} if workload is None else timed_calls(workload, launcher.world)
-    spec = JobSpec(rows=tuple(dict.fromkeys((*rows, *calls))), training=budget.training)
-    again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
+    chosen = only or target.arm(target.plan.recommended).name
+    judge = Judge(target, launcher, budget, arms, chosen, calls)
 
     def judged(rounds: Rounds) -> Verification:
-        # 2. Judge each arm, and find the winner.
-        results: list[ArmResult] = []
-        for arm in arms:
-            result = _arm_result(arm, target, launcher, budget, rounds)
-            if results and not result.failure:
-                result = replace(result, large=result.over(results[0]))
-            results.append(result)
-        communication = None
-        if workload is not None and AGAIN in rounds.table:
-            sound = [result.name for result in results if not result.faults]
-            times = {
-                name: {row: timed.seconds for row, timed in rounds.table[name].items()}
-                for name in dict.fromkeys(("default", *sound))
-            }
-            basis = DRY_RUN if launcher.backend == "host" else ""
-            communication = communication_of(workload, calls, times, basis=basis)
-        names: list[ChoiceName] = [*(arm.name for arm in arms), AGAIN]
-        letters = dict(zip(names, "ABCD", strict=False))
-        ranks = rounds.checked["default"].results
-        return Verification(
-            machine=plan_name(target.plan),
-            gpus=target.gpus,
-            hosts=target.hosts,
-            backend=launcher.backend,
-            arms=tuple(results),
-            again=tuple(rounds.table.get(AGAIN, {}).values()),
-            recommended=target.plan.recommended,
-            chosen=only or target.arm(target.plan.recommended).name,
-            winner=good_choices(results)[0],
-            simulated=target.plan.simulated,
-            assumed=target.plan.assumed,
-            tuned=target.plan.tuned,
-            collective=budget.collectives[0],
-            workload=communication,
-            left_out=ranks[0].left_out,
-            versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
-            devices=tuple(rank.device for rank in ranks),
-            order="".join(letters[name] for name, _ in rounds.jobs),
-            at_once=rounds.at_once,
-            raw=tuple(
-                tuple(zip(*(rank.timings for rank in job.results), strict=True))
-                for _, job in rounds.jobs
-            ),
-            seconds=time.monotonic() - begun,
-        )
+        return replace(judge.verdict(rounds), seconds=time.monotonic() - begun)
 
     def judged_in_part(rounds: Rounds) -> None:
         result = judged(rounds)
         text = f"interrupted: these are the {result.rounds} complete rounds, which are not kept"
         interrupted(replace(result, notices=(*result.notices, text)))
 
-    every = (*arms, *again)
+    again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
     return judged(
-        run_rounds(launcher, every, budget, spec, begun=begun, interrupted=judged_in_part)
+        run_rounds(
+            launcher,
+            (*arms, *again),
+            budget,
+            judge.rows,
+            begun=begun,
+            interrupted=judged_in_part,
+        )
     )
 
 
-def _arm_result(
-    arm: Arm, target: Target, launcher: Launcher, budget: RunBudget, rounds: Rounds
-) -> ArmResult:
-    """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
-    result = ArmResult(
-        name=arm.name,
-        settings=arm.settings,
-        environment=launcher.variables(arm),
-        predicted_gbps=arm.predicted_gbps,
-        failure=rounds.failures.get(arm.name, ""),
-    )
-    if result.failure:
-        return result
-    first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
-    rows = dict(rounds.table.get(arm.name, {}))
-    main = {*budget.rows, *budget.rows_in(row.groups for row in rows if row.groups)}
-    transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.mode)
-    return replace(
-        result,
-        gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),
-        rows=tuple(rows.values()),
-        transfers=transfers,
-        checked=sum(rank.checked for rank in first.results),
-        wrong=(*first.wrong, *_wrong_training(rounds.of("default"), jobs)),
-        rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
-    )
+class Judge(NamedTuple):
+    """A comparison of a plan's arms, default NCCL first: its rows, and what their rounds say.
+
+    `chosen` is the choice in question, `calls` the rows of a workload with their number in a step.
+    """
+
+    target: Target
+    launcher: Launcher
+    budget: RunBudget
+    arms: tuple[Arm, ...]
+    chosen: ChoiceName
+    calls: Mapping[Row, float]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows that each job times."""
+        budget, world = self.budget, self.launcher.world
+        # Variables hold for smaller communicators of a process as well.
+        with_groups = not self.target.hosts and any(arm.name == "variables" for arm in self.arms)
+        groups = groups_of(world) if with_groups else ()
+        # Cables need not join all pairs of hosts.
+        transfers = () if self.target.plan.cluster.cables else budget.transfers(groups)
+        steps = training_rows(world, self.launcher.backend) if budget.training else ()
+        rows = (*budget.rows, *budget.rows_in(groups), *transfers, *self.calls, *steps)
+        return tuple(dict.fromkeys(rows))
+
+    def verdict(self, rounds: Rounds) -> Verification:
+        """Return the results of all arms, and the winner."""
+        results: list[ArmResult] = []
+        for arm in self.arms:
+            result = self._result(arm, rounds)
+            if results and not result.failure:
+                result = replace(result, large=result.over(results[0]))
+            results.append(result)
+        target = self.target
+        names: list[ChoiceName] = [*(arm.name for arm in self.arms), AGAIN]
+        letters = dict(zip(names, "ABCD", strict=False))
+        ranks = rounds.checked["default"].results
+        return Verification(
+            machine=plan_name(target.plan),
+            gpus=target.gpus,
+            hosts=target.hosts,
+            backend=self.launcher.backend,
+            arms=tuple(results),
+            again=tuple(rounds.table.get(AGAIN, {}).values()),
+            recommended=target.plan.recommended,
+            chosen=self.chosen,
+            winner=good_choices(results)[0],
+            simulated=target.plan.simulated,
+            assumed=target.plan.assumed,
+            tuned=target.plan.tuned,
+            collective=self.budget.collectives[0],
+            workload=self._communication(results, rounds),
+            left_out=ranks[0].left_out,
+            versions={"torch": ranks[0].torch, "nccl": ranks[0].nccl},
+            devices=tuple(rank.device for rank in ranks),
+            order="".join(letters[name] for name, _ in rounds.jobs),
+            at_once=rounds.at_once,
+            raw=tuple(
+                tuple(
+                    tuple(times.seconds for times in ranks)
+                    for ranks in job.rows
+                    if not ranks[0].row.mode
+                )
+                for _, job in rounds.jobs
+            ),
+            seconds=0.0,
+        )
+
+    def _communication(self, results: Sequence[ArmResult], rounds: Rounds) -> Communication | None:
+        """Return the workload's communication by each choice without faults."""
+        workload = self.budget.workload
+        if workload is None or AGAIN not in rounds.table:
+            return None
+        sound = [result.name for result in results if not result.faults]
+        times = {
+            name: {row: timed.seconds for row, timed in rounds.table[name].items()}
+            for name in dict.fromkeys(("default", *sound))
+        }
+        basis = DRY_RUN if self.launcher.backend == "host" else ""
+        return communication_of(workload, self.calls, times, basis=basis)
+
+    def _result(self, arm: Arm, rounds: Rounds) -> ArmResult:
+        """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
+        target, launcher, budget = self.target, self.launcher, self.budget
+        result = ArmResult(
+            name=arm.name,
+            settings=arm.settings,
+            environment=launcher.variables(arm),
+            predicted_gbps=arm.predicted_gbps,
+            failure=rounds.failures.get(arm.name, ""),
+        )
+        if result.failure:
+            return result
+        first, jobs = rounds.checked[arm.name], rounds.of(arm.name)
+        rows = dict(rounds.table.get(arm.name, {}))
+        main = {*budget.rows, *budget.rows_in(row.groups for row in rows if row.groups)}
+        transfers = tuple(rows.pop(row) for row in list(rows) if row not in main and not row.mode)
+        return replace(
+            result,
+            gbps=large_gbps([(row.bytes, row.gbps) for row in rows.values() if row.over_all]),
+            rows=tuple(rows.values()),
+            transfers=transfers,
+            checked=sum(rank.checked for rank in first.results),
+            wrong=(*first.wrong, *_wrong_training(rounds.of("default"), jobs)),
+            rings=rings_of_jobs(target, launcher, arm, [first, *jobs], checks=budget.checks),
+        )
 
 
 def rings_of_jobs(
@@ -159,8 +198,10 @@ def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Ite
     """Yield losses and gradients that are not those of default NCCL's first job."""
     for job in jobs:
         for expected, rank in zip(baseline[0].results, job.results, strict=True):
-            for mode, values in rank.trained.items():
-                pairs = zip(values, expected.trained[mode], strict=True)
+            for before, times in zip(expected.times, rank.times, strict=True):
+                # A job under a graph file leaves some steps out.
+                pairs = zip(before.trained, times.trained, strict=True) if times.trained else ()
                 if not all(a is not None and b is not None and _equal(a, b) for a, b in pairs):
-                    what = f"loss and gradients {values} instead of {expected.trained[mode]}"
-                    yield WrongValue(case=f"training step, {mode}", rank=rank.rank, what=what)
+                    what = f"loss and gradients {times.trained} instead of {before.trained}"
+                    case = f"training step, {times.row.mode}"
+                    yield WrongValue(case=case, rank=rank.rank, what=what)

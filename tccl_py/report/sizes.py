@@ -52,7 +52,7 @@ def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
         inside = [
             row.fresh.middle
             for row in tuning.rows
-            if row.kept and row.fresh is not None and covers(entry, row.row)
+            if row.kept and row.fresh is not None and covers(entry, row)
         ]
         gains = f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
         ends = f"{_about(entry.from_bytes)} to {_about(entry.to_bytes)}"
@@ -62,13 +62,13 @@ def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
 def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each row, and the choice of a row that the table has an entry for."""
     for row in tuning.rows:
-        name = f"{row.row.collective} {row.row.dtype}"
+        name = f"{row.collective} {row.dtype}"
         seconds = [row.seconds.get("default", ()), row.seconds.get(row.plan, ()), row.tuned_seconds]
         times = (f"{median(values) * 1e6:.1f}" if values else "" for values in seconds)
         over_plan = row.fresh if row.kept else None
         ratios = (f"{over:.3f}" if over else "" for over in (over_plan, row.over("default")))
         chosen = choice_text(row.choice) if row.kept and row.choice is not None else ""
-        yield name, size_text(row.row.bytes), *times, *ratios, chosen
+        yield name, size_text(row.bytes), *times, *ratios, chosen
 
 
 def tuning_facts(tuning: SizeTuning) -> list[str]:
@@ -102,7 +102,7 @@ def tuning_json(tuning: SizeTuning) -> dict[str, Any]:
 def _row_json(row: SizeRow) -> dict[str, Any]:
     us = {name: median(values) * 1e6 for name, values in row.seconds.items() if values}
     return {
-        **picked(row.row, "collective", "dtype", "bytes"),
+        **picked(row, "collective", "dtype", "bytes"),
         "us": us,
         **picked(row, "choice", "swept", "fresh"),
         "over_default": row.over("default"),
@@ -161,10 +161,10 @@ def size_charts(tunings: Sequence[SizeTuning]) -> Iterator[SizeChart]:
     for number, tuning in enumerate(tunings):
         gpus = ",".join(map(str, tuning.gpus))
         points_of: dict[tuple[str, int], dict[int, Spans]] = {}
-        for row in sorted(tuning.rows, key=lambda row: row.row.bytes):
-            if row.row.dtype == "bfloat16" and row.tuned_seconds:
+        for row in sorted(tuning.rows, key=lambda row: row.bytes):
+            if row.dtype == "bfloat16" and row.tuned_seconds:
                 for at, spans in enumerate(_spans(row, len(tuning.gpus))):
-                    points_of.setdefault((row.row.collective, at), {})[row.row.bytes] = spans
+                    points_of.setdefault((row.collective, at), {})[row.bytes] = spans
         for (collective, at), points in points_of.items():
             if any(points.values()):
                 title = f"{_TITLES[at]}: {collective.replace('_', '-')}, bfloat16, GPUs {gpus}"
@@ -202,7 +202,7 @@ def _spans(row: SizeRow, ranks: int) -> tuple[Spans, Spans, Spans]:
     speed.pop("default", None)
     latency = {kind: median_interval([s * 1e6 for s in values]) for kind, values in timed.items()}
     bandwidth = {
-        kind: median_interval([row.row.bus_gbps(ranks, s) for s in values])
+        kind: median_interval([row.bus_gbps(ranks, s) for s in values])
         for kind, values in timed.items()
     }
     return speed, latency, bandwidth

@@ -14,8 +14,7 @@ import pytest
 
 from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.jobs import HostRanks, Launcher
-from tccl_py.experiments.rank import PARALLEL
-from tccl_py.experiments.spec import JobSpec
+from tccl_py.experiments.spec import PARALLEL, JobSpec, training_rows
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL, REPOSITORY
@@ -76,7 +75,8 @@ def test_a_gpt_learns_the_same_in_every_arm_eagerly_and_as_a_cuda_graph(without_
     ranks = tuple(range(len(plan.gpus)))
     host = HostRanks(ranks=ranks, gpus=plan.gpus, environment=dict(os.environ))
     launcher = Launcher(backend="cuda", hosts=(host,), keep=PINNED[1:])
-    jobs = launcher.run(target.arms, JobSpec(training=True))
+    steps = training_rows(len(ranks), "cuda")
+    jobs = launcher.run(target.arms, JobSpec(rows=steps))
     for arm, job in zip(target.arms, jobs, strict=True):
         world = len(ranks)
         # A graph file fails communicators over fewer GPUs.
@@ -88,12 +88,15 @@ def test_a_gpt_learns_the_same_in_every_arm_eagerly_and_as_a_cuda_graph(without_
             for how in ("eager", "graph")
         ]
         for rank, result in enumerate(job.results):
-            assert list(result.training) == modes
-            for mode in modes:
-                expected = jobs[0].results[rank].trained[mode]
-                seconds = sorted(result.training[mode])
+            times_of = {times.row.mode: times for times in result.times if times.trained}
+            assert list(times_of) == modes
+            for default in jobs[0].results[rank].times:
+                mode, expected = default.row.mode, default.trained
+                if mode not in times_of:
+                    continue
+                seconds = sorted(times_of[mode].seconds)
                 print(arm.name, rank, mode, f"{seconds[len(seconds) // 2] * 1e3:.2f} ms", expected)
-                found = result.trained[mode]
+                found = times_of[mode].trained
                 print(
                     "  relative differences",
                     [a / b - 1 for a, b in zip(found, expected, strict=True)],

@@ -57,8 +57,8 @@ def test_the_plugins_table_is_nowhere_slower_than_nccls_own_choice(tuned):
             inside = [
                 entry
                 for entry in tuning.entries
-                if entry.collective == row.row.collective
-                and entry.from_bytes <= row.row.bytes <= entry.to_bytes
+                if entry.collective == row.collective
+                and entry.from_bytes <= row.bytes <= entry.to_bytes
             ]
             assert not inside or row.fresh.middle >= 0.99 or not REAL
 

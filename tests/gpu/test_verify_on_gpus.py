@@ -15,7 +15,7 @@ from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rings import rings_found
-from tccl_py.experiments.spec import Contest, JobSpec, groups_of, rows_of
+from tccl_py.experiments.spec import Contest, JobSpec, groups_of, rows_of, training_rows
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tests.gpu.ranks import PINNED, REAL
@@ -35,15 +35,17 @@ def test_one_job_is_right_runs_the_plans_rings_and_trains(measured):
     launcher = Launcher(backend="cuda", hosts=(host,), keep=PINNED[1:])
     arm = read_target(plan, measured).arm("graph")
     begun = time.monotonic()
-    (found,) = launcher.run([arm], JobSpec(checks=True, training=True))
+    steps = training_rows(len(ranks), "cuda")
+    (found,) = launcher.run([arm], JobSpec(checks=True, rows=steps))
     seconds = time.monotonic() - begun
     for answer in found.results:
         assert (answer.wrong, answer.left_out) == ((), ())
         assert answer.checked > 500
         # A graph file fails communicators over fewer GPUs.
         modes = {"ddp", *(f"tp{parts}" for parts in (2, 4) if parts == len(plan.gpus))}
-        assert set(answer.training) == {f"{m}-{how}" for m in modes for how in ("eager", "graph")}
-        print(answer.training, answer.trained)
+        trained = {times.row.mode for times in answer.times if times.trained}
+        assert trained == {f"{m}-{how}" for m in modes for how in ("eager", "graph")}
+        print(answer.times)
     rings = rings_found(plan, {}, found.log, launcher.variables(arm))
     assert rings.differences == ()
     assert {link.via.split("/")[0] for link in rings.links} <= {"P2P", "SHM", "NET"}
@@ -60,15 +62,16 @@ def test_every_collective_is_right_and_timed_in_groups_that_overlap(measured):
     groups = [*groups_of(len(gpus)), (ranks[::2], ranks[1::2]), ((1, 0),)]
     groups = tuple(parts for parts in groups if all(len(part) > 1 for part in parts))
     rows = rows_of((1024, 1 << 20), COLLECTIVES, "bfloat16", groups=groups)
-    at_once = Contest(row=replace(rows[0], beside=rows[1:2]), calls=2, rounds=3)
-    spec = JobSpec(checks=True, check_groups=groups, rows=rows, seconds=0.01, contests=(at_once,))
+    at_once = replace(rows[0], beside=rows[1:2], contest=Contest(calls=2, rounds=3))
+    spec = JobSpec(checks=True, check_groups=groups, rows=(*rows, at_once), seconds=0.01)
     (found,) = launcher.run([arm], spec)
     for rank, answer in enumerate(found.results):
         assert (answer.wrong, answer.left_out) == ((), ())
         inside = [any(rank in part for part in row.groups) for row in rows]
-        assert [bool(times) for times in answer.timings] == inside
-        assert answer.contests
-        print(rank, answer.checked, [min(times, default=0.0) for times in answer.timings])
+        *alone, beside = answer.times
+        assert [bool(times.seconds) for times in alone] == inside
+        assert beside.row == at_once
+        print(rank, answer.checked, [min(times.seconds, default=0.0) for times in alone])
 
 
 def verified(planned, *words):
