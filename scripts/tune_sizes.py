@@ -21,7 +21,8 @@ from tccl_py.experiments.sizes import ALL_SIZES, FURTHER, arms_of, plugin_librar
 from tccl_py.experiments.spec import parse_sizes, rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
-from tccl_py.report.sizes import COLUMNS, ENTRY_COLUMNS, entry_cells, size_cells, tuning_facts
+from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts
+from tccl_py.report.tables import lines
 
 
 def main() -> None:
@@ -54,12 +55,9 @@ def main() -> None:
         tuning, sweep = tune_sizes(launcher, arms, rows, options.seconds)
     if options.out:
         options.out.write_bytes(msgspec.json.encode({"tuning": tuning, "sweep": sweep}))
-    for names, cells_of_rows in (
-        (COLUMNS, size_cells(tuning)),
-        (ENTRY_COLUMNS, entry_cells(tuning)),
-    ):
+    for names, *rows in (list(lines(SIZES, tuning.rows)), entry_lines([tuning])):
         table = Table(*names)
-        for cells in cells_of_rows:
+        for cells in rows:
             table.add_row(*cells)
         Console(width=160).print(table)
     print(*tuning_facts(tuning), sep="\n")

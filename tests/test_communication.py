@@ -13,7 +13,6 @@ from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.communication import (
     MOST_ROWS,
     Communications,
-    communication_line,
     communication_of,
     keep_communication,
     timed_calls,
@@ -27,6 +26,7 @@ from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.files import decode_json
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
+from tccl_py.report.tables import communication_line
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tccl_py.workloads.workload import Workload, WorkloadRow, write_workload

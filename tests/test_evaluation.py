@@ -117,9 +117,10 @@ def test_the_summary_is_of_the_ratios_and_no_recommended_one_is_below_1(place):
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     assert arm["mean"] == pytest.approx(mean) and arm["mean"] > 1.2
     assert arm["least"] >= 1.0
-    words = f"mean {arm['mean']:.3f} (least {arm['least']:.3f}, most {arm['most']:.3f})"
+    numbers = [f"{arm['cells']}", *(f"{arm[name]:.3f}" for name in ("mean", "least", "most"))]
     done = tccl("evaluate", place, "--sizes", "1M")
-    assert words in " ".join(done.stdout.split())
+    rows = [line.split() for line in done.stdout.replace("│", " ").splitlines()]
+    assert [row for row in rows if "all" in row and row[-4:] == numbers]
     assert "--sizes and options of jobs are without effect" in done.stderr
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from tccl_py.cli.main import COMMANDS, load_command
 from tccl_py.delivery.plugin import PLUGIN_VARIABLE
-from tccl_py.experiments.preflight import CollectivesChecked, Preflight, preflight_metrics
+from tccl_py.experiments.preflight import CollectivesChecked, Preflight
 from tccl_py.experiments.rounds import Timed, single
 from tccl_py.health.drift import Drift, prometheus_text
 from tccl_py.health.drift_statistics import Comparison
@@ -19,6 +19,7 @@ from tccl_py.model.transfer import parse_set
 from tccl_py.nccl.plugin import LIBRARY
 from tccl_py.nccl.plugin.index import INDEX_VARIABLE
 from tccl_py.plan.load import load_plan
+from tccl_py.report.tables import preflight_metrics
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "operations"

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from tccl_py.cli.main import app
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import Launcher, Outcome
-from tccl_py.experiments.overlap import lines_of, parse_sets, rows_of_sets, span, time_overlap
+from tccl_py.experiments.overlap import parse_sets, rows_of_sets, time_overlap
 from tccl_py.experiments.spec import JobResult, RowTimes, Variant
 from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.rank_processes.rank import Communicator
+from tccl_py.report.tables import overlap_lines, span
 from tests.processes import alive, children
 from tests.test_json_page import same_keys
 
@@ -85,13 +86,10 @@ def test_transfers_and_products_are_timed_for_real_over_gloo():
 def test_the_table_shows_sets_modes_and_intervals(monkeypatch):
     times = ((1e-3,), (1.5e-3,)), ((2e-3,), (2.5e-3,))
     outcome = outcome_of(sets_of((1, 0)), (times[1:], times, times))
-    lines = [
-        line for by in ("gloo", "memcpy") for line in lines_of(by, outcome, (0, 1), messages=1)
-    ]
-    found = lines, outcome.results[0]
+    found = dict.fromkeys(("gloo", "memcpy"), outcome)
     monkeypatch.setattr("tccl_py.cli.overlap.time_overlap", lambda *_, **__: found)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    result = tccl("overlap", "G1->G0", "--backend", "gloo")
+    result = tccl("overlap", "G1->G0", "--backend", "gloo", "--messages", 1)
     assert result.exit_code == 0, result.output
     for text in ("G1->G0", "sequential", "concurrent", "memcpy", "all-reduce", "95 % interval"):
         assert text in result.stdout
@@ -159,7 +157,7 @@ def test_the_receivers_times_count_and_totals_follow_from_them(mode, total):
     (sets, *_) = sets_of((0, 1), (1, 0))
     none, long, short = ((), ()), ((0.02, 0.02),) * 2, ((0.01, 0.01),) * 2
     outcome = outcome_of([sets], [(none, long)], [(short, none)])
-    lines = lines_of("nccl", outcome, (4, 6), messages=2)
+    lines = overlap_lines("nccl", outcome, (4, 6), messages=2)
     (row,) = (line for line in lines if line["mode"] == mode)
     assert row["set"] == ["G4->G6", "G6->G4"]
     assert [one.middle for one in row["message"]] == [5.0, 10.0]
@@ -173,7 +171,7 @@ def test_of_a_product_the_slowest_rank_of_the_transfer_counts():
     all_reduce = times((0.006,), 0.007)
     transfers = times((0.002,)), times((0.003,), 0.005), times(())
     outcome = outcome_of(sets_of((0, 1))[1:], *([one, all_reduce] for one in transfers))
-    _, row, other, _ = lines_of("nccl", outcome, (0, 1, 2), messages=2)
+    _, row, other, _ = overlap_lines("nccl", outcome, (0, 1, 2), messages=2)
     assert (row["transfer_time"].middle, row["product_time"].middle) == (5.0, 3.0)
     assert row["total"].middle == 5.0
     assert other["transfer"] == "all-reduce"

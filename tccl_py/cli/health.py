@@ -27,15 +27,13 @@ from tccl_py.cli.options import (
 )
 from tccl_py.cli.output import BAD, DOUBT, GOOD, ProgressLine, grid, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off, size_text
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, counted, interrupts_put_off
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program
 from tccl_py.experiments.preflight import (
     FAMILIES,
     Preflight,
     measure_plan_again,
-    preflight_json,
-    preflight_metrics,
 )
 from tccl_py.files import encode_json
 from tccl_py.health.doctor import Diagnosis, check_network, examine, plugin_complaints, this_host
@@ -46,6 +44,7 @@ from tccl_py.model.measurement import IN_DRY_RUN
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.text import plan_name
+from tccl_py.report.tables import PREFLIGHT, lines, preflight_json, preflight_metrics
 
 _MAX_SECONDS = 86_400
 _CHECK_S, _PREFLIGHT_S = 120.0, 60.0
@@ -137,10 +136,7 @@ def _print_preflight(preflight: Preflight, *, dry_run: bool) -> None:
         console.print(f"  at {problem.where}")
     if (jobs := preflight.collectives).rates:
         console.print(f"{jobs.checked} results of collectives compared, bit by bit")
-        for row in jobs.rates:
-            was = f"{row.baseline_gbps:.2f}" if row.baseline_gbps else "not verified"
-            size = size_text(row.bytes)
-            console.print(f"{jobs.collective} of {size}: {row.gbps:.2f} GB/s, expected {was}")
+        print_table(console, lines(PREFLIGHT, jobs.rates))
 
 
 def _print_drift(plan: Plan, drift: Drift) -> None:

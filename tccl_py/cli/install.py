@@ -44,9 +44,10 @@ def install(
         tccl install my-plan --conf /etc/nccl.conf
         tccl install my-plan --workload job.json
     """
-    from tccl_py.experiments.communication import communication_line, verified_choice  # noqa: PLC0415
+    from tccl_py.experiments.communication import verified_choice  # noqa: PLC0415
     from tccl_py.installation.install import accept  # noqa: PLC0415 (slow)
     from tccl_py.installation.install import install as put  # noqa: PLC0415
+    from tccl_py.report.tables import communication_line  # noqa: PLC0415
 
     path = conf or user_file()
     if str(path) == "-":

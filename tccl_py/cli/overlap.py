@@ -12,8 +12,9 @@ from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
 from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.experiments.overlap import Backend, Line, default_sets, parse_sets, time_overlap
+from tccl_py.experiments.overlap import Backend, default_sets, parse_sets, time_overlap
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
+from tccl_py.report.tables import GEMMS, PAIRS, Line, lines, overlap_lines
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096
@@ -62,8 +63,14 @@ def overlap(
         raise InputError("tccl overlap", "needs torch", "`pip install torch`")
     counted = {"message_bytes": size * MIB, "messages": messages, "repeats": repeats}
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
-        lines, first = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
-    pairs, products = ([line for line in lines if key in line] for key in ("set", "transfer"))
+        outcomes = time_overlap(chosen, places, pair_sets, timeout=timeout, **counted)
+    rows = [
+        row
+        for by, outcome in outcomes.items()
+        for row in overlap_lines(by, outcome, places, messages=messages)
+    ]
+    pairs, products = ([row for row in rows if key in row] for key in ("set", "transfer"))
+    first = outcomes[chosen].results[0]
     head: dict[str, Any] = {"backend": chosen, "dry_run": chosen == "gloo", "gpus": places}
     head |= {"gpu": first.device, "torch": first.torch, **counted}
     if json:
@@ -98,15 +105,5 @@ def _print(head: Mapping[str, Any], pairs: Sequence[Line], products: Sequence[Li
         f"{head['messages']} messages of {head['message_bytes'] // MIB} MiB on {where}, torch "
         f"{head['torch']}: ms, median of {head['repeats']} (95 % interval)"
     )
-    lines = [("by", "set", "mode", "one message of each pair", "all of them")]
-    for row in pairs:
-        messages = "  ".join(f"{span:.2f}" for span in row["message"])
-        lines.append(
-            (row["by"], " ".join(row["set"]), row["mode"], messages, f"{row['total']:.2f}")
-        )
-    print_table(out, lines)
-    more = [("by", "transfer", "mode", "transfer", "product", "both done")]
-    for row in products:
-        times = (f"{row[name]:.2f}" for name in ("transfer_time", "product_time", "total"))
-        more.append((row["by"], row["transfer"], row["mode"], *times))
-    print_table(out, more)
+    print_table(out, lines(PAIRS, pairs))
+    print_table(out, lines(GEMMS, products))

@@ -212,8 +212,8 @@ def plan_by_workload(
     made: Plan, workload: Callable[[int], Workload], model: MachineModel | None
 ) -> tuple[Plan, Communication | None, str]:
     """Return a plan that recommends what is predicted to be best for a job, and what that is."""
-    from tccl_py.experiments.communication import communication_line  # noqa: PLC0415 (slow)
-    from tccl_py.experiments.prediction import predicted_communication  # noqa: PLC0415
+    from tccl_py.experiments.prediction import predicted_communication  # noqa: PLC0415 (slow)
+    from tccl_py.report.tables import communication_line  # noqa: PLC0415
     from tccl_py.simulator.source import Simulator  # noqa: PLC0415
 
     source = None if model is None else Simulator(model)

@@ -65,7 +65,7 @@ def show(
         size_notes,
         size_table,
     )
-    from tccl_py.report.sizes import ENTRY_COLUMNS, entry_cells  # noqa: PLC0415
+    from tccl_py.report.sizes import entry_lines  # noqa: PLC0415
     from tccl_py.report.verification import trade_off_lines  # noqa: PLC0415
 
     console = results()
@@ -80,9 +80,8 @@ def show(
     print_table(console, list(size_table(plan, ("all_reduce",))), title=title)
     for text in size_notes(plan):
         console.print(f"note: {text}")
-    entries = [cells for tuning in load_sizes(directory) for cells in entry_cells(tuning)]
     title = "algorithm, protocol and channels by message size"
-    print_table(console, [ENTRY_COLUMNS, *entries], title=title)
+    print_table(console, entry_lines(load_sizes(directory)), title=title)
     if hops:
         print_table(console, _hop_table(plan))
     if sets:

@@ -19,8 +19,8 @@ from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.communication import communication_line, workload_for
-from tccl_py.experiments.evaluation import EVALUATED, csv_text
+from tccl_py.experiments.communication import workload_for
+from tccl_py.experiments.evaluation import EVALUATED
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
 from tccl_py.experiments.plans import evaluate_plan, tuning_budget, verify_plan
@@ -36,20 +36,20 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.results import plan_in
 from tccl_py.plan.staging import locked
-from tccl_py.report.sizes import (
-    COLUMNS,
-    ENTRY_COLUMNS,
-    entry_cells,
-    size_cells,
-    tuning_facts,
-    tuning_json,
+from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts, tuning_json
+from tccl_py.report.tables import (
+    SUMMARIES,
+    communication_line,
+    csv_text,
+    lines,
+    size_lines,
+    summary_rows,
 )
 from tccl_py.report.verification import (
+    evaluation_facts,
     evaluation_json,
-    evaluation_lines,
     facts_of,
     headline,
-    size_rows,
     verification_json,
 )
 from tccl_py.sources.profiled import check_backend
@@ -224,8 +224,10 @@ def evaluate(
     if json:
         print_json(evaluation_json(result))
     else:
-        for line in evaluation_lines(result):
-            results().print(line, soft_wrap=True)
+        of, recommended = evaluation_facts(result)
+        results().print(of, soft_wrap=True)
+        print_table(results(), lines(SUMMARIES, summary_rows(result)))
+        results().print(recommended, soft_wrap=True)
     notice_each(f"failed: {text}" for text in result.failures)
     notice_each(f"left out, the time is up: {text}" for text in result.left_out)
     if result.wrong or result.failures:
@@ -287,8 +289,8 @@ def tuned_plan(directory: Path, job: Job | None = None, backend: Backend = "cuda
 def print_sizes(tunings: Sequence[SizeTuning], console: Console) -> None:
     """Print the rows of each tuning by message size, the tuner's entries, and the cost."""
     for tuning in tunings:
-        print_table(console, [COLUMNS, *size_cells(tuning)])
-        print_table(console, [ENTRY_COLUMNS, *entry_cells(tuning)])
+        print_table(console, lines(SIZES, tuning.rows))
+        print_table(console, entry_lines([tuning]))
         for line in tuning_facts(tuning):
             console.print(line)
 
@@ -300,11 +302,7 @@ def print_verification(result: Verification, console: Console) -> None:
         console.print(communication_line(result.workload), style=GOOD)
     console.print(winner)
     console.print(answer, style=GOOD if result.accepted else BAD)
-    arms = [arm for arm in result.arms if arm.sizes]
     if result.arms[0].sizes:
-        columns = ["size"]
-        for arm in arms:
-            columns += [f"{arm.name} us", "GB/s", *["ratio (95 %)"] * (arm is not arms[0])]
-        print_table(console, [columns, *size_rows(arms)])
+        print_table(console, size_lines([arm for arm in result.arms if arm.sizes]))
     for line in facts_of(result):
         console.print(line)

@@ -20,7 +20,6 @@ from tccl_py.experiments.spec import Row, calls_of
 from tccl_py.files import encode_line
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
-from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.statistics import Interval
 from tccl_py.workloads.bundled import BUNDLED, bundled
 from tccl_py.workloads.sources import open_workload
@@ -163,45 +162,8 @@ def communication_of(
     )
 
 
-def communication_line(communication: Communication) -> str:
-    """Return the time of a step before and after, by what choice, and what that slows."""
-    steps, chosen = communication.choices, communication.chosen
-    before = steps["default"].seconds
-    if chosen == "default":
-        others = [f"{CHOICE_WORDS[n]} {_speed(s)}" for n, s in steps.items() if n != "default"]
-        rest = f": {', '.join(others)}" if others else ""
-        line = f"{_durations(before)} a step by default NCCL, which no choice clearly beats{rest}"
-    else:
-        line = f"{_durations(before, steps[chosen].seconds)} a step ({_speed(steps[chosen])})"
-        line += f" by {CHOICE_WORDS[chosen]}"
-    parts = [
-        f"{name}, {_share(share)} of it, is slower ({speed:.2f})"
-        for name, (share, speed) in communication.losses.items()
-    ]
-    if communication.unknown > 0:
-        parts.append(f"{_share(communication.unknown)} of its calls have no times")
-    basis = f" ({communication.basis})" if communication.basis else ""
-    return f"your job's communication{basis}: " + "; ".join([line, *parts])
-
-
 def keep_communication(communication: Communication, directory: Path) -> None:
     """Keep what is known of a workload beside a plan, in the place of what was before."""
     kept, made = Communications.load(directory) or Communications(), communication
     others = (w for w in kept.workloads if made.digest != w.digest and made.name != w.name)
     Communications(workloads=(made, *others)[:_MOST_KEPT]).keep(directory)
-
-
-def _share(share: float) -> str:
-    return "under 1 %" if share < 0.005 else f"{100 * share:.0f} %"
-
-
-def _speed(step: StepTime) -> str:
-    middle, low, high = (f"{value:.2f}" for value in structs.astuple(step.speed))
-    return middle if low == high else f"{middle}, {low} to {high}"
-
-
-def _durations(*seconds: float) -> str:
-    """Return durations in the unit of the first."""
-    units = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
-    factor, unit = next((each for each in units if seconds[0] * each[0] >= 1), units[-1])
-    return " -> ".join(f"{s * factor:.{s * factor < 100:d}f}" for s in seconds) + f" {unit}"

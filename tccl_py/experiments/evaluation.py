@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,6 @@ from tccl_py.experiments.rounds import (
     run_rounds,
 )
 from tccl_py.experiments.spec import KIB, MIB, WrongValue
-from tccl_py.files import picked
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
@@ -168,16 +165,3 @@ def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
     for arm, rows in rounds.table.items():
         for row in rows.values():
             yield Cell(**structs.asdict(row), hosts=hosts, gpus=launcher.hosts[0].gpus, arm=arm)
-
-
-def csv_text(result: Evaluation) -> str:
-    """Return all cells as CSV, a row each."""
-    text = io.StringIO()
-    names = (*COLUMNS, "simulated", "dry_run")
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for cell in result.cells:
-        lists = {name: " ".join(map(str, getattr(cell, name))) for name in ("hosts", "gpus")}
-        labels = picked(result, "simulated", "dry_run")
-        writer.writerow(picked(cell, *COLUMNS) | lists | labels)
-    return text.getvalue()

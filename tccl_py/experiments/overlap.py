@@ -1,47 +1,30 @@
-"""`tccl overlap` as rows: sets of transfers, and transfers beside a GEMM; its tables."""
+"""`tccl overlap` as rows: sets of transfers, and transfers beside a GEMM."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import msgspec
-from msgspec import structs
 from msgspec.structs import replace
 
 from tccl_py.errors import InputError, MeasurementError, require
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, Outcome
-from tccl_py.experiments.spec import Contest, JobResult, JobSpec, Row
+from tccl_py.experiments.spec import Contest, JobSpec, Row
 from tccl_py.model.rings import direct_write
 from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import RanksError
-from tccl_py.statistics import Interval, median_interval
 
 Backend = Literal["nccl", "gloo"]
 Pair = tuple[int, int]
 """A transfer between two of the job's GPUs, numbered from 0."""
 Pairs = tuple[Pair, ...]
-_MODES = (("sequential", "seconds", sum), ("concurrent", "beside", max))
-"""Names, fields of the times, and how those of all rows add up."""
-_GEMM = Row(mode="gemm")
+GEMM = Row(mode="gemm")
 _PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
 _MOST_PAIRS = 8
-
-
-class Span(Interval, frozen=True, kw_only=True):
-    """A median and the 95 % interval, ms; the whole range of fewer than 6 samples."""
-
-    middle: float = msgspec.field(name="median_ms")
-    low: float = msgspec.field(name="low_ms")
-    high: float = msgspec.field(name="high_ms")
-
-
-Line = dict[str, Any]
-"""A line of a table, with the keys of `--json`."""
 
 
 def default_sets(places: int) -> tuple[Pairs, ...]:
@@ -94,25 +77,25 @@ def rows_of_sets(
     mode = "copy" if copies else ""
     pair_row = Row(collective="send", dtype="uint8", bytes=message_bytes, mode=mode)
     rows = [[replace(pair_row, groups=(pair,)) for pair in pairs] for pairs in sets]
-    rows += [[rows[0][0], _GEMM]]
-    rows += [] if copies else [[Row(bytes=message_bytes), _GEMM]]
+    rows += [[rows[0][0], GEMM]]
+    rows += [] if copies else [[Row(bytes=message_bytes), GEMM]]
     contest = Contest(rounds=repeats, calls=messages)
     return tuple(replace(row, beside=tuple(beside), contest=contest) for row, *beside in rows)
 
 
 def time_overlap(
     backend: Backend, gpus: Sequence[int], sets: tuple[Pairs, ...], *, timeout: float, **counts: int
-) -> tuple[list[Line], JobResult]:
-    """Run a job of messages and one of copies here; return their lines, and a rank's result.
+) -> dict[str, Outcome]:
+    """Run a job of messages and one of copies here; return both by what moved bytes.
 
-    `counts` are as in `rows_of_sets`. Raises MeasurementError: a rank fails, or as `lines_of`.
+    `counts` are as in `rows_of_sets`. Raises MeasurementError: a rank fails, or gets wrong bytes.
     """
     host = HostRanks(ranks=tuple(range(len(gpus))), gpus=tuple(gpus), environment=dict(os.environ))
     # NCCL's variables, and its file, are the caller's.
     keep = tuple(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
     variables = {"NCCL_CONF_FILE": os.environ.get("NCCL_CONF_FILE", "")}
     arm = Arm(name="default", variables=variables, settings=Settings())
-    lines = list[Line]()
+    outcomes = dict[str, Outcome]()
     with ForkServer() as server:
         for by, ranks in ((backend, host.ranks), ("memcpy", (0,))):
             launcher = Launcher(
@@ -129,44 +112,9 @@ def time_overlap(
                 if error.late:
                     raise MeasurementError(f"{error}; raise `timeout`") from error
                 raise
-            lines += lines_of(by, outcome, gpus, messages=counts["messages"])
-    return lines, outcome.results[0]
-
-
-def span(seconds: Iterable[float]) -> Span:
-    """Return the median of times in ms, and the interval."""
-    return Span(**structs.asdict(median_interval([1e3 * value for value in seconds])))
-
-
-def lines_of(by: str, outcome: Outcome, gpus: Sequence[int], *, messages: int) -> Iterator[Line]:
-    """Yield a job's lines of pairs, and of transfers beside a GEMM.
-
-    `by` is `nccl`, `gloo` or `memcpy`, `gpus` the index of each place, and `messages` the number of
-    one transfer. Wrong bytes are a MeasurementError.
-    """
-    wrong = [r.rank for r in outcome.results if any(times.fault for times in r.times)]
-    if wrong:
-        named = ", ".join(map(str, wrong))
-        raise MeasurementError(f"transfers by {by}: gave rank {named} wrong bytes: times are void")
-    for ranks in outcome.rows:
-        rows = (ranks[0].row, *ranks[0].row.beside)
-        names = [
-            "->".join(f"G{gpus[place]}" for place in row.groups[0]) if row.groups else "all-reduce"
-            for row in rows
-            if row != _GEMM
-        ]
-        for mode, field, whole in _MODES:
-            of_ranks = ([getattr(part, field) for part in times.variants] for times in ranks)
-            # The slowest rank that reports a row counts.
-            works = [
-                list(map(max, zip(*filter(None, row), strict=True)))
-                for row in zip(*of_ranks, strict=True)
-            ]
-            line: Line = {"by": by, "mode": mode}
-            if rows[-1] == _GEMM:
-                line |= {"transfer": names[0]}
-                line |= {"transfer_time": span(works[0]), "product_time": span(works[1])}
-            else:
-                message = [span(value / messages for value in work) for work in works]
-                line |= {"set": names, "message": message}
-            yield {**line, "total": span(map(whole, zip(*works, strict=True)))}
+            wrong = [r.rank for r in outcome.results if any(times.fault for times in r.times)]
+            if wrong:
+                fault = f"gave rank {', '.join(map(str, wrong))} wrong bytes: times are void"
+                raise MeasurementError(f"transfers by {by}: {fault}")
+            outcomes[by] = outcome
+    return outcomes

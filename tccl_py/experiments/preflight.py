@@ -11,10 +11,10 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -30,17 +30,14 @@ from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
 from tccl_py.explanation.paths import collapse_patterns
-from tccl_py.files import picked
 from tccl_py.health.drift import (
     ROUNDS,
     Drift,
     Effort,
     Journal,
-    drift_json,
     find_drift,
     joined,
     measuring_again,
-    metric,
 )
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
 from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
@@ -115,7 +112,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         ]
         cause = drift.points_to if rates or lost else ""
         rates += [
-            (f"{jobs.collective} of {size_text(row.bytes)}", row.baseline_gbps or 0, row.gbps)
+            (f"{jobs.collective} of {size_text(row.bytes)}", row.expected or 0, row.gbps)
             for row in jobs.slower
         ]
         fallen = (
@@ -324,41 +321,3 @@ def learn_patterns(
     except (InputError, MeasurementError) as error:
         return [f"writes above {len(lacking)} switches cannot be compared: {error}"]
     return [f"measured writes above {len(lacking)} switches: later preflights compare with them"]
-
-
-def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
-    """Return the JSON of `check --preflight --json`."""
-    jobs = preflight.collectives
-    return {
-        "ok": preflight.ok,
-        "findings": preflight.problems,
-        "collective": jobs.collective,
-        "collectives_checked": jobs.checked,
-        "bandwidths": [
-            {
-                **picked(row, "bytes", "gbps"),
-                "expected_gbps": row.baseline_gbps,
-                "p": row.compared.p,
-            }
-            for row in jobs.rates
-        ],
-        **drift_json(plan, preflight.drift),
-        "seconds": preflight.seconds,
-    }
-
-
-def preflight_metrics(preflight: Preflight, plain: Mapping[str, str]) -> str:
-    """Return the metrics that a preflight adds to those of a check, with a plan's labels."""
-    jobs = preflight.collectives
-    sizes = [({**plain, "bytes": str(row.bytes)}, row) for row in jobs.rates]
-    rates = [(labels, row.gbps) for labels, row in sizes]
-    was = [(labels, row.baseline_gbps) for labels, row in sizes if row.baseline_gbps]
-    return "".join(
-        (
-            metric("preflight_ok", "Whether jobs may run (1) or not (0).", [(plain, preflight.ok)]),
-            metric("findings", "Reasons to keep jobs off.", [(plain, len(preflight.problems))]),
-            metric("collectives_checked", "Results compared bit by bit.", [(plain, jobs.checked)]),
-            metric("collective_gbps", "Bus bandwidth of a collective, GB/s.", rates),
-            metric("collective_expected_gbps", "Bus bandwidth when it was verified, GB/s.", was),
-        )
-    )

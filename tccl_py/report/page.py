@@ -66,7 +66,7 @@ from tccl_py.report.machine import (
     nvlinks,
     row_below,
 )
-from tccl_py.report.sizes import ENTRY_COLUMNS, arm_charts, entry_cells, size_charts
+from tccl_py.report.sizes import arm_charts, entry_lines, size_charts
 from tccl_py.report.verification import headline, ratio_map
 from tccl_py.simulator.model import MachineModel, gpu_names
 
@@ -138,8 +138,7 @@ def report_html(contents: Contents) -> str:
             size_notes=size_notes(plan),
             charts=list(size_charts(contents.sizes)),
             verified_charts=list(arm_charts(verified)) if verified else [],
-            entries=[cells for tuning in contents.sizes for cells in entry_cells(tuning)],
-            entry_columns=ENTRY_COLUMNS,
+            entries=entry_lines(contents.sizes),
             gradient=[viridis(step / 10) for step in range(11)],
             # Tables
             most_hosts=_MOST_HOSTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,19 +15,8 @@ from tccl_py.experiments.size_table import SizeRow, SizeTuning, covers
 from tccl_py.experiments.spec import GIB, KIB, MIB, Choice
 from tccl_py.files import picked
 from tccl_py.nccl.tuner import TunerEntry
+from tccl_py.report.tables import Column, Columns, lines
 from tccl_py.statistics import Interval, median_interval, ratio_interval, ratios_of
-
-ENTRY_COLUMNS = ("GPUs", "collective", "sizes", "algorithm, protocol, channels", "over plan")
-COLUMNS = (
-    "collective",
-    "size",
-    "default us",
-    "plan us",
-    "tuned us",
-    "over plan",
-    "over default",
-    "choice",
-)
 
 
 def choice_text(choice: Choice | TunerEntry) -> str:
@@ -45,30 +34,57 @@ def _about(size: int) -> str:
     return size_text(size) if size % unit == 0 else f"{size / unit:.1f} {size_text(unit)[2:]}"
 
 
-def entry_cells(tuning: SizeTuning) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield GPUs, collective, sizes, choice and gains over the plan alone of each entry."""
-    gpus = ",".join(map(str, tuning.gpus))
-    for entry in tuning.entries:
+class EntryRow(NamedTuple):
+    """An entry of the tuner, and the tuning that it is of."""
+
+    tuning: SizeTuning
+    entry: TunerEntry
+
+    @property
+    def gains(self) -> str:
+        """Return the least and the largest gain over the plan alone."""
         inside = [
             row.fresh.middle
-            for row in tuning.rows
-            if row.kept and row.fresh is not None and covers(entry, row)
+            for row in self.tuning.rows
+            if row.kept and row.fresh is not None and covers(self.entry, row)
         ]
-        gains = f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
-        ends = f"{_about(entry.from_bytes)} to {_about(entry.to_bytes)}"
-        yield gpus, entry.collective, ends, choice_text(entry), gains
+        return f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
 
 
-def size_cells(tuning: SizeTuning) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row, and the choice of a row that the table has an entry for."""
-    for row in tuning.rows:
-        name = f"{row.collective} {row.dtype}"
-        seconds = [row.seconds.get("default", ()), row.seconds.get(row.plan, ()), row.tuned_seconds]
-        times = (f"{median(values) * 1e6:.1f}" if values else "" for values in seconds)
-        over_plan = row.fresh if row.kept else None
-        ratios = (f"{over:.3f}" if over else "" for over in (over_plan, row.over("default")))
-        chosen = choice_text(row.choice) if row.kept and row.choice is not None else ""
-        yield name, size_text(row.bytes), *times, *ratios, chosen
+ENTRIES: Columns = (
+    Column("GPUs", lambda row: ",".join(map(str, row.tuning.gpus))),
+    Column("collective", lambda row: row.entry.collective),
+    Column("sizes", lambda r: f"{_about(r.entry.from_bytes)} to {_about(r.entry.to_bytes)}"),
+    Column("algorithm, protocol, channels", lambda row: choice_text(row.entry)),
+    Column("over plan", lambda row: row.gains),
+)
+
+
+def entry_lines(tunings: Iterable[SizeTuning]) -> list[list[str]]:
+    """Return the table of the tuner's entries."""
+    return list(
+        lines(ENTRIES, (EntryRow(each, entry) for each in tunings for entry in each.entries))
+    )
+
+
+def _median_us(seconds: Sequence[float]) -> str:
+    return f"{median(seconds) * 1e6:.1f}" if seconds else ""
+
+
+def _ratio(ratio: Interval | None) -> str:
+    return f"{ratio:.3f}" if ratio else ""
+
+
+SIZES: Columns = (
+    Column("collective", lambda row: f"{row.collective} {row.dtype}"),
+    Column("size", lambda row: size_text(row.bytes)),
+    Column("default us", lambda row: _median_us(row.seconds.get("default", ()))),
+    Column("plan us", lambda row: _median_us(row.seconds.get(row.plan, ()))),
+    Column("tuned us", lambda row: _median_us(row.tuned_seconds)),
+    Column("over plan", lambda row: _ratio(row.fresh if row.kept else None)),
+    Column("over default", lambda row: _ratio(row.over("default"))),
+    Column("choice", lambda row: choice_text(row.choice) if row.kept and row.choice else ""),
+)
 
 
 def tuning_facts(tuning: SizeTuning) -> list[str]:

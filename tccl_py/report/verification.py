@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import geometric_mean
 from typing import Any
 
@@ -19,6 +19,7 @@ from tccl_py.files import picked
 from tccl_py.model.measurement import mark
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import CHOICE_WORDS, choice_words
+from tccl_py.report.tables import verdict_text
 
 _SHOWN_WRONG = 5
 
@@ -100,20 +101,6 @@ def _where(result: Verification) -> str:
     return f"at {size_text(min(large))} and above" if large else f"at {size_text(max(sizes))}"
 
 
-def size_rows(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
-    """Yield a row for each size: time and bandwidth of each arm, from the second on its ratio."""
-    for rows in zip(*(arm.sizes for arm in arms), strict=True):
-        cells = [size_text(rows[0].bytes)]
-        for row in rows:
-            cells += [f"{row.us:.1f}", f"{row.gbps:.2f}"]
-            cells += [_verdict(row)] if row is not rows[0] else []
-        yield cells
-
-
-def _verdict(row: Timed) -> str:
-    return f"{row.compared:.3f}" + (f" {row.verdict}" if row.verdict != "same" else "")
-
-
 def facts_of(result: Verification) -> list[str]:
     """Return the results beside sizes: rings, values, communicators, trials, and the cost."""
     lines = [line for arm in result.arms for line in _arm_facts(result, arm)]
@@ -168,12 +155,12 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
         return [f"{arm.name}: {line}" for line in lines]
     for groups in dict.fromkeys(row.groups for row in arm.groups):
         rows = [row for row in arm.groups if row.groups == groups]
-        origin = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
+        origin = ", ".join(f"{size_text(row.bytes)} {verdict_text(row)}" for row in rows)
         lines.append(f"communicators over {groups_text(groups)}: {origin}")
-    lines += [f"a training step, {row.mode}: {_verdict(row)}" for row in arm.training]
+    lines += [f"a training step, {row.mode}: {verdict_text(row)}" for row in arm.training]
     for collective, groups in dict.fromkeys((row.collective, row.groups) for row in arm.transfers):
         rows = [r for r in arm.transfers if (r.collective, r.groups) == (collective, groups)]
-        ratios = ", ".join(f"{size_text(row.bytes)} {_verdict(row)}" for row in rows)
+        ratios = ", ".join(f"{size_text(row.bytes)} {verdict_text(row)}" for row in rows)
         over = f" over {groups_text(groups)}" if groups else ""
         lines.append(f"{COLLECTIVE_WORDS[collective]}{over}: {ratios}")
     lines += [f"not taken: {'; '.join(arm.objections)}"] if _faster(arm) else []
@@ -205,19 +192,13 @@ def evaluation_json(result: Evaluation) -> dict[str, Any]:
     }
 
 
-def evaluation_lines(result: Evaluation) -> Iterator[str]:
-    """Yield a line for each arm but default NCCL, and for each collective in it."""
-    yield f"{result.machine}, {_kind(result)}: ratios of bus bandwidth to default NCCL"
-    for arm in result.summaries:
-        mark_of_choice = ", recommended" if arm.arm == result.recommended else ""
-        yield f"{CHOICE_WORDS[arm.arm]}{mark_of_choice}: {_words(arm)}"
-        for collective in dict.fromkeys(cell.collective for cell in result.cells):
-            if summary := result.summary(arm.arm, collective):
-                yield f"  {collective}: {_words(summary)}"
+def evaluation_facts(result: Evaluation) -> tuple[str, str]:
+    """Return what the table of an evaluation is about, and what is recommended."""
+    of = f"{result.machine}, {_kind(result)}: ratios of bus bandwidth to default NCCL"
     if not result.summaries:
-        yield "none: default NCCL has no rate here"
-    elif result.recommended == "default":
-        yield "default NCCL is recommended: its ratio is 1"
+        return of, "none: default NCCL has no rate here"
+    ratio = ": its ratio is 1" if result.recommended == "default" else ""
+    return of, f"{CHOICE_WORDS[result.recommended]} is recommended{ratio}"
 
 
 def _kind(result: Evaluation) -> str:
