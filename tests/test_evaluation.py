@@ -15,18 +15,20 @@ from scripts.evaluate_machines import tables
 from tccl_py.cli.main import app
 from tccl_py.experiments import plans as module
 from tccl_py.experiments.collectives import PROGRAMS
-from tccl_py.experiments.evaluation import Evaluation
+from tccl_py.experiments.evaluation import EVALUATED, Evaluation, estimated_seconds
+from tccl_py.experiments.jobs import Arm
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.model.transfer import transfer_set
+from tccl_py.nccl.settings import Settings
 from tccl_py.nccl.transport import hop_space
 from tccl_py.nccl.view import view
 from tccl_py.plan.directory import write_plan
 from tccl_py.plan.load import load_plan
-from tccl_py.report.verification import evaluation_json, evaluation_lines
+from tccl_py.report.verification import evaluation_facts, evaluation_json
 from tccl_py.simulator.descriptions import load_bundled
 from tccl_py.simulator.source import Simulator
 from tests.planned import FOUR_GPUS, as_only, plan_of
-from tests.verified import FakeJobs, by_plan
+from tests.verified import FakeJobs, by_plan, dry_run
 
 NAME = "intel-v100"
 
@@ -207,7 +209,24 @@ def test_sets_that_the_time_does_not_suffice_for_are_named(place, jobs):
 
 def test_an_evaluation_without_a_rate_of_default_nccl_says_that_there_is_no_ratio():
     result = Evaluation(machine="m", backend="cuda", simulated=True, recommended="variables")
-    assert list(evaluation_lines(result))[1:] == ["none: default NCCL has no rate here"]
+    assert evaluation_facts(result)[1] == "none: default NCCL has no rate here"
+
+
+def test_the_estimate_grows_with_what_is_asked_and_knows_that_host_memory_is_slow():
+    arm = Arm(name="default", variables={}, settings=Settings(), predicted_gbps=100.0)
+
+    def minutes(ranks=2, arms=2, backend="host", **changes):
+        launcher = dry_run(plan_of(NAME), None, backend=backend).over(tuple(range(ranks)))
+        budget = msgspec.structs.replace(EVALUATED, **changes)
+        return estimated_seconds([(launcher, [arm] * arms)], budget) / 60
+
+    # 29 s a job of two ranks at 256 MiB were measured, in twelve jobs.
+    assert 5 < minutes() < 9
+    assert minutes(backend="cuda") < 3
+    assert minutes(ranks=4) > 2 * minutes()
+    assert minutes(sizes=(64 << 10, 1 << 20)) < 1.5
+    assert minutes(rounds=12) > 1.8 * minutes()
+    assert minutes(arms=3) > 1.4 * minutes()
 
 
 def test_a_simulated_cluster_has_the_rates_of_jobs_plans_over_all_hosts_and_fewer(tmp_path):

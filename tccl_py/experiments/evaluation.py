@@ -18,6 +18,7 @@ from tccl_py.experiments.rounds import (
     Rounds,
     RunBudget,
     Timed,
+    least_rounds,
     run_rounds,
 )
 from tccl_py.experiments.spec import KIB, MIB, WrongValue
@@ -25,8 +26,12 @@ from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 
-_CHECK_S, _START_S, _ROW_S = 10.0, 5.0, 0.12
-"""Estimates: seconds of checks, of starting the jobs of a round, and of a row of a job."""
+_START_S, _CHECK_S, _HOST_CHECK_S = 5.0, 5.0, 2.5
+"""Estimates: seconds of starting the jobs of a round and of checks; of a rank's in host memory."""
+_ROW_S, _CALLS = 0.12, 13
+"""Least seconds of a row in a job, and its calls where these take long."""
+_HOST_GBPS = 1.2
+"""GB/s of ranks in host memory, which share two cores (measured with gloo, 16 and 256 MiB)."""
 
 
 EVALUATED = RunBudget(
@@ -121,10 +126,19 @@ def _name(launcher: Launcher) -> str:
 
 
 def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
-    """Estimate the duration of all rounds over all parts."""
-    rows = len(budget.rows)
-    first = _CHECK_S if budget.checks else _START_S
-    return sum(first + budget.rounds * (_START_S + _ROW_S * rows * len(arms)) for _, arms in parts)
+    """Estimate the duration of all rounds over all parts, as far as the time suffices or not."""
+    return sum(_part_seconds(launcher, arms, budget) for launcher, arms in parts)
+
+
+def _part_seconds(launcher: Launcher, arms: Sequence[Arm], budget: RunBudget) -> float:
+    world, rounds = launcher.world, max(budget.rounds, least_rounds(len(arms)))
+    start, check, gbps = _START_S, _CHECK_S, max(arm.predicted_gbps or 0.0 for arm in arms)
+    if launcher.backend == "host":
+        start, check, gbps = 0.0, _HOST_CHECK_S * world * len(arms), _HOST_GBPS / world
+    # A row's bus bandwidth by calls of one second is what a second has to move.
+    calls = (row.bus_gbps(world, 1.0) / (gbps or _HOST_GBPS) for row in budget.rows)
+    job = sum(max(_ROW_S, _CALLS * seconds) for seconds in calls)
+    return start + check * budget.checks + rounds * (start + job * len(arms))
 
 
 def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Evaluation:

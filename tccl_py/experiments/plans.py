@@ -263,9 +263,9 @@ def evaluate_plan(
         if all(len(arms) == 1 for _, arms in parts):
             what = "sets nothing that default NCCL has not"
             raise InputError(str(directory), what, "evaluate a plan with variables or a graph file")
-        minutes = estimated_seconds(parts, budget) / 60
-        over = f"{counted(len(parts), 'set')} of GPUs"
-        launcher.say(f"{over} in about {minutes:.0f} min, if the time suffices")
+        minutes = max(1, round(estimated_seconds(parts, budget) / 60))
+        over = f"{counted(len(parts), 'set')} of GPUs in about {minutes} min"
+        launcher.say(f"{over}; after {budget.seconds:.0f} s no further set is begun")
         names = {arm.name for _, arms in parts for arm in arms}
         recommended = plan.recommended if plan.recommended in names else "default"
         result = run_parts(parts, budget, replace(base, recommended=recommended))

@@ -299,6 +299,12 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
         return [job for arm, job in self.jobs if arm == name]
 
 
+def least_rounds(arms: int) -> int:
+    """Return the rounds that are always run of so many arms."""
+    # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
+    return LEAST_ROUNDS if arms == 2 else LEAST_ROUNDS + 1
+
+
 def run_rounds(
     launcher: Launcher,
     arms: Sequence[Arm],
@@ -340,8 +346,7 @@ def run_rounds(
         whole = outcomes[: count * len(running)]
         return Rounds(checked=checked, jobs=whole, failures=failures, at_once=at_once, table=table)
 
-    # Six rounds have 32 flips of signs, too few for a verdict on each of two arms.
-    least = LEAST_ROUNDS if len(checking) == 2 else LEAST_ROUNDS + 1
+    least = least_rounds(len(checking))
     most, at_once, count = min(MAX_ROUNDS, max(budget.rounds * budget.extra, least)), 0, 0
     try:
         for ended in jobs.rounds(running, most) if len(running) > len(defaults) else ():
