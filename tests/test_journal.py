@@ -98,8 +98,21 @@ def test_every_set_is_on_disk_as_soon_as_it_is_measured(tmp_path):
 def test_a_journal_of_another_machine_is_refused_by_name(tmp_path, change):
     path = tmp_path / "m.jsonl"
     Bench(Counting(), journal=JournalFile(path, HEADER)).close()
-    with pytest.raises(InputError, match=r"belongs to machine toy .*use"):
+    with pytest.raises(InputError, match=r"belongs to machine toy\b.*use"):
         Bench(Counting(), journal=JournalFile(path, msgspec.structs.replace(HEADER, **change)))
+
+
+def test_the_refusal_of_a_journal_names_what_differs_alone(tmp_path):
+    path = tmp_path / "m.jsonl"
+    old, new = (
+        msgspec.structs.replace(HEADER, identity=f"GPUs a, b; driver 1; kernel {kernel}")
+        for kernel in (5, 6)
+    )
+    Bench(Counting(), journal=JournalFile(path, old)).close()
+    with pytest.raises(InputError) as refused:
+        JournalFile(path, new)
+    assert "(kernel 5), not to machine toy (kernel 6)" in refused.value.what
+    assert "driver" not in refused.value.what
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):

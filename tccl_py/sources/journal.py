@@ -180,7 +180,8 @@ class JournalFile:
         if not contents.header.covers(header):
             raise InputError(
                 str(self._path),
-                f"belongs to {_described(contents.header)}, not to {_described(header)}",
+                f"belongs to {_described(contents.header, header)}, not to "
+                f"{_described(header, contents.header)}",
                 "use a new journal or output directory",
             )
         self.notices = contents.notices
@@ -248,6 +249,11 @@ def _why_not_resumable(path: Path, header: JournalHeader) -> str:
     return "" if covers else f"{path} held other measurements"
 
 
-def _described(header: JournalHeader) -> str:
-    kind = "simulated" if header.simulated else "measured"
-    return f"machine {header.machine} ({header}, {kind})"
+def _described(header: JournalHeader, other: JournalHeader) -> str:
+    """Return a journal's machine, and what measurements of the other journal are not valid for."""
+    texts, others = (
+        f"{one}; {'simulated' if one.simulated else 'measured'}".split("; ")
+        for one in (header, other)
+    )
+    differing = "; ".join(text for text in texts if text not in others)
+    return f"machine {header.machine}" + (f" ({differing})" if differing else "")
