@@ -1,12 +1,13 @@
 """Plan, write a directory, and open, explain and check it again.
 
-python examples/write_and_reopen.py DIR     (new or empty)
+python examples/write_and_reopen.py [DIR]     (new or empty; a temporary one by default)
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import tccl_py
@@ -41,4 +42,5 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as place:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else place))

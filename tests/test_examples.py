@@ -55,8 +55,8 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_an_example_runs_anywhere_and_says_where_its_figures_are_from(name, run, tmp_path):
-    printed = run(name, *[tmp_path] * (name == "write_and_reopen.py"))
+def test_an_example_runs_anywhere_and_says_where_its_figures_are_from(name, run):
+    printed = run(name)
     assert [text for text in SAYS[name] if text not in printed] == []
 
 

@@ -96,6 +96,14 @@ def test_hosts_of_another_machine_are_measured_and_merged_as_in_a_fresh_plan(two
     assert load_plan(tmp_path / "job").rate_gbps == pytest.approx(plan.rate_gbps, rel=0.01)
 
 
+def test_simulated_hosts_that_a_plan_has_are_named_too(tmp_path):
+    place = tmp_path / "plan"
+    for more in (("--nodes", "2"), ("--nodes", "3", "--extend")):
+        result = done("plan", "-o", place, "--simulate", "amd-v100", *more, *FEW)
+    assert "node[1-2]: in the plan already" in result.stderr
+    assert load_plan(place).cluster.names == ("node1", "node2", "node3")
+
+
 def test_named_hosts_are_added_unsampled_and_the_plan_says_so(two):
     result = done("plan", "-o", two, "--extend", "--hosts", "a2,a7")
     assert "a2: in the plan already" in result.stderr
@@ -142,7 +150,7 @@ def test_tables_for_more_gpus_are_added_and_the_others_are_kept(two, hosts):
         (("--extend",), "no hosts to add"),
         (("--extend", "--simulate", "amd-v100"), "no hosts to add"),
         (("--extend", "--hosts", "{ranks}"), "2 ranks"),
-        (("--extend", "--simulate", "amd-3090", "--nodes", "1"), "2 to"),
+        (("--extend", "--simulate", "amd-3090", "--nodes", "0"), "1 to"),
     ],
 )
 def test_extensions_that_are_refused_leave_the_plan(words, said, two, hosts, tmp_path):

@@ -69,6 +69,6 @@ def why_not_trusted(path: Path) -> str:
 
 def check_trusted(path: Path) -> None:
     """Check that nobody but root and this user can write a file or a folder above it."""
-    why = why_not_trusted(path)
+    why = why_not_trusted(path).replace(str(path), "it")
     right = "let nobody but root and the user of the jobs write it, and the folders above it"
     require(not why, str(path), f"is not trusted: {why}", right)

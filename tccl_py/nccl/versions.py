@@ -198,15 +198,14 @@ def known_versions() -> tuple[str, ...]:
 
 def has_rules(version: str) -> bool:
     """Return whether plans can be made for a version."""
-    return _release(f"{known_versions()[0]}.0") <= _release(version) < (3,)
+    return _release(f"{known_versions()[0]}.0") <= _release(version) < (2, _BEYOND)
 
 
 def asked_version(version: str) -> str:
     """Return a version that a user names (InputError); newer ones count as the newest known."""
     oldest, *_, newest = known_versions()
     right = f"{oldest} to {newest}, or a newer one below 2.{_BEYOND}, which is taken for {newest}"
-    supported = has_rules(version) and _release(version) < (2, _BEYOND)
-    require(supported, f"NCCL version {version[:40]!r}", "has no rules here", right)
+    require(has_rules(version), f"NCCL version {version[:40]!r}", "has no rules here", right)
     return version
 
 

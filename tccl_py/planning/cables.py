@@ -80,7 +80,8 @@ def _rated(
         under = msgspec.structs.replace(default_settings, channels=len(pairs))
         rated = node.between(under, pairs_of(*zip(*pairs, strict=True)))
         if rated is None:
-            return msgspec.structs.replace(choice, rate_gbps=None, note="not rated over cables")
+            note = f"no chains by these NICs of {host.name} were rated"
+            return msgspec.structs.replace(choice, rate_gbps=None, note=note)
         rates.append(rated.rate_gbps)
         if len(node.gpus) > 1 and choice.rate_gbps is not None:
             # These are the best chains between the NICs; NCCL's own are no faster than rated.

@@ -56,14 +56,13 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
         if mixed:
             fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
             raise InputError(str(request.extend), fault, "add hosts with such rates")
-        listed = () if request.hosts is None else listed_hosts(request.hosts, where="`hosts`")
-        names = known.plan.cluster.host_classes
-        if again := [host.name for host in listed if host.name in names]:
-            say(f"{compress(again)}: in the plan already")
         named = request.hosts or (request.nodes and request.simulate)
         if job is None and not named:
             right = f"{UNDER_MPI}, or name them by `hosts`"
             raise InputError("`extend`", "has no hosts to add", right)
+        if job is None:
+            added = _listed(request.nodes, request.hosts)
+            _say_known(known, [host.name for host in added], say)
         models = planned_models(known.plan, request.extend)
     tables = list[KeptTable]()
     if job is not None:
@@ -73,6 +72,12 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
     subject.extends, subject.known_models = known is not None, models
     subject.table_files = partial(table_files, tables)
     return subject
+
+
+def _say_known(known: KnownPlan | None, names: Sequence[str], say: Say) -> None:
+    planned = {} if known is None else known.plan.cluster.host_classes
+    if again := [name for name in names if name in planned]:
+        say(f"{compress(again)}: in the plan already")
 
 
 def _of_hosts(
@@ -118,6 +123,7 @@ def _of_job(
         gid_index=request.ib_gid_index,
     )
     source = stack.enter_context(opened)
+    _say_known(known, [host.name for host in source.session.hosts], say)
     if request.backend != "host":
         version = request.version or version_to_plan(say, source.session.hosts[0].nccl)
         request = msgspec.structs.replace(request, version=version)
@@ -237,7 +243,7 @@ def _listed(nodes: int | None, text: str | None) -> tuple[HostSlots, ...]:
             fault = f"is {nodes}, but `hosts` has {len(hosts)} hosts"
             raise InputError("`nodes`", fault, "give one of the two, or equal numbers")
         return hosts
-    if nodes is None or not 2 <= nodes <= MANY_NODES:
+    if nodes is None or not 1 <= nodes <= MANY_NODES:
         raise InputError("`nodes`", f"is {nodes}", f"1 to {MANY_NODES}")
     width = len(str(nodes))
     return tuple(HostSlots(f"node{number + 1:0{width}d}") for number in range(nodes))

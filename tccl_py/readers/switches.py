@@ -54,6 +54,17 @@ MAX_DEPTH = 64
 MAX_VALUES = 500_000
 _TOO_MUCH = ("is too deep or too long", "describe the switches of a cluster")
 
+_CABLES = "write cables: [[HOST:PORT, HOST:PORT], ...] and ports: {PORT: [NIC, ...], ...}"
+_FORMS = {
+    ".cables": _CABLES,
+    ".ports": _CABLES,
+    ".rails": "any or only is right",
+    ".uplink_gbps": "give GB/s above 0, as 12.5",
+    "": "write switches: and a list of them, each with name:, hosts: or switches:, and "
+    "uplink_gbps: if it is known",
+}
+"""The right form by a key on the way to a fault."""
+
 _PAIR = re.compile(r"\s*(?P<key>[A-Za-z0-9_.]+)\s*=\s*(?:\"(?P<quoted>[^\"]*)\"|(?P<plain>\S+))")
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")
 _RIGHT = "a line is SwitchName=NAME with Nodes=LIST or Switches=LIST"
@@ -135,9 +146,7 @@ def parse_switch_yaml(text: str, *, where: str, hosts: Iterable[str] | None = No
     except msgspec.ValidationError as error:
         fault, _, path = ascii(str(error))[1:-1][:200].partition(" - at `$")
         place = f"{where} {path.strip('.`')}".strip()
-        right = "write switches: and a list of them, each with name: and hosts: or switches:"
-        if path.startswith((".cables", ".ports")):
-            right = "write cables: [[HOST:PORT, HOST:PORT], ...] and ports: {PORT: [NIC, ...], ...}"
+        right = next(form for key, form in _FORMS.items() if key in path)
         raise InputError(place, f"is of another form ({fault})", right) from error
     if form.cables or form.ports:
         right = "describe the network that NCCL is to use"
