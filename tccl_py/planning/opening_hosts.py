@@ -56,7 +56,7 @@ def cluster_subject(request: PlanRequest, job: Job | None, stack: ExitStack, say
         if mixed:
             fault = f"has {'simulated' if known.plan.simulated else 'measured'} rates"
             raise InputError(str(request.extend), fault, "add hosts with such rates")
-        named = request.hosts or (request.nodes and request.simulate)
+        named = request.hosts or (request.nodes is not None and request.simulate)
         if job is None and not named:
             right = f"{UNDER_MPI}, or name them by `hosts`"
             raise InputError("`extend`", "has no hosts to add", right)
