@@ -366,7 +366,7 @@ def test_a_slower_link_is_the_culprit(verified, session):
 def test_patterns_that_the_journal_lacks_are_learnt_once(verified, monkeypatch):
     directory, _ = verified
     pattern = parse_set("G0->G0->G2{blocks=7} G1->G1->G3{blocks=7}")
-    for module in ("health.drift", "experiments.preflight"):
+    for module in ("health.drift", "health.remeasuring"):
         monkeypatch.setattr(f"tccl_py.{module}.collapse_patterns", lambda *_, **__: iter([pattern]))
     first, second = (tccl("check", directory, "--preflight") for _ in range(2))
     assert "later preflights compare" in first.stderr

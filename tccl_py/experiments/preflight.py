@@ -11,8 +11,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -29,24 +28,12 @@ from tccl_py.experiments.rounds import Timed, row_seconds, single, timed
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
-from tccl_py.explanation.paths import collapse_patterns
-from tccl_py.health.drift import (
-    ROUNDS,
-    Drift,
-    Effort,
-    Journal,
-    find_drift,
-    joined,
-    measuring_again,
-)
+from tccl_py.health.drift import Drift, Effort
 from tccl_py.health.drift_statistics import FALSE_ALARM_RATE, chance, common_spread
-from tccl_py.model.measurement import JOURNAL_FILE, BandwidthSource
+from tccl_py.health.remeasuring import remeasuring
 from tccl_py.plan.plan import Plan
 from tccl_py.planning.cables import facing_ports
-from tccl_py.planning.plan_sources import class_sources, hosts_again, journal_by_class, journal_of
-from tccl_py.sources.bench import Bench
-from tccl_py.sources.hosts import HostsSource
-from tccl_py.sources.journal import JournalFile
+from tccl_py.planning.plan_sources import journal_of
 from tccl_py.sources.profiled import users_of
 from tccl_py.statistics import holm
 
@@ -253,71 +240,24 @@ def measure_plan_again(
         for text in texts:
             launcher.say(text)
 
-    tell(journal.notices)
-    tell(facing_ports(plan.cluster))
+    tell((*journal.notices, *facing_ports(plan.cluster)))
     if journal.header.dry_run:
         launcher = replace(launcher, backend="host")
         effort = replace(effort, sets=_DRY_SETS)
-    with ExitStack() as stack:
-        if preflight:
-            with launcher_of(plan, directory, launcher) as ready:
-                on_gpus = ready.backend == "cuda" and ready.job is None
-                users = users_of(plan.gpus) if on_gpus else ""
-                require(not users, "`preflight`", users, "let it end: preflights need idle GPUs")
-                verified, target = Verification.load(directory), read_target(plan, directory)
-                jobs = check_collectives(target, ready, verified, until=until)
-        watch = watching()
-        journals: Sequence[Journal] = [journal.measurements]
-        if launcher.job is not None:
-            source: Bench = stack.enter_context(hosts_again(plan, journal.header, launcher.job))
-            journals = journal_by_class(plan, journal)
-        else:
-            source, notices = measuring_again(
-                plan, directory, journal.header, effort.seed, alike=launcher.alike
-            )
-            tell(notices)
-            stack.enter_context(source)
-        source.watch(watch)
+    if preflight:
+        with launcher_of(plan, directory, launcher) as ready:
+            on_gpus = ready.backend == "cuda" and ready.job is None
+            users = users_of(plan.gpus) if on_gpus else ""
+            require(not users, "`preflight`", users, "let it end: preflights need idle GPUs")
+            verified, target = Verification.load(directory), read_target(plan, directory)
+            jobs = check_collectives(target, ready, verified, until=until)
+    watch = watching()
+    job, alike = launcher.job, launcher.alike
+    with remeasuring(plan, directory, journal, effort.seed, job=job, alike=alike) as again:
+        tell(again.notices)
+        again.source.watch(watch)
         remaining = max(until - time.monotonic() - _CLOSING_S * preflight, _LEAST_S * preflight)
-        drift = _drift(plan, source, journals, replace(effort, seconds=remaining))
-        # The journal is another host's where this one is only alike; over hosts there are none.
-        another = launcher.alike and source.header != journal.header
-        if preflight and launcher.job is None and not another:
-            tell(learn_patterns(plan, directory, journals[0], source, until))
-    tell(source.notices)
+        drift = again.drift(replace(effort, seconds=remaining))
+        tell(again.learn_patterns(directory, until) if preflight else ())
+    tell(again.source.notices)
     return Preflight(drift=drift, collectives=jobs, seconds=time.monotonic() - begun)
-
-
-def _drift(plan: Plan, source: Bench, journals: Sequence[Journal], effort: Effort) -> Drift:
-    """Return the drift of all classes of hosts, which share the time."""
-    effort = replace(effort, seconds=effort.seconds / len(plan.cluster.classes))
-    sources: Sequence[BandwidthSource] = [source]
-    if isinstance(source, HostsSource):
-        sources = class_sources(source, plan.cluster)
-    drifts = [
-        find_drift(plan, journals[number], class_source, number=number, effort=effort)
-        for number, class_source in enumerate(sources)
-    ]
-    return joined(plan, drifts)
-
-
-def learn_patterns(
-    plan: Plan, directory: Path, rates: Journal, source: Bench, until: float
-) -> list[str]:
-    """Add collapse patterns that a machine's journal lacks to it; return notices.
-
-    None is measured after `until`, by the monotonic clock.
-    """
-    small = sorted(rates, key=len)
-    lacking = [pattern for pattern in collapse_patterns(plan, small) if pattern not in rates]
-    rounds = [pattern for _ in range(ROUNDS) for pattern in lacking]
-    if not rounds:
-        return []
-    try:
-        with closing(JournalFile(directory / JOURNAL_FILE, source.header)) as journal:
-            for pattern in rounds:
-                if time.monotonic() < until:
-                    journal.append(source.again(pattern))
-    except (InputError, MeasurementError) as error:
-        return [f"writes above {len(lacking)} switches cannot be compared: {error}"]
-    return [f"measured writes above {len(lacking)} switches: later preflights compare with them"]

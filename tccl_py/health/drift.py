@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tccl_py.delivery.fit import check_same_machine
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.explanation.paths import Paths, collapse_patterns
 from tccl_py.files import picked
@@ -26,14 +24,11 @@ from tccl_py.health.drift_statistics import (
     worst_of_each_set,
 )
 from tccl_py.model.machine import Machine
-from tccl_py.model.measurement import BandwidthSource, JournalHeader, Measurement
+from tccl_py.model.measurement import BandwidthSource, Measurement
 from tccl_py.model.transfer import TransferSet, transfer_set
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.text import plan_name
-from tccl_py.planning.plan_sources import known_model, measured_as
-from tccl_py.sources.bench import Bench, bench_of
-from tccl_py.sources.opening import open_source
-from tccl_py.sources.profiled import search_options
+from tccl_py.sources.bench import bench_of
 
 ROUNDS = 3
 """Measurements of each set, interleaved with the other sets to show the spread over time."""
@@ -84,35 +79,6 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     def sets(self) -> dict[TransferSet, Comparison]:
         """The sets compared, each with the flow that fell most."""
         return {row.transfers: row for row in worst_of_each_set(self.rows)}
-
-
-def measuring_again(
-    plan: Plan, directory: Path, journal: JournalHeader, seed: int, *, alike: bool = False
-) -> tuple[Bench, tuple[str, ...]]:
-    """Return the source of a plan's machine, or its model with noise of its own, and notices.
-
-    With `alike` a machine with equal GPUs at the same places will do. Raises InputError: this
-    machine has other GPUs, another driver or other NUMA nodes.
-    """
-    if plan.simulated:
-        model, noise, used = known_model(plan, directory), journal.noise, journal.seed
-        same_model = open_source(model, noise=noise, seed=used).header == journal
-        text = (
-            "the model, or this program's parameters, are not those that the plan was simulated "
-            "with: differences for that reason are reported as changes"
-        )
-        # The journal's own seed would draw the journal's own samples again.
-        return open_source(model, noise=noise, seed=used + 1 + seed), () if same_model else (text,)
-    right = "check it where it was measured"
-    try:
-        place = measured_as(journal, plan.machine)
-    except InputError as error:
-        raise InputError(error.where, error.what, right) from error
-    right = f"plan again here, or {right}"
-    gpus = place.machine.gpus if alike else None
-    notes = check_same_machine(plan, directory, place.fingerprint, right=right, present_gpus=gpus)
-    source = open_source(place, gpus=plan.gpus, options=search_options(place.backend))
-    return source, tuple(f"{text}: that may explain what changed" for text in notes)
 
 
 def find_drift(
