@@ -14,11 +14,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tccl_py.cli.options import parse_sizes
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.size_table import SWEPT
 from tccl_py.experiments.sizes import ALL_SIZES, FURTHER, arms_of, plugin_library, tune_sizes
-from tccl_py.experiments.spec import parse_sizes, rows_of
+from tccl_py.experiments.spec import rows_of
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan
 from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts

@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tccl_py.cli.main import app
+from tccl_py.cli.overlap import parse_sets
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import Launcher, Outcome
-from tccl_py.experiments.overlap import parse_sets, rows_of_sets, time_overlap
+from tccl_py.experiments.overlap import rows_of_sets, time_overlap
 from tccl_py.experiments.spec import JobResult, RowTimes, Variant
 from tccl_py.experiments.together import ThreadStopwatch, time_beside
 from tccl_py.rank_processes.rank import Communicator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from tccl_py.model.machine import Machine
 
 Text = TypeVar("Text", bound=str)
+_SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
+_LEAST_BYTES, _MAX_BYTES, _MAX_SIZES = 4, 16 << 30, 32
 
 MACHINE_HELP = (
     "A bundled name (see `tccl machines`), a JSON file this program wrote, an NCCL topology XML, "
@@ -162,3 +165,22 @@ def check_quoted(sets: Iterable[str], example: str) -> None:
                 "ends with -, as where the shell takes > for a file to write to",
                 f"put each set in quotes, as '{example}', or write 0:1, which needs none",
             )
+
+
+def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
+    """Parse a list of sizes in powers of 1024, in ascending order.
+
+    >>> parse_sizes("1M, 4k,512")
+    (512, 4096, 1048576)
+    """
+    sizes = set()
+    for part in map(str.strip, text.split(",")):
+        match = _SIZE.fullmatch(part.lower())
+        size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
+        if not _LEAST_BYTES <= size <= _MAX_BYTES:
+            right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
+            raise InputError(f"{where}: {part[:20]!r}", "is no size", right)
+        sizes.add(size)
+    if len(sizes) > _MAX_SIZES:
+        raise InputError(where, f"has {len(sizes)} sizes", f"at most {_MAX_SIZES}")
+    return tuple(sorted(sizes))

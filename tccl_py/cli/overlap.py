@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
@@ -11,14 +12,18 @@ from tccl_py.cli import options
 from tccl_py.cli.options import arg, check_quoted, gpus_argument, in_range, one_of, opt, refuse
 from tccl_py.cli.output import print_table, results
 from tccl_py.cli.process import print_json
-from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off
-from tccl_py.experiments.overlap import Backend, default_sets, parse_sets, time_overlap
+from tccl_py.errors import CTRL_C_AND_SIGTERM, InputError, interrupts_put_off, require
+from tccl_py.experiments.overlap import Backend, Pair, Pairs, time_overlap
+from tccl_py.model.rings import direct_write
+from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.readers.live import VARIABLE, discover_machine, visible_indices
 from tccl_py.report.tables import GEMMS, PAIRS, Line, lines, overlap_lines
 
 MIB = 1024 * 1024
 _MOST_MIB = 4096
 _MOST_RANKS = 16
+_PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
+_MOST_PAIRS = 8
 _DRY_RUN = "add --backend gloo for a dry run in host memory"
 
 
@@ -77,6 +82,46 @@ def overlap(
         print_json({**head, "pairs": pairs, "products": products})
     else:
         _print(head, pairs, products)
+
+
+def default_sets(places: int) -> tuple[Pairs, ...]:
+    """Return sets of two pairs: both ways, one way twice; from 3 GPUs on out, in and through one.
+
+    >>> [len(default_sets(places)) for places in (2, 3, 4)]
+    [2, 5, 6]
+    """
+    chosen: list[Pairs] = [((0, 1), (1, 0)), ((0, 1), (0, 1))]
+    if places > 2:
+        chosen += [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((1, 0), (0, 2))]
+    if places > 3:
+        chosen.append(((0, 1), (2, 3)))
+    return tuple(chosen)
+
+
+def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
+    """Return sets such as `G0->G2 G0->G3`, by places in `gpus`.
+
+    >>> parse_sets(["G4->G6"], (4, 6))
+    (((0, 1),),)
+    """
+    parsed = []
+    for text in texts:
+        where, words = f"set {text[:60]!r}", flow_texts(text)
+        right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
+        require(1 <= len(words) <= _MOST_PAIRS, where, f"has {len(words)} pairs", right)
+        parsed.append(tuple(_parse_pair(word, gpus, where) for word in words))
+    return tuple(parsed)
+
+
+def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
+    flow = parse_flow(_PAIR.sub(r"\1:\2", word))
+    source, target = flow.source.index, flow.destination.index
+    if str(flow) != str(direct_write(source, target)):
+        raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
+    if unknown := [gpu for gpu in (source, target) if gpu not in gpus]:
+        right = f"the job has {', '.join(map(str, gpus))}"
+        raise InputError(where, f"names GPU {unknown[0]}", right)
+    return gpus.index(source), gpus.index(target)
 
 
 def _places(backend: Backend, gpus: str | None, ranks: int | None) -> tuple[int, ...]:

@@ -203,7 +203,7 @@ def plan(
 
 def job_workload(text: str) -> Callable[[int], Workload]:
     """Return a workload by its number of ranks."""
-    from tccl_py.experiments.communication import workload_for  # noqa: PLC0415 (slow)
+    from tccl_py.workloads.sources import workload_for  # noqa: PLC0415 (slow)
 
     return workload_for(text)
 

@@ -14,12 +14,11 @@ from rich.console import Console
 
 from tccl_py.cli import options
 from tccl_py.cli.measure import controlled_job
-from tccl_py.cli.options import flag, in_range, one_of, opt, refuse
+from tccl_py.cli.options import flag, in_range, one_of, opt, parse_sizes, refuse
 from tccl_py.cli.output import BAD, GOOD, ProgressLine, print_table, results
 from tccl_py.cli.process import ANSWER_IS_NO, notice, notice_each, print_json, write_result
 from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import PROGRAMS, Collective
-from tccl_py.experiments.communication import workload_for
 from tccl_py.experiments.evaluation import EVALUATED
 from tccl_py.experiments.jobs import Launcher
 from tccl_py.experiments.nccl_tests import find_program, size_options
@@ -28,7 +27,7 @@ from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import LEAST_ROUNDS, MAX_ROUNDS, RunBudget, budget_of
 from tccl_py.experiments.size_table import SizeTuning
 from tccl_py.experiments.sizes import load_sizes
-from tccl_py.experiments.spec import Dtype, parse_sizes
+from tccl_py.experiments.spec import Dtype
 from tccl_py.launchers import in_job
 from tccl_py.model.measurement import Backend
 from tccl_py.plan.chains import ChoiceName
@@ -53,6 +52,7 @@ from tccl_py.report.verification import (
     verification_json,
 )
 from tccl_py.sources.profiled import check_backend
+from tccl_py.workloads.sources import open_workload
 
 if TYPE_CHECKING:
     from tccl_py.sources.hosts import Job
@@ -150,7 +150,7 @@ def verify(
     with _job_options(directory, backend, pin_env, program=program) as launcher:
         if workload is not None:
             ranks = len(plan_in(directory).orders[0])
-            budget = replace(budget, workload=workload_for(workload)(ranks))
+            budget = replace(budget, workload=open_workload([workload], ranks=ranks))
         only = cast("ChoiceName | None", choice)
 
         def interrupted(result: Verification) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 import msgspec
 from msgspec import structs
-from msgspec.structs import replace
 
 from tccl_py.decision import StepTime, Times, best_for, over, step_times
 from tccl_py.errors import InputError, require
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS
 from tccl_py.experiments.rounds import SMALLEST_EFFECT
 from tccl_py.experiments.spec import Row, calls_of
-from tccl_py.files import encode_line
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.results import Kept
 from tccl_py.statistics import Interval
-from tccl_py.workloads.bundled import BUNDLED, bundled
 from tccl_py.workloads.sources import open_workload
 from tccl_py.workloads.workload import Workload
 
@@ -84,35 +79,18 @@ class Communications(Kept, frozen=True, kw_only=True):
         return next((each for each in self.workloads if workload in (each.digest, each.name)), None)
 
 
-def workload_for(text: str) -> Callable[[int], Workload]:
-    """Return a workload by its number of ranks: a bundled one, or that of a file whatever it is.
-
-    Raises InputError: no such name or file, or it is none.
-    """
-    if text in BUNDLED:
-        return partial(bundled, text)
-    made = open_workload([text])
-    return lambda _: made
-
-
 def verified_choice(directory: Path, text: str) -> Communication:
     """Return what jobs found best for a workload, by its file or the name that it has.
 
     Raises InputError: a plan that was not verified for just this workload, or without GPUs.
     """
-    name = workload_digest(open_workload([text])) if Path(text).exists() else text
+    name = open_workload([text]).digest if Path(text).exists() else text
     verified = (Communications.load(directory) or Communications()).named(name)
     if verified is None or verified.basis:
         fault = "was verified for it without GPUs" if verified else "was not verified for it"
         right = f"`tccl verify {directory} --workload FILE` first, or leave it out"
         raise InputError(f"workload {text[:80]!r}", f"{directory} {fault}", right)
     return verified
-
-
-def workload_digest(workload: Workload) -> str:
-    """Return the digest of what a workload communicates, whatever its name."""
-    rows = sorted(encode_line(replace(row, calls=float(row.calls))) for row in workload.rows)
-    return hashlib.blake2b(b"".join([b"%d\n" % workload.ranks, *rows]), digest_size=8).hexdigest()
 
 
 def timed_calls(workload: Workload, ranks: int) -> dict[Row, float]:
@@ -153,7 +131,7 @@ def communication_of(
     )
     return Communication(
         name=workload.name,
-        digest=workload_digest(workload),
+        digest=workload.digest,
         chosen=best_for(steps),
         choices=steps,
         rows=rows,

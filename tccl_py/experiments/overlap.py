@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, require
+from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, LocalRunner, Outcome
 from tccl_py.experiments.spec import Contest, JobSpec, Row
-from tccl_py.model.rings import direct_write
-from tccl_py.model.transfer import flow_texts, parse_flow
 from tccl_py.nccl.settings import Settings
 from tccl_py.rank_processes.forkserver import ForkServer
 from tccl_py.rank_processes.tasks import RanksError
@@ -23,48 +20,6 @@ Pair = tuple[int, int]
 """A transfer between two of the job's GPUs, numbered from 0."""
 Pairs = tuple[Pair, ...]
 GEMM = Row(mode="gemm")
-_PAIR = re.compile(r"^G([0-9]{1,4})->G([0-9]{1,4})$", re.ASCII)
-_MOST_PAIRS = 8
-
-
-def default_sets(places: int) -> tuple[Pairs, ...]:
-    """Return sets of two pairs: both ways, one way twice; from 3 GPUs on out, in and through one.
-
-    >>> [len(default_sets(places)) for places in (2, 3, 4)]
-    [2, 5, 6]
-    """
-    chosen: list[Pairs] = [((0, 1), (1, 0)), ((0, 1), (0, 1))]
-    if places > 2:
-        chosen += [((0, 1), (0, 2)), ((1, 0), (2, 0)), ((1, 0), (0, 2))]
-    if places > 3:
-        chosen.append(((0, 1), (2, 3)))
-    return tuple(chosen)
-
-
-def parse_sets(texts: Sequence[str], gpus: Sequence[int]) -> tuple[Pairs, ...]:
-    """Return sets such as `G0->G2 G0->G3`, by places in `gpus`.
-
-    >>> parse_sets(["G4->G6"], (4, 6))
-    (((0, 1),),)
-    """
-    parsed = []
-    for text in texts:
-        where, words = f"set {text[:60]!r}", flow_texts(text)
-        right = f"1 to {_MOST_PAIRS}, as 'G0->G1 G2->G3'"
-        require(1 <= len(words) <= _MOST_PAIRS, where, f"has {len(words)} pairs", right)
-        parsed.append(tuple(_parse_pair(word, gpus, where) for word in words))
-    return tuple(parsed)
-
-
-def _parse_pair(word: str, gpus: Sequence[int], where: str) -> Pair:
-    flow = parse_flow(_PAIR.sub(r"\1:\2", word))
-    source, target = flow.source.index, flow.destination.index
-    if str(flow) != str(direct_write(source, target)):
-        raise InputError(where, f"has {word[:30]!r}", "write pairs of GPUs, as G0->G1 or 0:1")
-    if unknown := [gpu for gpu in (source, target) if gpu not in gpus]:
-        right = f"the job has {', '.join(map(str, gpus))}"
-        raise InputError(where, f"names GPU {unknown[0]}", right)
-    return gpus.index(source), gpus.index(target)
 
 
 def rows_of_sets(

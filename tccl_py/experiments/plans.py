@@ -30,7 +30,7 @@ from tccl_py.experiments.evaluation import (
     run_parts,
 )
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner, Say
-from tccl_py.experiments.prediction import jobs_of_tables, model_cells
+from tccl_py.experiments.prediction import model_cells
 from tccl_py.experiments.record import Verification
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.sizes import SIZE_SECONDS, tune_by_size
@@ -44,6 +44,7 @@ from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
 from tccl_py.plan.staging import check_files
 from tccl_py.plan.text import choice_words, plan_name
+from tccl_py.planning.jobs import jobs_of_tables
 from tccl_py.planning.parts import job_gpus, subsets
 from tccl_py.planning.plan_sources import known_model
 from tccl_py.rank_processes.forkserver import ForkServer

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, permutations, product
-from pathlib import Path
+from itertools import groupby, permutations
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tccl_py.errors import InputError, MeasurementError, SearchError
+from tccl_py.errors import MeasurementError, SearchError
 from tccl_py.experiments.collectives import COLLECTIVES, Collective, bus_gbps
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.evaluation import Cell
@@ -27,10 +26,7 @@ from tccl_py.model.transfer import transfer_set
 from tccl_py.nccl.settings import Settings, pinned_level
 from tccl_py.plan.chains import ChoiceName, Order, condensed
 from tccl_py.plan.plan import Plan
-from tccl_py.planning.jobs import plan_of_job
-from tccl_py.planning.parts import job_gpus
 from tccl_py.planning.request import Task, rings_under
-from tccl_py.readers.hosts import HostSlots
 from tccl_py.sources.bench import Bench, bench_of
 from tccl_py.workloads.workload import Workload
 
@@ -53,28 +49,6 @@ def model_cells(
             known = rates["default"].get(collective)
             over = single(gbps / known if known else 0.0)
             yield Cell(**where, collective=collective, gbps=gbps, compared=over)
-
-
-def jobs_of_tables(plan: Plan, directory: Path, text: str | None) -> Iterator[Plan]:
-    """Yield plans of jobs over all hosts of a cluster, halves and so on to two.
-
-    `text` lists numbers and sets of GPUs of a host; None is the usual sets that have tables. A plan
-    over all its hosts and GPUs needs none.
-    """
-    names, classes = plan.host_order, plan.cluster.host_classes
-    counts = [len(names) >> times for times in range(len(names).bit_length() - 1)]
-    of_class = job_gpus(text, *plan.class_gpus)
-    for count, sets in product(counts, zip(*of_class, strict=False)):
-        hosts = [HostSlots(name) for name in names[:count]]
-        gpus = {host.name: sets[classes[host.name]] for host in hosts}
-        try:
-            yield plan_of_job(plan, directory, hosts, gpus)
-        except InputError:
-            # A job's files have no tables: they are evaluated as a whole.
-            if count == len(names) and sets == plan.class_gpus:
-                yield plan
-            elif text is not None:
-                raise
 
 
 def predicted_communication(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tccl_py.errors import InputError
 from tccl_py.experiments.collectives import Collective, bus_gbps
 from tccl_py.files import picked
 from tccl_py.model.measurement import Backend
 from tccl_py.nccl.tuner import Algorithm, Protocol
 from tccl_py.rank_processes.rank import JobSlot, Rendezvous
-from tccl_py.workloads.workload import ELEMENT_BYTES, Workload, WorkloadDtype
+from tccl_py.workloads.workload import Workload, WorkloadDtype
 
 Dtype = WorkloadDtype
 
@@ -24,9 +22,6 @@ SIZES = tuple(KIB << shift for shift in range(0, 21, 2))
 """1 KiB to 1 GiB in factors of four."""
 _LARGE_BYTES = 64 * MIB
 """Predictions are compared with bus bandwidths from this size on, else with the largest size."""
-
-_SIZE = re.compile(r"([0-9]{1,12}) ?([kmg]?)(?:i?b)?", re.ASCII)
-_MAX_BYTES, _MAX_SIZES = 16 * GIB, 32
 
 FINAL_ROUNDS = 16
 """Of NCCL's own choice and of a contest's finalists, besides rounds that chose the finalists."""
@@ -254,22 +249,3 @@ def groups_of(world: int) -> tuple[Groups, ...]:
         tuple(ranks[at : at + count] for at in range(0, world - 1, count))
         for count in sorted({2, (world + 1) // 2})
     )
-
-
-def parse_sizes(text: str, where: str = "sizes") -> tuple[int, ...]:
-    """Parse a list of sizes in powers of 1024, in ascending order.
-
-    >>> parse_sizes("1M, 4k,512")
-    (512, 4096, 1048576)
-    """
-    sizes = set()
-    for part in map(str.strip, text.split(",")):
-        match = _SIZE.fullmatch(part.lower())
-        size = int(match[1]) << 10 * " kmg".index(match[2] or " ") if match else 0
-        if not ELEMENT_BYTES["float32"] <= size <= _MAX_BYTES:
-            right = "bytes, as 4096, 4K, 1M or 1G; 4 to 16G"
-            raise InputError(f"{where}: {part[:20]!r}", "is no size", right)
-        sizes.add(size)
-    if len(sizes) > _MAX_SIZES:
-        raise InputError(where, f"has {len(sizes)} sizes", f"at most {_MAX_SIZES}")
-    return tuple(sorted(sizes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def open_workload(names: Sequence[str], *, name: str = "", ranks: int = 8) -> Wo
     kind = kinds[paths[0]]
     source = f"{kind} in {counted(len(paths), 'file')}"
     return workload_of(_READERS[kind](paths), name=name or paths[0].name, source=source)
+
+
+def workload_for(text: str) -> Callable[[int], Workload]:
+    """Return a workload by its number of ranks: a bundled one, or that of a file whatever it is.
+
+    Raises InputError: no such name or file, or it is none.
+    """
+    if text in BUNDLED:
+        return partial(bundled, text)
+    made = open_workload([text])
+    return lambda _: made
 
 
 def _files(path: Path) -> list[Path]:
