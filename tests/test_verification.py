@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
 from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
 from tccl_py.experiments.record import Verification, why_not_verified
-from tccl_py.experiments.rings import rings_found
 from tccl_py.experiments.rounds import FALSE_RATE, Compared, RunBudget, compare
 from tccl_py.experiments.spec import WrongValue
 from tccl_py.experiments.target import read_target

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
+from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import MeasurementError
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rings import rings_found
 from tccl_py.experiments.rounds import RunBudget
 from tccl_py.experiments.spec import JobResult, JobSpec, batches, rows_of
 from tccl_py.experiments.target import Target

@@ -20,16 +20,7 @@ from statistics import median
 
 from tccl_py.experiments.calls import Call, repeated, row_call, timed_batch
 from tccl_py.experiments.collectives import COLLECTIVES
-from tccl_py.experiments.spec import (
-    FINAL_ROUNDS,
-    KIB,
-    MIB,
-    Choice,
-    Contest,
-    Row,
-    RowTimes,
-    Variant,
-)
+from tccl_py.experiments.spec import FINAL_ROUNDS, KIB, MIB, Choice, Contest, Row, RowTimes, Variant
 from tccl_py.experiments.together import gemms_beside, stopwatch
 from tccl_py.nccl.tuner import (
     ALGORITHMS,

@@ -22,13 +22,7 @@ from tccl_py.errors import (
     undisturbed,
 )
 from tccl_py.experiments.communication import Communications, keep_communication
-from tccl_py.experiments.evaluation import (
-    Cell,
-    Evaluation,
-    Part,
-    estimated_seconds,
-    run_parts,
-)
+from tccl_py.experiments.evaluation import Cell, Evaluation, Part, estimated_seconds, run_parts
 from tccl_py.experiments.jobs import HostRanks, Launcher, LocalRunner, Say
 from tccl_py.experiments.prediction import model_cells
 from tccl_py.experiments.record import Verification

@@ -8,10 +8,10 @@ from statistics import geometric_mean
 
 import msgspec
 
+from tccl_py.delivery.delivered import RingsFound
 from tccl_py.errors import size_text
 from tccl_py.experiments.collectives import COLLECTIVE_WORDS, Collective
 from tccl_py.experiments.communication import Communication
-from tccl_py.experiments.rings import RingsFound
 from tccl_py.experiments.rounds import EQUAL, Compared, Timed, compare
 from tccl_py.experiments.spec import Groups, WrongValue, is_large
 from tccl_py.model.measurement import Backend

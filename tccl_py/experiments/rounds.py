@@ -263,10 +263,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
         sizes = tuple(size for size in _TRANSFER_SIZES if size <= most) or (most,)
         collectives = [name for name in _TRANSFERS if name not in self.collectives]
         of_all = [name for name in _OF_ALL if name not in self.collectives]
-        return (
-            *rows_of(sizes, collectives, groups=((), *groups)),
-            *rows_of(sizes[-2:], of_all),
-        )
+        return (*rows_of(sizes, collectives, groups=((), *groups)), *rows_of(sizes[-2:], of_all))
 
     def rows_in(self, groups: Iterable[Groups]) -> tuple[Row, ...]:
         """Return the collectives in smaller communicators, at some sizes."""

@@ -205,10 +205,7 @@ def _equal_sets(target: Target, sets: Iterable[tuple[int, ...]]) -> EqualSets:
 
 
 def tune_sizes(
-    launcher: Launcher,
-    arms: tuple[Arm, ...],
-    rows: Sequence[Row],
-    seconds: float,
+    launcher: Launcher, arms: tuple[Arm, ...], rows: Sequence[Row], seconds: float
 ) -> tuple[SizeTuning, tuple[RowTimes, ...]]:
     """Find choices of algorithm, protocol and channels that are faster than NCCL's own.
 

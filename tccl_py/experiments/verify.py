@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from tccl_py.delivery.delivered import RingsFound, rings_found
 from tccl_py.errors import InputError
 from tccl_py.experiments.communication import Communication, communication_of, timed_calls
 from tccl_py.experiments.jobs import AGAIN, Arm, Launcher, Outcome
 from tccl_py.experiments.record import ArmResult, Verification, good_choices
-from tccl_py.experiments.rings import RingsFound, rings_found
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import Row, WrongValue, groups_of, large_gbps, training_rows
 from tccl_py.experiments.target import Target
@@ -62,12 +62,7 @@ def verify_target(
     again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
     return judged(
         run_rounds(
-            launcher,
-            (*arms, *again),
-            budget,
-            judge.rows,
-            begun=begun,
-            interrupted=judged_in_part,
+            launcher, (*arms, *again), budget, judge.rows, begun=begun, interrupted=judged_in_part
         )
     )
 

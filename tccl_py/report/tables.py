@@ -125,11 +125,7 @@ def preflight_json(plan: Plan, preflight: Preflight) -> dict[str, Any]:
         "collective": jobs.collective,
         "collectives_checked": jobs.checked,
         "bandwidths": [
-            {
-                **picked(row, "bytes", "gbps"),
-                "expected_gbps": row.expected,
-                "p": row.compared.p,
-            }
+            {**picked(row, "bytes", "gbps"), "expected_gbps": row.expected, "p": row.compared.p}
             for row in jobs.rates
         ],
         **drift_json(plan, preflight.drift),

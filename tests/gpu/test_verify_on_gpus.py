@@ -11,10 +11,10 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from tccl_py.delivery.delivered import rings_found
 from tccl_py.experiments.collectives import COLLECTIVES
 from tccl_py.experiments.jobs import HostRanks, Launcher
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rings import rings_found
 from tccl_py.experiments.spec import Contest, JobSpec, groups_of, rows_of, training_rows
 from tccl_py.experiments.target import read_target
 from tccl_py.plan.load import load_plan

@@ -1,4 +1,4 @@
-"""Comparison of NCCL's final channels, transports and NICs, by its log, with a plan."""
+"""What NCCL did with a plan, by its log: final channels, transports and NICs, and what differs."""
 
 from __future__ import annotations
 
