@@ -380,7 +380,7 @@ def test_a_choice_that_loses_at_a_size_is_no_winner(boxed, box):
     effort = RunBudget(sizes=(4096, 64 << 20))
     found = run_verification(boxed, box, dry_run(boxed, fake), effort)
     assert (found.winner, found.accepted) == ("graph", False)
-    assert found.judged.worse_sizes == (4096,)
+    assert [row.bytes for row in found.judged.losses] == [4096]
 
 
 def test_variables_that_slow_smaller_communicators_are_not_accepted_by_name(boxed, box):
@@ -515,7 +515,7 @@ def test_a_plan_that_is_slow_for_small_messages_is_not_recommended_for_them(plan
     jobs = FakeJobs(by_plan(lambda size: 0.9 if size <= 4096 else 1.3))
     found = run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
     assert (found.winner, found.accepted) == ("default", False)
-    assert found.judged.worse_sizes == (1024, 4096)
+    assert [row.bytes for row in found.judged.losses] == [1024, 4096]
 
 
 def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(plan, place):

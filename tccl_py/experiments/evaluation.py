@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -15,7 +16,6 @@ from tccl_py.experiments.collectives import PROGRAMS
 from tccl_py.experiments.jobs import Arm, Launcher
 from tccl_py.experiments.rounds import (
     LEAST_ROUNDS,
-    Rounds,
     RunBudget,
     Timed,
     least_rounds,
@@ -126,19 +126,18 @@ def _name(launcher: Launcher) -> str:
 
 
 def estimated_seconds(parts: Sequence[Part], budget: RunBudget) -> float:
-    """Estimate the duration of all rounds over all parts, as far as the time suffices or not."""
-    return sum(_part_seconds(launcher, arms, budget) for launcher, arms in parts)
-
-
-def _part_seconds(launcher: Launcher, arms: Sequence[Arm], budget: RunBudget) -> float:
-    world, rounds = launcher.world, max(budget.rounds, least_rounds(len(arms)))
-    start, check, gbps = _START_S, _CHECK_S, max(arm.predicted_gbps or 0.0 for arm in arms)
-    if launcher.backend == "host":
-        start, check, gbps = 0.0, _HOST_CHECK_S * world * len(arms), _HOST_GBPS / world
-    # A row's bus bandwidth by calls of one second is what a second has to move.
-    calls = (row.bus_gbps(world, 1.0) / (gbps or _HOST_GBPS) for row in budget.rows)
-    job = sum(max(_ROW_S, _CALLS * seconds) for seconds in calls)
-    return start + check * budget.checks + rounds * (start + job * len(arms))
+    """Estimate the duration of all rounds over all parts, whether the time suffices or not."""
+    whole = 0.0
+    for launcher, arms in parts:
+        world, rounds = launcher.world, max(budget.rounds, least_rounds(len(arms)))
+        start, check, gbps = _START_S, _CHECK_S, max(arm.predicted_gbps or 0.0 for arm in arms)
+        if launcher.backend == "host":
+            start, check, gbps = 0.0, _HOST_CHECK_S * world * len(arms), _HOST_GBPS / world
+        # By calls of a second, a row's bus bandwidth is what a call has to move.
+        calls = (row.bus_gbps(world, 1.0) / (gbps or _HOST_GBPS) for row in budget.rows)
+        job = sum(max(_ROW_S, _CALLS * seconds) for seconds in calls)
+        whole += start + check * budget.checks + rounds * (start + job * len(arms))
+    return whole
 
 
 def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Evaluation:
@@ -161,7 +160,10 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
             continue
         for arm, job in rounds.checked.items():
             wrong[arm] = (*wrong.get(arm, ()), *job.wrong)
-        cells += _cells(launcher, rounds)
+        hosts = tuple(host.name for host in launcher.hosts if host.name)
+        for arm, rows in rounds.table.items():
+            where: dict[str, Any] = {"hosts": hosts, "gpus": launcher.hosts[0].gpus, "arm": arm}
+            cells += [Cell(**structs.asdict(row), **where) for row in rows.values()]
         failures += [f"{name}, {arm}: {why}" for arm, why in rounds.failures.items()]
     return replace(
         base,
@@ -171,11 +173,3 @@ def run_parts(parts: Sequence[Part], budget: RunBudget, base: Evaluation) -> Eva
         left_out=tuple(left_out),
         seconds=time.monotonic() - begun,
     )
-
-
-def _cells(launcher: Launcher, rounds: Rounds) -> Iterator[Cell]:
-    """Yield the cells of all arms' jobs over a set of GPUs."""
-    hosts = tuple(host.name for host in launcher.hosts if host.name)
-    for arm, rows in rounds.table.items():
-        for row in rows.values():
-            yield Cell(**structs.asdict(row), hosts=hosts, gpus=launcher.hosts[0].gpus, arm=arm)

@@ -191,10 +191,14 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             files[GRAPH_FILE] = arm.graphs[host.name]
         gpus = host.gpus if self.backend == "cuda" else None
         environment = rank_environment(host.environment, gpus, variables, self.keep)
-        job = replace(spec, backend=self.backend, world=self.world, first_rank=host.ranks[0])
-        trains = any(row.trains for row in spec.rows)
-        if self.nccl_tests is not None:
-            job = replace(job, nccl_tests=str(self.nccl_tests))
+        job = replace(
+            spec,
+            backend=self.backend,
+            world=self.world,
+            first_rank=host.ranks[0],
+            nccl_tests=str(self.nccl_tests or ""),
+        )
+        imports = TRAINING if any(row.trains for row in spec.rows) else TORCH
         return Task(
             program=_NCCL_TESTS if self.nccl_tests else self.program,
             spec=encode_json(job),
@@ -202,7 +206,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             environment={**environment, "NCCL_DEBUG_FILE": f"{FOLDER}/log-%p"},
             timeout=self.timeout,
             files=files,
-            imports=() if self.nccl_tests else TRAINING if trains else TORCH,
+            imports=() if self.nccl_tests else imports,
         )
 
 

@@ -125,9 +125,9 @@ def check_collectives(
     a verification by the same program, torch's or one of nccl-tests.
     """
     arm = target.arm(target.plan.recommended)
-    timed = PROGRAMS[launcher.nccl_tests.name] if launcher.nccl_tests else None
-    history = _verified_rows(verified, arm, launcher, timed)
-    collective = timed or cast(Collective, verified.collective if verified else "all_reduce")
+    of_program = PROGRAMS[launcher.nccl_tests.name] if launcher.nccl_tests else None
+    history = _verified_rows(verified, arm, launcher, of_program)
+    collective = of_program or cast(Collective, verified.collective if verified else "all_reduce")
     longest = _LONGEST_S * target.plan.rate_gbps * 1e9 / 2
     sizes = history or [size for size in _SIZES if size <= longest] or _SIZES[:1]
     spec = JobSpec(checks=True, rows=rows_of(sizes, (collective,)))
@@ -157,7 +157,7 @@ def check_collectives(
 
 
 def _verified_rows(
-    verified: Verification | None, arm: Arm, launcher: Launcher, timed: Collective | None
+    verified: Verification | None, arm: Arm, launcher: Launcher, of_program: Collective | None
 ) -> dict[int, Timed]:
     """Return rows of an arm's verification by the same program, by size; {} if there was none.
 
@@ -166,7 +166,7 @@ def _verified_rows(
     if verified is None or verified.backend != launcher.backend:
         return {}
     by_torch = not verified.versions.get("torch", "").startswith(NO_TORCH)
-    if by_torch != (timed is None) or timed not in (None, verified.collective):
+    if by_torch != (of_program is None) or of_program not in (None, verified.collective):
         return {}
     result = verified.arm(arm.name)
     rows = result.sizes if result is not None else ()

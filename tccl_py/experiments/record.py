@@ -65,11 +65,6 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(row for row in self.rows if row.mode)
 
     @property
-    def worse_sizes(self) -> tuple[int, ...]:
-        """Return sizes, in bytes, for which the arm is not recommended."""
-        return tuple(row.bytes for row in self.sizes if row in self.losses)
-
-    @property
     def losses(self) -> tuple[Timed, ...]:
         """Return rows that lose.
 

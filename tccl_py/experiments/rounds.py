@@ -166,16 +166,10 @@ def table_of(launcher: Launcher, jobs: Sequence[tuple[ChoiceName, Outcome]]) -> 
         if name != names[0]:
             ratios = compare(list(rows.values()), [baseline[row] for row in rows], arms=count)
         judged = again if name not in (names[0], AGAIN) else {}
-        table[name] = {
-            row: timed(
-                launcher,
-                row,
-                seconds,
-                ratio,
-                harm(seconds, baseline[row], again[row]) if row in judged else None,
-            )
-            for (row, seconds), ratio in zip(rows.items(), ratios, strict=True)
-        }
+        table[name] = {}
+        for (row, seconds), ratio in zip(rows.items(), ratios, strict=True):
+            loss = harm(seconds, baseline[row], again[row]) if row in judged else None
+            table[name][row] = timed(launcher, row, seconds, ratio, loss)
     return table
 
 

@@ -254,13 +254,14 @@ def _fresh_contest(row: Row, choice: Choice | None, *, table: bool = False) -> R
 
 def contests_again(sweep: Sequence[RowTimes]) -> tuple[Row, ...]:
     """Return contests of the finalists of small messages."""
-
-    def again(times: RowTimes) -> Contest:
-        choices = tuple(variant.choice for variant in times.finalists if variant.choice)
-        return Contest(choices=choices, rounds=_AGAIN_ROUNDS)
-
-    small = (times for times in sweep if times.row.bytes <= _NOISY)
-    return tuple(replace(times.row, contest=again(times)) for times in small)
+    small = {times.row: times.finalists for times in sweep if times.row.bytes <= _NOISY}
+    choices = {
+        row: tuple(v.choice for v in variants if v.choice) for row, variants in small.items()
+    }
+    return tuple(
+        replace(row, contest=Contest(choices=tried, rounds=_AGAIN_ROUNDS))
+        for row, tried in choices.items()
+    )
 
 
 def with_spots(rows: Sequence[SizeRow]) -> list[SizeRow]:

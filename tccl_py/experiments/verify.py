@@ -18,6 +18,7 @@ from tccl_py.experiments.record import ArmResult, Verification, good_choices
 from tccl_py.experiments.rounds import Rounds, RunBudget, run_rounds
 from tccl_py.experiments.spec import Row, WrongValue, groups_of, large_gbps, training_rows
 from tccl_py.experiments.target import Target
+from tccl_py.files import picked
 from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.text import plan_name
 
@@ -49,28 +50,23 @@ def verify_target(
     workload = budget.workload
     calls = {} if workload is None else timed_calls(workload, launcher.world)
     chosen = only or target.arm(target.plan.recommended).name
-    judge = Judge(target, launcher, budget, arms, chosen, calls)
+    judge = Judge(target, launcher, budget, arms, chosen, calls, begun)
 
-    def judged(rounds: Rounds) -> Verification:
-        return replace(judge.verdict(rounds), seconds=time.monotonic() - begun)
-
-    def judged_in_part(rounds: Rounds) -> None:
-        result = judged(rounds)
+    def judge_in_part(rounds: Rounds) -> None:
+        result = judge.verdict(rounds)
         text = f"interrupted: these are the {result.rounds} complete rounds, which are not kept"
         interrupted(replace(result, notices=(*result.notices, text)))
 
-    again = [replace(arms[0], name=AGAIN)] if len(arms) > 1 else []
-    return judged(
-        run_rounds(
-            launcher, (*arms, *again), budget, judge.rows, begun=begun, interrupted=judged_in_part
-        )
-    )
+    every = (*arms, replace(arms[0], name=AGAIN)) if len(arms) > 1 else arms
+    rounds = run_rounds(launcher, every, budget, judge.rows, begun=begun, interrupted=judge_in_part)
+    return judge.verdict(rounds)
 
 
 class Judge(NamedTuple):
     """A comparison of a plan's arms, default NCCL first: its rows, and what their rounds say.
 
-    `chosen` is the choice in question, `calls` the rows of a workload with their number in a step.
+    `chosen` is the choice in question, `calls` the rows of a workload with their number in a step,
+    and `begun` when it began, by the monotonic clock.
     """
 
     target: Target
@@ -79,6 +75,7 @@ class Judge(NamedTuple):
     arms: tuple[Arm, ...]
     chosen: ChoiceName
     calls: Mapping[Row, float]
+    begun: float
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -95,29 +92,22 @@ class Judge(NamedTuple):
 
     def verdict(self, rounds: Rounds) -> Verification:
         """Return the results of all arms, and the winner."""
-        results: list[ArmResult] = []
-        for arm in self.arms:
-            result = self._result(arm, rounds)
-            if results and not result.failure:
-                result = replace(result, large=result.over(results[0]))
-            results.append(result)
-        target = self.target
+        target, results = self.target, [self._result(arm, rounds) for arm in self.arms]
+        for at, result in enumerate(results):
+            if at and not result.failure:
+                results[at] = replace(result, large=result.over(results[0]))
         names: list[ChoiceName] = [*(arm.name for arm in self.arms), AGAIN]
         letters = dict(zip(names, "ABCD", strict=False))
         ranks = rounds.checked["default"].results
         return Verification(
             machine=plan_name(target.plan),
-            gpus=target.gpus,
-            hosts=target.hosts,
+            **picked(target, "gpus", "hosts"),
+            **picked(target.plan, "recommended", "simulated", "assumed", "tuned"),
             backend=self.launcher.backend,
             arms=tuple(results),
             again=tuple(rounds.table.get(AGAIN, {}).values()),
-            recommended=target.plan.recommended,
             chosen=self.chosen,
             winner=good_choices(results)[0],
-            simulated=target.plan.simulated,
-            assumed=target.plan.assumed,
-            tuned=target.plan.tuned,
             collective=self.budget.collectives[0],
             workload=self._communication(results, rounds),
             left_out=ranks[0].left_out,
@@ -125,15 +115,8 @@ class Judge(NamedTuple):
             devices=tuple(rank.device for rank in ranks),
             order="".join(letters[name] for name, _ in rounds.jobs),
             at_once=rounds.at_once,
-            raw=tuple(
-                tuple(
-                    tuple(times.seconds for times in ranks)
-                    for ranks in job.rows
-                    if not ranks[0].row.mode
-                )
-                for _, job in rounds.jobs
-            ),
-            seconds=0.0,
+            raw=tuple(tuple(_collective_seconds(job)) for _, job in rounds.jobs),
+            seconds=time.monotonic() - self.begun,
         )
 
     def _communication(self, results: Sequence[ArmResult], rounds: Rounds) -> Communication | None:
@@ -153,10 +136,8 @@ class Judge(NamedTuple):
         """Return the rows, checked values and rings of an arm's jobs, or why one failed."""
         target, launcher, budget = self.target, self.launcher, self.budget
         result = ArmResult(
-            name=arm.name,
-            settings=arm.settings,
+            **picked(arm, "name", "settings", "predicted_gbps"),
             environment=launcher.variables(arm),
-            predicted_gbps=arm.predicted_gbps,
             failure=rounds.failures.get(arm.name, ""),
         )
         if result.failure:
@@ -187,6 +168,13 @@ def rings_of_jobs(
     variables = launcher.variables(arm)
     comparisons = [rings_found(target.plan, target.graphs, job.log, variables) for job in logs]
     return next((rings for rings in comparisons if not rings.same), comparisons[0])
+
+
+def _collective_seconds(job: Outcome) -> Iterator[tuple[tuple[float, ...], ...]]:
+    """Yield the seconds of each collective on all ranks, by batch."""
+    for ranks in job.rows:
+        if not ranks[0].row.mode:
+            yield tuple(times.seconds for times in ranks)
 
 
 def _wrong_training(baseline: Sequence[Outcome], jobs: Sequence[Outcome]) -> Iterator[WrongValue]:

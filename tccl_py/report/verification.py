@@ -49,7 +49,7 @@ def _arm_json(arm: ArmResult) -> dict[str, Any]:
             {**picked(row, "bytes", "collective", "groups"), **_row_json(row)}
             for row in arm.transfers
         ],
-        "not_recommended": arm.worse_sizes,
+        "not_recommended": [row.bytes for row in arm.sizes if row in arm.losses],
         **picked(arm, "checked", "wrong"),
         "rings": None if arm.rings is None else picked(arm.rings, "same", "differences"),
         "failure": arm.failure,
