@@ -36,6 +36,13 @@ def test_the_advice_on_a_machine_is_that_of_its_plan_in_at_most_ten_lines(name):
     assert 5 < len([*found.lines()]) <= 10
 
 
+def test_the_speed_that_links_are_assumed_to_have_is_named():
+    text = CASES.parent.parent / "examples" / "topo-m.txt"
+    assert "8 GT/s where none is known" in json.loads(tccl(text, "--json").stdout)["sure"]
+    reported = tccl(CASES / "topologies" / "h200x4-vm.xml", "--json")
+    assert "where none is known" not in json.loads(reported.stdout)["sure"]
+
+
 def test_a_topology_file_of_nccl_is_enough():
     result = tccl(CASES / "topologies" / "h200x4-vm.xml", "--json")
     found = json.loads(result.stdout)

@@ -274,7 +274,7 @@ def shared_cores(machine: Machine) -> Iterator[str]:
     """Yield a warning if devices share cores."""
     devices, cores = len(machine.gpus), len(set(cpus_of_devices(machine).values()))
     if devices > cores:
-        few = f"; `devices` {cores} gives each a core" if cores > 1 else ""
+        few = f"; {cores} devices have a core each" if cores > 1 else ""
         yield (
             f"{devices} devices of the host backend share {counted(cores, 'core')} and "
             f"wait for each other: their rates say little, and sets may fail{few}"

@@ -156,7 +156,9 @@ def _sure(plan: Plan, subject: Subject) -> str:
     cut = "; cut short: `tccl plan`, which measures all it needs, may find more" if short else ""
     if subject.model is not None:
         level = "low" if plan.assumed else "medium"
-        return f"{level}: by a model with {provenances_text(subject.model)} parameters{cut}"
+        # A model that is made for a machine has no source.
+        basis = "" if subject.model.source else f", {subject.model.note}"
+        return f"{level}: by a model with {provenances_text(subject.model)} parameters{basis}{cut}"
     error = f", 95 % interval ±{plan.error:.1%}" if plan.error else ""
     sets = counted(plan.sets_measured, "set")
     return f"medium: {sets} measured here{error}; no NCCL job was timed{cut}"
