@@ -255,6 +255,15 @@ def test_calls_that_cannot_be_are_refused(call, tmp_path):
         read(logs, tmp_path)
 
 
+def test_calls_of_a_datatype_that_is_not_known_are_left_out_by_its_number(tmp_path):
+    def step(log):
+        log.call("AllReduce", 1000)
+        log.call("AllGather", 1000, dtype=77)
+
+    notices = read(logs_of(2, 6, step), tmp_path).notices
+    assert "12 calls of AllGather of the unknown datatype 77 left out." in notices
+
+
 def test_a_line_without_end_is_not_held(tmp_path):
     path = tmp_path / "log"
     with path.open("wb") as file:

@@ -177,7 +177,8 @@ class _Reader:
             return
         name, root, dtype = match["name"].decode(), int(match["root"]), int(match["dtype"])
         if dtype >= len(_DTYPES) or name not in _KNOWN:
-            self.recording.left_out[name] += 1
+            unread = f" of the unknown datatype {dtype}" if name in _KNOWN else ""
+            self.recording.left_out[name + unread] += 1
             return
         made.operations.add(int(match["op"], 16), transfer=name in _TRANSFERS)
         own, stream = made.communicator, made.rank.stream(match["stream"])
