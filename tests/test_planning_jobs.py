@@ -175,7 +175,7 @@ def test_simulated_nodes_are_counted_or_listed_and_not_two_different_numbers(tmp
     assert simulated_cluster(model, 2, None, None).names == ("node1", "node2")
     for hosts in (str(tmp_path / "hosts"), "gpu[1-3]", "gpu1,gpu2,gpu3"):
         assert simulated_cluster(model, 3, hosts, None).names == ("gpu1", "gpu2", "gpu3")
-    for nodes, hosts in ((2, "gpu[1-3]"), (1, None), (None, None)):
+    for nodes, hosts in ((2, "gpu[1-3]"), (0, None), (None, None)):
         with pytest.raises(InputError) as caught:
             simulated_cluster(model, nodes, hosts, None)
         assert caught.value.where == "`nodes`"

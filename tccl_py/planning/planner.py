@@ -12,6 +12,8 @@ from tccl_py.errors import (
     BudgetSpentError,
     InputError,
     check_type,
+    counted,
+    require,
 )
 from tccl_py.files import picked
 from tccl_py.model.cluster import Cluster, single_host
@@ -316,6 +318,9 @@ def make_cluster_plan(
     """
     more = {"keep_order": keep_order, "ib_gid_index": ib_gid_index, "gpus_per_job": gpus_per_job}
     check_type(cluster, "cluster", Cluster)
+    check_type(sources, "sources", Sequence)
+    fault = f"has {counted(len(sources), 'source')} for {len(cluster.classes)} class(es)"
+    require(len(sources) == len(cluster.classes), "`sources`", fault, "one for each class")
     request = _request(version, ring_counts, strategy, budget, pinned_env, **more)
     return plan_hosts(request, cluster, sources, kept=kept, reporter=reporter, tables=tables)
 

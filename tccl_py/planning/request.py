@@ -292,6 +292,7 @@ def search_problem(
     Args as `make_plan`; settings None are NCCL's defaults. Raises InputError: unknown GPUs, fewer
     than two, or settings that the version of NCCL does not have.
     """
+    check_type(settings, "settings", Settings, type(None))
     settings = check_settings(Settings() if settings is None else settings)
     task = Task(
         machine=machine,
