@@ -218,8 +218,18 @@ def parsed(kind: type[Any], value: object) -> Any:
     return result
 
 
-def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
-    """Decode JSON into a msgspec type, strictly (InputError); messages call the format `name`."""
+def decode_json(
+    text: str,
+    kind: type[T],
+    *,
+    where: str,
+    name: str = "",
+    right: str = "give a file this program wrote",
+) -> T:
+    """Decode JSON into a msgspec type, strictly (InputError).
+
+    Messages call the format `name`, and `right` the right form.
+    """
     try:
         return msgspec.json.decode(text.encode(), type=kind, dec_hook=parsed)
     except (RecursionError, msgspec.MsgspecError) as error:
@@ -229,7 +239,6 @@ def decode_json(text: str, kind: type[T], *, where: str, name: str = "") -> T:
             fault = "is nested too deep"
         elif not text.strip():
             fault = "is empty"
-        right = "give a file this program wrote"
         right += ", or update this program: later ones write more" * ("unknown field" in fault)
         raise InputError(where, fault, right) from error
 

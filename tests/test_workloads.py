@@ -77,6 +77,7 @@ def test_a_file_that_is_no_workload_is_one_sentence_about_the_file(content, tmp_
     with pytest.raises(InputError) as refused:
         read_workload(path)
     assert str(path) in refused.value.where
+    assert "this program wrote" not in refused.value.right
 
 
 @pytest.mark.parametrize("name", BUNDLED)

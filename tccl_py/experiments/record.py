@@ -100,7 +100,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.unclear and not against:
             unclear = "; ".join(row_texts(self.unclear))
             seen = f"a loss of 5 % would not surely have been seen in {unclear}"
-            against.append(f"{seen}; more rounds may tell (--rounds, --seconds)")
+            against.append(f"{seen}; more rounds may tell (`tccl verify --rounds --seconds`)")
         return tuple(against)
 
     @property
