@@ -162,7 +162,8 @@ def _failed_search(model: CostModel, rows: Sequence[SizeChoice]) -> str:
     never = "" if "tree" in {row.algorithm for row in rows} else ", tree is never taken"
     return (
         f"NCCL's {failed} fails and takes its simple order, with a bandwidth of "
-        f"{FALLBACK_GBPS} GB/s{never}{cut}, and {size_text(_SMALL)} of all-reduce take "
+        f"{FALLBACK_GBPS} GB/s (so it expects far too long times){never}{cut}, and "
+        f"{size_text(_SMALL)} of all-reduce take "
         f"{counted(small.channels, 'channel')} of {small.algorithm} {small.protocol}"
     )
 
