@@ -38,6 +38,7 @@ from tccl_py.plan.staging import locked
 from tccl_py.report.sizes import SIZES, entry_lines, tuning_facts, tuning_json
 from tccl_py.report.tables import (
     SUMMARIES,
+    TRIED,
     communication_line,
     csv_text,
     lines,
@@ -306,5 +307,6 @@ def print_verification(result: Verification, console: Console) -> None:
     console.print(answer, style=GOOD if result.accepted else BAD)
     if result.arms[0].sizes:
         print_table(console, size_lines([arm for arm in result.arms if arm.sizes]))
+    print_table(console, lines(TRIED, result.tried), title="tuning: speeds over default NCCL")
     for line in facts_of(result):
         console.print(line)

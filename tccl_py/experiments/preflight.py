@@ -24,7 +24,7 @@ from tccl_py.experiments.jobs import Arm, Launcher, Outcome
 from tccl_py.experiments.nccl_tests import NO_TORCH
 from tccl_py.experiments.plans import launcher_of
 from tccl_py.experiments.record import Verification
-from tccl_py.experiments.rounds import Timed, row_seconds, single, timed
+from tccl_py.experiments.rounds import Timed, single, timed_rows
 from tccl_py.experiments.spec import MIB, JobSpec, is_large, rows_of
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.verify import rings_of_jobs
@@ -181,7 +181,7 @@ def _limited(launcher: Launcher, until: float) -> Launcher:
 
 def _rates(history: dict[int, Timed], launcher: Launcher, job: Outcome) -> list[Timed]:
     """Return a job's rows, with the chance of each change, adjusted for sizes and both families."""
-    rows = [timed(launcher, row, seconds) for row, seconds in row_seconds([job]).items()]
+    rows = list(timed_rows(launcher, [job]).values())
     if not history:
         return rows
     was = [history[row.bytes] for row in rows]

@@ -193,6 +193,11 @@ def timed(
     )
 
 
+def timed_rows(launcher: Launcher, jobs: Iterable[Outcome]) -> dict[Row, Timed]:
+    """Return the rows of an arm's jobs, over no baseline."""
+    return {row: timed(launcher, row, seconds) for row, seconds in row_seconds(jobs).items()}
+
+
 def row_seconds(jobs: Iterable[Outcome]) -> dict[Row, tuple[float, ...]]:
     """Return the seconds of each timed row, one value a job: the slowest rank's median.
 

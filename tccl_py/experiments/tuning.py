@@ -22,7 +22,7 @@ from tccl_py.decision import LEAST_RATIO
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.jobs import ConcurrentJobs, Launcher, Outcome
 from tccl_py.experiments.record import Tried, Verification
-from tccl_py.experiments.rounds import SMALLEST_EFFECT, RunBudget, row_seconds
+from tccl_py.experiments.rounds import SMALLEST_EFFECT, RunBudget, Timed, timed_rows
 from tccl_py.experiments.spec import JobSpec, Row, large_gbps, rows_of
 from tccl_py.experiments.target import Target
 from tccl_py.experiments.verify import verify_target
@@ -196,15 +196,14 @@ class Sweep:
         self, target: Target, launcher: Launcher, budget: RunBudget, first: Verification
     ) -> None:
         self._target, self._launcher = target, launcher
-        few = rows_of(budget.few_sizes, budget.collectives, budget.dtype)
         slowest = {row.bytes: max(row.seconds) for row in first.arms[0].sizes}
+        few = rows_of(budget.few_sizes, budget.collectives, budget.dtype)
         self._slowest = {row: slowest.get(row.bytes, 0.0) for row in few}
         transfers = budget.transfers()
         largest = max((row.bytes for row in transfers), default=0)
         rows = (*few, *(row for row in transfers if row.bytes == largest))
-        self._spec = JobSpec(rows=rows)
-        self._jobs = ConcurrentJobs(launcher, self._spec)
-        self._default: dict[Row, float] = {}
+        self._jobs = ConcurrentJobs(launcher, JobSpec(rows=rows))
+        self._default: dict[Row, Timed] = {}
         self._default_gbps: list[float] = []
 
     @property
@@ -217,7 +216,7 @@ class Sweep:
         named = (f"{name} of {settings.buffsize >> 10} KiB" for name, settings in candidates)
         self._launcher.watch(f"trying {', '.join(named)}")
         with_default = self._jobs.at_once > 1 or not self._default
-        arms, trials = [self._target.arms[0]] * with_default, list[Tried]()
+        arms = [self._target.arms[0]] * with_default
         for name, settings in candidates:
             planned = settings == self._target.choices[name]
             target = self._target if planned else self._target.retuned({name: settings})
@@ -227,24 +226,9 @@ class Sweep:
             default = outcomes.pop(0)
             if isinstance(default, MeasurementError):
                 raise default
-            self._default = self._seconds(default)
-        for (name, settings), outcome in zip(candidates, outcomes, strict=True):
-            self._default_gbps.append(self._gbps(self._default))
-            tried = Tried(arm=name, settings=settings)
-            if isinstance(outcome, MeasurementError):
-                trials.append(replace(tried, failed=str(outcome)))
-                continue
-            seconds = self._seconds(outcome)
-            ratios = {
-                row: max(default, self._slowest.get(row, 0.0)) / seconds[row]
-                for row, default in self._default.items()
-            }
-            worst = min(ratios.pop(row) for row in self._slowest)
-            # What is left is send/recv and all-to-all.
-            transfers, gbps = min(ratios.values(), default=1.0), self._gbps(seconds)
-            timed = replace(tried, gbps=gbps, worst_ratio=worst, transfer_ratio=transfers)
-            trials.append(replace(timed, gain=gbps / self._default_gbps[-1]))
-        return trials
+            self._default = timed_rows(self._launcher, [default])
+        self._default_gbps += [self._gbps(self._default)] * len(candidates)
+        return list(map(self._tried, candidates, outcomes))
 
     def baseline(self) -> Tried:
         """Return default NCCL with the median rate of its jobs."""
@@ -252,14 +236,29 @@ class Sweep:
         rate = median(self._default_gbps)
         return Tried(arm="default", settings=settings, gbps=rate, worst_ratio=1.0)
 
-    def _gbps(self, seconds: Mapping[Row, float]) -> float:
-        """Return the bus bandwidth at the large sizes."""
-        world = self._launcher.world
-        rates = [(row.bytes, row.bus_gbps(world, seconds[row])) for row in self._slowest]
-        return large_gbps(rates) or 0.0
+    def _tried(self, candidate: Candidate, outcome: Outcome | MeasurementError) -> Tried:
+        """Return a candidate's rates over those of the baseline job beside it."""
+        name, settings = candidate
+        if isinstance(outcome, MeasurementError):
+            return Tried(arm=name, settings=settings, failed=str(outcome))
+        rows = timed_rows(self._launcher, [outcome])
+        gbps, sizes, transfers = self._gbps(rows), list[float](), list[float]()
+        for row, timed in rows.items():
+            slowest = max(*self._default[row].seconds, self._slowest.get(row, 0.0))
+            # What is no size is send/recv and all-to-all.
+            (sizes if row in self._slowest else transfers).append(slowest / timed.seconds[0])
+        return Tried(
+            arm=name,
+            settings=settings,
+            gbps=gbps,
+            worst_ratio=min(sizes),
+            transfer_ratio=min(transfers, default=1.0),
+            gain=gbps / self._gbps(self._default),
+        )
 
-    def _seconds(self, outcome: Outcome) -> dict[Row, float]:
-        return {row: seconds for row, (seconds,) in row_seconds([outcome]).items()}
+    def _gbps(self, rows: Mapping[Row, Timed]) -> float:
+        """Return the bus bandwidth at the large sizes."""
+        return large_gbps([(row.bytes, rows[row].gbps) for row in self._slowest]) or 0.0
 
 
 def stages(target: Target, name: ChoiceName) -> tuple[Stage, ...]:

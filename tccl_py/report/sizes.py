@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -34,37 +34,26 @@ def _about(size: int) -> str:
     return size_text(size) if size % unit == 0 else f"{size / unit:.1f} {size_text(unit)[2:]}"
 
 
-class EntryRow(NamedTuple):
-    """An entry of the tuner, and the tuning that it is of."""
-
-    tuning: SizeTuning
-    entry: TunerEntry
-
-    @property
-    def gains(self) -> str:
-        """Return the least and the largest gain over the plan alone."""
-        inside = [
-            row.fresh.middle
-            for row in self.tuning.rows
-            if row.kept and row.fresh is not None and covers(self.entry, row)
-        ]
-        return f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
+def _gains(tuning: SizeTuning, entry: TunerEntry) -> str:
+    """Return the least and the largest gain of an entry over the plan alone."""
+    rows = (row for row in tuning.rows if row.kept and covers(entry, row))
+    inside = [row.fresh.middle for row in rows if row.fresh is not None]
+    return f"{min(inside):.2f} to {max(inside):.2f}" if inside else ""
 
 
 ENTRIES: Columns = (
-    Column("GPUs", lambda row: ",".join(map(str, row.tuning.gpus))),
-    Column("collective", lambda row: row.entry.collective),
-    Column("sizes", lambda r: f"{_about(r.entry.from_bytes)} to {_about(r.entry.to_bytes)}"),
-    Column("algorithm, protocol, channels", lambda row: choice_text(row.entry)),
-    Column("over plan", lambda row: row.gains),
+    Column("GPUs", lambda row: ",".join(map(str, row[0].gpus))),
+    Column("collective", lambda row: row[1].collective),
+    Column("sizes", lambda row: f"{_about(row[1].from_bytes)} to {_about(row[1].to_bytes)}"),
+    Column("algorithm, protocol, channels", lambda row: choice_text(row[1])),
+    Column("over plan", lambda row: _gains(*row)),
 )
+"""A row is a tuning, and an entry of its table."""
 
 
 def entry_lines(tunings: Iterable[SizeTuning]) -> list[list[str]]:
     """Return the table of the tuner's entries."""
-    return list(
-        lines(ENTRIES, (EntryRow(each, entry) for each in tunings for entry in each.entries))
-    )
+    return list(lines(ENTRIES, ((each, entry) for each in tunings for entry in each.entries)))
 
 
 def _median_us(seconds: Sequence[float]) -> str:

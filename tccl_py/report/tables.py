@@ -22,12 +22,12 @@ from tccl_py.experiments.evaluation import COLUMNS, Evaluation, Summary
 from tccl_py.experiments.jobs import Outcome
 from tccl_py.experiments.overlap import GEMM
 from tccl_py.experiments.preflight import Preflight
-from tccl_py.experiments.record import ArmResult
+from tccl_py.experiments.record import ArmResult, Tried
 from tccl_py.experiments.rounds import Timed
 from tccl_py.files import picked
 from tccl_py.health.drift import drift_json, metric
 from tccl_py.plan.plan import Plan
-from tccl_py.plan.text import CHOICE_WORDS
+from tccl_py.plan.text import CHOICE_WORDS, choice_words
 from tccl_py.statistics import Interval, median_interval
 
 
@@ -68,6 +68,19 @@ def size_lines(arms: Sequence[ArmResult]) -> Iterator[list[str]]:
     size = Column("size", lambda row: size_text(row[0].bytes))
     columns = [size, *chain.from_iterable(map(columns_of, count(), arms))]
     return lines(columns, zip(*(arm.sizes for arm in arms), strict=True))
+
+
+TRIED: Columns = (
+    Column("tried by one job", lambda row: choice_words(row.arm, row.settings)),
+    Column("GB/s", lambda row: f"failed: {row.failed}" if row.failed else f"{row.gbps:.2f}"),
+    Column("at its worst size", lambda row: _of_default(row, row.worst_ratio)),
+    Column("transfers", lambda row: _of_default(row, row.transfer_ratio)),
+)
+
+
+def _of_default(row: Tried, ratio: float) -> str:
+    """Return a candidate's speed over default NCCL's."""
+    return "" if row.failed else f"{ratio:.3f}"
 
 
 # Evaluation: a row is the summary of an arm, of one collective or of all.

@@ -18,7 +18,7 @@ from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.files import picked
 from tccl_py.model.measurement import mark
 from tccl_py.plan.chains import ChoiceName
-from tccl_py.plan.text import CHOICE_WORDS, choice_words
+from tccl_py.plan.text import CHOICE_WORDS
 from tccl_py.report.tables import verdict_text
 
 _SHOWN_WRONG = 5
@@ -102,16 +102,10 @@ def _where(result: Verification) -> str:
 
 
 def facts_of(result: Verification) -> list[str]:
-    """Return the results beside sizes: rings, values, communicators, trials, and the cost."""
+    """Return the results beside sizes: rings, values, communicators, and the cost."""
     lines = [line for arm in result.arms for line in _arm_facts(result, arm)]
     left_out = result.left_out
     lines += [f"not in this backend: {', '.join(left_out)}"] if left_out else []
-    for trial in result.tried:
-        outcome = f"failed: {trial.failed}"
-        if not trial.failed:
-            worst = f"{trial.worst_ratio:.3f} of default NCCL at its worst size"
-            outcome = f"{trial.gbps:.2f} GB/s, {worst}"
-        lines.append(f"tried {choice_words(trial.arm, trial.settings)}: {outcome}")
     lines += trade_off_lines(result)
     if result.rounds:
         at_once = f", {result.at_once} jobs at once," if result.at_once > 1 else ""
@@ -153,16 +147,13 @@ def _arm_facts(result: Verification, arm: ArmResult) -> list[str]:
             lines.append(f"NCCL runs the plan's rings on all {len(arm.rings.found)} channels")
     if arm is result.arms[0]:
         return [f"{arm.name}: {line}" for line in lines]
-    for groups in dict.fromkeys(row.groups for row in arm.groups):
-        rows = [row for row in arm.groups if row.groups == groups]
-        origin = ", ".join(f"{size_text(row.bytes)} {verdict_text(row)}" for row in rows)
-        lines.append(f"communicators over {groups_text(groups)}: {origin}")
-    lines += [f"a training step, {row.mode}: {verdict_text(row)}" for row in arm.training]
-    for collective, groups in dict.fromkeys((row.collective, row.groups) for row in arm.transfers):
-        rows = [r for r in arm.transfers if (r.collective, r.groups) == (collective, groups)]
-        ratios = ", ".join(f"{size_text(row.bytes)} {verdict_text(row)}" for row in rows)
-        over = f" over {groups_text(groups)}" if groups else ""
-        lines.append(f"{COLLECTIVE_WORDS[collective]}{over}: {ratios}")
+    further: dict[str, list[str]] = {}
+    for row in (*arm.groups, *arm.training, *arm.transfers):
+        over = f" over {groups_text(row.groups)}" if row.groups else ""
+        name = f"a training step, {row.mode}" if row.mode else COLLECTIVE_WORDS[row.collective]
+        size = f"{size_text(row.bytes)} " if row.bytes else ""
+        further.setdefault(f"{name}{over}", []).append(f"{size}{verdict_text(row)}")
+    lines += [f"{name}: {', '.join(ratios)}" for name, ratios in further.items()]
     lines += [f"not taken: {'; '.join(arm.objections)}"] if _faster(arm) else []
     return [f"{arm.name}: {line}" for line in lines]
 
