@@ -83,7 +83,7 @@ def test_a_better_plan_is_a_yes_and_kept(place, jobs):
     assert "4 MiB" in words
     assert "variables: 10.73 GB/s predicted" in words
     assert "variables: 240 results of collectives" in words
-    assert "communicators over GPUs 0,1 and 2,3: 16" in words
+    assert "variables: all-reduce over GPUs 0,1 and 2,3: 16" in words
     assert "rates say nothing about" in found.stderr
     kept = Verification.load(place)
     assert (kept.accepted, kept.winner, kept.backend) == (True, "variables", "host")
