@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 from tccl_py.delivery.delivered import rings_found
 from tccl_py.errors import InputError, MeasurementError
 from tccl_py.experiments.collectives import bus_gbps
-from tccl_py.experiments.jobs import Arm, HostRanks, Launcher, rank_environment, round_order
+from tccl_py.experiments.jobs import (
+    Arm,
+    HostRanks,
+    Launcher,
+    Outcome,
+    rank_environment,
+    round_order,
+)
 from tccl_py.experiments.record import Verification, why_not_verified
-from tccl_py.experiments.rounds import FALSE_RATE, Compared, RunBudget, compare
-from tccl_py.experiments.spec import WrongValue
+from tccl_py.experiments.rounds import FALSE_RATE, Compared, Rounds, RunBudget, compare
+from tccl_py.experiments.spec import JobResult, WrongValue
 from tccl_py.experiments.target import read_target
 from tccl_py.experiments.trade_offs import trade_offs
 from tccl_py.experiments.tuning import run_tuning
-from tccl_py.experiments.verify import verify_target
+from tccl_py.experiments.verify import Judge, verify_target
 from tccl_py.files import decode_json, encode_json
 from tccl_py.nccl.settings import Settings
 from tccl_py.plan.directory import write_plan
@@ -530,6 +537,20 @@ def test_a_plan_whose_job_fails_is_answered_no_unless_default_nccl_fails_too(pla
     jobs = FakeJobs(by_plan(lambda _: 1.0), fails=lambda _: "no GPU")
     with pytest.raises(MeasurementError, match="no GPU"):
         run_verification(plan, place, dry_run(plan, jobs), RunBudget(), choice="graph")
+
+
+def test_a_verdict_follows_from_rounds_without_a_job(plan, place):
+    target, launcher = read_target(plan, place), dry_run(plan, None)
+    budget = RunBudget(sizes=(4096,), training=True)
+    judge = Judge(target, launcher, budget, target.arms, "graph", {}, begun=0.0)
+    assert {row.mode for row in judge.rows} == {"", "ddp-eager", "tp2-eager", "tp4-eager"}
+    assert len(set(judge.rows)) == len(judge.rows)
+    ranks = tuple(JobResult(rank=rank, torch="2") for rank in range(launcher.world))
+    checked = {"default": Outcome(results=ranks, log="")}
+    failures = {arm.name: "no room" for arm in target.arms[1:]}
+    found = judge.verdict(Rounds(checked=checked, jobs=(), failures=failures, at_once=1, table={}))
+    assert (found.winner, found.rounds, found.raw) == ("default", 0, ())
+    assert "no room" in found.against("graph")
 
 
 def test_wrong_values_make_the_answer_no(plan, place):

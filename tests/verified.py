@@ -120,7 +120,7 @@ def without_gpus(plan, directory, launcher):
 def run_verification(plan, directory, launcher, budget, *, choice=None):
     """What is found of a machine's plan, or of one of its choices."""
     target = read_target(plan, directory)
-    return verify_target(target, launcher, budget, only=choice)
+    return verify_target(target, launcher, msgspec.structs.replace(budget, only=choice))
 
 
 def by_plan(ratio, base=1e-4, *, variables=lambda size: 1.0):

@@ -130,6 +130,7 @@ def verify(
         collectives=(cast(Collective, collective),),
         checks=not no_checks,
         training=training,
+        only=cast("ChoiceName | None", choice),
     )
     if program is not None:
         size_options(budget.sizes)
@@ -154,15 +155,12 @@ def verify(
         if workload is not None:
             ranks = len(plan_in(directory).orders[0])
             budget = replace(budget, workload=open_workload([workload], ranks=ranks))
-        only = cast("ChoiceName | None", choice)
 
         def interrupted(result: Verification) -> None:
             notice_each(result.notices)
             show(result)
 
-        result = verify_plan(
-            directory, budget, launcher, tune=tune, only=only, interrupted=interrupted
-        )
+        result = verify_plan(directory, budget, launcher, tune=tune, interrupted=interrupted)
     show(result)
     if tune and not json:
         print_sizes(load_sizes(directory), results())

@@ -32,7 +32,6 @@ from tccl_py.experiments.spec import SIZES
 from tccl_py.experiments.target import Target, read_target
 from tccl_py.experiments.tuning import COMPARISON_SECONDS, SWEEP_SECONDS, run_tuning
 from tccl_py.experiments.verify import Interrupted, verify_target
-from tccl_py.plan.chains import ChoiceName
 from tccl_py.plan.host_files import host_graphs
 from tccl_py.plan.load import load_plan
 from tccl_py.plan.plan import Plan
@@ -94,7 +93,6 @@ def verify_plan(
     launcher: Launcher,
     *,
     tune: bool = False,
-    only: ChoiceName | None = None,
     interrupted: Interrupted = lambda _: None,
 ) -> Verification:
     """Verify a plan on this machine, or a cluster's on the hosts of a job; keep the result.
@@ -106,7 +104,7 @@ def verify_plan(
     check_files(directory)
     with launcher_of(plan, directory, launcher) as ready:
         target = read_target(plan, directory)
-        return run(target, ready, budget, tune=tune, only=only, interrupted=interrupted)
+        return run(target, ready, budget, tune=tune, interrupted=interrupted)
 
 
 @contextmanager
@@ -128,10 +126,9 @@ def run(
     budget: RunBudget,
     *,
     tune: bool = False,
-    only: ChoiceName | None = None,
     interrupted: Interrupted = lambda _: None,
 ) -> Verification:
-    """Verify all choices, or `only` one; tune if asked to, unless that fails; keep the result.
+    """Verify a plan's choices; tune if asked to, unless that fails; keep the result.
 
     Tuning a machine's plan ends with its table by message size.
     """
@@ -142,7 +139,7 @@ def run(
     say, state = launcher.say, f"nothing in {plan.directory} was changed"
     with interrupts_put_off(CTRL_C_AND_SIGTERM):
         try:
-            result = verify_target(plan, launcher, first, only=only, interrupted=interrupted)
+            result = verify_target(plan, launcher, first, interrupted=interrupted)
             tuned = plan
             if tune:
                 _noticed(result).keep(plan.directory)
@@ -158,7 +155,7 @@ def run(
             result = _noticed(result)
             for text in result.notices:
                 say(text)
-            alone = tune or only is not None or launcher.nccl_tests is not None
+            alone = tune or budget.only is not None or launcher.nccl_tests is not None
             with undisturbed():
                 if tuned is not plan:
                     tuned.write()

@@ -229,6 +229,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     LEAST_ROUNDS are always run, of three arms one more; fewer than `rounds` where all verdicts are
     clear, more where one is open and time is left. The rows of a `workload` are timed as well.
+    `only` one choice is compared with default NCCL, if one is named.
     """
 
     rounds: int = 10
@@ -239,6 +240,7 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     checks: bool = True
     training: bool = False
     workload: Workload | None = None
+    only: ChoiceName | None = None
     extra: int = 4
     """Factor on the number of rounds where a verdict is open and time is left."""
 

@@ -34,14 +34,13 @@ def verify_target(
     launcher: Launcher,
     budget: RunBudget,
     *,
-    only: ChoiceName | None = None,
     interrupted: Interrupted = lambda _: None,
 ) -> Verification:
-    """Run real collectives in every arm of a plan, or in default NCCL and `only` one choice.
+    """Run real collectives in every arm of a plan, or in default NCCL and one choice.
 
     Raises MeasurementError: a job of default NCCL failed, so nothing can be said of the others.
     """
-    begun, arms = time.monotonic(), target.arms
+    begun, arms, only = time.monotonic(), target.arms, budget.only
     if only is not None:
         arms = arms[0], target.arm(only)
         if arms[0] is arms[1]:
