@@ -187,6 +187,7 @@ def test_the_page_of_every_reference_plan_is_whole_and_says_what_the_plan_says(n
     for hop in (hop for ring in plan.rings for hop in ring.hops):
         assert str(hop.flow) in words
     assert "fails at its creation with" in words
+    assert not re.search(r"\w\.\.(?!\.)", words)
     assert words.count("None was simulated.") == 3  # the journal is empty
 
 
@@ -429,6 +430,9 @@ def test_a_page_of_default_nccl_has_nothing_to_paste_and_others_an_absolute_path
     words = page_of(plan_directory(tmp_path / "plan", "amd-v100")).words
     assert f'eval "$(tccl env {tmp_path / "plan"} --gpus 0-3)"' in words
     assert "Nothing to do." not in words
+    changes = {"simulated": False, "assumed": False, "dry_run": True}
+    words = page_of(plan_directory(tmp_path / "dry", "amd-v100", **changes)).words
+    assert "Nothing is to be set." in words and "eval" not in words
 
 
 def test_bare_copies_above_the_bound_say_why():

@@ -204,7 +204,7 @@ def _directory(contents: Contents) -> str:
 def _command(contents: Contents) -> str:
     """Return the command for a job over the plan's GPUs, or "" where there is nothing to set."""
     plan, directory = contents.plan, _directory(contents)
-    if plan.recommended == "default":
+    if plan.recommended == "default" or plan.dry_run:
         return ""
     if not plan.closes:
         return f". {directory}/nccl/env.sh"
